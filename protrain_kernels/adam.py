@@ -1,0 +1,305 @@
+"""AdamW over a chunk: an fp32 step on an fp32 master, and the 16-bit weight that follows from it, in one pass.
+
+    g = fp32(grad) * scale                      where a scale is given
+    g = g + p * l2                              only with coupled weight decay (Adam, not AdamW)
+    p = p * decay                               1 - lr * weight_decay when decoupled, else 1
+    m = m * beta1 + g * (1 - beta1)
+    v = v * beta2 + (g * g) * (1 - beta2)
+    p = p - (m / (sqrt(v) * inv_sqrt_bias_correction2 + eps)) * step_size
+
+Every operation is rounded to fp32 by itself: no fused multiply-add, correctly rounded division and square root. The
+constants are computed in double on the host (``adam_scalars``). Hence the Triton kernel, the C kernel and the reference
+give the same bits (a NaN is a NaN: its payload is the machine's).
+
+    weight   master               bytes read + written a parameter, gradient of the weight's type
+    bf16     int16 remainder      2 + 2 + 4 + 4 + 2 read, 2 + 2 + 4 + 4 written = 26
+    fp16     fp32                 4 + 4 + 4 + 2 read, 2 + 4 + 4 + 4 written = 28
+    fp32     None: the weight     4 + 4 + 4 + 4 read, 4 + 4 + 4 written = 28
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from protrain_kernels import host_adam
+from protrain_kernels.checks import LAUNCH_OPTIONS, check_aligned, check_vector, current_device
+from protrain_kernels.split_master import as_bits, join_bits, join_reference, split_bits, split_reference, widen
+
+BLOCK = 1024
+REFERENCE_SLICE = 1 << 18  # elements at a time where the reference stands in for the C kernel: bounds its temporaries
+MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
+
+
+@dataclass(frozen=True)
+class AdamScalars:
+    """The constants of one step, each a double that fp32 represents exactly. Made by ``adam_scalars``."""
+
+    decay: float
+    l2: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    inv_sqrt_bias_correction2: float
+    eps: float
+    step_size: float
+
+
+def adam_scalars(
+    *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, decoupled: bool
+) -> AdamScalars:
+    """The constants of step number ``step`` (the first is 1), computed in double and rounded to fp32 once.
+
+    Args:
+        lr: learning rate, at least 0.
+        beta1: decay of the momentum, in [0, 1).
+        beta2: decay of the variance, in [0, 1).
+        eps: added to the denominator, at least 0.
+        weight_decay: at least 0.
+        step: how many steps this one completes.
+        decoupled: AdamW's decay of the weight (True) or Adam's term in the gradient (False).
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0, not {value!r}")
+    for name, value in (("beta1", beta1), ("beta2", beta2)):
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{name} must be in [0, 1), not {value!r}")
+    if step < 1:
+        raise ValueError(f"step counts from 1, not {step!r}")
+    return AdamScalars(
+        decay=_fp32(1.0 - lr * weight_decay if decoupled else 1.0),
+        l2=_fp32(0.0 if decoupled else weight_decay),
+        beta1=_fp32(beta1),
+        one_minus_beta1=_fp32(1.0 - beta1),
+        beta2=_fp32(beta2),
+        one_minus_beta2=_fp32(1.0 - beta2),
+        inv_sqrt_bias_correction2=_fp32(1.0 / math.sqrt(1.0 - beta2**step)),
+        eps=_fp32(eps),
+        step_size=_fp32(lr / (1.0 - beta1**step)),
+    )
+
+
+def _fp32(value: float) -> float:
+    return ctypes.c_float(value).value
+
+
+def adam_reference(
+    weight: torch.Tensor,
+    master: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    scalars: AdamScalars,
+    *,
+    scale: torch.Tensor | None = None,
+    threads: int = 0,
+) -> None:
+    """``adam`` in separate torch operations: any shape, length and device; ``threads`` is ignored.
+
+    A plain training loop that steps with it is what every plan must equal bit for bit.
+    """
+    if weight.dtype == torch.bfloat16:
+        assert master is not None
+        p = join_reference(weight, master)
+    else:
+        p = (weight if master is None else master).clone()
+    g = grad.to(torch.float32)
+    if scale is not None:
+        g = g * scale.reshape([1] * g.dim())  # not 0-d: torch may treat those as double constants
+    if scalars.l2 != 0.0:
+        g = g + p * scalars.l2
+    p = p * scalars.decay
+    exp_avg.mul_(scalars.beta1).add_(g * scalars.one_minus_beta1)
+    exp_avg_sq.mul_(scalars.beta2).add_((g * g) * scalars.one_minus_beta2)
+    # Square root and quotient in double, rounded to fp32 once more, are correctly rounded (53 >= 2 * 24 + 2 bits).
+    # torch's fp32 ones need not be: some machines take a vector library's, or multiply by a reciprocal.
+    root = exp_avg_sq.to(torch.float64).sqrt_().to(torch.float32)
+    denominator = root.mul_(scalars.inv_sqrt_bias_correction2).add_(scalars.eps)
+    quotient = exp_avg.to(torch.float64).div_(denominator.to(torch.float64)).to(torch.float32)
+    p = p - quotient.mul_(scalars.step_size)
+    if weight.dtype == torch.bfloat16:
+        assert master is not None
+        upper, remainder = split_reference(p)
+        weight.copy_(upper)
+        master.copy_(remainder)
+        return
+    if master is not None:
+        master.copy_(p)
+    weight.copy_(p)
+
+
+@triton.jit
+def adam_kernel(
+    weight: tl.tensor,  # bf16 weights and gradients come as int16: their bits
+    master: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    grad: tl.tensor,
+    scale: tl.tensor,
+    numel: tl.tensor,
+    decay: tl.tensor,
+    l2: tl.tensor,
+    beta1: tl.tensor,
+    one_minus_beta1: tl.tensor,
+    beta2: tl.tensor,
+    one_minus_beta2: tl.tensor,
+    inv_sqrt_bias_correction2: tl.tensor,
+    eps: tl.tensor,
+    step_size: tl.tensor,
+    SPLIT: tl.constexpr,
+    OWN_MASTER: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_L2: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program updates BLOCK parameters."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
+    g = widen(tl.load(grad + offsets, mask=mask))
+    if SPLIT:
+        p = join_bits(tl.load(weight + offsets, mask=mask), tl.load(master + offsets, mask=mask))
+    elif OWN_MASTER:
+        p = tl.load(weight + offsets, mask=mask)
+    else:
+        p = tl.load(master + offsets, mask=mask)
+    m = tl.load(exp_avg + offsets, mask=mask)
+    v = tl.load(exp_avg_sq + offsets, mask=mask)
+    if HAS_SCALE:
+        g = g * tl.load(scale)
+    if HAS_L2:
+        g = g + p * l2
+    p = p * decay
+    m = m * beta1 + g * one_minus_beta1
+    v = v * beta2 + (g * g) * one_minus_beta2
+    denominator = tl.sqrt_rn(v) * inv_sqrt_bias_correction2 + eps
+    p = p - tl.div_rn(m, denominator) * step_size
+    tl.store(exp_avg + offsets, m, mask=mask)
+    tl.store(exp_avg_sq + offsets, v, mask=mask)
+    if SPLIT:
+        upper, lower = split_bits(p)
+        tl.store(weight + offsets, upper, mask=mask)
+        tl.store(master + offsets, lower, mask=mask)
+    elif OWN_MASTER:
+        tl.store(weight + offsets, p, mask=mask)
+    else:
+        tl.store(master + offsets, p, mask=mask)
+        tl.store(weight + offsets, p.to(tl.float16), mask=mask)
+
+
+def launch_adam(
+    weight: torch.Tensor,
+    master: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    scalars: AdamScalars,
+    *,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """Launch the Triton kernel on checked tensors, without a synchronisation."""
+    bits = as_bits(weight)
+    numel = weight.numel()
+    with current_device(weight):
+        adam_kernel[(triton.cdiv(numel, BLOCK),)](
+            bits,
+            bits if master is None else master,
+            exp_avg,
+            exp_avg_sq,
+            as_bits(grad),
+            exp_avg if scale is None else scale,
+            numel,
+            scalars.decay,
+            scalars.l2,
+            scalars.beta1,
+            scalars.one_minus_beta1,
+            scalars.beta2,
+            scalars.one_minus_beta2,
+            scalars.inv_sqrt_bias_correction2,
+            scalars.eps,
+            scalars.step_size,
+            SPLIT=weight.dtype == torch.bfloat16,
+            OWN_MASTER=master is None,
+            HAS_SCALE=scale is not None,
+            HAS_L2=scalars.l2 != 0.0,
+            BLOCK=BLOCK,
+            **LAUNCH_OPTIONS,
+        )
+
+
+def _check(
+    weight: torch.Tensor,
+    master: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> None:
+    device, numel = weight.device, weight.numel()
+    check_vector("weight", weight, dtypes=MASTER_DTYPES, device=device)
+    master_dtype = MASTER_DTYPES[weight.dtype]
+    if (master is None) != (master_dtype is None):
+        needed = "None: the weight is its own" if master_dtype is None else f"a {master_dtype} tensor"
+        raise ValueError(f"the master of a {weight.dtype} weight must be {needed}")
+    check_aligned("weight", weight)
+    if master is not None and master_dtype is not None:
+        check_vector("master", master, dtypes=(master_dtype,), device=device, numel=numel)
+        check_aligned("master", master)
+    for name, state in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        check_vector(name, state, dtypes=(torch.float32,), device=device, numel=numel)
+        check_aligned(name, state)
+    check_vector("grad", grad, dtypes={weight.dtype, torch.float32}, device=device, numel=numel)
+    check_aligned("grad", grad)
+    if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device):
+        raise ValueError(f"scale must be one float32 on {device}, not {scale.numel()} {scale.dtype} on {scale.device}")
+
+
+def adam(
+    weight: torch.Tensor,  # [n] bfloat16, float16 or float32
+    master: torch.Tensor | None,  # [n] int16, float32 or None
+    exp_avg: torch.Tensor,  # [n] float32
+    exp_avg_sq: torch.Tensor,  # [n] float32
+    grad: torch.Tensor,  # [n] the weight's type or float32
+    scalars: AdamScalars,
+    *,
+    scale: torch.Tensor | None = None,  # one float32
+    threads: int = 0,
+) -> None:
+    """One Adam step in place, on the GPU with Triton or on host memory with C threads.
+
+    Args:
+        weight: [n] bfloat16, float16 or float32; n is a multiple of 128. All tensors are 1-d, contiguous, on one
+            device, and start at a multiple of 256 bytes in their storage.
+        master: [n] int16 remainders for a bfloat16 weight, [n] float32 for a float16 weight, None for a float32 weight.
+        exp_avg: [n] float32 momentum.
+        exp_avg_sq: [n] float32 variance.
+        grad: [n] of the weight's type or float32; unchanged.
+        scalars: this step's constants.
+        scale: one float32 on the same device that multiplies the gradient (clipping, loss scale), read by the kernel.
+        threads: host threads for CPU tensors; 0 is torch.get_num_threads().
+
+    Raises:
+        ValueError: a tensor has the wrong type, device, layout or length.
+    """
+    _check(weight, master, exp_avg, exp_avg_sq, grad, scale)
+    numel = weight.numel()
+    if numel == 0:
+        return
+    if weight.is_cuda:
+        launch_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale)
+        return
+    if host_adam.host_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, threads=threads):
+        return
+    for first in range(0, numel, REFERENCE_SLICE):
+        part = slice(first, first + REFERENCE_SLICE)
+        own = None if master is None else master[part]
+        adam_reference(weight[part], own, exp_avg[part], exp_avg_sq[part], grad[part], scalars, scale=scale)

@@ -1,0 +1,261 @@
+/* Host kernels of protrain_kernels: the same arithmetic as the Triton kernels, bit for bit.
+
+   Every function cuts its range in blocks that fit the L1 cache, widens a block to fp32, computes in fp32 with separate
+   multiplies and adds (build with -ffp-contract=off, never with -ffast-math), and narrows the result. The loops over a
+   block have no branches and no aliases, so compilers vectorise them; threads own contiguous runs of blocks. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+enum { BF16 = 0, FP16 = 1, FP32 = 2 };
+enum { BLOCK = 512, LANES = 1024, ROWS = 16, TILE = LANES * ROWS, PADDING = 128 };
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* ---- 16-bit floats ---- */
+
+static inline float widen_half(uint16_t half) {
+    const uint32_t infinity = 0x7c00u << 13;
+    uint32_t bits = (uint32_t)(half & 0x7fffu) << 13;
+    const uint32_t exponent = bits & infinity;
+    bits += (127u - 15u) << 23;
+    bits += exponent == infinity ? (128u - 16u) << 23 : 0u;
+    /* A subnormal half is a normal fp32: borrow an exponent and subtract the implicit one, which is exact. */
+    const uint32_t subnormal = bits_of(float_of(bits + (1u << 23)) - float_of(113u << 23));
+    bits = exponent == 0 ? subnormal : bits;
+    return float_of(bits | (uint32_t)(half & 0x8000u) << 16);
+}
+
+static inline uint16_t narrow_half(float value) {
+    uint32_t bits = bits_of(value);
+    const uint32_t sign = bits & 0x80000000u;
+    const uint32_t magic = (127u - 15u + 23u - 10u + 1u) << 23;
+    bits ^= sign;
+    /* Adding the magic number lets the fp32 adder round to a multiple of the smallest half, ties to even. */
+    const uint32_t small = bits_of(float_of(bits) + float_of(magic)) - magic;
+    const uint32_t normal = (bits + ((uint32_t)(15 - 127) << 23) + 0xfffu + ((bits >> 13) & 1u)) >> 13;
+    const uint32_t huge = bits > (255u << 23) ? 0x7e00u : 0x7c00u;
+    const uint32_t half = bits >= (143u << 23) ? huge : (bits < (113u << 23) ? small : normal);
+    return (uint16_t)(half | sign >> 16);
+}
+
+static void widen_halves(const uint16_t *restrict source, int64_t count, float *restrict values) {
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= count; i += 8)
+        _mm256_storeu_ps(values + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source + i))));
+#endif
+    for (; i < count; i++) values[i] = widen_half(source[i]);
+}
+
+static void narrow_halves(const float *restrict values, int64_t count, uint16_t *restrict target) {
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= count; i += 8)
+        _mm_storeu_si128((__m128i *)(target + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#endif
+    for (; i < count; i++) target[i] = narrow_half(values[i]);
+}
+
+static void widen(const void *restrict source, int dtype, int64_t first, int64_t count, float *restrict values) {
+    if (dtype == BF16) {
+        const uint16_t *restrict from = (const uint16_t *)source + first;
+        for (int64_t i = 0; i < count; i++) values[i] = float_of((uint32_t)from[i] << 16);
+    } else if (dtype == FP16) {
+        widen_halves((const uint16_t *)source + first, count, values);
+    } else {
+        const float *restrict from = (const float *)source + first;
+        for (int64_t i = 0; i < count; i++) values[i] = from[i];
+    }
+}
+
+/* The block as fp32: in place where it is fp32 already, else in buffer. */
+static const float *widened(const void *source, int dtype, int64_t first, int64_t count, float *buffer) {
+    if (dtype == FP32) return (const float *)source + first;
+    widen(source, dtype, first, count, buffer);
+    return buffer;
+}
+
+/* ---- split master: fp32 bits = (weight bits << 16) + remainder ---- */
+
+static inline void split_block(const float *restrict master, int64_t count, uint16_t *restrict weight,
+                               int16_t *restrict remainder) {
+    for (int64_t i = 0; i < count; i++) {
+        const uint32_t bits = bits_of(master[i]);
+        const uint32_t rounded = (bits + 0x8000u) >> 16;
+        const int nan = (bits & 0x7fffffffu) > 0x7f800000u;
+        weight[i] = (uint16_t)(nan ? 0x7fc0u : rounded);
+        remainder[i] = (int16_t)(uint16_t)(nan ? 0u : bits - (rounded << 16));
+    }
+}
+
+static inline void join_block(const uint16_t *restrict weight, const int16_t *restrict remainder, int64_t count,
+                              float *restrict master) {
+    for (int64_t i = 0; i < count; i++)
+        master[i] = float_of(((uint32_t)weight[i] << 16) + (uint32_t)(int32_t)remainder[i]);
+}
+
+void protrain_split(const float *master, uint16_t *weight, int16_t *remainder, int64_t count, int threads) {
+    const int64_t blocks = (count + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t first = block * BLOCK;
+        split_block(master + first, MIN(BLOCK, count - first), weight + first, remainder + first);
+    }
+}
+
+void protrain_join(const uint16_t *weight, const int16_t *remainder, float *master, int64_t count, int threads) {
+    const int64_t blocks = (count + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t first = block * BLOCK;
+        join_block(weight + first, remainder + first, MIN(BLOCK, count - first), master + first);
+    }
+}
+
+/* ---- Adam ---- */
+
+typedef struct {
+    float decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, step_size, scale;
+} adam_scalars;
+
+static inline void adam_block(float *restrict weight, const float *restrict grad, float *restrict exp_avg,
+                              float *restrict exp_avg_sq, int64_t count, const adam_scalars s, const int l2) {
+    for (int64_t i = 0; i < count; i++) {
+        float p = weight[i];
+        float g = grad[i] * s.scale;
+        if (l2) g = g + p * s.l2;
+        p = p * s.decay;
+        const float m = exp_avg[i] * s.beta1 + g * s.one_minus_beta1;
+        const float v = exp_avg_sq[i] * s.beta2 + (g * g) * s.one_minus_beta2;
+        const float denominator = sqrtf(v) * s.inv_sqrt_bias_correction2 + s.eps;
+        weight[i] = p - (m / denominator) * s.step_size;
+        exp_avg[i] = m;
+        exp_avg_sq[i] = v;
+    }
+}
+
+/* master: int16 remainders for a bf16 weight, fp32 for an fp16 weight, unused for an fp32 weight. */
+void protrain_adam(void *weight, int weight_dtype, void *master, float *exp_avg, float *exp_avg_sq, const void *grad,
+                   int grad_dtype, int64_t count, const adam_scalars *scalars, int threads) {
+    const adam_scalars s = *scalars;
+    const int64_t blocks = (count + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t first = block * BLOCK, n = MIN(BLOCK, count - first);
+        float joined[BLOCK], buffer[BLOCK];
+        float *p = weight_dtype == FP32 ? (float *)weight + first : (float *)master + first;
+        if (weight_dtype == BF16) {
+            p = joined;
+            join_block((uint16_t *)weight + first, (int16_t *)master + first, n, p);
+        }
+        const float *g = widened(grad, grad_dtype, first, n, buffer);
+        if (s.l2 != 0.0f)
+            adam_block(p, g, exp_avg + first, exp_avg_sq + first, n, s, 1);
+        else
+            adam_block(p, g, exp_avg + first, exp_avg_sq + first, n, s, 0);
+        if (weight_dtype == BF16) split_block(p, n, (uint16_t *)weight + first, (int16_t *)master + first);
+        if (weight_dtype == FP16) narrow_halves(p, n, (uint16_t *)weight + first);
+    }
+}
+
+/* ---- gradients ---- */
+
+static inline void add_squares(float *restrict lanes, const float *restrict values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) lanes[i] = lanes[i] + values[i] * values[i];
+}
+
+static inline void add_block(float *restrict total, const float *restrict values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) total[i] = total[i] + values[i];
+}
+
+static inline void copy_block(float *restrict target, const float *restrict values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) target[i] = values[i];
+}
+
+static inline void copy_halves(uint16_t *restrict target, const uint16_t *restrict halves, int64_t count) {
+    for (int64_t i = 0; i < count; i++) target[i] = halves[i];
+}
+
+/* Lane i takes in lane i + 512, then i + 256, ... : an order that no thread count or vector width changes. */
+static float lane_tree(float *lanes) {
+    for (int width = LANES / 2; width > 0; width /= 2) {
+        float *restrict low = lanes;
+        const float *restrict high = lanes + width;
+        for (int i = 0; i < width; i++) low[i] = low[i] + high[i];
+    }
+    return lanes[0];
+}
+
+void protrain_sum_of_squares(const void *values, int dtype, int64_t count, float *partials, int threads) {
+    const int64_t tiles = (count + TILE - 1) / TILE;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        float lanes[LANES] = {0}, row[LANES];
+        const int64_t end = MIN(count, (tile + 1) * TILE);
+        for (int64_t first = tile * TILE; first < end; first += LANES) {
+            const int64_t n = MIN(LANES, end - first);
+            add_squares(lanes, widened(values, dtype, first, n, row), n);
+        }
+        partials[tile] = lane_tree(lanes);
+    }
+}
+
+/* chunk: where this gradient starts; its dtype is the gradient's or fp32. Pads with zeros to a multiple of PADDING. */
+void protrain_flatten(const void *grad, int grad_dtype, void *chunk, int chunk_dtype, int64_t count, float *partials,
+                      int accumulate, int threads) {
+    const int64_t tiles = (count + TILE - 1) / TILE;
+    const size_t chunk_itemsize = chunk_dtype == FP32 ? 4 : 2;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        float lanes[LANES] = {0}, row[LANES];
+        const int64_t end = MIN(count, (tile + 1) * TILE);
+        for (int64_t first = tile * TILE; first < end; first += LANES) {
+            const int64_t n = MIN(LANES, end - first);
+            const float *own = widened(grad, grad_dtype, first, n, row);
+            if (chunk_dtype == FP32) {
+                float *target = (float *)chunk + first;
+                if (accumulate)
+                    add_block(target, own, n);
+                else
+                    copy_block(target, own, n);
+                own = target;
+            } else {
+                copy_halves((uint16_t *)chunk + first, (const uint16_t *)grad + first, n);
+            }
+            add_squares(lanes, own, n);
+        }
+        partials[tile] = lane_tree(lanes);
+    }
+    const int64_t padded = (count + PADDING - 1) / PADDING * PADDING;
+    memset((char *)chunk + (size_t)count * chunk_itemsize, 0, (size_t)(padded - count) * chunk_itemsize);
+}
+
+void protrain_accumulate(float *total, const void *grad, int dtype, int64_t count, int initialise, int threads) {
+    const int64_t blocks = (count + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t first = block * BLOCK, n = MIN(BLOCK, count - first);
+        float buffer[BLOCK];
+        if (initialise)
+            widen(grad, dtype, first, n, total + first);
+        else
+            add_block(total + first, widened(grad, dtype, first, n, buffer), n);
+    }
+}

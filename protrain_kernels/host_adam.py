@@ -1,0 +1,155 @@
+"""The host side of every kernel: multi-threaded C on CPU memory, called without the GIL.
+
+A ``host_*`` function takes arguments that its public counterpart has checked, and returns False, having done nothing,
+where there is no compiled library (see ``host_library``); its caller then runs the torch reference, with the same bits.
+``host_accumulate`` has no counterpart: it is public, checks its arguments and always does its work.
+
+AdamW with the split master moves 26 bytes a parameter: weight, remainder, momentum and variance read and written (24),
+gradient read (2). The gradient's kernels move each byte once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+from protrain_kernels.checks import FLOATS, check_vector
+from protrain_kernels.host_library import library
+
+if TYPE_CHECKING:
+    from protrain_kernels.adam import AdamScalars
+
+_DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_Scalars = ctypes.c_float * 10
+
+
+def _threads(threads: int) -> int:
+    if threads < 0:
+        raise ValueError(f"threads must be 0 (as many as torch uses) or more, not {threads}")
+    return threads or torch.get_num_threads()
+
+
+def host_adam(
+    weight: torch.Tensor,
+    master: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    scalars: AdamScalars,
+    *,
+    scale: torch.Tensor | None = None,
+    threads: int = 0,
+) -> bool:
+    """``adam`` on CPU tensors that ``adam`` has checked. False, having done nothing, without a compiled library."""
+    compiled = library()
+    if compiled is None:
+        return False
+    values = _Scalars(
+        scalars.decay,
+        scalars.l2,
+        scalars.beta1,
+        scalars.one_minus_beta1,
+        scalars.beta2,
+        scalars.one_minus_beta2,
+        scalars.inv_sqrt_bias_correction2,
+        scalars.eps,
+        scalars.step_size,
+        1.0 if scale is None else scale.item(),
+    )
+    compiled.protrain_adam(
+        weight.data_ptr(),
+        _DTYPE_CODES[weight.dtype],
+        None if master is None else master.data_ptr(),
+        exp_avg.data_ptr(),
+        exp_avg_sq.data_ptr(),
+        grad.data_ptr(),
+        _DTYPE_CODES[grad.dtype],
+        weight.numel(),
+        values,
+        _threads(threads),
+    )
+    return True
+
+
+def host_accumulate(acc: torch.Tensor, grad: torch.Tensor, *, initialise: bool, threads: int = 0) -> None:
+    """Set acc to fp32(grad) when ``initialise``, else add fp32(grad) to it, on CPU memory.
+
+    Args:
+        acc: [n] float32, written.
+        grad: [n] bfloat16, float16 or float32.
+        initialise: whether what acc holds is to be ignored (it may be uninitialised memory).
+        threads: host threads; 0 is torch.get_num_threads().
+
+    Raises:
+        ValueError: a tensor has the wrong type, device, layout or length.
+    """
+    device = torch.device("cpu")
+    check_vector("acc", acc, dtypes=(torch.float32,), device=device)
+    check_vector("grad", grad, dtypes=FLOATS, device=device, numel=acc.numel())
+    compiled = library()
+    if compiled is not None:
+        compiled.protrain_accumulate(
+            acc.data_ptr(), grad.data_ptr(), _DTYPE_CODES[grad.dtype], acc.numel(), int(initialise), _threads(threads)
+        )
+    elif initialise:
+        acc.copy_(grad)
+    else:
+        acc.add_(grad)  # torch promotes the gradient to fp32 before it adds
+
+
+def host_sum_of_squares(values: torch.Tensor, partials: torch.Tensor, *, threads: int = 0) -> bool:
+    """``sum_of_squares`` on checked CPU tensors. False, having done nothing, without a compiled library."""
+    compiled = library()
+    if compiled is None:
+        return False
+    compiled.protrain_sum_of_squares(
+        values.data_ptr(), _DTYPE_CODES[values.dtype], values.numel(), partials.data_ptr(), _threads(threads)
+    )
+    return True
+
+
+def host_flatten(
+    gradient: torch.Tensor, target: torch.Tensor, partials: torch.Tensor, *, accumulate: bool, threads: int = 0
+) -> bool:
+    """One gradient of ``flatten`` on checked CPU tensors; ``target`` and ``partials`` start at its place.
+
+    False, having done nothing, without a compiled library.
+    """
+    compiled = library()
+    if compiled is None:
+        return False
+    compiled.protrain_flatten(
+        gradient.data_ptr(),
+        _DTYPE_CODES[gradient.dtype],
+        target.data_ptr(),
+        _DTYPE_CODES[target.dtype],
+        gradient.numel(),
+        partials.data_ptr(),
+        int(accumulate),
+        _threads(threads),
+    )
+    return True
+
+
+def host_split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor, *, threads: int = 0) -> bool:
+    """``split`` on checked CPU tensors. False, having done nothing, without a compiled library."""
+    compiled = library()
+    if compiled is None:
+        return False
+    compiled.protrain_split(
+        master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel(), _threads(threads)
+    )
+    return True
+
+
+def host_join(weight: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor, *, threads: int = 0) -> bool:
+    """``join`` on checked CPU tensors. False, having done nothing, without a compiled library."""
+    compiled = library()
+    if compiled is None:
+        return False
+    compiled.protrain_join(
+        weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), master.numel(), _threads(threads)
+    )
+    return True

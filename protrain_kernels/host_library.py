@@ -1,0 +1,151 @@
+"""Compiles ``host/kernels.c`` at first use and loads it with ctypes, whose calls release the GIL.
+
+The library lies in ``$PROTRAIN_CACHE`` (or ``~/.cache/protrain``), named by a hash of source, flags, compiler and CPU,
+and is moved there atomically: many processes may build at once, and a shared home serves unlike machines. Without a
+working compiler, or with ``PROTRAIN_HOST_KERNELS=aten``, separate torch operations do the work: the same bits, slower.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "host" / "kernels.c"
+_NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+# No FMA contraction: the Triton kernels and the torch reference round after every operation, and so must these.
+# Copies of a block stay loops: as calls of memmove, gcc's default, they run at half the speed where source and target
+# are a multiple of 4 KiB apart, which chunks and gradients often are.
+_LOOPS = "-fno-tree-loop-distribute-patterns"
+FLAGS = ("-O3", _NATIVE, "-ffp-contract=off", "-fno-math-errno", _LOOPS, "-fopenmp", "-shared", "-fPIC")
+
+_pointer, _length, _flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_ARGUMENTS = {
+    "protrain_split": (_pointer, _pointer, _pointer, _length, _flag),
+    "protrain_join": (_pointer, _pointer, _pointer, _length, _flag),
+    "protrain_adam": (
+        *(_pointer, _flag, _pointer, _pointer, _pointer),
+        *(_pointer, _flag, _length, _pointer, _flag),
+    ),
+    "protrain_sum_of_squares": (_pointer, _flag, _length, _pointer, _flag),
+    "protrain_flatten": (_pointer, _flag, _pointer, _flag, _length, _pointer, _flag, _flag),
+    "protrain_accumulate": (_pointer, _pointer, _flag, _length, _flag, _flag),
+}
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled host kernels, or None where separate torch operations take their place."""
+    if os.environ.get("PROTRAIN_HOST_KERNELS", "") == "aten":
+        return None
+    loaded, notice = _load()
+    if loaded is None:
+        _warn_once(notice)
+    return loaded
+
+
+def host_compiler_notice() -> str | None:
+    """Why the host kernels aren't compiled, with the remedy, or None where they are."""
+    if os.environ.get("PROTRAIN_HOST_KERNELS", "") == "aten":
+        return "host kernels: separate torch operations, because PROTRAIN_HOST_KERNELS=aten"
+    loaded, notice = _load()
+    return notice if loaded is None else None
+
+
+@functools.cache
+def _warn_once(notice: str) -> None:
+    warnings.warn(notice, RuntimeWarning, stacklevel=4)
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    failures = []
+    for compiler in _compilers():
+        try:
+            return open_library(build(compiler, FLAGS, cache_folder())), ""
+        except (OSError, subprocess.SubprocessError) as error:
+            failures.append(f"{shlex.join(compiler)}: {_reason(error)}")
+    found = "; ".join(failures) or "no C compiler found"
+    return None, (
+        f"host kernels: {found}. Falling back to separate torch operations: same results, several times slower. "
+        "Install gcc or clang with OpenMP, or name a compiler in CC"
+    )
+
+
+def _compilers() -> list[list[str]]:
+    """Command prefixes to try in turn: only ``$CC`` where it is set."""
+    if os.environ.get("CC"):
+        return [shlex.split(os.environ["CC"])]
+    return [[name] for name in ("cc", "gcc", "clang") if shutil.which(name)]
+
+
+def build(compiler: list[str], flags: tuple[str, ...], folder: Path) -> Path:
+    """Compile ``SOURCE`` into ``folder`` unless it is there. OSError or SubprocessError when that fails.
+
+    ``folder`` gives way to the folder for temporary files where it can't be written.
+    """
+    version = _run([*compiler, "--version"])
+    identity = "\0".join((SOURCE.read_text(), *compiler, *flags, version, _cpu_model()))
+    name = f"host_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+    if (folder / name).exists():
+        return folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(suffix=".so", prefix=".building-", dir=folder)
+    except OSError:
+        # Never a predictable name in a folder that others write: they could plant a library there.
+        folder = Path(tempfile.mkdtemp(prefix="protrain-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        handle, scratch = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    try:
+        _run([*compiler, *flags, str(SOURCE), "-o", scratch, "-lm"])
+        os.replace(scratch, folder / name)
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+    return folder / name
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load the library at ``path`` and declare its functions."""
+    loaded = ctypes.CDLL(str(path))
+    for name, types in _ARGUMENTS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = types, None
+    return loaded
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept."""
+    named = os.environ.get("PROTRAIN_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "protrain"
+
+
+def _cpu_model() -> str:
+    """The CPU as far as ``-march=native`` looks at it: its model and its features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    keys = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(keys)}))
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    return done.stdout
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = [line for line in error.stderr.splitlines() if line.strip()]
+        return lines[0] if lines else f"exit status {error.returncode}"
+    return str(error)

@@ -1,0 +1,119 @@
+"""Partial sums of squares of a gradient, in an order that no plan, thread count or device changes.
+
+A tensor of n elements is cut in tiles of 16 rows x 1024 lanes, counted from its own start. In a tile
+
+    acc[lane] = acc[lane] + x * x       over the 16 rows in turn, multiplied and added separately in fp32
+    acc[i] = acc[i] + acc[i + width]    for width = 512, 256, ..., 1; partial = acc[0]
+
+Elements past the end count as zero. One fp32 partial a tile. A parameter's partials are the same wherever its chunk
+lives, so that the norm, and clipping with it, doesn't depend on the plan.
+
+Bytes: every value read once, 4 bytes written per 16,384 elements.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from protrain_kernels import host_adam
+from protrain_kernels.checks import (
+    FLOATS,
+    TILE,
+    TILE_LANES,
+    TILE_OPTIONS,
+    TILE_ROWS,
+    check_vector,
+    current_device,
+    tiles,
+)
+from protrain_kernels.split_master import as_bits, widen
+
+UNROLL = 4  # rows whose loads are in flight together: all 16 at once would spill
+
+
+def sum_of_squares_reference(values: torch.Tensor) -> torch.Tensor:
+    """The partials of ``sum_of_squares`` in plain torch: any shape and device."""
+    count = tiles(values.numel())
+    whole = torch.zeros(count * TILE, dtype=torch.float32, device=values.device)
+    whole[: values.numel()] = values.reshape(-1).to(torch.float32)
+    lanes = torch.zeros(count, TILE_LANES, dtype=torch.float32, device=values.device)
+    for row in whole.view(count, TILE_ROWS, TILE_LANES).unbind(1):
+        lanes = lanes + row * row
+    width = TILE_LANES // 2
+    while width:
+        lanes = lanes[:, :width] + lanes[:, width:]
+        width //= 2
+    return lanes.view(count)
+
+
+@triton.jit
+def lane_tree(lanes: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """The pairwise halving tree: each step sums pairs, which have only one order, so no back end can reorder it."""
+    width: tl.constexpr = LANES // 2
+    if width == 0:
+        return tl.sum(lanes, axis=0)
+    else:
+        return lane_tree(tl.sum(tl.reshape(lanes, (2, width)), axis=0), width)
+
+
+@triton.jit
+def sum_of_squares_kernel(
+    values: tl.tensor,
+    partials: tl.tensor,
+    numel: tl.tensor,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> None:
+    """One program sums one tile."""
+    tile = tl.program_id(0)
+    first = tile.to(tl.int64) * (ROWS * LANES)
+    lane = tl.arange(0, LANES)
+    lanes = tl.zeros((LANES,), dtype=tl.float32)
+    if first + ROWS * LANES <= numel:  # without a mask the loads are wide whatever the length
+        for group in range(0, ROWS, UNROLL):
+            for row in tl.static_range(UNROLL):
+                value = widen(tl.load(values + first + (group + row) * LANES + lane))
+                lanes = lanes + value * value
+    else:
+        for row in range(ROWS):
+            offsets = first + row * LANES + lane
+            value = widen(tl.load(values + offsets, mask=offsets < numel, other=0))
+            lanes = lanes + value * value
+    tl.store(partials + tile, lane_tree(lanes, LANES))
+
+
+def launch_sum_of_squares(values: torch.Tensor, partials: torch.Tensor) -> None:
+    """Launch the Triton kernel on checked tensors."""
+    with current_device(values):
+        sum_of_squares_kernel[(partials.numel(),)](
+            as_bits(values), partials, values.numel(), ROWS=TILE_ROWS, LANES=TILE_LANES, UNROLL=UNROLL, **TILE_OPTIONS
+        )
+
+
+def sum_of_squares(
+    values: torch.Tensor,  # [n] bfloat16, float16 or float32
+    partials: torch.Tensor,  # [tiles(n)] float32, written
+    *,
+    threads: int = 0,
+) -> None:
+    """Write the fp32 sum of squares of each tile of 16,384 values.
+
+    Args:
+        values: [n] bfloat16, float16 or float32, contiguous, any n.
+        partials: [tiles(n)] float32 on the same device. Infinities and NaN in a tile make its partial infinite or NaN.
+        threads: host threads for CPU tensors; 0 is torch.get_num_threads().
+
+    Raises:
+        ValueError: a tensor has the wrong type, device, layout or length.
+    """
+    check_vector("values", values, dtypes=FLOATS, device=values.device)
+    check_vector("partials", partials, dtypes=(torch.float32,), device=values.device, numel=tiles(values.numel()))
+    if values.numel() == 0:
+        return
+    if values.is_cuda:
+        launch_sum_of_squares(values, partials)
+    elif not host_adam.host_sum_of_squares(values, partials, threads=threads):
+        partials.copy_(sum_of_squares_reference(values))

@@ -1,0 +1,145 @@
+"""The implementations that must agree: C, the torch fallback, and Triton (on a GPU, else in its interpreter)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import protrain_kernels as kernels
+from protrain_kernels import host_library
+from protrain_kernels.adam import launch_adam
+from protrain_kernels.flatten import launch_flatten
+from protrain_kernels.split_master import launch_join, launch_split
+from protrain_kernels.sum_of_squares import launch_sum_of_squares
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where a kernel runs. In the interpreter the launcher is called: a public function would send CPU tensors to C."""
+
+    name: str
+    device: torch.device
+
+    @property
+    def interpreted(self) -> bool:
+        return self.name == "triton" and self.device.type == "cpu"
+
+    def adam(self, *tensors: torch.Tensor | None, scalars: kernels.AdamScalars, scale: torch.Tensor | None) -> None:
+        weight, master, exp_avg, exp_avg_sq, grad = tensors
+        assert weight is not None
+        assert exp_avg is not None
+        assert exp_avg_sq is not None
+        assert grad is not None
+        step = launch_adam if self.interpreted else kernels.adam
+        step(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale)
+
+    def split(self, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = torch.full_like(master, torch.nan, dtype=torch.bfloat16)
+        remainder = torch.full_like(master, 12345, dtype=torch.int16)
+        (launch_split if self.interpreted else kernels.split)(master, weight, remainder)
+        return weight, remainder
+
+    def join(self, weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+        master = torch.full_like(weight, torch.nan, dtype=torch.float32)
+        (launch_join if self.interpreted else kernels.join)(weight, remainder, master)
+        return master
+
+    def sum_of_squares(self, values: torch.Tensor) -> torch.Tensor:
+        partials = torch.full((kernels.tiles(values.numel()),), torch.nan, device=values.device)
+        (launch_sum_of_squares if self.interpreted else kernels.sum_of_squares)(values, partials)
+        return partials
+
+    def flatten(
+        self,
+        gradients: list[torch.Tensor],
+        chunk: torch.Tensor,
+        offsets: list[int],
+        partials: torch.Tensor,
+        starts: list[int],
+        *,
+        accumulate: bool,
+    ) -> None:
+        if not self.interpreted:
+            kernels.flatten(gradients, chunk, offsets, partials, starts, accumulate=accumulate)
+            return
+        for gradient, offset, start in zip(gradients, offsets, starts, strict=True):
+            target = chunk[offset : offset + kernels.padded(gradient.numel())]
+            own = partials[start : start + kernels.tiles(gradient.numel())]
+            launch_flatten(gradient, target, own, accumulate=accumulate)
+
+
+_TRITON = pytest.param("triton", marks=[pytest.mark.gpu] if torch.cuda.is_available() else [])
+
+
+@pytest.fixture(params=["c", "aten", _TRITON])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    name: str = request.param
+    monkeypatch.delenv("PROTRAIN_HOST_KERNELS", raising=False)
+    if name == "aten":
+        monkeypatch.setenv("PROTRAIN_HOST_KERNELS", "aten")
+    elif name == "c" and host_library.library() is None:
+        pytest.skip(str(kernels.host_compiler_notice()))
+    on_gpu = name == "triton" and torch.cuda.is_available()
+    return Backend(name, torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled host kernels, whatever the environment asks for."""
+    monkeypatch.delenv("PROTRAIN_HOST_KERNELS", raising=False)
+    if host_library.library() is None:
+        pytest.skip(str(kernels.host_compiler_notice()))
+
+
+@pytest.fixture
+def fresh_library() -> Iterator[None]:
+    """Nothing is loaded at the start, and what the test loaded is forgotten at its end."""
+    host_library._load.cache_clear()
+    host_library._warn_once.cache_clear()
+    yield
+    host_library._load.cache_clear()
+    host_library._warn_once.cache_clear()
+
+
+SameBits = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+@pytest.fixture
+def same_bits() -> SameBits:
+    """Asserts equal bits, so that -0 isn't 0; any NaN equals any other, since machines choose its payload."""
+
+    def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+        found, expected = found.cpu(), expected.cpu()
+        assert found.dtype == expected.dtype
+        assert found.shape == expected.shape
+        integers = _INTEGERS[found.element_size()]
+        differ = found.view(integers) != expected.view(integers)
+        if found.is_floating_point():
+            differ &= ~(found.isnan() & expected.isnan())
+        where = differ.nonzero().flatten().tolist()
+        assert not where, (
+            f"{len(where)} of {found.numel()} differ, first at {where[0]}: {found[where[0]]} != {expected[where[0]]}"
+        )
+
+    return check
+
+
+@pytest.fixture
+def any_bits() -> Callable[[int, int], torch.Tensor]:
+    """``any_bits(seed, count)``: fp32 of random bit patterns, with subnormals, infinities and NaN among them."""
+
+    def make(seed: int, count: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        bits = torch.randint(-(2**31), 2**31, (count,), generator=generator, dtype=torch.int64).to(torch.int32)
+        values = bits.view(torch.float32)
+        special = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1.1754944e-38, 3.4028235e38, -3.4028235e38])
+        values[: len(special)] = special
+        values[len(special) : len(special) + 3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+        return values
+
+    return make

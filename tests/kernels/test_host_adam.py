@@ -1,0 +1,80 @@
+"""The host kernels: accumulation, thread counts, and a free GIL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from protrain_kernels import adam, adam_reference, adam_scalars, host_accumulate, join, split
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("how", ["c", "aten"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accumulate(
+    monkeypatch: pytest.MonkeyPatch, compiled: None, same_bits: Callable[..., None], dtype: torch.dtype, how: str
+) -> None:
+    monkeypatch.setenv("PROTRAIN_HOST_KERNELS", how)
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 511, 512, 5000):
+        acc = torch.full((count + 1,), torch.nan)
+        first, second = (torch.randn(count, generator=generator).to(dtype) for _ in range(2))
+        host_accumulate(acc[:count], first, initialise=True, threads=2)
+        same_bits(acc[:count], first.float())
+        host_accumulate(acc[:count], second, initialise=False, threads=2)
+        same_bits(acc[:count], first.float() + second.float())
+        assert acc[count].isnan()
+
+
+def test_accumulate_names_bad_arguments() -> None:
+    with pytest.raises(ValueError, match=r"acc must be torch\.float32"):
+        host_accumulate(torch.zeros(8).bfloat16(), torch.zeros(8), initialise=True)
+    with pytest.raises(ValueError, match="grad has 4 elements and needs 8"):
+        host_accumulate(torch.zeros(8), torch.zeros(4), initialise=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_the_result(compiled: None, same_bits: Callable[..., None], threads: int) -> None:
+    count = 128 * 77
+    generator = torch.Generator().manual_seed(1)
+    scalars = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1, decoupled=True)
+    values, grad = torch.randn(count, generator=generator), torch.randn(count, generator=generator).bfloat16()
+    weight, remainder = split(values, threads=threads)
+    exp_avg, exp_avg_sq = torch.zeros(count), torch.zeros(count)
+    same_bits(join(weight, remainder, threads=threads), values)
+    found = (weight, remainder, exp_avg, exp_avg_sq)
+    expected = (weight.clone(), remainder.clone(), exp_avg.clone(), exp_avg_sq.clone())
+    adam(*found, grad, scalars, threads=threads)
+    adam_reference(*expected, grad, scalars)
+    for ours, theirs in zip(found, expected, strict=True):
+        same_bits(ours, theirs)
+
+
+def test_other_threads_run_during_a_call(compiled: None) -> None:
+    """A library that held the GIL would let the main thread count to next to nothing."""
+    acc, grad = torch.zeros(1 << 24), torch.ones(1 << 24, dtype=torch.bfloat16)
+    most = 0
+    for _ in range(10):  # a busy machine may give the main thread no core for a while
+        inside = threading.Event()
+        done = threading.Event()
+
+        def call(inside: threading.Event = inside, done: threading.Event = done) -> None:
+            inside.set()
+            host_accumulate(acc, grad, initialise=False, threads=1)
+            done.set()
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        inside.wait()
+        count = 0
+        while not done.is_set():
+            count += 1
+        thread.join()
+        most = max(most, count)
+        if most > 2000:
+            break
+    assert most > 2000

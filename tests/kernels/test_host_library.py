@@ -1,0 +1,155 @@
+"""Building the host library: once, atomically, and with a fallback that says why."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from protrain_kernels import adam, adam_reference, adam_scalars, flatten, host_compiler_notice, host_library
+from protrain_kernels.host_library import FLAGS, build, library, open_library
+
+SCALARS = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.delenv("PROTRAIN_HOST_KERNELS", raising=False)
+    for command in host_library._compilers():
+        if shutil.which(command[0]):
+            return command
+    pytest.skip("no C compiler")
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Makes the kernels run from the library at a path."""
+
+    def choose(path: Path) -> None:
+        loaded = open_library(path)
+        monkeypatch.setattr(host_library, "_load", lambda: (loaded, ""))
+
+    return choose
+
+
+@pytest.fixture
+def empty_cache(fresh_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.delenv("PROTRAIN_HOST_KERNELS", raising=False)
+    monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+State = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
+
+
+def _state(dtype: torch.dtype, count: int = 4096) -> State:
+    generator = torch.Generator().manual_seed(0)
+    values, exp_avg, root = torch.randn(3, count, generator=generator).unbind()
+    master = values.clone() if dtype == torch.float16 else None
+    return values.to(dtype), master, exp_avg.clone(), root.square()
+
+
+def _agrees(dtype: torch.dtype = torch.float32) -> bool:
+    found, expected = _state(dtype), _state(dtype)
+    grad = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+    adam(*found, grad, SCALARS)
+    adam_reference(*expected, grad, SCALARS)
+    pairs = zip(found, expected, strict=True)
+    return all(a is None or b is None or torch.equal(a, b) for a, b in pairs)
+
+
+def test_many_builders_at_once_leave_one_library(compiler: list[str], tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(lambda _: build(compiler, FLAGS, tmp_path / "cache"), range(4)))
+    assert len(set(paths)) == 1
+    assert list((tmp_path / "cache").iterdir()) == [paths[0]]
+    open_library(paths[0])
+
+
+def test_a_second_load_compiles_nothing(compiler: list[str], tmp_path: Path) -> None:
+    first = build(compiler, FLAGS, tmp_path)
+    stamp = first.stat().st_mtime_ns
+    assert build(compiler, FLAGS, tmp_path) == first
+    assert first.stat().st_mtime_ns == stamp
+    assert build(compiler, (*FLAGS, "-DOTHER"), tmp_path) != first
+
+
+def test_an_unwritable_cache_gives_way(
+    compiler: list[str], empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path / "file" / "cache"))
+    assert host_compiler_notice() is None
+    assert library() is not None
+
+
+def test_without_a_compiler_it_warns_once_and_works(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.warns(RuntimeWarning, match=r"no-such-compiler.*Install gcc or clang"):
+        assert _agrees()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _agrees()
+    assert "no-such-compiler" in str(host_compiler_notice())
+
+
+def test_a_failing_compiler_is_quoted(empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "broken-cc"
+    script.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "cannot find -lgomp" >&2\nexit 1\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    assert "cannot find -lgomp" in str(host_compiler_notice())
+    assert list(empty_cache.iterdir()) == []
+
+
+def test_the_fallback_can_be_asked_for(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_HOST_KERNELS", "aten")
+    assert library() is None
+    assert "PROTRAIN_HOST_KERNELS=aten" in str(host_compiler_notice())
+    assert not empty_cache.exists()
+
+
+def test_baseline_instructions_give_the_same_bits(
+    compiler: list[str], use: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Without F16C the half conversions are software: every half, and fp32 values around every rounding boundary."""
+    if platform.machine() != "x86_64":
+        pytest.skip("other machines have their own baseline")
+    flags = tuple("-march=x86-64" if flag.startswith(("-march", "-mcpu")) else flag for flag in FLAGS)
+    use(build(compiler, flags, tmp_path))
+    assert _agrees()
+    assert _agrees(torch.float16)
+    halves = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    chunk, partials = torch.full((1 << 16,), torch.nan), torch.zeros(4)
+    flatten([halves], chunk, [0], partials, [0])
+    assert torch.equal(chunk.nan_to_num(nan=7.0), halves.float().nan_to_num(nan=7.0))
+    # A step of length zero leaves the master alone and rounds it to the half weight.
+    step = adam_scalars(lr=0.0, beta1=0.9, beta2=0.99, eps=1.0, weight_decay=0.0, step=1, decoupled=True)
+    bits = halves.float().view(torch.int32)
+    for nudge in (-0x1001, -0x1000, -0xFFF, -1, 0, 1, 0xFFF, 0x1000, 0x1001):
+        master = (bits + nudge).view(torch.float32)
+        weight = torch.full((1 << 16,), torch.nan, dtype=torch.float16)
+        zeros = torch.zeros(3, 1 << 16)
+        adam(weight, master, zeros[0], zeros[1], zeros[2], step)
+        expected = master.half()
+        nan = expected.isnan()
+        assert torch.equal(weight.view(torch.int16)[~nan], expected.view(torch.int16)[~nan])
+        assert weight[nan].isnan().all()
+
+
+def test_the_comparison_notices_a_fused_multiply_add(
+    compiler: list[str], use: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Equal bits mean something: a build that contracts multiplies and adds does not have them."""
+    if platform.machine() == "x86_64" and " fma " not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no fused multiply-add")
+    # Not -ffast-math: loading such a library makes the whole process flush subnormals.
+    flags = tuple("-ffp-contract=fast" if flag.startswith("-ffp-contract") else flag for flag in FLAGS)
+    use(build(compiler, flags, tmp_path))
+    assert not _agrees()

@@ -1,0 +1,107 @@
+"""Partial sums of squares have one order on every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from protrain_kernels import TILE, sum_of_squares, sum_of_squares_reference, tiles
+
+COUNTS = [1, 127, 1024, 1025, TILE - 1, TILE, TILE + 1, 2 * TILE + 5000]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _values(count: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    spread = torch.randn(count, generator=generator)
+    return (spread * torch.rand(count, generator=generator).exp2() * 3).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", COUNTS)
+def test_same_bits_as_the_reference(
+    backend: Any, same_bits: Callable[..., None], count: int, dtype: torch.dtype
+) -> None:
+    values = _values(count, dtype)
+    same_bits(backend.sum_of_squares(values.to(backend.device)), sum_of_squares_reference(values))
+
+
+def test_the_reference_follows_the_stated_order() -> None:
+    values = _values(TILE + 1500, torch.float32)
+    whole = numpy.zeros(2 * TILE, dtype=numpy.float32)
+    whole[: values.numel()] = values.numpy()
+    expected = []
+    for tile in whole.reshape(2, 16, 1024):
+        lanes = [numpy.float32(0)] * 1024
+        for row in tile:
+            lanes = [numpy.float32(lane + numpy.float32(x * x)) for lane, x in zip(lanes, row, strict=True)]
+        width = 512
+        while width:
+            lanes = [numpy.float32(lanes[i] + lanes[i + width]) for i in range(width)]
+            width //= 2
+        expected.append(lanes[0])
+    assert sum_of_squares_reference(values).tolist() == [float(partial) for partial in expected]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_partials_add_up(dtype: torch.dtype) -> None:
+    values = _values(3 * TILE + 77, dtype)
+    partials = torch.full((4,), torch.nan)
+    sum_of_squares(values, partials)
+    exact = values.double().square().sum()
+    assert abs(partials.double().sum() - exact) < 1e-6 * exact
+
+
+def test_unaligned_values(backend: Any, same_bits: Callable[..., None]) -> None:
+    values = _values(TILE + 300, torch.bfloat16)
+    shifted = torch.cat([torch.full((1,), torch.nan, dtype=values.dtype), values]).to(backend.device)[1:]
+    same_bits(backend.sum_of_squares(shifted), sum_of_squares_reference(values))
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_only_the_tile_of_a_value_that_is_not_finite_says_so(backend: Any, dtype: torch.dtype, bad: float) -> None:
+    values = _values(2 * TILE + 10, dtype)
+    values[TILE + 4321] = bad
+    partials = backend.sum_of_squares(values.to(backend.device)).cpu()
+    assert partials.isfinite().tolist() == [True, False, True]
+
+
+def test_subnormal_squares_survive(backend: Any, same_bits: Callable[..., None]) -> None:
+    values = torch.full((TILE,), 3e-21)  # squares to 9e-42, below the smallest normal fp32
+    partials = backend.sum_of_squares(values.to(backend.device))
+    same_bits(partials, sum_of_squares_reference(values))
+    assert partials.item() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_more_values_than_a_32_bit_integer_counts() -> None:
+    count = (1 << 31) + TILE + 3
+    values = torch.zeros(count, dtype=torch.bfloat16, device="cuda")
+    values[-1] = 3.0
+    partials = torch.full((tiles(count),), torch.nan, device="cuda")
+    sum_of_squares(values, partials)
+    assert partials[-1].item() == 9.0
+    assert partials[:-1].abs().max().item() == 0.0
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_the_result(compiled: None, same_bits: Callable[..., None], threads: int) -> None:
+    values = _values(7 * TILE + 9, torch.bfloat16)
+    partials = torch.full((8,), torch.nan)
+    sum_of_squares(values, partials, threads=threads)
+    same_bits(partials, sum_of_squares_reference(values))
+
+
+def test_tiles_and_bad_arguments() -> None:
+    assert [tiles(count) for count in (0, 1, TILE, TILE + 1)] == [0, 1, 1, 2]
+    sum_of_squares(torch.empty(0), torch.empty(0))
+    with pytest.raises(ValueError, match="partials has 1 elements and needs 2"):
+        sum_of_squares(torch.zeros(TILE + 1), torch.zeros(1))
+    with pytest.raises(ValueError, match="values must be"):
+        sum_of_squares(torch.zeros(8, dtype=torch.int32), torch.zeros(1))
