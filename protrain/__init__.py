@@ -1,0 +1,30 @@
+"""ProTrain: trains models far bigger than the GPU's memory, with the results of the plain loop and nothing to tune."""
+
+from protrain.checkpoint import load_checkpoint, save_checkpoint
+from protrain.engine.materialise import empty_parameters
+from protrain.engine.state_hooks import full_parameters
+from protrain.errors import BudgetError, CheckpointError, MisuseError, PlanError
+from protrain.hardware import HardwareProfile, calibrate
+from protrain.planning import Plan, search
+from protrain.profiler import ModelProfile, profile
+from protrain.wrap import wrap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "HardwareProfile",
+    "MisuseError",
+    "ModelProfile",
+    "Plan",
+    "PlanError",
+    "calibrate",
+    "empty_parameters",
+    "full_parameters",
+    "load_checkpoint",
+    "profile",
+    "save_checkpoint",
+    "search",
+    "wrap",
+]

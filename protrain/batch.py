@@ -1,0 +1,120 @@
+"""Batches and outputs: what goes into the model, on which device and in which dtype, and the loss that comes out.
+
+An example batch is a mapping (the model is called with ``model(**batch)``) or a tuple (``model(*batch)``). The trace
+and the engine treat inputs the same way, through the functions here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def check(batch: Any) -> None:
+    """ValueError unless ``batch`` is a mapping with text keys or a tuple, and holds at least one tensor."""
+    if not isinstance(batch, Mapping | tuple):
+        raise ValueError(
+            f"a batch must be a mapping (called as model(**batch)) or a tuple (model(*batch)), not "
+            f"{type(batch).__name__}; for a single input pass a tuple of one: (input,)"
+        )
+    if isinstance(batch, Mapping):
+        wrong = next((key for key in batch if not isinstance(key, str)), None)
+        if wrong is not None:
+            raise ValueError(
+                f"a batch's keys are argument names of the model's forward and must be text, not {wrong!r}"
+            )
+    if not any(True for _ in _named_tensors(batch)):
+        raise ValueError("the batch holds no tensor; pass the inputs that the training loop gives to the model")
+
+
+def shapes(batch: Any) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in ``batch``; nested ones under dotted names, positions as "0", "1"."""
+    check(batch)
+    return {name: tuple(tensor.shape) for name, tensor in _named_tensors(batch)}
+
+
+def tokens(batch: Any) -> int:
+    """Elements of the first integer tensor in ``batch``; without one, the first dimension of the first tensor."""
+    check(batch)
+    first: Tensor | None = None
+    for _, tensor in _named_tensors(batch):
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool:
+            return tensor.numel()
+        first = tensor if first is None else first
+    assert first is not None
+    return first.shape[0] if first.ndim else 1
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the model's forward for ``batch``."""
+    check(batch)
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return tuple(batch), {}
+
+
+def to_device(tree: Any, device: torch.device | str) -> Any:
+    """``tree`` with every tensor on ``device``; a tensor already there is kept, not copied."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """``args`` and ``kwargs`` with their fp32 tensors in ``dtype``, nested ones too (FSDP's cast_forward_inputs)."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
+
+    return tree_map(cast, args), tree_map(cast, kwargs)
+
+
+def training_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``kwargs`` plus ``use_cache=False`` where ``model`` would otherwise keep key/value caches while training."""
+    if "use_cache" in kwargs or not getattr(getattr(model, "config", None), "use_cache", False):
+        return kwargs
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {**kwargs, "use_cache": False} if "use_cache" in parameters or takes_any else kwargs
+
+
+def loss_of(output: Any) -> Tensor:
+    """The scalar to call ``backward`` on.
+
+    ``output.loss``, ``output["loss"]`` or a scalar output is taken as it is. Any other output gets a stand-in of about
+    the cost of a cross entropy, the mean of the log-softmax in fp32 over every floating tensor that has a gradient.
+    ValueError when nothing in ``output`` depends on a trainable parameter.
+    """
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, Tensor):
+        loss = output
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+        return loss.reshape(())
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors = [tensor for tensor in tensors if tensor.requires_grad]
+    if not tensors:
+        raise ValueError(
+            "the model's output depends on no trainable parameter, so there is nothing to train; "
+            "set requires_grad on the parameters to be trained and pass labels if the model computes its own loss"
+        )
+    parts = [tensor.float().log_softmax(-1).mean() if tensor.ndim else tensor.float() for tensor in tensors]
+    return torch.stack(parts).sum()
+
+
+def _named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield name, tree
+        return
+    if isinstance(tree, Mapping):
+        children = [(str(key), value) for key, value in tree.items()]
+    elif isinstance(tree, tuple | list):
+        children = [(str(index), value) for index, value in enumerate(tree)]
+    else:
+        return
+    for key, value in children:
+        yield from _named_tensors(value, f"{name}.{key}" if name else key)

@@ -1,0 +1,102 @@
+"""The host arena: all host memory of the engine, exact to the page, pinned where transfers touch it.
+
+Anonymous mappings with huge pages advised, touched by many threads, and handed out page by page. What is copied to or
+from a GPU is registered with the CUDA driver when it is handed out, each piece on its own, as a copy must not cross
+from one registration into another. torch's ``pin_memory`` rounds to powers of two and is several times slower to set
+up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from protrain.quantities import format_bytes
+
+_TOUCHED_BYTES = 64 * 1024**2  # by one thread at a time
+_THREADS = 8
+
+
+def aligned(count: int) -> int:
+    """``count`` bytes rounded up to whole pages, which is what a piece of the arena occupies."""
+    return -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Arena:
+    """Host memory in a few large segments, handed out from the front and never given back one by one."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.pinned = pinned
+        self.total_bytes = 0
+        self._segments: list[_Segment] = []
+
+    def reserve(self, count: int) -> None:
+        """Map and touch ``count`` more bytes now, all at once. MemoryError when the system has no such memory."""
+        if count > 0:
+            segment = _Segment(aligned(count))
+            self._segments.append(segment)
+            self.total_bytes += segment.size_bytes
+
+    def take(self, elements: int, dtype: torch.dtype, *, transferred: bool = True) -> Tensor:
+        """A zeroed 1-d tensor of ``elements`` on pages of its own; maps more memory when the reserve is used up.
+
+        ``transferred``: whether it is copied to or from the device, and is to be pinned if the arena is.
+        """
+        count = aligned(elements * dtype.itemsize)
+        for segment in self._segments:
+            if segment.size_bytes - segment.used_bytes >= count:
+                break
+        else:
+            self.reserve(count)
+            segment = self._segments[-1]
+        piece = segment.take(count)
+        if self.pinned and transferred:
+            segment.pin(piece)
+        return piece[: elements * dtype.itemsize].view(dtype)
+
+
+class _Segment:
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.used_bytes = 0
+        try:
+            self._map = mmap.mmap(-1, size_bytes)
+        except (OSError, ValueError) as error:
+            raise MemoryError(f"cannot map {format_bytes(size_bytes)} of host memory: {error}") from None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pinned: list[int] = []
+        weakref.finalize(self, _unpin, self._pinned)
+        pieces = range(0, size_bytes, _TOUCHED_BYTES)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(self._touch, pieces))
+
+    def take(self, count: int) -> Tensor:
+        piece = self.memory[self.used_bytes : self.used_bytes + count]
+        self.used_bytes += count
+        return piece
+
+    def pin(self, piece: Tensor) -> None:
+        status = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+        if status != 0:
+            raise MemoryError(
+                f"cannot pin {format_bytes(piece.numel())} of host memory (CUDA error {status}); "
+                "pass a smaller host_memory"
+            )
+        self._pinned.append(piece.data_ptr())
+
+    def _touch(self, start: int) -> None:
+        # Page faults are taken here by many threads, not one by one inside the driver or the first step.
+        piece = self.memory[start : start + _TOUCHED_BYTES]
+        ctypes.memset(piece.data_ptr(), 0, piece.numel())
+
+
+def _unpin(addresses: list[int]) -> None:
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,200 @@
+"""Chunk buffers: the n_buffer device slots through which non-persistent chunks pass.
+
+[Note: residency] A buffer's content goes through these states and no others:
+
+    EMPTY -> QUEUED     a chunk is assigned while its host update still runs; whoever finishes it issues the upload
+    EMPTY -> LOADING    a chunk is assigned and its upload issued
+    QUEUED -> LOADING   the update is done
+    LOADING -> PRESENT  the compute stream was told to wait for the upload
+    PRESENT -> EMPTY    evicted or out of date; only while no unit holds it
+    QUEUED/LOADING -> EMPTY  given up before use; the next upload is ordered behind on the same stream
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+
+import torch
+from torch import Tensor
+
+from protrain.engine.chunks import Chunk
+from protrain.engine.schedule import Schedule
+from protrain.engine.streams import Mark, Streams
+
+
+class Residency(enum.Enum):
+    """State of a buffer's content."""
+
+    EMPTY = "empty"
+    QUEUED = "queued"
+    LOADING = "loading"
+    PRESENT = "present"
+
+
+LEGAL = frozenset(
+    {
+        (Residency.EMPTY, Residency.QUEUED),
+        (Residency.EMPTY, Residency.LOADING),
+        (Residency.QUEUED, Residency.LOADING),
+        (Residency.LOADING, Residency.PRESENT),
+        (Residency.PRESENT, Residency.EMPTY),
+        (Residency.QUEUED, Residency.EMPTY),
+        (Residency.LOADING, Residency.EMPTY),
+    }
+)
+
+
+class Buffer:
+    """One slot: its memory, what it holds, and the marks that order its uses."""
+
+    def __init__(self, memory: Tensor, streams: Streams) -> None:
+        self.memory = memory
+        self.chunk: Chunk | None = None
+        self.holders = 0  # units that use it now
+        self.loaded: Mark = streams.mark()
+        self.free: Mark = streams.mark()  # the last kernel that read the content is done
+        self._state = Residency.EMPTY
+
+    @property
+    def state(self) -> Residency:
+        """Residency of the content; assigning an illegal transition is a bug of the engine."""
+        return self._state
+
+    @state.setter
+    def state(self, new: Residency) -> None:
+        assert (self._state, new) in LEGAL, f"illegal buffer transition {self._state.value} -> {new.value}"
+        self._state = new
+
+
+class BufferPool:
+    """Fetches chunks into buffers ahead of their use and keeps them while they are held."""
+
+    def __init__(
+        self,
+        *,
+        n_buffer: int,
+        chunk_elements: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        streams: Streams,
+        poison: bool,
+    ) -> None:
+        self.streams = streams
+        self.poison = poison
+        start = float("nan") if poison else 0.0
+        # One allocation each: saved tensors are recognised by the address of their storage.
+        self.buffers = [
+            Buffer(torch.full((chunk_elements,), start, dtype=dtype, device=device), streams) for _ in range(n_buffer)
+        ]
+        for buffer in self.buffers:
+            streams.compute_reached(buffer.free)
+        self._by_address = {buffer.memory.untyped_storage().data_ptr(): buffer for buffer in self.buffers}
+        self._by_chunk: dict[int, Buffer] = {}
+        self._lock = threading.Lock()  # the update thread issues uploads too
+        self.fetches = 0  # uploads issued: what tests and reports count
+
+    def holder(self, address: int) -> Buffer | None:
+        """The buffer whose storage starts at ``address``."""
+        return self._by_address.get(address)
+
+    def acquire(self, chunk: Chunk, schedule: Schedule) -> Tensor:
+        """The weight of ``chunk`` on the device, kept there until ``release``. Blocks only for its own update."""
+        buffer = self._by_chunk.get(chunk.index)
+        if buffer is None:
+            buffer = self._free_buffer(schedule, needed_in=0)
+            assert buffer is not None, "a unit needs more chunks at once than there are buffers"
+            self._assign(buffer, chunk)
+        if buffer.state is Residency.QUEUED:
+            chunk.wait_for_update()
+            self._issue(buffer, chunk)
+        if buffer.state is Residency.LOADING:
+            self.streams.compute_waits(buffer.loaded)
+            buffer.state = Residency.PRESENT
+        buffer.holders += 1
+        return buffer.memory
+
+    def content(self, chunk: Chunk) -> Tensor:
+        """The memory of the buffer that a unit holds ``chunk`` in."""
+        buffer = self._by_chunk[chunk.index]
+        assert buffer.holders > 0
+        assert buffer.state is Residency.PRESENT
+        return buffer.memory
+
+    def held(self, chunk: Chunk) -> bool:
+        """Whether any unit holds ``chunk``."""
+        buffer = self._by_chunk.get(chunk.index)
+        return buffer is not None and buffer.holders > 0
+
+    def release(self, chunk: Chunk) -> None:
+        """End one ``acquire``."""
+        buffer = self._by_chunk[chunk.index]
+        assert buffer.holders > 0
+        buffer.holders -= 1
+        if buffer.holders == 0:
+            self.streams.compute_reached(buffer.free)
+
+    def prefetch(self, chunks: list[Chunk], schedule: Schedule) -> None:
+        """Fetch ahead, nearest first, while a buffer is free or holds what is needed later."""
+        for index in schedule.upcoming():
+            chunk = chunks[index]
+            if chunk.persistent or index in self._by_chunk:
+                continue
+            buffer = self._free_buffer(schedule, needed_in=schedule.next_use(index))
+            if buffer is None:
+                return
+            self._assign(buffer, chunk)
+
+    def invalidate(self, chunk: Chunk) -> None:
+        """Forget the content of ``chunk``'s buffer: its weight is about to change."""
+        buffer = self._by_chunk.get(chunk.index)
+        if buffer is not None:
+            assert buffer.holders == 0, "a chunk is updated while a unit uses it"
+            self._evict(buffer)
+
+    def _free_buffer(self, schedule: Schedule, *, needed_in: int) -> Buffer | None:
+        """An empty buffer, or the one whose content is needed last and later than ``needed_in`` visits."""
+        victim, latest = None, needed_in
+        for buffer in self.buffers:
+            if buffer.chunk is None:
+                return buffer
+            if buffer.holders == 0:
+                use = schedule.next_use(buffer.chunk.index)
+                if use > latest:
+                    victim, latest = buffer, use
+        if victim is not None:
+            self._evict(victim)
+        return victim
+
+    def _evict(self, buffer: Buffer) -> None:
+        with self._lock:
+            assert buffer.chunk is not None
+            if buffer.state is Residency.LOADING:
+                # Whatever comes next on the compute stream must not overtake the upload that nobody waited for.
+                self.streams.compute_waits(buffer.loaded)
+            del self._by_chunk[buffer.chunk.index]
+            buffer.chunk = None
+            buffer.state = Residency.EMPTY
+            if self.poison:
+                buffer.memory.fill_(float("nan"))
+                self.streams.compute_reached(buffer.free)
+
+    def _assign(self, buffer: Buffer, chunk: Chunk) -> None:
+        buffer.chunk = chunk
+        self._by_chunk[chunk.index] = buffer
+        buffer.state = Residency.QUEUED if chunk.update is not None else Residency.LOADING
+        if chunk.update is None:
+            self._upload(buffer, chunk)
+        else:
+            chunk.update.when_done(lambda: self._issue(buffer, chunk))
+
+    def _issue(self, buffer: Buffer, chunk: Chunk) -> None:
+        """Upload a queued chunk once, whichever thread comes first."""
+        with self._lock:
+            if buffer.chunk is chunk and buffer.state is Residency.QUEUED:
+                self._upload(buffer, chunk)
+                buffer.state = Residency.LOADING
+
+    def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
+        self.fetches += 1
+        self.streams.upload(buffer.memory[: chunk.elements], chunk.weight, after=buffer.free, done=buffer.loaded)

@@ -1,0 +1,147 @@
+"""From a Plan to a running engine: memory is taken here, in this order, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from protrain.engine.arena import Arena
+from protrain.engine.buffers import BufferPool
+from protrain.engine.chunks import make_chunks, make_members, state_sizes
+from protrain.engine.engine import Engine
+from protrain.engine.gradients import Gradients
+from protrain.engine.hooks import install
+from protrain.engine.ledger import Ledger, SimulatedLedger
+from protrain.engine.materialise import fill
+from protrain.engine.schedule import Schedule
+from protrain.engine.state_hooks import StateHooks
+from protrain.engine.streams import streams_for
+from protrain.engine.swap import HostSlots
+from protrain.engine.units import make_units
+from protrain.engine.update import HostWorker
+from protrain.planning.layout import pack
+from protrain.planning.plan import BlockMode, Plan
+from protrain.profiler.model_profile import ModelProfile
+from protrain_kernels import host_compiler_notice
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def debugging() -> bool:
+    """Whether released memory is poisoned with NaN (environment variable PROTRAIN_DEBUG=1)."""
+    return os.environ.get("PROTRAIN_DEBUG", "") not in ("", "0")
+
+
+def build_engine(
+    model: nn.Module,
+    profile: ModelProfile,
+    plan: Plan,
+    *,
+    device: torch.device,
+    device_bytes: int,
+    host_bytes: int,
+    host_threads: int,
+    weights: str | Path | None,
+) -> tuple[Engine, int]:
+    """Take the memory that ``plan`` needs, move the model's states there, and hook the engine into the model.
+
+    Returns:
+        The engine, and the bytes that lie on the device for good.
+    """
+    host_compiler_notice()  # a missing compiler is said now, not in the middle of the first step
+    dtype = DTYPES[profile.dtype]
+    layout = pack(profile, plan.chunk_elements)
+    streams = streams_for(device)
+    arena = Arena(pinned=device.type == "cuda")
+    marks = [streams.mark() for _ in layout.chunks]
+    chunks = make_chunks(layout, dtype, device, arena, n_persist=plan.n_persist, marks=marks)
+    named = dict(model.named_parameters())
+    parameters = [named[record.name] for record in profile.parameters]
+    members = make_members(profile, layout, chunks, parameters)
+    fill(members, model, blocks={block.name for block in profile.blocks}, weights=weights, device=device)
+    _move_the_rest(model, {id(parameter) for parameter in parameters}, device)
+    away = [chunk for chunk in chunks if not chunk.persistent]
+    buffers = BufferPool(
+        n_buffer=plan.n_buffer if away else 0,
+        chunk_elements=plan.chunk_elements,
+        dtype=dtype,
+        device=device,
+        streams=streams,
+        poison=debugging(),
+    )
+    worker = HostWorker(threads=host_threads)
+    spare_device_bytes = device_bytes - plan.device_bytes
+    gradients = Gradients(
+        members=members,
+        device=device,
+        dtype=dtype,
+        staging_elements=plan.chunk_elements if any(chunk.trainable for chunk in away) else 0,
+        streams=streams,
+        worker=worker,
+        arena=arena,
+        spare_device_bytes=spare_device_bytes,
+        host_bytes=host_bytes,
+        poison=debugging(),
+    )
+    units = make_units(model, profile, plan, layout, chunks, members)
+    fixed_bytes = (
+        profile.buffer_bytes
+        + sum(sum(state_sizes(record, dtype)) for record in layout.chunks[: plan.n_persist])
+        + sum(buffer.memory.nbytes for buffer in buffers.buffers)
+        + gradients.device_bytes
+    )
+    ledger = Ledger()
+    if device.type != "cuda":
+        ledger = SimulatedLedger(budget_bytes=device_bytes, fixed_bytes=fixed_bytes + plan.transient_bytes)
+    swapped = sum(
+        block.saved_bytes
+        for block, mode in zip(profile.blocks, plan.block_modes, strict=True)
+        if mode is BlockMode.SWAP
+    )
+    arena.reserve(swapped)
+    backwards = list(reversed(profile.calls))
+    engine = Engine(
+        model=model,
+        profile=profile,
+        plan=plan,
+        device=device,
+        dtype=dtype,
+        streams=streams,
+        arena=arena,
+        worker=worker,
+        chunks=chunks,
+        members=members,
+        units=units,
+        buffers=buffers,
+        gradients=gradients,
+        swap_slots=HostSlots(arena, streams),
+        ledger=ledger,
+        training_order=Schedule([*profile.calls, *backwards], layout.unit_chunks),
+        inference_order=Schedule(profile.calls, layout.unit_chunks),
+    )
+    for member in members:
+        if member.chunk.persistent:
+            member.parameter.data = member.view(member.chunk.weight)
+    install(engine)
+    StateHooks(engine)
+    return engine, fixed_bytes
+
+
+def _move_the_rest(model: nn.Module, managed: set[int], device: torch.device) -> None:
+    """Buffers and parameters that are not floating point go to the device for good, in their own dtype."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"buffer {name} is on the meta device, and only the model's constructor knows its values: build the "
+                "model under `with protrain.empty_parameters():`, which keeps buffers"
+            )
+    for module in model.modules():
+        for name, held in module._buffers.items():
+            if held is not None:
+                module._buffers[name] = held.to(device)
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in managed:
+                parameter.data = parameter.data.to(device)

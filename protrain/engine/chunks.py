@@ -1,0 +1,147 @@
+"""Chunks: where every element of the model states lives.
+
+A chunk is a contiguous run of parameters in execution order, with all its states side by side:
+
+    weight (16-bit or fp32) | master (int16 remainder for bf16, fp32 for fp16) | exp_avg | exp_avg_sq | grad
+
+A persistent chunk keeps all of them on the device, a non-persistent one keeps all of them in the host arena, and a
+frozen chunk has a weight only. Every length is a multiple of 128 elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from protrain.engine.arena import Arena, aligned
+from protrain.engine.streams import Mark
+from protrain.engine.update import Job
+from protrain.planning.layout import ChunkRecord, Layout
+from protrain.profiler.model_profile import ModelProfile
+
+_TRANSFERRED = ("weight", "grad")  # the states of a non-persistent chunk that travel
+MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
+
+
+@dataclass(eq=False)
+class Member:
+    """One managed parameter and its place in a chunk."""
+
+    index: int  # in ModelProfile.parameters
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    numel: int
+    group: int  # optimizer group; -1 is frozen
+    chunk: Chunk
+    offset: int  # elements
+    bound: int = 0  # how many active units hold it on the device
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This parameter's part of a 1-d tensor laid out as its chunk."""
+        return flat[self.offset : self.offset + self.numel].view(self.shape)
+
+
+@dataclass(eq=False)
+class Chunk:
+    """The states of one chunk; tensors are 1-d with ``elements`` elements."""
+
+    index: int
+    elements: int
+    trainable: bool
+    persistent: bool
+    weight: Tensor
+    master: Tensor | None
+    exp_avg: Tensor | None
+    exp_avg_sq: Tensor | None
+    grad: Tensor | None
+    offloaded: Mark  # the last gradient offload into ``grad`` is complete
+    members: list[Member] = field(default_factory=list)
+    landing: Tensor | None = None  # host memory where offloaded gradients arrive: ``grad`` of a non-persistent chunk
+    accumulator: Tensor | None = None  # fp32 gradients, once a step has had more than one backward
+    accumulator_on_host: bool = False
+    accumulation: Job | None = None  # the last host addition that reads ``landing``
+    update: Job | None = None  # the last update on the host; None when there was none
+    version: int = 0  # counts updates of the weight
+
+    def wait_for_update(self) -> None:
+        """Block until the weight in host memory is that of the last step."""
+        if self.update is not None:
+            self.update.wait()
+            self.update = None
+
+
+def state_layout(trainable: bool, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """State name -> dtype of a chunk, in the order in which they lie in memory."""
+    states = {"weight": dtype}
+    if trainable:
+        master = MASTER_DTYPES[dtype]
+        if master is not None:
+            states["master"] = master
+        states |= {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "grad": dtype}
+    return states
+
+
+def state_sizes(record: ChunkRecord, dtype: torch.dtype) -> list[int]:
+    """Bytes of each state of a chunk; multiples of 256, as every length is one of 128 elements."""
+    return [record.elements * kind.itemsize for kind in state_layout(record.trainable, dtype).values()]
+
+
+def make_chunks(
+    layout: Layout, dtype: torch.dtype, device: torch.device, arena: Arena, *, n_persist: int, marks: list[Mark]
+) -> list[Chunk]:
+    """All chunks, states zeroed. The arena is reserved for the non-persistent ones in one piece."""
+    arena.reserve(sum(aligned(size) for record in layout.chunks[n_persist:] for size in state_sizes(record, dtype)))
+    chunks = []
+    for record, mark in zip(layout.chunks, marks, strict=True):
+        persistent = record.index < n_persist
+        states: dict[str, Tensor] = {}
+        memory = torch.zeros(sum(state_sizes(record, dtype)), dtype=torch.uint8, device=device) if persistent else None
+        start = 0
+        for name, kind in state_layout(record.trainable, dtype).items():
+            if memory is None:
+                states[name] = arena.take(record.elements, kind, transferred=name in _TRANSFERRED)
+            else:
+                states[name] = memory[start : start + record.elements * kind.itemsize].view(kind)
+                start += record.elements * kind.itemsize
+        chunks.append(
+            Chunk(
+                index=record.index,
+                elements=record.elements,
+                trainable=record.trainable,
+                persistent=persistent,
+                weight=states["weight"],
+                master=states.get("master"),
+                exp_avg=states.get("exp_avg"),
+                exp_avg_sq=states.get("exp_avg_sq"),
+                grad=states.get("grad"),
+                landing=None if persistent else states.get("grad"),
+                offloaded=mark,
+            )
+        )
+    return chunks
+
+
+def make_members(
+    profile: ModelProfile, layout: Layout, chunks: list[Chunk], parameters: list[nn.Parameter]
+) -> list[Member]:
+    """One member per parameter of the profile, in definition order, entered into its chunk in offset order."""
+    members = []
+    for slot, record, parameter in zip(layout.slots, profile.parameters, parameters, strict=True):
+        member = Member(
+            index=slot.parameter,
+            name=record.name,
+            parameter=parameter,
+            shape=torch.Size(record.shape),
+            numel=slot.numel,
+            group=record.group,
+            chunk=chunks[slot.chunk],
+            offset=slot.offset,
+        )
+        member.chunk.members.append(member)
+        members.append(member)
+    for chunk in chunks:
+        chunk.members.sort(key=lambda member: member.offset)
+    return members

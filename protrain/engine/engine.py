@@ -1,0 +1,233 @@
+"""The engine: carries out a Plan, one training step after another. It never searches and never changes the plan.
+
+The step, in the order in which things happen:
+
+    root forward    inputs to the device, schedule to the start
+    unit forward    fetch its chunks (usually there already), fetch ahead, run under the frame of its mode, let go
+    unit backward   begins with the first saved tensor that autograd asks for: fetch, fetch ahead, fetch swapped
+    activations
+                    ends when another unit's begins: gradients into chunks, let go
+    end of backward the last unit ends
+    step            persistent chunks are updated on the device, the others by the host worker, in the order in which
+    the next
+                    forward needs them; it returns before the host has finished, and a fetch waits for its own chunk
+                    alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from protrain.engine.arena import Arena
+from protrain.engine.buffers import BufferPool
+from protrain.engine.chunks import Chunk, Member
+from protrain.engine.gradients import Gradients
+from protrain.engine.ledger import Ledger
+from protrain.engine.parameter import point_at, release
+from protrain.engine.saved import WeightView, storage_address
+from protrain.engine.schedule import Schedule
+from protrain.engine.streams import Streams
+from protrain.engine.swap import HostSlots, Swaps
+from protrain.engine.units import Unit
+from protrain.engine.update import HostWorker
+from protrain.planning.plan import Plan
+from protrain.profiler.model_profile import ModelProfile
+
+
+class Engine:
+    """Everything that a step touches. Built by :func:`protrain.engine.build.build_engine`."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        profile: ModelProfile,
+        plan: Plan,
+        device: torch.device,
+        dtype: torch.dtype,
+        streams: Streams,
+        arena: Arena,
+        worker: HostWorker,
+        chunks: list[Chunk],
+        members: list[Member],
+        units: list[Unit],
+        buffers: BufferPool,
+        gradients: Gradients,
+        swap_slots: HostSlots,
+        ledger: Ledger,
+        training_order: Schedule,
+        inference_order: Schedule,
+    ) -> None:
+        self.model = model
+        self.profile = profile
+        self.plan = plan
+        self.device = device
+        self.dtype = dtype
+        self.streams = streams
+        self.arena = arena
+        self.worker = worker
+        self.chunks = chunks
+        self.members = members
+        self.units = units
+        self.buffers = buffers
+        self.gradients = gradients
+        self.swaps = Swaps(swap_slots)
+        self.ledger = ledger
+        self.steps = 0  # optimizer steps that changed weights
+        self.placeholder = torch.full((1,), float("nan"), dtype=dtype, device=device)
+        self._training_order = training_order
+        self._inference_order = inference_order
+        self._order = training_order
+        self._backward_start = len(profile.calls)
+        self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
+        self._state_addresses = {storage_address(chunk.weight) for chunk in chunks if chunk.persistent}
+        self._current: Unit | None = None  # whose backward runs
+        self._in_backward = False
+        # What the optimizer wants to know; see protrain.optim.
+        self.backward_begins: Callable[[], None] = lambda: None
+        self.gradients_arrived: Callable[[list[Chunk]], None] = lambda chunks: None
+        self.backward_ends: Callable[[], None] = lambda: None
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward of the whole model begins: plan the fetches for what follows."""
+        self._order = self._training_order if torch.is_grad_enabled() else self._inference_order
+        self.abandon_backward()
+        self._order.restart()
+        self.buffers.prefetch(self.chunks, self._order)
+
+    def run_unit(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of a unit's forward with its parameters on the device."""
+        self._order.enter(unit.index)
+        self.bind(unit)
+        try:
+            self.buffers.prefetch(self.chunks, self._order)
+            if torch.is_grad_enabled():
+                return unit.frame_class(self, unit).run(function, args, kwargs)
+            return function(*args, **kwargs)
+        finally:
+            self.unbind(unit)
+
+    def bind(self, unit: Unit) -> None:
+        """Put the unit's parameters on the device and keep them there."""
+        acquired: dict[int, Tensor] = {}
+        for chunk in unit.chunks:
+            acquired[chunk.index] = self.buffers.acquire(chunk, self._order)
+        for member in unit.members:
+            member.bound += 1
+            if member.bound == 1:
+                point_at(member.parameter, member.view(acquired[member.chunk.index]))
+
+    def unbind(self, unit: Unit) -> None:
+        """End one ``bind``."""
+        for member in unit.members:
+            member.bound -= 1
+            if member.bound == 0:
+                release(member.parameter, self.placeholder)
+        for chunk in unit.chunks:
+            self.buffers.release(chunk)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """The first sign of a backward: have its end announced."""
+        if self._in_backward:
+            return
+        self.backward_begins()
+        self._in_backward = True
+        self._order = self._training_order
+        self.swaps.settle()
+        self.gradients.delivered.clear()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def enter_backward(self, unit: Unit) -> None:
+        """Backward has reached ``unit``; whatever it was in before is done."""
+        if self._current is unit:
+            return
+        self.begin_backward()
+        self._leave_unit()
+        self._order.enter(unit.index, start=self._backward_start)
+        self.bind(unit)
+        self._current = unit
+        self.buffers.prefetch(self.chunks, self._order)
+        earlier = self._earlier_unit.get(unit.index)
+        if earlier is not None:
+            self.swaps.fetch_ahead(self.units[earlier])
+
+    def gradient_ready(self, index: int) -> None:
+        """Autograd has accumulated the whole gradient of parameter ``index``."""
+        self.begin_backward()
+        self.gradients.collect(self.members[index])
+
+    def _leave_unit(self) -> None:
+        unit, self._current = self._current, None
+        if unit is not None:
+            self.unbind(unit)
+        arrived = self.gradients.flush()
+        if arrived:
+            self.gradients_arrived(arrived)
+
+    def _end_backward(self) -> None:
+        self._leave_unit()
+        self._in_backward = False
+        self.backward_ends()
+
+    def abandon_backward(self) -> None:
+        """Forget a backward that raised in the middle, so that what comes next starts clean."""
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            unit, self._current = self._current, None
+            if unit is not None:
+                self.unbind(unit)
+            self.gradients.pending.clear()
+            self._in_backward = False
+
+    # -- saved tensors -------------------------------------------------------------------------------------------------
+
+    def weight_view(self, tensor: Tensor) -> WeightView | None:
+        """``tensor`` as a view of a chunk, when its storage is a chunk buffer."""
+        buffer = self.buffers.holder(storage_address(tensor))
+        if buffer is None:
+            return None
+        assert buffer.chunk is not None
+        assert buffer.holders > 0, "a weight is used while no unit holds its chunk"
+        return WeightView(buffer.chunk, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def weight(self, view: WeightView) -> Tensor:
+        """``view`` on the buffer that holds its chunk now; the current unit keeps it there."""
+        return self.buffers.content(view.chunk).as_strided(view.shape, view.stride, view.offset)
+
+    def held(self, chunk: Chunk) -> bool:
+        """Whether a unit holds ``chunk`` in a buffer now."""
+        return not chunk.persistent and self.buffers.held(chunk)
+
+    def is_state(self, address: int) -> bool:
+        """Whether a storage holds persistent weights."""
+        return address in self._state_addresses
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def wait_for_updates(self) -> None:
+        """Block until every update of the last step is done and visible to the host."""
+        self.worker.drain()
+        for chunk in self.chunks:
+            chunk.wait_for_update()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Nothing of the engine runs inside: for reading and writing state from the host."""
+        self.wait_for_updates()
+        self.streams.synchronize()
+        yield
+
+    def weights_changed(self, chunks: list[Chunk]) -> None:
+        """Weights were written outside a step: what the device holds of them is out of date."""
+        for chunk in chunks:
+            if not chunk.persistent:
+                self.buffers.invalidate(chunk)
+        self.steps += 1

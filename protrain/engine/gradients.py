@@ -1,0 +1,273 @@
+"""Gradients: from autograd into chunks, to the host, accumulated, and their norm.
+
+A hook takes each gradient as autograd finishes it. When backward leaves a unit, its gradients are flattened into their
+chunks: in place for a persistent chunk, into one of two staging buffers and from there to host memory for the others.
+The same pass over the data yields sums of squares per tile of a parameter, in an order that depends on the parameter
+alone, so the norm is the same bits under every plan.
+
+[Note: accumulation] The first backward of a step leaves 16-bit gradients. A second one needs fp32 accumulators, made on
+demand: on the device while the budget has room, in host memory otherwise, and in either place the same additions in
+the same order. A chunk whose device states are updated from a host accumulator streams it through staging.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from protrain.engine.arena import Arena, aligned
+from protrain.engine.chunks import Chunk, Member
+from protrain.engine.parameter import take_gradient
+from protrain.engine.streams import Mark, Streams
+from protrain.engine.update import HostWorker
+from protrain.errors import PlanError
+from protrain_kernels import flatten, host_accumulate, sum_of_squares, tiles
+
+_STAGING_BUFFERS = 2
+
+
+class Gradients:
+    """Collects the gradients of one step; reset by ``zero_grad``."""
+
+    def __init__(
+        self,
+        *,
+        members: list[Member],
+        device: torch.device,
+        dtype: torch.dtype,
+        staging_elements: int,
+        streams: Streams,
+        worker: HostWorker,
+        arena: Arena,
+        spare_device_bytes: int,
+        host_bytes: int,
+        poison: bool,
+    ) -> None:
+        self.members = members
+        self.device = device
+        self.dtype = dtype
+        self.streams = streams
+        self.worker = worker
+        self.arena = arena
+        self.spare_device_bytes = spare_device_bytes  # that the plan left over: for accumulators
+        self.host_bytes = host_bytes
+        self.poison = poison
+        self.pending: list[tuple[Member, Tensor]] = []
+        self.present = [False] * len(members)  # has a gradient since zero_grad
+        self.no_sync = False  # the current backward only accumulates (model.no_sync)
+        self.delivered: set[int] = set()  # members whose gradient came in this backward
+        self._tile_offsets, n_tiles = [], 0
+        for member in members:
+            self._tile_offsets.append(n_tiles)
+            n_tiles += tiles(member.numel) if member.group >= 0 else 0
+        self.partials = torch.zeros(n_tiles, dtype=torch.float32, device=device)
+        self._host_partials: Tensor | None = None
+        self._filled = streams.mark()
+        self._filled_whole = streams.mark()
+        self._drained = [streams.mark() for _ in range(_STAGING_BUFFERS)]
+        for mark in self._drained:
+            streams.compute_reached(mark)
+        self._turn = 0
+        self._staging_elements = 0
+        self._staging_memory = torch.empty(0, dtype=dtype, device=device)
+        self._need_staging(staging_elements)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that lies here for good."""
+        return self.partials.nbytes + self._staging_memory.nbytes
+
+    def is_pending(self, index: int) -> bool:
+        """Whether parameter ``index`` has a gradient that step() has not been told to forget."""
+        return self.present[index] or any(member.index == index for member, _ in self.pending)
+
+    def collect(self, member: Member) -> None:
+        """Take the gradient that autograd has just finished for ``member``."""
+        gradient = take_gradient(member.parameter)
+        if gradient is not None and member.group >= 0:
+            self.pending.append((member, gradient.detach()))
+
+    def flush(self) -> list[Chunk]:
+        """Move what is pending into chunks. Returns the chunks that received something."""
+        if not self.pending:
+            return []
+        pending = sorted(self.pending, key=lambda item: (item[0].chunk.index, item[0].offset))
+        self.pending = []
+        touched = []
+        for _, items in groupby(pending, key=lambda item: item[0].chunk.index):
+            group = list(items)
+            chunk = group[0][0].chunk
+            again = [item for item in group if self.present[item[0].index]]
+            first = [item for item in group if not self.present[item[0].index]]
+            if again and chunk.accumulator is None and not (chunk.persistent and self.dtype is torch.float32):
+                self._make_accumulator(chunk)
+            self._store(chunk, first, accumulate=False)
+            self._store(chunk, again, accumulate=True)
+            for member, _ in group:
+                self.present[member.index] = True
+                self.delivered.add(member.index)
+            touched.append(chunk)
+        return touched
+
+    def reset(self) -> None:
+        """Forget every gradient (``zero_grad``)."""
+        self.pending.clear()
+        self.present = [False] * len(self.members)
+        self.partials.zero_()
+
+    def norm_squared(self) -> Tensor:
+        """Sum of squares of all present gradients: fp64, 0-d, on the device."""
+        on_host = [m for m in self.members if m.group >= 0 and m.chunk.accumulator_on_host]
+        if on_host:
+            self._sum_host_accumulators(on_host)
+        return self.partials.double().sum()
+
+    def device_gradient(self, chunk: Chunk) -> Tensor:
+        """The gradient of a persistent chunk on the device, for its update at once; may lie in the staging memory."""
+        if not chunk.accumulator_on_host:
+            gradient = chunk.accumulator if chunk.accumulator is not None else chunk.grad
+            assert gradient is not None
+            return gradient
+        assert chunk.accumulator is not None
+        self._accumulated(chunk)
+        self._need_staging(chunk.elements)
+        target = self._staging_memory.view(torch.float32)[: chunk.elements]
+        for mark in self._drained:
+            self.streams.compute_waits(mark)
+        self.streams.compute_reached(self._filled)
+        self.streams.upload(target, chunk.accumulator, after=self._filled, done=self._drained[0])
+        self.streams.compute_waits(self._drained[0])
+        return target
+
+    def host_gradient(self, chunk: Chunk) -> Tensor:
+        """The gradient of a non-persistent chunk in host memory, complete once ``chunk.offloaded`` is reached."""
+        gradient = chunk.accumulator if chunk.accumulator is not None else chunk.grad
+        assert gradient is not None
+        return gradient
+
+    def _store(self, chunk: Chunk, items: list[tuple[Member, Tensor]], *, accumulate: bool) -> None:
+        if not items:
+            return
+        members = [member for member, _ in items]
+        gradients = [gradient.contiguous() for _, gradient in items]
+        offsets = [member.offset for member in members]
+        tile_offsets = [self._tile_offsets[member.index] for member in members]
+        if chunk.persistent and not chunk.accumulator_on_host:
+            target = chunk.accumulator if chunk.accumulator is not None else chunk.grad
+            assert target is not None
+            flatten(gradients, target, offsets, self.partials, tile_offsets, accumulate=accumulate)
+            return
+        self._need_staging(chunk.elements)
+        turn = self._turn
+        self._turn = (turn + 1) % _STAGING_BUFFERS
+        staging = self._staging[turn]
+        self.streams.compute_waits(self._drained[turn])
+        if self.poison:
+            staging.fill_(float("nan"))
+        flatten(gradients, staging, offsets, self.partials, tile_offsets, accumulate=False)
+        ranges = _merged(members)
+        self._offload(chunk, staging, ranges, self._drained[turn])
+        if chunk.accumulator is not None:
+            self._add_on_host(chunk, ranges, initialise=not accumulate)
+
+    def _offload(self, chunk: Chunk, source: Tensor, ranges: list[tuple[int, int]], drained: Mark) -> None:
+        assert chunk.landing is not None
+        self._accumulated(chunk)  # the landing region is read by the addition before
+        self.streams.compute_reached(self._filled)
+        for start, stop in ranges:
+            self.streams.offload(
+                chunk.landing[start:stop], source[start:stop], after=self._filled, done=chunk.offloaded
+            )
+        self.streams.offload_reached(drained)
+
+    def _add_on_host(self, chunk: Chunk, ranges: list[tuple[int, int]], *, initialise: bool) -> None:
+        accumulator, landing = chunk.accumulator, chunk.landing
+        assert accumulator is not None
+        assert landing is not None
+
+        def add() -> None:
+            chunk.offloaded.wait()
+            for start, stop in ranges:
+                host_accumulate(
+                    accumulator[start:stop], landing[start:stop], initialise=initialise, threads=self.worker.threads
+                )
+
+        chunk.accumulation = self.worker.submit(add)
+
+    def _accumulated(self, chunk: Chunk) -> None:
+        if chunk.accumulation is not None:
+            chunk.accumulation.wait()
+            chunk.accumulation = None
+
+    def _make_accumulator(self, chunk: Chunk) -> None:
+        """Give ``chunk`` an fp32 accumulator that starts as the gradient it has. See [Note: accumulation]."""
+        assert chunk.grad is not None
+        count = chunk.elements * 4
+        if chunk.persistent and count <= self.spare_device_bytes:
+            chunk.accumulator = chunk.grad.float()
+            self.spare_device_bytes -= count
+            return
+        count = aligned(count) + (aligned(chunk.elements * self.dtype.itemsize) if chunk.persistent else 0)
+        if self.arena.total_bytes + count > self.host_bytes:
+            raise PlanError(
+                where="host",
+                needed_bytes=self.arena.total_bytes + count,
+                available_bytes=self.host_bytes,
+                largest_part="fp32 accumulators of gradients",
+                remedy="Accumulating over several backward() calls needs 4 bytes a parameter more: use one larger "
+                "batch per step, or allow more host_memory.",
+            )
+        chunk.accumulator_on_host = True
+        chunk.accumulator = self.arena.take(chunk.elements, torch.float32)
+        everything = [(0, chunk.elements)]
+        if chunk.persistent:
+            chunk.landing = self.arena.take(chunk.elements, self.dtype)
+            self._offload(chunk, chunk.grad, everything, self._filled_whole)
+        self._add_on_host(chunk, everything, initialise=True)
+
+    def _sum_host_accumulators(self, members: list[Member]) -> None:
+        if self._host_partials is None:
+            self._host_partials = self.arena.take(self.partials.numel(), torch.float32)
+            self._uploaded = self.streams.mark()
+            self._from_host = torch.empty_like(self.partials)
+            self._on_host = torch.zeros_like(self.partials, dtype=torch.bool)
+        host_partials = self._host_partials
+        host_partials.zero_()
+        for member in members:
+            start = self._tile_offsets[member.index]
+            stop = start + tiles(member.numel)
+            self._on_host[start:stop] = True
+            if self.present[member.index]:
+                self._accumulated(member.chunk)
+                assert member.chunk.accumulator is not None
+                values = member.chunk.accumulator[member.offset : member.offset + member.numel]
+                sum_of_squares(values, host_partials[start:stop])
+        self.streams.compute_reached(self._filled)
+        self.streams.upload(self._from_host, host_partials, after=self._filled, done=self._uploaded)
+        self.streams.compute_waits(self._uploaded)
+        self._uploaded.wait()  # the host vector is rewritten by the next call
+        torch.where(self._on_host, self._from_host, self.partials, out=self.partials)
+
+    def _need_staging(self, elements: int) -> None:
+        if elements <= self._staging_elements:
+            return
+        for mark in self._drained:
+            self.streams.compute_waits(mark)  # before the allocator may hand the old memory out again
+        # One allocation, so that both halves together can also carry one chunk in fp32.
+        self._staging_elements = elements
+        self._staging_memory = torch.zeros(_STAGING_BUFFERS * elements, dtype=self.dtype, device=self.device)
+        self._staging = list(self._staging_memory.view(_STAGING_BUFFERS, elements))
+
+
+def _merged(members: list[Member]) -> list[tuple[int, int]]:
+    """Element ranges that cover ``members`` (in offset order) and their padding, neighbours joined."""
+    ranges: list[tuple[int, int]] = []
+    for member in members:
+        stop = member.offset + -(-member.numel // 128) * 128
+        if ranges and ranges[-1][1] == member.offset:
+            ranges[-1] = (ranges[-1][0], stop)
+        else:
+            ranges.append((member.offset, stop))
+    return ranges

@@ -1,0 +1,57 @@
+"""The simulated device's books: bytes of activations held between operations, against the budget.
+
+On a GPU the allocator keeps the books. On a CPU nothing would stop a step from using more than ``device_memory``
+allows, so every activation that the engine holds is entered here and an excess is an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+
+from torch import Tensor
+from typing_extensions import override
+
+from protrain.errors import BudgetError
+from protrain.quantities import format_bytes
+
+
+class Ledger:
+    """Keeps no books: a GPU has its own."""
+
+    def hold(self, tensor: Tensor) -> None:
+        """Enter the storage of ``tensor`` until the tensor object dies."""
+
+
+class SimulatedLedger(Ledger):
+    """Counts distinct storages that are held, and raises BudgetError beyond ``budget_bytes``."""
+
+    def __init__(self, *, budget_bytes: int, fixed_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.fixed_bytes = fixed_bytes  # chunks, buffers, staging, and the plan's transient part
+        self.held_bytes = 0
+        self.peak_bytes = fixed_bytes
+        self._holders: Counter[int] = Counter()
+
+    @override
+    def hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address, size_bytes = storage.data_ptr(), storage.nbytes()
+        self._holders[address] += 1
+        if self._holders[address] == 1:
+            self.held_bytes += size_bytes
+        weakref.finalize(tensor, self._drop, address, size_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.fixed_bytes + self.held_bytes)
+        if self.peak_bytes > self.budget_bytes:
+            raise BudgetError(
+                f"the simulated device is full: {format_bytes(self.fixed_bytes)} fixed and "
+                f"{format_bytes(self.held_bytes)} of activations held exceed device_memory="
+                f"{format_bytes(self.budget_bytes)}; wrap with an example_batch that is as large as the largest step, "
+                "call backward() before the next forward, or allow more device_memory"
+            )
+
+    def _drop(self, address: int, size_bytes: int) -> None:
+        self._holders[address] -= 1
+        if self._holders[address] == 0:
+            del self._holders[address]
+            self.held_bytes -= size_bytes

@@ -1,0 +1,167 @@
+"""The two classes a managed parameter switches between, so that no access goes wrong in silence.
+
+A parameter keeps its identity: the optimizer's groups, the module and the autograd graph all hold the same object. What
+changes is its data and its class:
+
+- :class:`PresentParameter`: its data is a view of a chunk on the device. Everything works, except that gradients are
+  not in ``.grad`` but in the chunk, so reading one that exists raises with the remedy.
+- :class:`ReleasedParameter`: its data is one NaN element expanded to its shape, so shape, dtype and device stay true
+  and cost nothing. Any operation on it raises an error that names the parameter and the remedy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from protrain.errors import MisuseError
+
+if TYPE_CHECKING:
+    from protrain.engine.engine import Engine
+
+_RAW_GRAD: Any = torch.Tensor.grad
+
+
+class Handle:
+    """What a managed parameter knows of the engine.
+
+    The reference is weak, like that of the gradient hooks: Python's collector does not see through a tensor that C++
+    holds, and a model that the user drops must take its chunks with it.
+    """
+
+    def __init__(self, name: str, index: int, engine: Engine) -> None:
+        self.name = name
+        self.index = index
+        self._engine = weakref.ref(engine)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; MisuseError when model and optimizer are gone."""
+        engine = self._engine()
+        if engine is None:
+            raise MisuseError(f"{self.name} belongs to a model that no longer exists: keep the model that was wrapped")
+        return engine
+
+    @property
+    def gradient_pending(self) -> bool:
+        """Whether the parameter has a gradient."""
+        return self.engine.gradients.is_pending(self.index)
+
+
+class PresentParameter(nn.Parameter):
+    """A managed parameter whose data is on the device now."""
+
+    protrain_handle: Handle
+
+    @property
+    def grad(self) -> None:
+        """None while no gradient exists; MisuseError when one does, as it lives in a chunk."""
+        handle = self.protrain_handle
+        if handle.gradient_pending:
+            raise MisuseError(
+                f"the gradient of {handle.name} is kept in ProTrain's chunks, not in .grad: use "
+                "optimizer.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_"
+            )
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        handle = self.protrain_handle
+        if value is not None:
+            raise MisuseError(f"the gradient of {handle.name} is kept in ProTrain's chunks and cannot be assigned")
+        if handle.gradient_pending:
+            raise MisuseError(f"call optimizer.zero_grad() to clear the gradient of {handle.name}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PresentParameter:
+        raise MisuseError(
+            f"{self.protrain_handle.name} is managed by ProTrain, so the model cannot be copied or pickled whole: "
+            "use model.state_dict(), which has the names and shapes of the unwrapped model"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({})
+
+    def _describe(self, **_: Any) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"{type(self).__name__}({self.protrain_handle.name}, {tuple(self.shape)}, {self.dtype})"
+
+    __repr__: Any = _describe
+
+
+# What is true of a parameter wherever its data is.
+_GETTERS = """
+    shape dtype device requires_grad is_leaf ndim layout grad_fn is_cuda is_cpu is_meta is_sparse is_sparse_csr
+    is_quantized is_mkldnn is_nested output_nr names itemsize nbytes is_xla is_mps is_xpu is_hpu is_vulkan is_ipu
+    is_maia is_mtia retains_grad _backward_hooks
+"""
+_METHODS = """
+    size numel nelement dim ndimension element_size is_floating_point is_complex is_signed get_device type
+    __len__ is_contiguous is_shared is_inference
+"""
+
+
+def _metadata() -> frozenset[Any]:
+    found = [getattr(torch.Tensor, name).__get__ for name in _GETTERS.split() if hasattr(torch.Tensor, name)]
+    found += [getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)]
+    return frozenset([*found, torch.is_floating_point, torch.numel, torch.is_complex])
+
+
+class ReleasedParameter(PresentParameter):
+    """A managed parameter whose data is elsewhere: metadata works, everything else raises."""
+
+    allowed: ClassVar[frozenset[Any]] = _metadata()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let metadata through; name the parameter and the remedy for anything else."""
+        if func in cls.allowed:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, ReleasedParameter):
+                return cls.intercept(leaf, func, args, kwargs or {})
+        raise AssertionError("a released parameter was dispatched without being an argument")
+
+    @classmethod
+    def intercept(cls, parameter: ReleasedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What happens on an operation that needs data."""
+        operation = getattr(func, "__name__", str(func))
+        raise MisuseError(
+            f"parameter {parameter.protrain_handle.name} is not on the device here ({operation}): its values live in "
+            "ProTrain's chunks between the modules that use it. Use `with protrain.full_parameters(model):` to read or "
+            "edit it"
+        )
+
+
+def manage(parameter: nn.Parameter, handle: Handle) -> None:
+    """Turn an ordinary parameter into a managed one."""
+    parameter.__class__ = PresentParameter
+    assert isinstance(parameter, PresentParameter)
+    parameter.protrain_handle = handle
+
+
+def point_at(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give ``parameter`` the device data ``data`` of its shape."""
+    parameter.__class__ = PresentParameter
+    parameter.data = data
+
+
+def release(parameter: nn.Parameter, placeholder: Tensor) -> None:
+    """Take the data of ``parameter`` away; ``placeholder`` is one NaN element on its device."""
+    parameter.__class__ = PresentParameter
+    parameter.data = placeholder.expand(parameter.shape)
+    parameter.__class__ = ReleasedParameter
+
+
+def take_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Remove and return what autograd put into ``.grad``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: Tensor | None = _RAW_GRAD.__get__(parameter)
+        _RAW_GRAD.__set__(parameter, None)
+    return gradient

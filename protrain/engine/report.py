@@ -1,0 +1,68 @@
+"""What the plan promised and what was measured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from protrain.engine.ledger import SimulatedLedger
+from protrain.records import Record
+
+if TYPE_CHECKING:
+    from protrain.engine.engine import Engine
+
+_KEPT_STEPS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Record):
+    """Time and bytes of a training so far. Times are wall-clock medians between step() calls; 0 before two steps."""
+
+    plan: str
+    steps: int
+    step_ms: float
+    predicted_step_ms: float
+    device_bytes: int  # measured peak: the allocator's on a GPU, the ledger's on a CPU
+    predicted_device_bytes: int
+    host_bytes: int  # of the host arena
+    predicted_host_bytes: int
+    fetches: int  # chunk uploads issued
+
+
+class StepClock:
+    """Wall-clock time between steps."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self.durations_ms: deque[float] = deque(maxlen=_KEPT_STEPS)
+
+    def tick(self) -> None:
+        """A step was called."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self.durations_ms.append((now - self._last) * 1e3)
+        self._last = now
+
+
+def make_report(engine: Engine, clock: StepClock, device_bytes: int) -> Report:
+    """The report of ``engine``; ``device_bytes`` is what lies on the device for good."""
+    if engine.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(engine.device)
+    else:
+        peak = engine.ledger.peak_bytes if isinstance(engine.ledger, SimulatedLedger) else device_bytes
+    return Report(
+        plan=str(engine.plan),
+        steps=engine.steps,
+        step_ms=statistics.median(clock.durations_ms) if clock.durations_ms else 0.0,
+        predicted_step_ms=engine.plan.step_ms,
+        device_bytes=peak,
+        predicted_device_bytes=engine.plan.device_bytes,
+        host_bytes=engine.arena.total_bytes,
+        predicted_host_bytes=engine.plan.host_bytes,
+        fetches=engine.buffers.fetches,
+    )

@@ -1,0 +1,198 @@
+"""What a unit's forward leaves behind for its backward.
+
+[Note: saved weights] Autograd saves views of weights (``F.linear`` saves ``weight.t()``), and a weight in a chunk
+buffer is gone by the time backward runs. So every tensor that a unit saves passes through hooks: one whose storage is
+a chunk buffer is kept as (chunk, shape, stride, offset) and rebuilt on whatever buffer holds the chunk in backward. No
+copies, no allocator traffic, any operator.
+
+A :class:`Frame` is one call of a unit. Its kind is the activation mode: keep what is saved (NONE), keep only the
+inputs and run forward again (CKPT), or move what is saved to host memory and back (SWAP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from protrain.engine.chunks import Chunk
+from protrain.errors import MisuseError
+
+if TYPE_CHECKING:
+    from protrain.engine.engine import Engine
+    from protrain.engine.units import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class WeightView:
+    """A saved view of a weight in a chunk buffer."""
+
+    chunk: Chunk
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Frame:
+    """One call of a unit whose saved tensors are kept as they are (NONE)."""
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self.engine = engine
+        self.unit = unit
+        self.steps = engine.steps  # a backward after the next optimizer step would meet other weights
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``function`` so that what it saves goes through this frame."""
+        with saved_tensors_hooks(self.pack, self.unpack):
+            output = function(*args, **kwargs)
+        self.engine.swaps.settle()  # the offload of the block before had this forward to finish
+        return output
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps in place of ``tensor``."""
+        view = self.engine.weight_view(tensor)
+        if view is not None:
+            return view
+        # Detached: an output that held its own graph node would never be freed.
+        kept = tensor.detach()
+        if not self.engine.is_state(storage_address(kept)):
+            self.engine.ledger.hold(kept)
+        return kept
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor that ``packed`` stands for, on the device."""
+        self.enter_backward()
+        return self.rebuild(packed)
+
+    def enter_backward(self) -> None:
+        """Tell the engine that backward has reached this unit."""
+        if self.steps != self.engine.steps:
+            raise MisuseError(
+                f"backward through {self.unit.label} after optimizer.step() changed its weights: call backward() "
+                "before step(), or run the forward again"
+            )
+        self.engine.enter_backward(self.unit)
+
+    def rebuild(self, packed: Any) -> Tensor:
+        """A kept tensor as it was."""
+        return self.engine.weight(packed) if isinstance(packed, WeightView) else packed
+
+
+class _Stop(Exception):
+    """Recomputation has saved all that the first run saved; the rest of the unit needs no second run."""
+
+
+class CheckpointFrame(Frame):
+    """Keeps the inputs and recomputes the rest (CKPT): same random numbers, same autocast, same saved tensors.
+
+    torch's own checkpoint keeps the recomputed weight views itself, which would outlive their buffer when backward
+    alternates between units; here they go through [Note: saved weights] too.
+    """
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        super().__init__(engine, unit)
+        self.n_saved = 0
+        self.recomputed: dict[int, Any] = {}
+
+    @override
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        for tensor in tensors_in((args, kwargs)):
+            self.engine.ledger.hold(tensor)
+        self.random_state = RandomState(self.engine.device)
+        self.autocast = _autocast_state(self.engine.device.type)
+        versions = [buffer._version for buffer in self.unit.buffers]
+        output = super().run(function, args, kwargs)
+        changed = zip(self.unit.buffers, versions, strict=True)
+        self.updated_buffers = [buffer for buffer, version in changed if buffer._version != version]
+        return output
+
+    @override
+    def pack(self, tensor: Tensor) -> int:
+        self.n_saved += 1
+        return self.n_saved - 1
+
+    @override
+    def rebuild(self, packed: int) -> Tensor:
+        if packed not in self.recomputed:
+            self._recompute()
+        if packed not in self.recomputed:
+            raise MisuseError(
+                f"{self.unit.label} saved {self.n_saved} tensors in forward but fewer when recomputed: its forward "
+                "must do the same operations each time to be checkpointed"
+            )
+        return super().rebuild(self.recomputed.pop(packed))
+
+    def _recompute(self) -> None:
+        self.recomputed.clear()
+        args, kwargs = tree_map(_fresh_leaf, (self.args, self.kwargs))
+        # Running statistics were updated by the first run; a second update would change the algorithm.
+        before = [buffer.clone() for buffer in self.updated_buffers]
+        hooks = saved_tensors_hooks(self._keep, _unreachable)
+        with suppress(_Stop), torch.enable_grad(), self.random_state, self.autocast(), hooks:
+            self.function(*args, **kwargs)
+        with torch.no_grad():
+            for buffer, value in zip(self.updated_buffers, before, strict=True):
+                buffer.copy_(value)
+
+    def _keep(self, tensor: Tensor) -> None:
+        self.recomputed[len(self.recomputed)] = super().pack(tensor)
+        if len(self.recomputed) == self.n_saved:
+            raise _Stop
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Every tensor in nested arguments."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Address of the memory that ``tensor`` is a view of."""
+    return tensor.untyped_storage().data_ptr()
+
+
+class RandomState:
+    """The random numbers that the next operations would draw, to be drawn again inside a ``with``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def __enter__(self) -> None:
+        current = RandomState(self.device)
+        self._restore = current
+        self._set()
+
+    def __exit__(self, *exception: object) -> None:
+        self._restore._set()
+
+    def _set(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self.device)
+
+
+def _autocast_state(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    cache = torch.is_autocast_cache_enabled()
+    return lambda: torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache)
+
+
+def _fresh_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+        return leaf.detach().requires_grad_(leaf.requires_grad)
+    return leaf
+
+
+def _unreachable(packed: Any) -> Tensor:
+    raise AssertionError("the recomputed graph has no backward of its own")

@@ -1,0 +1,134 @@
+"""The model's state_dict and load_state_dict, and whole parameters on demand.
+
+``state_dict`` of the model or any part of it has the names, shapes and dtypes of the unwrapped one; its tensors are CPU
+copies. ``load_state_dict`` writes straight into chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from protrain.engine.chunks import Member
+from protrain.engine.engine import Engine
+from protrain.engine.parameter import PresentParameter, ReleasedParameter, point_at, release
+from protrain.engine.values import read_weight, write_weight
+from protrain.errors import MisuseError
+
+
+class _Exported(ReleasedParameter):
+    """A parameter inside state_dict(): ``detach`` yields a CPU copy."""
+
+    hooks: ClassVar[WeakValueDictionary[int, StateHooks]] = WeakValueDictionary()
+
+    @classmethod
+    def intercept(cls, parameter: ReleasedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hooks = cls.hooks[id(parameter)]
+        if func is Tensor.detach:
+            return hooks.export(parameter.protrain_handle.index)
+        if func is Tensor.copy_:
+            hooks.load(parameter.protrain_handle.index, args[1])
+            return parameter
+        return super().intercept(parameter, func, args, kwargs)
+
+
+class StateHooks:
+    """Hooks on every module that holds managed parameters, which keep this object alive."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._copies: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
+        by_parameter = {id(member.parameter): member for member in engine.members}
+        for module in engine.model.modules():
+            own = [by_parameter[id(p)] for p in module.parameters(recurse=False) if id(p) in by_parameter]
+            if not own:
+                continue
+            module.register_state_dict_pre_hook(lambda module, prefix, keep_vars, own=own: self._begin(own, keep_vars))
+            module.register_state_dict_post_hook(
+                lambda module, state_dict, prefix, local_metadata, own=own: self._end(own)
+            )
+            module.register_load_state_dict_pre_hook(
+                lambda module, state_dict, prefix, local_metadata, *rest, own=own: self._begin_load(own, local_metadata)
+            )
+            module.register_load_state_dict_post_hook(lambda module, incompatible, own=own: self._end(own))
+
+    def export(self, index: int) -> Tensor:
+        """A CPU copy of a weight; the same tensor for tied names of one state_dict."""
+        key = (index, self.engine.steps)
+        copy = self._copies.get(key)
+        if copy is None:
+            copy = self._copies[key] = read_weight(self.engine.members[index])
+        return copy
+
+    def load(self, index: int, value: Tensor) -> None:
+        """Write a weight from a state_dict."""
+        member = self.engine.members[index]
+        write_weight(member, value)
+        self.engine.weights_changed([member.chunk])
+
+    def _begin(self, members: list[Member], keep_vars: bool) -> None:
+        if not keep_vars:
+            self._enter(members)
+
+    def _begin_load(self, members: list[Member], local_metadata: dict[str, Any]) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise MisuseError("load_state_dict(assign=True) would take parameters out of ProTrain: use assign=False")
+        self._enter(members)
+
+    def _enter(self, members: list[Member]) -> None:
+        with self.engine.quiet():
+            for member in members:
+                member.parameter.__class__ = _Exported
+                _Exported.hooks[id(member.parameter)] = self
+
+    def _end(self, members: list[Member]) -> None:
+        for member in members:
+            resident = member.chunk.persistent or member.bound
+            member.parameter.__class__ = PresentParameter if resident else ReleasedParameter
+
+
+@contextmanager
+def full_parameters(module: nn.Module) -> Iterator[None]:
+    """Make every parameter of ``module`` whole for reading or editing, on the CPU; edits are written back.
+
+    ``module`` is a wrapped model or any part of one. Inside, parameters hold CPU copies of their 16-bit (or fp32)
+    weights, so ask for a part of a large model at a time.
+
+    Raises:
+        ValueError: ``module`` is not wrapped, or a parameter was given another shape.
+    """
+    engine, members = _members(module)
+    with engine.quiet():
+        copies = [read_weight(member) for member in members]
+        for member, copy in zip(members, copies, strict=True):
+            point_at(member.parameter, copy.clone())
+    try:
+        yield
+    finally:
+        changed = []
+        for member, copy in zip(members, copies, strict=True):
+            edited = member.parameter.data
+            if edited.shape != member.shape:
+                raise ValueError(f"{member.name} was given the shape {tuple(edited.shape)}, not {tuple(member.shape)}")
+            if not torch.equal(edited, copy):
+                write_weight(member, edited)
+                changed.append(member.chunk)
+            if member.chunk.persistent:
+                point_at(member.parameter, member.view(member.chunk.weight))
+            else:
+                release(member.parameter, engine.placeholder)
+        if changed:
+            engine.weights_changed(changed)
+
+
+def _members(module: nn.Module) -> tuple[Engine, list[Member]]:
+    handles = [p.protrain_handle for p in module.parameters() if isinstance(p, PresentParameter)]
+    if not handles:
+        raise ValueError("full_parameters needs a model that protrain.wrap returned, or a part of one")
+    engine = handles[0].engine
+    return engine, [engine.members[handle.index] for handle in handles]

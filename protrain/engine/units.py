@@ -1,0 +1,55 @@
+"""Units: the modules around which chunks are fetched and released, and what each needs to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from protrain.engine.chunks import Chunk, Member
+from protrain.engine.saved import CheckpointFrame, Frame
+from protrain.engine.swap import SwapFrame
+from protrain.planning.layout import Layout
+from protrain.planning.plan import BlockMode, Plan
+from protrain.profiler.model_profile import ModelProfile
+
+FRAMES: dict[BlockMode, type[Frame]] = {
+    BlockMode.NONE: Frame,
+    BlockMode.CKPT: CheckpointFrame,
+    BlockMode.SWAP: SwapFrame,
+}
+
+
+@dataclass(eq=False)
+class Unit:
+    """A block or an outer module with parameters of its own."""
+
+    index: int
+    label: str
+    module: nn.Module
+    frame_class: type[Frame]
+    chunks: list[Chunk]  # non-persistent ones that it needs
+    members: list[Member]  # its parameters in those chunks
+    buffers: list[Tensor]  # of the module and everything in it; a block may update them in forward
+
+
+def make_units(
+    model: nn.Module, profile: ModelProfile, plan: Plan, layout: Layout, chunks: list[Chunk], members: list[Member]
+) -> list[Unit]:
+    """One unit per record of the profile."""
+    units = []
+    for index, record in enumerate(profile.units):
+        mode = BlockMode.NONE if record.block is None else plan.block_modes[record.block]
+        module = model.get_submodule(record.name)
+        units.append(
+            Unit(
+                index=index,
+                label=record.name or type(model).__name__,
+                module=module,
+                frame_class=FRAMES[mode],
+                chunks=[chunks[chunk] for chunk in layout.unit_chunks[index] if not chunks[chunk].persistent],
+                members=[members[member] for member in record.parameters if not members[member].chunk.persistent],
+                buffers=list(module.buffers()),
+            )
+        )
+    return units

@@ -1,0 +1,84 @@
+"""Work on the host beside the main thread: optimizer updates and gradient accumulation, first in, first out.
+
+One thread takes jobs in the order in which the next forward needs their chunks. The kernels it calls are multi-threaded
+and release the GIL, so the main thread goes on launching.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+
+class Job:
+    """A piece of host work that others can wait for. An error in it is raised in whoever waits."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._followers: list[Callable[[], None]] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the work, then what waits for it."""
+        assert self._work is not None
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+        self._work = None
+        with self._lock:
+            self._done.set()
+            followers, self._followers = self._followers, []
+        if self._error is None:
+            for follower in followers:
+                follower()
+
+    def when_done(self, follower: Callable[[], None]) -> None:
+        """Call ``follower`` after the work: at once when it is done already, else on the thread that does it."""
+        with self._lock:
+            if not self._done.is_set():
+                self._followers.append(follower)
+                return
+        if self._error is None:
+            follower()
+
+    def wait(self) -> None:
+        """Block until the work is done; raises what it raised."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class HostWorker:
+    """One thread that runs jobs in order until closed. It ends with its owner."""
+
+    def __init__(self, *, threads: int) -> None:
+        self.threads = threads  # that a kernel may use
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), name="protrain-host-worker", daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, self._queue.put, None)
+
+    def submit(self, work: Callable[[], None]) -> Job:
+        """Queue ``work`` behind everything submitted before."""
+        job = Job(work)
+        self._queue.put(job)
+        return job
+
+    def drain(self) -> None:
+        """Block until everything submitted so far is done."""
+        self.submit(lambda: None).wait()
+
+    def close(self) -> None:
+        """End the thread after what is queued."""
+        self._finalizer()
+        self._thread.join()
+
+
+def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()

@@ -1,0 +1,43 @@
+"""Errors that users see. Each names the thing that is wrong and the remedy."""
+
+from __future__ import annotations
+
+from protrain.quantities import format_bytes
+
+
+class PlanError(ValueError):
+    """No plan fits: states bytes needed and available, the largest part, and the smallest change that fits.
+
+    Raised before any memory is taken (design: failing well).
+    """
+
+    def __init__(
+        self,
+        *,
+        where: str,
+        needed_bytes: int,
+        available_bytes: int,
+        largest_part: str,
+        remedy: str,
+    ) -> None:
+        self.where = where
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        self.largest_part = largest_part
+        self.remedy = remedy
+        super().__init__(
+            f"no plan fits the {where} memory: needed {format_bytes(needed_bytes)}, "
+            f"available {format_bytes(available_bytes)}; largest part: {largest_part}. {remedy}"
+        )
+
+
+class BudgetError(MemoryError):
+    """The simulated device budget (``device_memory`` on a CPU) was exceeded while running."""
+
+
+class MisuseError(RuntimeError):
+    """The model or optimizer was used in a way that cannot be carried out; the message says what to do instead."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint folder is missing, incomplete or corrupt."""

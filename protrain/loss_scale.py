@@ -1,0 +1,43 @@
+"""The dynamic loss scale of float16: grown while gradients are finite, halved when they overflow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_INITIAL = 2.0**16
+_LARGEST = 2.0**24
+_GROWTH_INTERVAL = 2000  # finite steps before the scale doubles, as in torch.amp.GradScaler
+
+
+class LossScale:
+    """Powers of two only, so that scaling and unscaling are exact."""
+
+    def __init__(self) -> None:
+        self.scale = _INITIAL  # of the next backward
+        self.used = _INITIAL  # of the gradients that step() applies
+        self.finite_steps = 0
+        self.skipped = 0
+
+    def update(self, finite: bool) -> bool:
+        """Note whether this step's gradients are finite. Returns whether to apply them."""
+        self.used = self.scale
+        if not finite:
+            self.scale = max(self.scale / 2, 1.0)
+            self.finite_steps = 0
+            self.skipped += 1
+            return False
+        self.finite_steps += 1
+        if self.finite_steps == _GROWTH_INTERVAL:
+            self.scale = min(self.scale * 2, _LARGEST)
+            self.finite_steps = 0
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"scale": self.scale, "finite_steps": self.finite_steps, "skipped": self.skipped}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Set what :meth:`state` returned."""
+        self.scale = self.used = float(state["scale"])
+        self.finite_steps = int(state["finite_steps"])
+        self.skipped = int(state["skipped"])

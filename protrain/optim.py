@@ -1,0 +1,426 @@
+"""The torch.optim.Optimizer that the user holds: Adam and AdamW on chunks.
+
+``step()`` returns before the offloaded updates are done. They run on the host in the order in which the next forward
+needs their chunks, and a fetch waits for its own chunk alone, which leaves room for EXACT global-norm clipping between
+backward and step. Reading state waits for all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protrain.engine.chunks import Chunk, Member
+from protrain.engine.engine import Engine
+from protrain.engine.report import Report, StepClock, make_report
+from protrain.engine.update import Job
+from protrain.engine.values import read_master, read_state, read_weight, write_master, write_state, write_weight
+from protrain.errors import MisuseError
+from protrain.loss_scale import LossScale
+from protrain.planning.plan import Plan
+from protrain_kernels import adam, adam_scalars
+
+_FORBIDDEN = ("amsgrad", "maximize", "differentiable")
+_STATES = ("exp_avg", "exp_avg_sq")
+
+
+def check_supported(optimizer: torch.optim.Optimizer) -> None:
+    """ValueError unless ``optimizer`` is a plain torch Adam or AdamW."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise ValueError(
+            f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {type(optimizer).__name__}: "
+            "ProTrain carries out the update itself and supports these two"
+        )
+    for group in optimizer.param_groups:
+        for name in _FORBIDDEN:
+            if group.get(name):
+                raise ValueError(f"{type(optimizer).__name__}({name}=True) is not supported: pass {name}=False")
+
+
+class ProTrainOptimizer(torch.optim.Optimizer):
+    """Adam(W) over the chunks of an engine, sharing the param_groups of the user's optimizer.
+
+    Hyperparameters are read from ``param_groups`` when ``step`` is called, so every scheduler works.
+    """
+
+    def __init__(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, *, step_during_backward: bool, device_bytes: int
+    ) -> None:
+        super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
+        self.param_groups = optimizer.param_groups  # the same dicts: schedulers made before wrapping keep working
+        self._engine = engine
+        self._decoupled = [
+            isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+            for group in self.param_groups
+        ]
+        self._steps = [0] * len(engine.members)  # of each parameter: those without a gradient are skipped
+        self._by_name = {member.name: member for member in engine.members}
+        self._during_backward = step_during_backward
+        self._updated: set[int] = set()  # chunks updated in backward, awaiting step()
+        self._loss_scale = LossScale() if engine.dtype is torch.float16 else None
+        self._scaled = False  # this backward came through self.backward
+        self._norm_squared: Tensor | None = None
+        self._coefficient: Tensor | None = None  # of clipping: 0-d fp32 on the device
+        self._host_scale = engine.arena.take(1, torch.float32)
+        self._host_scale_ready = engine.streams.mark()
+        self._last_job: Job | None = None
+        self._device_bytes = device_bytes
+        self._clock = StepClock()
+        engine.backward_begins = self._backward_begins
+        engine.gradients_arrived = self._gradients_arrived
+        engine.backward_ends = self._backward_ends
+
+    # -- the training step ---------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor) -> None:
+        """``loss.backward()``, scaled for float16 so that small gradients don't vanish."""
+        self._scaled = True
+        try:
+            (loss if self._loss_scale is None else loss.float() * self._loss_scale.scale).backward()
+        finally:
+            self._scaled = False
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the global 2-norm of all gradients to ``max_norm``, as torch.nn.utils.clip_grad_norm_ does.
+
+        Returns:
+            The norm before clipping: 0-d fp32 on the device, without a synchronisation.
+
+        Raises:
+            ValueError: another ``norm_type``, or a ``max_norm`` that is no positive number.
+            MisuseError: there is no gradient, or updates have begun (``step_during_backward=True``).
+        """
+        if norm_type != 2.0:
+            raise ValueError(f"norm_type must be 2.0, not {norm_type!r}")
+        if not float(max_norm) > 0:
+            raise ValueError(f"max_norm must be a positive number, not {max_norm!r}")
+        if self._during_backward:
+            raise MisuseError(
+                "clip_grad_norm_ after updates began: wrap with step_during_backward=False to clip, which overlaps too"
+            )
+        self._need_gradients("clip_grad_norm_()")
+        norm = self._norm()
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
+        coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+        self._coefficient = coefficient if self._coefficient is None else self._coefficient * coefficient
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. Returns before the offloaded ones are done.
+
+        Raises:
+            MisuseError: no backward() came before.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._engine.abandon_backward()
+        if self._during_backward:
+            if not self._updated:
+                self._need_gradients("step()")
+                raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
+            self._updated.clear()
+            self._engine.steps += 1
+            self._clock.tick()
+            return result
+        self._need_gradients("step()")
+        if self._loss_scale is not None and not self._loss_scale.update(bool(torch.isfinite(self._sum_of_squares()))):
+            self._clock.tick()
+            return result
+        scale = self._gradient_scale()
+        for chunk in self._engine.chunks:
+            self._update(chunk, scale)
+        self._engine.steps += 1
+        self._clock.tick()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. ``set_to_none`` is accepted for compatibility: they are always None afterwards."""
+        self._engine.abandon_backward()
+        self._forget_gradients()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backwards inside only accumulate (``model.no_sync()``)."""
+        gradients = self._engine.gradients
+        before, gradients.no_sync = gradients.no_sync, True
+        try:
+            yield
+        finally:
+            gradients.no_sync = before
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the engine carries out."""
+        return self._engine.plan
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because float16 gradients overflowed."""
+        return 0 if self._loss_scale is None else self._loss_scale.skipped
+
+    def report(self) -> Report:
+        """Predicted and measured time and bytes so far."""
+        return make_report(self._engine, self._clock, self._device_bytes)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """State in the format of torch.optim.AdamW, fp32 on the CPU; 16-bit weights also have their ``master``."""
+        numbers = {id(p): number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        state: dict[int, dict[str, Tensor]] = {}
+        with self._engine.quiet():
+            for member in self._trainable():
+                if self._steps[member.index]:
+                    state[numbers[id(member.parameter)]] = self._export(member)
+        packed = []
+        for group in self.param_groups:
+            own = {key: value for key, value in group.items() if key != "params"}
+            packed.append({**own, "params": [numbers[id(parameter)] for parameter in group["params"]]})
+        return {"state": dict(sorted(state.items())), "param_groups": packed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` of this class or of torch.optim.Adam(W) returned, under any plan.
+
+        Raises:
+            ValueError: the groups or shapes are those of another model.
+        """
+        groups, saved = self.param_groups, state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+            raise ValueError(
+                f"the optimizer state has groups of {[len(group['params']) for group in saved]} parameters, this "
+                f"optimizer of {[len(group['params']) for group in groups]}: load a state of the same model"
+            )
+        by_parameter = {id(member.parameter): member for member in self._trainable()}
+        found: dict[int, dict[str, Any]] = {}
+        for group, other in zip(groups, saved, strict=True):
+            for parameter, number in zip(group["params"], other["params"], strict=True):
+                member = by_parameter.get(id(parameter))
+                if member is not None:
+                    found[member.index] = state_dict["state"].get(number, {})
+                    self._check_shapes(member, found[member.index])
+        for group, other in zip(groups, saved, strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
+        with self._engine.quiet():
+            for index, tensors in found.items():
+                self._import(self._engine.members[index], tensors)
+            self._engine.weights_changed(self._engine.chunks)
+
+    def parameter_names(self) -> list[str]:
+        """Names of all managed parameters, in definition order."""
+        return list(self._by_name)
+
+    def export_parameter(self, name: str) -> dict[str, Tensor]:
+        """All state of one parameter as CPU copies, so that a checkpoint never holds the whole model twice.
+
+        Trainable: ``master``, ``exp_avg``, ``exp_avg_sq`` (fp32, the parameter's shape) and ``step``; frozen:
+        ``weight``.
+        """
+        member = self._by_name[name]
+        with self._engine.quiet():
+            if member.group < 0:
+                return {"weight": read_weight(member)}
+            return {"master": read_master(member), **self._export(member)}
+
+    def import_parameter(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Set what :meth:`export_parameter` returned. ValueError when the name or a shape is not this model's."""
+        member = self._by_name.get(name)
+        if member is None:
+            raise ValueError(f"the model has no parameter {name!r}: load a checkpoint of the same model")
+        self._check_shapes(member, tensors)
+        with self._engine.quiet():
+            if "weight" in tensors:
+                write_weight(member, tensors["weight"])
+            if member.group >= 0:
+                self._import(member, tensors)
+            self._engine.weights_changed([member.chunk])
+
+    def scalar_state(self) -> dict[str, Any]:
+        """Everything else: hyperparameters of the groups and the loss scale, as JSON values."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return {"param_groups": groups, "loss_scale": None if self._loss_scale is None else self._loss_scale.state()}
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        """Set what :meth:`scalar_state` returned."""
+        if len(state["param_groups"]) != len(self.param_groups):
+            raise ValueError(
+                f"the state has {len(state['param_groups'])} parameter groups, this optimizer {len(self.param_groups)}"
+            )
+        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
+            group.update({key: tuple(value) if key == "betas" else value for key, value in saved.items()})
+        if self._loss_scale is not None and state.get("loss_scale") is not None:
+            self._loss_scale.load(state["loss_scale"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are fixed by wrapping; MisuseError afterwards."""
+        if hasattr(self, "_engine"):
+            raise MisuseError(
+                "parameters cannot be added after protrain.wrap: make the optimizer with all groups first"
+            )
+        super().add_param_group(param_group)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _trainable(self) -> Iterable[Member]:
+        return (member for member in self._engine.members if member.group >= 0)
+
+    def _need_gradients(self, what: str) -> None:
+        if not any(self._engine.gradients.present):
+            raise MisuseError(f"{what} without gradients: call loss.backward() first")
+
+    def _forget_gradients(self) -> None:
+        self._engine.gradients.reset()
+        self._norm_squared = self._coefficient = None
+
+    def _backward_begins(self) -> None:
+        if self._loss_scale is not None and not self._scaled:
+            raise MisuseError("float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward()")
+        if self._updated:
+            raise MisuseError(
+                "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
+                "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
+            )
+        self._norm_squared = self._coefficient = None
+
+    def _gradients_arrived(self, chunks: list[Chunk]) -> None:
+        gradients = self._engine.gradients
+        if not self._during_backward or gradients.no_sync:
+            return
+        for chunk in chunks:
+            if all(member.index in gradients.delivered for member in chunk.members) and not self._engine.held(chunk):
+                self._update(chunk, None)
+                self._updated.add(chunk.index)
+
+    def _backward_ends(self) -> None:
+        if not self._during_backward or self._engine.gradients.no_sync:
+            return
+        for chunk in self._engine.chunks:
+            if chunk.index not in self._updated and self._runs(chunk):
+                self._update(chunk, None)
+                self._updated.add(chunk.index)
+        self._forget_gradients()
+
+    def _sum_of_squares(self) -> Tensor:
+        if self._norm_squared is None:
+            self._norm_squared = self._engine.gradients.norm_squared()
+        return self._norm_squared
+
+    def _norm(self) -> Tensor:
+        norm = self._sum_of_squares().sqrt().float()
+        if self._loss_scale is not None:
+            norm = norm / self._loss_scale.scale
+        return norm if self._coefficient is None else norm * self._coefficient
+
+    def _gradient_scale(self) -> Tensor | None:
+        """What gradients are multiplied with (clipping, loss scale): one fp32 on the device and in host memory."""
+        scale = self._coefficient
+        if self._loss_scale is not None:
+            inverse = torch.full((), 1.0 / self._loss_scale.used, dtype=torch.float32, device=self._engine.device)
+            scale = inverse if scale is None else scale * inverse
+        if scale is None:
+            return None
+        scale = scale.reshape(1)
+        if self._last_job is not None:
+            self._last_job.wait()  # done long ago: the forward in between needed all of its chunks
+        streams = self._engine.streams
+        computed = streams.mark()
+        streams.compute_reached(computed)
+        streams.offload(self._host_scale, scale, after=computed, done=self._host_scale_ready)
+        return scale
+
+    def _runs(self, chunk: Chunk) -> list[tuple[int, int, int, int]]:
+        """(start, stop, group, step) of neighbouring parameters that have a gradient and share hyperparameters."""
+        runs: list[tuple[int, int, int, int]] = []
+        for member in chunk.members:
+            if member.group < 0 or not self._engine.gradients.present[member.index]:
+                continue
+            stop = member.offset + -(-member.numel // 128) * 128
+            key = (member.group, self._steps[member.index] + 1)
+            if runs and runs[-1][1] == member.offset and runs[-1][2:] == key:
+                runs[-1] = (runs[-1][0], stop, *key)
+            else:
+                runs.append((member.offset, stop, *key))
+        return runs
+
+    def _update(self, chunk: Chunk, scale: Tensor | None) -> None:
+        """Update one chunk: on the device at once when it is persistent, else by the host worker."""
+        runs = self._runs(chunk)
+        if not runs:
+            return
+        engine, gradients = self._engine, self._engine.gradients
+        pieces = []
+        for start, stop, group_index, step in runs:
+            group = self.param_groups[group_index]
+            scalars = adam_scalars(
+                lr=float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                step=step,
+                decoupled=self._decoupled[group_index],
+            )
+            pieces.append((slice(start, stop), scalars))
+        for member in chunk.members:
+            if gradients.present[member.index]:
+                self._steps[member.index] += 1
+
+        def update(gradient: Tensor, factor: Tensor | None) -> None:
+            assert chunk.exp_avg is not None
+            assert chunk.exp_avg_sq is not None
+            for part, scalars in pieces:
+                adam(
+                    chunk.weight[part],
+                    None if chunk.master is None else chunk.master[part],
+                    chunk.exp_avg[part],
+                    chunk.exp_avg_sq[part],
+                    gradient[part],
+                    scalars,
+                    scale=factor,
+                    threads=engine.worker.threads,
+                )
+
+        if chunk.persistent:
+            update(gradients.device_gradient(chunk), scale)
+            return
+
+        def on_host() -> None:
+            chunk.offloaded.wait()
+            if scale is not None:
+                self._host_scale_ready.wait()
+            update(gradients.host_gradient(chunk), None if scale is None else self._host_scale)
+
+        engine.buffers.invalidate(chunk)
+        chunk.update = self._last_job = engine.worker.submit(on_host)
+
+    def _export(self, member: Member) -> dict[str, Tensor]:
+        state = {"step": torch.tensor(float(self._steps[member.index]))}
+        state |= {name: read_state(member, name) for name in _STATES}
+        if member.chunk.master is not None:
+            state["master"] = read_master(member)
+        return state
+
+    def _import(self, member: Member, tensors: dict[str, Any]) -> None:
+        self._steps[member.index] = int(tensors.get("step", 0))
+        for name in _STATES:
+            write_state(member, name, tensors.get(name, 0.0))
+        if "master" in tensors:
+            write_master(member, tensors["master"])
+
+    def _check_shapes(self, member: Member, tensors: dict[str, Any]) -> None:
+        for name in ("master", "weight", *_STATES):
+            if name in tensors and tuple(tensors[name].shape) != tuple(member.shape):
+                raise ValueError(
+                    f"{name} of {member.name} has shape {tuple(tensors[name].shape)}, the model's is "
+                    f"{tuple(member.shape)}: load a state of the same model"
+                )

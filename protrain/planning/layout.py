@@ -1,0 +1,155 @@
+"""Which parameter lies in which chunk: execution order, one unit together, frozen and trainable apart.
+
+A chunk is the piece in which model states move. Parameters go into chunks in the order in which the forward first needs
+them (paper section 3), so that the next chunk to fetch is always the next in line. A tied parameter lies where it is
+first used. Frozen parameters have chunks of their own: those have no optimizer states and no gradient, so LoRA costs
+what it should.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protrain.profiler.model_profile import ModelProfile
+from protrain.records import Record
+
+ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every length that a kernel sees
+LARGE_CHUNK = 8 * 1024**2  # elements: 16 MiB of 16-bit weights, from where transfers reach the link's full rate
+_GRID_STEPS = 32
+_WANTED_CHUNKS = 8  # a small model still gets about this many, so that placement has something to choose from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot(Record):
+    """Where one parameter lies."""
+
+    parameter: int  # index into ModelProfile.parameters
+    chunk: int
+    offset: int  # elements from the chunk's start, a multiple of ALIGNMENT
+    numel: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkRecord(Record):
+    """One chunk."""
+
+    index: int
+    trainable: bool
+    elements: int  # used length, a multiple of ALIGNMENT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(Record):
+    """Every parameter's place. Chunks are in execution order of their first use."""
+
+    chunk_elements: int  # capacity of every chunk: the size of a chunk buffer
+    chunks: tuple[ChunkRecord, ...]
+    slots: tuple[Slot, ...]  # one per parameter of the profile, in its order
+    unit_chunks: tuple[tuple[int, ...], ...]  # per unit of the profile: the chunks that hold what it uses
+
+    @property
+    def wasted_elements(self) -> int:
+        """Capacity that no parameter uses, over all chunks."""
+        return sum(self.chunk_elements - chunk.elements for chunk in self.chunks)
+
+
+def align(elements: int) -> int:
+    """``elements`` rounded up to a multiple of ALIGNMENT."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def pack(profile: ModelProfile, chunk_elements: int) -> Layout:
+    """The layout of ``profile``'s parameters in chunks of ``chunk_elements``.
+
+    A unit's parameters stay together: they go into the current chunk when all of them fit, else into a new one; a unit
+    larger than a chunk spreads over several. Inside a unit they are sorted by optimizer group, otherwise as defined.
+
+    Raises:
+        ValueError: ``chunk_elements`` is no multiple of 128 or smaller than the largest parameter.
+    """
+    largest = max((align(parameter.numel) for parameter in profile.parameters), default=ALIGNMENT)
+    if chunk_elements % ALIGNMENT or chunk_elements < largest:
+        raise ValueError(
+            f"chunk_elements must be a multiple of {ALIGNMENT} and at least {largest} "
+            f"(the largest parameter), not {chunk_elements}"
+        )
+    places, used, trainable = _place(profile, _owned(profile), chunk_elements)
+    slots = tuple(
+        Slot(parameter=index, chunk=chunk, offset=offset, numel=profile.parameters[index].numel)
+        for index, (chunk, offset) in enumerate(places)
+    )
+    chunks = tuple(
+        ChunkRecord(index=index, trainable=trainable[index], elements=elements) for index, elements in enumerate(used)
+    )
+    unit_chunks = tuple(
+        tuple(sorted({places[parameter][0] for parameter in unit.parameters})) for unit in profile.units
+    )
+    return Layout(chunk_elements=chunk_elements, chunks=chunks, slots=slots, unit_chunks=unit_chunks)
+
+
+def choose_chunk_elements(profile: ModelProfile) -> int:
+    """The chunk size that wastes least capacity, by packing over a grid (paper section 3); ties go to the smaller.
+
+    The grid holds the sizes of units, their simple multiples and fractions, each also with room for the small units
+    between blocks, and even steps. It starts at the largest parameter, and at a block or LARGE_CHUNK, whichever is less.
+    """
+    if not profile.parameters:
+        return ALIGNMENT
+    owned = _owned(profile)
+    sizes = [sum(align(profile.parameters[index].numel) for index in members) for members in owned]
+    total = sum(sizes)
+    largest = max(align(parameter.numel) for parameter in profile.parameters)
+    wanted = align(-(-total // _WANTED_CHUNKS))
+    blocks = [size for size, unit in zip(sizes, profile.units, strict=True) if unit.block is not None]
+    lower = max(largest, min(LARGE_CHUNK, max(blocks, default=wanted)))
+    upper = max(lower + lower // 4, wanted, max(blocks, default=0))
+    candidates = {lower}
+    for size in {size for size in sizes if size}:
+        small = sum(other for other in sizes if other * 16 <= size)
+        for numerator, denominator in ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (1, 4)):
+            part = align(-(-size * numerator // denominator))
+            candidates.update((part, part + small))
+    candidates.update(align(lower + (upper - lower) * step // _GRID_STEPS) for step in range(_GRID_STEPS + 1))
+    best = (float("inf"), 0)
+    for elements in sorted(candidate for candidate in candidates if lower <= candidate <= upper):
+        _, used, _ = _place(profile, owned, elements)
+        best = min(best, (elements * len(used) - sum(used), elements))
+    return best[1]
+
+
+def _owned(profile: ModelProfile) -> list[list[int]]:
+    """Per unit, the parameters that it uses before any other unit does, sorted by optimizer group."""
+    taken: set[int] = set()
+    result = []
+    for unit in profile.units:
+        members = [index for index in dict.fromkeys(unit.parameters) if index not in taken]
+        taken.update(members)
+        result.append(sorted(members, key=lambda index: profile.parameters[index].group))
+    assert len(taken) == len(profile.parameters), "a parameter belongs to no unit"
+    return result
+
+
+def _place(
+    profile: ModelProfile, owned: list[list[int]], chunk_elements: int
+) -> tuple[list[tuple[int, int]], list[int], list[bool]]:
+    """(chunk, offset) per parameter, and per chunk its used elements and whether it is trainable."""
+    places = [(-1, -1)] * len(profile.parameters)
+    used: list[int] = []
+    trainable: list[bool] = []
+    current: dict[bool, int] = {}
+    for members in owned:
+        sizes = {index: align(profile.parameters[index].numel) for index in members}
+        # Kinds by first use inside the unit, so that chunks stay in execution order whichever kind comes first.
+        for kind in dict.fromkeys(profile.parameters[index].group >= 0 for index in sorted(members)):
+            group = [index for index in members if (profile.parameters[index].group >= 0) is kind]
+            room = chunk_elements - used[current[kind]] if kind in current else -1
+            fresh = sum(sizes[index] for index in group) > room
+            for index in group:
+                if fresh or used[current[kind]] + sizes[index] > chunk_elements:
+                    current[kind] = len(used)
+                    used.append(0)
+                    trainable.append(kind)
+                    fresh = False
+                places[index] = (current[kind], used[current[kind]])
+                used[current[kind]] += sizes[index]
+    return places, used, trainable

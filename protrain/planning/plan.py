@@ -1,0 +1,45 @@
+"""Plan: the four integers, and what they were chosen for."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from protrain.records import Record
+
+
+class BlockMode(enum.Enum):
+    """What happens to a block's saved activations between forward and backward."""
+
+    NONE = "none"  # kept
+    CKPT = "ckpt"  # dropped, recomputed in backward
+    SWAP = "swap"  # moved to host memory, fetched in backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Record):
+    """Everything the engine needs to know; the engine never searches and never changes it.
+
+    Chunks ``0 .. n_persist - 1`` of the layout that ``chunk_elements`` produces are persistent. Counts that the paper
+    calls n_buffer, n_swap and n_ckpt have its meaning; ``block_modes`` spells the last two out, one per block.
+    """
+
+    n_persist: int
+    n_buffer: int
+    n_swap: int
+    n_ckpt: int
+    chunk_elements: int  # a multiple of 128
+    n_chunks: int
+    block_modes: tuple[BlockMode, ...]
+    model: str  # fingerprint of the ModelProfile it was made for: planning.search.fingerprint
+    tokens: int  # of the planned batch
+    device_bytes: int  # predicted peak
+    host_bytes: int  # predicted, all host memory of the engine
+    step_ms: float  # predicted
+    transient_bytes: int  # the part of device_bytes that is neither chunks, buffers, staging nor saved activations
+
+    def __str__(self) -> str:
+        return (
+            f"n_persist={self.n_persist}/{self.n_chunks} n_buffer={self.n_buffer} "
+            f"n_swap={self.n_swap} n_ckpt={self.n_ckpt}/{len(self.block_modes)}"
+        )

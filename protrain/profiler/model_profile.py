@@ -1,0 +1,108 @@
+"""ModelProfile: what one training step of a model needs, as the trace saw it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from protrain.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterRecord(Record):
+    """One distinct floating-point parameter; a tied parameter appears once, under its first name."""
+
+    name: str  # first name in definition order, as model.named_parameters() gives it
+    shape: tuple[int, ...]
+    group: int  # index of its optimizer group; -1 when frozen or in no group
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitRecord(Record):
+    """A module whose parameters are fetched together: a block, or an outer module with parameters of its own.
+
+    Units are listed in execution order of their first call; units never called in the trace come last.
+    """
+
+    name: str  # module path; "" is the model itself
+    block: int | None  # index into ModelProfile.blocks
+    parameters: tuple[int, ...]  # indexes into ModelProfile.parameters that it uses; tied ones occur in several
+    within: tuple[int, ...] = ()  # indexes of the units that are active while it is called: what they hold stays held
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRecord(Record):
+    """One repeated layer, in execution order. Bytes and times are of one training step (all its calls)."""
+
+    name: str
+    saved_bytes: int  # what autograd keeps when the block is neither checkpointed nor swapped, inputs excluded
+    saved_tensors: int  # distinct storages among saved_bytes
+    forward_peak_bytes: (
+        int  # most allocated during a forward that keeps what it saves, above what was there; of one call
+    )
+    input_bytes: int  # activations that enter it and are kept when it is checkpointed or swapped
+    output_bytes: int
+    forward_ms: float
+    backward_ms: float
+    forward_flops: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentRecord(Record):
+    """A stretch of the step between two block boundaries, with every block checkpointed.
+
+    ``live_bytes`` is what is allocated when it starts and ``peak_bytes`` the most allocated above that while it runs,
+    parameters of blocks and optimizer states excluded. In a block's backward segment the peak covers recomputation and
+    backward. Parameters' gradients that are still held count.
+    """
+
+    phase: str  # "forward" or "backward"
+    block: int | None  # None: between blocks
+    live_bytes: int
+    peak_bytes: int
+    duration_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile(Record):
+    """The model as the planner sees it (paper section 4: memory-aware runtime profiling)."""
+
+    model: str  # class name
+    dtype: str  # "bfloat16", "float16" or "float32": of the managed parameters
+    device: str  # device type of the trace: "cuda", "cpu" or "meta"
+    batch_shapes: dict[str, tuple[int, ...]]  # name (or position) in the example batch -> shape
+    tokens: int  # elements of the first integer tensor in the batch, or its first dimension when there is none
+    buffer_bytes: int  # buffers and unmanaged (non-floating-point) parameters, on the device throughout
+    parameters: tuple[ParameterRecord, ...]  # definition order
+    units: tuple[UnitRecord, ...]
+    calls: tuple[int, ...]  # unit indexes in the order of one forward
+    blocks: tuple[BlockRecord, ...]
+    segments: tuple[SegmentRecord, ...]
+
+    @property
+    def n_parameters(self) -> int:
+        """Elements of all managed parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def n_trainable(self) -> int:
+        """Elements of the parameters that an optimizer group holds."""
+        return sum(parameter.numel for parameter in self.parameters if parameter.group >= 0)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one weight element."""
+        return 4 if self.dtype == "float32" else 2
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Rows of the printed table, with the parts counted instead of listed."""
+        return [
+            ("parameters", f"{self.n_parameters:,} ({self.n_trainable:,} trainable)"),
+            ("blocks", str(len(self.blocks))),
+            *[row for row in super().rows() if row[0] not in ("parameters", "blocks")],
+        ]

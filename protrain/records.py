@@ -1,0 +1,152 @@
+"""The boxes of the design: small frozen dataclasses that serialise to JSON and print as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+import types
+import typing
+from pathlib import Path
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+
+from protrain.quantities import format_bytes
+
+
+class Record:
+    """Mixin of frozen keyword-only dataclasses: JSON in both directions, files, and a printed table.
+
+    Fields may be int, float, str, bool, None, enums, other records, and tuples or dicts of these.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts and lists, ready for ``json.dumps``."""
+        return {field.name: _plain(getattr(self, field.name)) for field in _fields(self)}
+
+    def to_json(self) -> str:
+        """Indented JSON text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """The record in ``data``. ValueError names a missing, unknown or wrongly typed field."""
+        if not isinstance(data, dict):
+            raise ValueError(f"{cls.__name__} must be a JSON object, not {type(data).__name__}")
+        hints = get_type_hints(cls)
+        fields = {field.name: field for field in _fields(cls)}
+        unknown = sorted(set(data) - set(fields))
+        if unknown:
+            raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; known: {', '.join(fields)}")
+        values = {}
+        for name, field in fields.items():
+            if name in data:
+                values[name] = _typed(hints[name], data[name], f"{cls.__name__}.{name}")
+            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                raise ValueError(f"{cls.__name__} lacks the field {name!r}")
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The record in JSON ``text``."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{cls.__name__} is not JSON: {error}") from None
+        return cls.from_dict(data)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """The record in the file ``path``. ValueError names the file when it is missing or wrong."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise ValueError(f"cannot read {cls.__name__} from {os.fspath(path)}: {error.strerror}") from None
+        try:
+            return cls.from_json(text)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON to ``path`` atomically."""
+        target = Path(path)
+        scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        scratch.write_text(self.to_json() + "\n")
+        os.replace(scratch, target)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(name, value) rows of the printed table; bytes as GiB."""
+        return [(f.name, _shown(f.name, getattr(self, f.name))) for f in _fields(self)]
+
+    def table(self) -> str:
+        """The record as aligned text."""
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _fields(record: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(record)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_dict()
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in get_args(hint):
+            return None
+        options = [option for option in get_args(hint) if option is not type(None)]
+        for option in options[:-1]:
+            try:
+                return _typed(option, value, where)
+            except ValueError:
+                continue
+        return _typed(options[-1], value, where)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where} must be a list, not {value!r}")
+        item = get_args(hint)[0]
+        return tuple(_typed(item, part, f"{where}[{index}]") for index, part in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} must be an object, not {value!r}")
+        item = get_args(hint)[1]
+        return {key: _typed(item, part, f"{where}[{key!r}]") for key, part in value.items()}
+    if hint is typing.Any:
+        return value
+    if isinstance(hint, type) and issubclass(hint, Record):
+        return hint.from_dict(value)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        try:
+            return hint(value)
+        except ValueError:
+            known = ", ".join(str(member.value) for member in hint)
+            raise ValueError(f"{where} must be one of {known}, not {value!r}") from None
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"{where} must be {hint.__name__}, not {value!r}")
+    return value
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and name.endswith("_bytes"):
+        return format_bytes(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, tuple) and len(value) > 8:
+        return f"{len(value)} entries"
+    if isinstance(value, tuple):
+        return ", ".join(str(_plain(item)) for item in value) or "-"
+    return str(_plain(value))

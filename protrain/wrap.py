@@ -1,0 +1,178 @@
+"""The one entry point, read from top to bottom.
+
+machine --detect--> HardwareProfile --+
+                                      +--search--> Plan --engine--> a training step
+model  --profile--> ModelProfile -----+
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from protrain import batch as batches
+from protrain.engine.build import DTYPES, build_engine
+from protrain.engine.parameter import PresentParameter
+from protrain.hardware import HardwareProfile, detect
+from protrain.optim import ProTrainOptimizer, check_supported
+from protrain.planning import Plan, check, search
+from protrain.profiler import ModelProfile, profile
+from protrain.progress import Progress
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def wrap(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    *,
+    example_batch: Mapping[str, Any] | tuple[Any, ...],
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    step_during_backward: bool = False,
+    progress: bool = True,
+) -> tuple[Model, ProTrainOptimizer]:
+    """Make ``model`` and ``optimizer`` train within the memory there is, with the results of the plain loop.
+
+    Args:
+        model: any module; on the CPU, on a GPU, or built under :func:`protrain.empty_parameters`. Trained as it is in
+            training
+            mode. The same object comes back, with hooks.
+        optimizer: torch.optim.AdamW or Adam over the model's parameters, with any groups. Its param_groups stay live.
+        example_batch: the largest batch of the training: a mapping (``model(**batch)``) or a tuple (``model(*batch)``).
+        device: "cuda", "cuda:1", "cpu"; default: the current GPU, or the CPU when there is none.
+        dtype: of the weights: bfloat16 (default on GPUs), float16 (needs ``optimizer.backward(loss)``) or float32
+            (default
+            on the CPU). Only parameters are cast; the master is fp32 always.
+        device_memory: bytes or "24GiB" to stay within; default: what is free. On the CPU a simulated budget.
+        host_memory: likewise for host memory.
+        plan: a Plan, or a JSON file of one, in place of the search.
+        weights: a folder of safetensors, loaded straight into the chunks.
+        step_during_backward: start updates inside backward; not with clipping, float16, or a backward() without step().
+        progress: print what is being done to standard error.
+
+    Returns:
+        (model, optimizer): the same model, and the optimizer to use from now on.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it and the remedy.
+        PlanError: no plan fits the memory; raised before any is taken.
+    """
+    check_supported(optimizer)
+    batches.check(example_batch)
+    if any(isinstance(parameter, PresentParameter) for parameter in model.parameters()):
+        raise ValueError("the model is wrapped already: use the model and optimizer that protrain.wrap returned")
+    target = _device(device)
+    kind = _dtype(dtype, target)
+    if step_during_backward and kind is torch.float16:
+        raise ValueError(
+            "step_during_backward=True does not work with float16, whose steps may be skipped: use bfloat16"
+        )
+    _check_parameters(model, optimizer)
+    say = Progress(enabled=progress)
+    gc.collect()  # a model wrapped before and dropped is a cycle: hooks and engine refer to each other
+
+    hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
+    with say.stage("profiling the model"):
+        model_profile = profile(model, example_batch, optimizer=optimizer, device=target, dtype=kind)
+    with say.stage("planning"):
+        chosen = _plan(plan, model_profile, hardware)
+    with say.stage(f"moving model states into place ({chosen})"):
+        engine, fixed_bytes = build_engine(
+            model,
+            model_profile,
+            chosen,
+            device=target,
+            device_bytes=hardware.device_bytes,
+            host_bytes=hardware.host_bytes,
+            host_threads=max(1, hardware.cpu_threads - 2 if target.type == "cuda" else hardware.cpu_threads // 2),
+            weights=os.fspath(weights) if weights is not None else None,
+        )
+    wrapped = ProTrainOptimizer(engine, optimizer, step_during_backward=step_during_backward, device_bytes=fixed_bytes)
+    if optimizer.state:
+        wrapped.load_state_dict(optimizer.state_dict())
+        optimizer.state.clear()
+    _extend(model, wrapped)
+    return model, wrapped
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    found = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if found.type not in ("cuda", "cpu"):
+        raise ValueError(f"device must be a CUDA GPU or the CPU, not {found}")
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "device='cuda', but there is no CUDA GPU here: pass device='cpu', or install a CUDA build of torch"
+            )
+        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+        if found.index is not None and found.index >= torch.cuda.device_count():
+            raise ValueError(f"device={str(found)!r}, but there are {torch.cuda.device_count()} GPUs here")
+    return found
+
+
+def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found is None or found not in DTYPES.values():
+        raise ValueError(f"dtype must be bfloat16, float16 or float32, not {dtype!r}")
+    return found
+
+
+def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: make "
+                    "the optimizer from this model's parameters()"
+                )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) in held):
+        raise ValueError("no parameter in the optimizer requires a gradient, so there is nothing to train")
+    forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if forgotten:
+        warnings.warn(
+            f"{len(forgotten)} parameters require a gradient but are in no optimizer group and will not change, "
+            f"among them {forgotten[0]}",
+            stacklevel=3,
+        )
+
+
+def _plan(plan: Plan | str | os.PathLike[str] | None, profile: ModelProfile, hardware: HardwareProfile) -> Plan:
+    if plan is None:
+        return search(profile, hardware)
+    chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    check(chosen, profile, hardware)
+    return chosen
+
+
+def _extend(model: nn.Module, optimizer: ProTrainOptimizer) -> None:
+    """What the wrapped model has beyond the plain one: DDP's ``no_sync``, and a ``zero_grad`` that knows the chunks."""
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        """Backwards inside only accumulate; the step's last backward() goes outside."""
+        with optimizer.accumulating():
+            yield
+
+    @functools.wraps(model.zero_grad)
+    def zero_grad(set_to_none: bool = True) -> None:
+        optimizer.zero_grad(set_to_none)
+
+    vars(model).update(no_sync=no_sync, zero_grad=zero_grad)
