@@ -1,0 +1,102 @@
+"""The machine at hand, not measured: sizes from the system, rates from its GPU's shipped profile or assumed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from protrain.hardware.memory import available_host_bytes, usable_cores
+from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.shipped import of_gpu
+from protrain.quantities import format_bytes, parse_bytes
+
+_HOST_SHARE = 0.9  # of the available host memory; the rest stays for the data loader and the page cache
+_DEVICE_RESERVE_BYTES = 384 * 1024**2  # of the card: kernels loaded later, libraries' own allocations
+
+
+def detect(
+    device: torch.device | str, *, device_memory: int | str | None = None, host_memory: int | str | None = None
+) -> HardwareProfile:
+    """Profile of ``device`` and its host; takes no time.
+
+    Args:
+        device: "cuda", "cuda:1" or "cpu". On a CPU the device is simulated: half of the available memory plays the
+            device's, half the host's.
+        device_memory: bytes or "24GiB" in place of what is free on the device.
+        host_memory: likewise for the host.
+
+    Raises:
+        ValueError: a size cannot be read, or is more than the GPU has.
+    """
+    target = torch.device(device)
+    available = available_host_bytes()
+    if target.type == "cuda":
+        base = _gpu(target)
+        host_bytes = int(available * _HOST_SHARE)
+    elif target.type == "cpu":
+        base = _cpu(available // 2)
+        host_bytes = available // 2
+    else:
+        raise ValueError(f"device must be a CUDA GPU or the CPU, not {target}")
+    device_bytes = base.device_bytes
+    if device_memory is not None:
+        device_bytes = parse_bytes(device_memory, name="device_memory")
+        total = torch.cuda.get_device_properties(target).total_memory if target.type == "cuda" else device_bytes
+        if device_bytes > total:
+            raise ValueError(
+                f"device_memory={device_memory!r} is more than the {format_bytes(total)} that {base.name} has; "
+                "leave it out to use what is free"
+            )
+    if host_memory is not None:
+        host_bytes = parse_bytes(host_memory, name="host_memory")
+    return replace(base, device_bytes=device_bytes, host_bytes=host_bytes, cpu_threads=usable_cores())
+
+
+def _gpu(device: torch.device) -> HardwareProfile:
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator reuses it
+    usable = max(1, free + cached - _DEVICE_RESERVE_BYTES)
+    name = torch.cuda.get_device_name(device)
+    shipped = of_gpu(name)
+    if shipped is not None:
+        return replace(shipped, name=name, device_bytes=usable, source="detected")
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    # An Ampere to Hopper processor does 1 to 5 dense bf16 TFLOP/s; PCIe 4 x16; memory in proportion.
+    return HardwareProfile(
+        name=name,
+        device_type="cuda",
+        device_bytes=usable,
+        host_bytes=0,
+        cpu_threads=usable_cores(),
+        matmul_tflops=1.5 * processors,
+        device_copy_gbps=12.0 * processors,
+        h2d_gbps=22.0,
+        d2h_gbps=22.0,
+        bidirectional_gbps=36.0,
+        host_dram_gbps=80.0,
+        host_adam_gparams=min(3.0, 0.3 * usable_cores()),
+        device_adam_gparams=0.4 * processors,
+        source="detected",
+    )
+
+
+def _cpu(device_bytes: int) -> HardwareProfile:
+    cores = usable_cores()
+    dram = min(80.0, 10.0 * cores)
+    return HardwareProfile(
+        name=f"CPU with {cores} cores",
+        device_type="cpu",
+        device_bytes=device_bytes,
+        host_bytes=device_bytes,
+        cpu_threads=cores,
+        matmul_tflops=0.05 * cores,
+        device_copy_gbps=dram,
+        h2d_gbps=dram / 2,  # a copy reads and writes
+        d2h_gbps=dram / 2,
+        bidirectional_gbps=dram / 2,
+        host_dram_gbps=dram,
+        host_adam_gparams=min(3.0, 0.3 * cores),
+        device_adam_gparams=min(3.0, 0.3 * cores),
+        source="detected",
+    )

@@ -1,0 +1,24 @@
+"""The planner: chunk layout, memory model, runtime model and search. Pure Python: it never touches a device."""
+
+from protrain.planning.layout import ChunkRecord, Layout, Slot, choose_chunk_elements, pack
+from protrain.planning.memory import MemoryModel
+from protrain.planning.plan import BlockMode, Plan
+from protrain.planning.runtime import RuntimeModel
+from protrain.planning.search import block_modes, check, evaluate, fingerprint, search
+
+__all__ = [
+    "BlockMode",
+    "ChunkRecord",
+    "Layout",
+    "MemoryModel",
+    "Plan",
+    "RuntimeModel",
+    "Slot",
+    "block_modes",
+    "check",
+    "choose_chunk_elements",
+    "evaluate",
+    "fingerprint",
+    "pack",
+    "search",
+]

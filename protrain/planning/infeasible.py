@@ -1,0 +1,69 @@
+"""Says why a plan does not fit, and the smallest change that makes it fit."""
+
+from __future__ import annotations
+
+from protrain.errors import PlanError
+from protrain.planning.memory import Activations, MemoryModel
+from protrain.quantities import format_bytes
+
+
+def device_error(memory: MemoryModel, n_persist: int, n_buffer: int, activations: Activations) -> PlanError:
+    """PlanError of a plan that needs more device memory than there is."""
+    hardware, profile = memory.hardware, memory.profile
+    needed = memory.device_bytes(n_persist, n_buffer, activations)
+    static = memory.static_bytes(n_persist, n_buffer)
+    parts = {"activations": needed - static, **memory.static_parts(n_persist, n_buffer)}
+    remedies = []
+    batch = next((shape[0] for shape in profile.batch_shapes.values() if shape), 0)
+    smaller = _smaller_batch(batch, (hardware.device_bytes - static) / max(1, needed - static))
+    if smaller:
+        remedies.append(f"a batch of {smaller} instead of {batch} fits")
+    remedies.append(f"device_memory of at least {_at_least(needed)} fits this batch")
+    return PlanError(
+        where="GPU" if hardware.device_type == "cuda" else "device",
+        needed_bytes=needed,
+        available_bytes=hardware.device_bytes,
+        largest_part=_largest(parts),
+        remedy=f"To fit: {'; '.join(remedies)}. Host memory: needed "
+        f"{format_bytes(memory.host_bytes(n_persist, activations))}, available {format_bytes(hardware.host_bytes)}.",
+    )
+
+
+def host_error(memory: MemoryModel, n_persist: int, activations: Activations) -> PlanError:
+    """PlanError of a plan that needs more host memory than there is."""
+    hardware = memory.hardware
+    needed = memory.host_bytes(n_persist, activations)
+    parts = {
+        "optimizer states and weights of non-persistent chunks": needed - activations.swapped_bytes,
+        "swapped activations": activations.swapped_bytes,
+    }
+    remedies = [f"host_memory of at least {_at_least(needed)} fits"]
+    device = memory.device_bytes(n_persist, memory.least_buffers(n_persist), activations)
+    more = device + needed - hardware.host_bytes
+    remedies.append(f"so does about {_at_least(more)} of device_memory, with more of the model states there")
+    return PlanError(
+        where="host",
+        needed_bytes=needed,
+        available_bytes=hardware.host_bytes,
+        largest_part=_largest(parts),
+        remedy=f"To fit: {'; '.join(remedies)}. Device memory: needed {format_bytes(device)}, "
+        f"available {format_bytes(hardware.device_bytes)}.",
+    )
+
+
+def _smaller_batch(batch: int, share: float) -> int:
+    """The batch whose activations take at most ``share`` of what ``batch`` takes; 0 when none does."""
+    return min(batch - 1, int(batch * share)) if batch > 1 and share > 0 else 0
+
+
+def _largest(parts: dict[str, int]) -> str:
+    name, size = max(parts.items(), key=lambda item: item[1])
+    return f"{name} ({format_bytes(size)})"
+
+
+def _at_least(count: int) -> str:
+    """``count`` bytes as text that parses to no less."""
+    for unit, size in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if count >= size:
+            return f"{-(-count * 100 // size) / 100:.2f}{unit}"
+    return f"{count}"

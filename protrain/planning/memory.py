@@ -1,0 +1,190 @@
+"""The memory model: what a plan takes on the device and in host memory (paper section 4).
+
+Device memory is what lies there for good (buffers, persistent chunks, chunk buffers, gradient staging) plus the
+largest, over all stretches of the step, of what the trace measured with every block checkpointed and what the plan's
+other modes keep on top:
+
+    untouched block   its saved activations, from its forward until its backward
+    swapped block     its saved activations while they are on the way: in forward until the next block is done, in
+                      backward from the block before it (in backward order) on
+
+A block's own saved activations in its own backward are part of the measured peak, which recomputed them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.layout import ChunkRecord, Layout
+from protrain.planning.plan import BlockMode
+from protrain.profiler.model_profile import ModelProfile
+
+MIB = 1024**2
+STAGING_BUFFERS = 2  # gradients are flattened into one while the other is offloaded
+TILE_ELEMENTS = 16384  # of the gradient norm: one partial sum each
+HOST_ALIGNMENT = 256  # bytes, of every tensor in the host arena
+_HOST_SMALL_BYTES = 1 * MIB  # partial sums, page rounding of the arena's segments
+_CUDA_WORKSPACE_BYTES = 128 * MIB  # matmul workspaces that a trace may have found allocated, the engine's small tensors
+_CUDA_FRAGMENTATION = 0.05  # of the activations: what the caching allocator loses to sizes that don't fit each other
+_CPU_SLACK = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What a step takes beside model states under one choice of block modes."""
+
+    peak_bytes: int
+    held_bytes: int  # upper bound of the saved activations among it
+    swapped_bytes: int  # host memory of the swapped blocks
+
+
+def state_bytes(chunk: ChunkRecord, dtype: str) -> int:
+    """All states of ``chunk``: weight, and when trainable master (or remainder), both moments and gradient."""
+    element = 4 if dtype == "float32" else 2
+    if not chunk.trainable:
+        return chunk.elements * element
+    master = {"bfloat16": 2, "float16": 4, "float32": 0}[dtype]
+    return chunk.elements * (element + master + 4 + 4 + element)
+
+
+class MemoryModel:
+    """Predictions for one model in one layout on one machine."""
+
+    def __init__(self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout) -> None:
+        self.profile = profile
+        self.hardware = hardware
+        self.layout = layout
+        element = profile.element_bytes
+        self.buffer_bytes = layout.chunk_elements * element  # of one chunk buffer
+        self._persistent = [0]  # by n_persist
+        for chunk in layout.chunks:
+            self._persistent.append(self._persistent[-1] + state_bytes(chunk, profile.dtype))
+        self._last_trainable = max((chunk.index for chunk in layout.chunks if chunk.trainable), default=-1)
+        tiles = sum(-(-parameter.numel // TILE_ELEMENTS) for parameter in profile.parameters if parameter.group >= 0)
+        self.partial_bytes = 4 * tiles
+        chains = {
+            tuple(sorted({chunk for member in (index, *unit.within) for chunk in layout.unit_chunks[member]}))
+            for index, unit in enumerate(profile.units)
+        }
+        self._least_buffers = [
+            max((len(chain) - bisect_left(chain, n_persist) for chain in chains), default=0)
+            for n_persist in range(len(layout.chunks) + 1)
+        ]
+        self._kept = [
+            sum(block.saved_bytes for block in profile.blocks[first:]) for first in range(len(profile.blocks) + 1)
+        ]
+        self._walk = _walk(profile)
+
+    def least_buffers(self, n_persist: int) -> int:
+        """The most non-persistent chunks that the units active at one time hold."""
+        return self._least_buffers[n_persist]
+
+    def static_bytes(self, n_persist: int, n_buffer: int) -> int:
+        """Device memory that is taken for the whole training."""
+        return sum(self.static_parts(n_persist, n_buffer).values())
+
+    def static_parts(self, n_persist: int, n_buffer: int) -> dict[str, int]:
+        """What ``static_bytes`` consists of, by name."""
+        staging = STAGING_BUFFERS * self.buffer_bytes if n_persist <= self._last_trainable else 0
+        return {
+            "persistent chunks": self._persistent[n_persist],
+            "chunk buffers": n_buffer * self.buffer_bytes,
+            "gradient staging": staging + self.partial_bytes,
+            "the model's buffers": self.profile.buffer_bytes,
+        }
+
+    def device_bytes(self, n_persist: int, n_buffer: int, activations: Activations) -> int:
+        """Predicted peak."""
+        return self.static_bytes(n_persist, n_buffer) + self.margined_bytes(activations)
+
+    def margined_bytes(self, activations: Activations) -> int:
+        """The peak of ``activations`` with the margin that the kind of device needs."""
+        if self.hardware.device_type == "cuda":
+            return int(activations.peak_bytes * (1 + _CUDA_FRAGMENTATION)) + _CUDA_WORKSPACE_BYTES
+        return int(activations.peak_bytes * (1 + _CPU_SLACK))
+
+    def kept_bytes(self, first_kept: int) -> int:
+        """Saved activations of the blocks from ``first_kept`` on: what those hold at once when they are untouched."""
+        return self._kept[first_kept]
+
+    def host_bytes(self, n_persist: int, activations: Activations) -> int:
+        """Predicted host memory of the engine."""
+        chunks = self._persistent[-1] - self._persistent[n_persist]
+        return chunks + activations.swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
+
+    def activations(self, modes: tuple[BlockMode, ...]) -> Activations:
+        """What the step takes beside model states when blocks are treated as ``modes`` says."""
+        kept = peak = held = 0
+        around = (*modes, BlockMode.NONE)  # index -1, for "no block", saves nothing
+        for stretch in self._walk:
+            mode = None if stretch.block is None else modes[stretch.block]
+            share = stretch.share_bytes
+            within = stretch.peak_bytes
+            if stretch.forward:
+                on_the_way = stretch.before_bytes if around[stretch.before] is BlockMode.SWAP else 0
+                saved = share if mode in (BlockMode.NONE, BlockMode.SWAP) else 0
+                if saved:
+                    # What it saves may be part of the most it uses at once: never count it twice.
+                    within = max(saved, min(within + saved, stretch.forward_peak_bytes))
+            else:
+                on_the_way = stretch.after_bytes if around[stretch.after] is BlockMode.SWAP else 0
+                saved = share  # recomputed or fetched, and measured as such
+                if mode is BlockMode.NONE:
+                    kept -= share
+            peak = max(peak, stretch.live_bytes + within + kept + on_the_way)
+            held = max(held, stretch.live_bytes + saved + kept + on_the_way)
+            if stretch.forward and mode is BlockMode.NONE:
+                kept += share
+        swapped = sum(
+            block.saved_bytes + HOST_ALIGNMENT * block.saved_tensors
+            for block, mode in zip(self.profile.blocks, modes, strict=True)
+            if mode is BlockMode.SWAP
+        )
+        return Activations(peak_bytes=peak, held_bytes=min(held, peak), swapped_bytes=swapped)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stretch:
+    """A segment of the trace and its neighbours: blocks by index, -1 for none."""
+
+    forward: bool
+    block: int | None
+    share_bytes: int  # saved by one call of the block
+    live_bytes: int
+    peak_bytes: int
+    forward_peak_bytes: int  # of one call of the block that keeps what it saves
+    before: int  # the block called last before this stretch
+    before_bytes: int  # saved by that call
+    after: int  # the block whose backward comes next
+    after_bytes: int
+
+
+def _walk(profile: ModelProfile) -> list[_Stretch]:
+    calls = Counter(segment.block for segment in profile.segments if segment.phase == "forward")
+    share = {index: block.saved_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
+    share[-1] = 0
+    order = [segment.block for segment in profile.segments]
+    result = []
+    before = -1
+    for index, segment in enumerate(profile.segments):
+        after = next((block for block in order[index + 1 :] if block is not None), -1)
+        result.append(
+            _Stretch(
+                forward=segment.phase == "forward",
+                block=segment.block,
+                share_bytes=0 if segment.block is None else share[segment.block],
+                live_bytes=segment.live_bytes,
+                peak_bytes=segment.peak_bytes,
+                forward_peak_bytes=0 if segment.block is None else profile.blocks[segment.block].forward_peak_bytes,
+                before=before,
+                before_bytes=share[before],
+                after=after,
+                after_bytes=share[after],
+            )
+        )
+        if segment.block is not None:
+            before = segment.block
+    return result

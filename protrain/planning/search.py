@@ -1,0 +1,234 @@
+"""The search: the four integers that make a step fastest within the memory there is (paper section 4).
+
+It is exhaustive. What keeps it short: block modes fix the activations, so per mode choice only the chunk placement is
+left, whose cost is a few sums; for one placement of persistent chunks more buffers never make a step slower, so all
+that fit are taken; and mode choices go in the order of their computing time, so the search ends when computing alone
+takes longer than the best step found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from protrain.errors import PlanError
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.infeasible import device_error, host_error
+from protrain.planning.layout import Layout, choose_chunk_elements, pack
+from protrain.planning.memory import Activations, MemoryModel
+from protrain.planning.plan import BlockMode, Plan
+from protrain.planning.runtime import RuntimeModel
+from protrain.profiler.model_profile import ModelProfile
+
+# Of plans within this of the fastest, the one with most persistent chunks wins: the prediction is no better than that, and
+# what is not moved cannot be late.
+_TOLERANCE = 0.01
+
+
+def search(profile: ModelProfile, hardware: HardwareProfile, *, chunk_elements: int | None = None) -> Plan:
+    """The fastest plan for ``profile`` on ``hardware``, within 1%: see _TOLERANCE.
+
+    Args:
+        profile: of the model and the batch.
+        hardware: the machine; its ``device_bytes`` and ``host_bytes`` are the limits.
+        chunk_elements: size of a chunk; default: the size that wastes least.
+
+    Raises:
+        PlanError: nothing fits; it says what is needed, what is there, and the smallest change that fits.
+        ValueError: ``chunk_elements`` does not suit the model.
+    """
+    models = _Models(profile, hardware, chunk_elements)
+    memory, runtime = models.memory, models.runtime
+    n_blocks, n_chunks = len(profile.blocks), len(models.layout.chunks)
+    choices = []
+    for n_swap in range(n_blocks + 1):
+        for n_ckpt in range(n_blocks - n_swap + 1):
+            choices.append((runtime.least_ms(block_modes(n_blocks, n_swap, n_ckpt)), n_swap, n_ckpt))
+    choices.sort()
+    least_buffers = [memory.least_buffers(n_persist) for n_persist in range(n_chunks + 1)]
+    static = [memory.static_bytes(n_persist, n_buffer) for n_persist, n_buffer in enumerate(least_buffers)]
+    room = hardware.device_bytes - min(static)
+    fastest = float("inf")
+    found: list[tuple[float, int, int, int, int]] = []
+    for least_ms, n_swap, n_ckpt in choices:
+        if least_ms >= fastest:
+            break
+        if memory.kept_bytes(n_swap + n_ckpt) > room:
+            continue
+        modes = block_modes(n_blocks, n_swap, n_ckpt)
+        activations = memory.activations(modes)
+        left = hardware.device_bytes - memory.margined_bytes(activations)
+        times = None
+        for n_persist in range(n_chunks, -1, -1):
+            if memory.host_bytes(n_persist, activations) > hardware.host_bytes:
+                break  # fewer persistent chunks need only more of it
+            least = least_buffers[n_persist]
+            spare = (left - static[n_persist]) // memory.buffer_bytes
+            if spare < 0:
+                continue
+            n_buffer = min(n_chunks - n_persist, least + spare)
+            times = times or runtime.under(modes)
+            step_ms = times.step_ms(n_persist, n_buffer, spare_buffer=n_buffer > least)
+            if step_ms <= fastest * (1 + _TOLERANCE):
+                found.append((step_ms, n_persist, n_buffer, n_swap, n_ckpt))
+                fastest = min(fastest, step_ms)
+    if not found:
+        raise models.infeasible()
+    close = [candidate for candidate in found if candidate[0] <= fastest * (1 + _TOLERANCE)]
+    return models.plan(*min(close, key=lambda candidate: (-candidate[1], candidate[0]))[1:])
+
+
+def evaluate(
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    n_persist: int,
+    n_buffer: int,
+    n_swap: int,
+    n_ckpt: int,
+    chunk_elements: int | None = None,
+) -> Plan:
+    """The plan of these four integers, with its predictions: how to make a plan by hand.
+
+    Raises:
+        ValueError: a count is out of range; the message says the range.
+        PlanError: the plan does not fit ``hardware``.
+    """
+    models = _Models(profile, hardware, chunk_elements)
+    models.check_counts(n_persist, n_buffer, n_swap, n_ckpt)
+    plan = models.plan(n_persist, n_buffer, n_swap, n_ckpt)
+    models.check_fits(plan)
+    return plan
+
+
+def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> Plan:
+    """``plan``, which may come from a file, with its predictions made anew for ``profile`` and ``hardware``.
+
+    Raises:
+        ValueError: the plan was made for another model or optimizer grouping, or contradicts itself.
+        PlanError: it does not fit ``hardware``, or the batch of ``profile``.
+    """
+    expected = fingerprint(profile)
+    if plan.model != expected:
+        raise ValueError(
+            f"the plan was made for another model (fingerprint {plan.model}, this one's is {expected}): parameters, "
+            "their optimizer groups or the dtype differ; make a new plan, or leave plan= out to have one searched"
+        )
+    models = _Models(profile, hardware, plan.chunk_elements)
+    if plan.n_chunks != len(models.layout.chunks):
+        raise ValueError(f"the plan says n_chunks={plan.n_chunks}, but the model has {len(models.layout.chunks)}")
+    counts = [sum(mode is kind for mode in plan.block_modes) for kind in (BlockMode.SWAP, BlockMode.CKPT)]
+    if len(plan.block_modes) != len(profile.blocks) or counts != [plan.n_swap, plan.n_ckpt]:
+        raise ValueError(
+            f"the plan's block_modes name {len(plan.block_modes)} blocks, {counts[0]} swapped and {counts[1]} "
+            f"checkpointed; the model has {len(profile.blocks)} blocks and the plan says n_swap={plan.n_swap}, "
+            f"n_ckpt={plan.n_ckpt}"
+        )
+    models.check_counts(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt)
+    fresh = models.plan(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, modes=plan.block_modes)
+    models.check_fits(fresh)
+    return fresh
+
+
+def block_modes(n_blocks: int, n_swap: int, n_ckpt: int) -> tuple[BlockMode, ...]:
+    """Modes in execution order: swapped blocks early with checkpointed ones between them, untouched blocks last.
+
+    Recomputing the block between two swapped ones gives the link time for the transfer (paper section 3).
+    """
+    if min(n_swap, n_ckpt) < 0 or n_swap + n_ckpt > n_blocks:
+        raise ValueError(
+            f"n_swap={n_swap} and n_ckpt={n_ckpt} must not be negative, nor more than {n_blocks} blocks in all"
+        )
+    pairs = min(n_swap, n_ckpt)
+    early = [BlockMode.SWAP, BlockMode.CKPT] * pairs
+    early += [BlockMode.SWAP] * (n_swap - pairs) + [BlockMode.CKPT] * (n_ckpt - pairs)
+    return (*early, *[BlockMode.NONE] * (n_blocks - n_swap - n_ckpt))
+
+
+def fingerprint(profile: ModelProfile) -> str:
+    """What a plan is valid for: parameters, their shapes and optimizer groups, units, blocks, dtype; not the batch."""
+    facts = {
+        "dtype": profile.dtype,
+        "parameters": [(record.name, record.shape, record.group) for record in profile.parameters],
+        "units": [(unit.name, unit.block, unit.parameters) for unit in profile.units],
+        "blocks": [block.name for block in profile.blocks],
+    }
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+class _Models:
+    """Layout, memory model and runtime model of one search."""
+
+    def __init__(self, profile: ModelProfile, hardware: HardwareProfile, chunk_elements: int | None) -> None:
+        self.profile = profile
+        self.hardware = hardware
+        self.layout: Layout = pack(profile, chunk_elements or choose_chunk_elements(profile))
+        self.memory = MemoryModel(profile, hardware, self.layout)
+        self.runtime = RuntimeModel(profile, hardware, self.layout)
+
+    def plan(
+        self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, *, modes: tuple[BlockMode, ...] | None = None
+    ) -> Plan:
+        """The plan with its predictions."""
+        profile, memory = self.profile, self.memory
+        modes = modes or block_modes(len(profile.blocks), n_swap, n_ckpt)
+        activations = memory.activations(modes)
+        spare = n_buffer > memory.least_buffers(n_persist)
+        return Plan(
+            n_persist=n_persist,
+            n_buffer=n_buffer,
+            n_swap=n_swap,
+            n_ckpt=n_ckpt,
+            chunk_elements=self.layout.chunk_elements,
+            n_chunks=len(self.layout.chunks),
+            block_modes=modes,
+            model=fingerprint(profile),
+            tokens=profile.tokens,
+            device_bytes=memory.device_bytes(n_persist, n_buffer, activations),
+            host_bytes=memory.host_bytes(n_persist, activations),
+            step_ms=self.runtime.under(modes).step_ms(n_persist, n_buffer, spare_buffer=spare),
+            transient_bytes=activations.peak_bytes - activations.held_bytes,
+        )
+
+    def check_counts(self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int) -> None:
+        """ValueError for a count out of range."""
+        n_chunks = len(self.layout.chunks)
+        if not 0 <= n_persist <= n_chunks:
+            raise ValueError(f"n_persist must be 0 to {n_chunks}, the number of chunks, not {n_persist}")
+        least, most = self.memory.least_buffers(n_persist), n_chunks - n_persist
+        if not least <= n_buffer <= most:
+            raise ValueError(
+                f"n_buffer must be {least} to {most} when {n_persist} of {n_chunks} chunks are persistent, not "
+                f"{n_buffer}: a unit holds up to {least} non-persistent chunks at once"
+            )
+        block_modes(len(self.profile.blocks), n_swap, n_ckpt)
+
+    def check_fits(self, plan: Plan) -> None:
+        """PlanError when ``plan`` needs more than there is."""
+        activations = self.memory.activations(plan.block_modes)
+        if plan.device_bytes > self.hardware.device_bytes:
+            raise device_error(self.memory, plan.n_persist, plan.n_buffer, activations)
+        if plan.host_bytes > self.hardware.host_bytes:
+            raise host_error(self.memory, plan.n_persist, activations)
+
+    def infeasible(self) -> PlanError:
+        """Why no plan at all fits: the device cannot hold the smallest one, or the host what the device leaves over."""
+        n_blocks, n_chunks = len(self.profile.blocks), len(self.layout.chunks)
+        smallest: tuple[int, int, int, Activations] | None = None
+        leftover: tuple[int, int, Activations] | None = None
+        for n_swap in range(n_blocks + 1):
+            for n_ckpt in range(n_blocks - n_swap + 1):
+                activations = self.memory.activations(block_modes(n_blocks, n_swap, n_ckpt))
+                for n_persist in range(n_chunks, -1, -1):
+                    n_buffer = self.memory.least_buffers(n_persist)
+                    needed = self.memory.device_bytes(n_persist, n_buffer, activations)
+                    if smallest is None or needed < smallest[0]:
+                        smallest = (needed, n_persist, n_buffer, activations)
+                    if needed <= self.hardware.device_bytes:
+                        host = self.memory.host_bytes(n_persist, activations)
+                        if leftover is None or host < leftover[0]:
+                            leftover = (host, n_persist, activations)
+        if leftover is not None:
+            return host_error(self.memory, leftover[1], leftover[2])
+        assert smallest is not None
+        return device_error(self.memory, *smallest[1:])

@@ -1,0 +1,119 @@
+"""Counts the memory that a step takes beside managed weights: by the GPU's allocator, or by following storages."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class StorageMeter(TorchDispatchMode):
+    """Bytes of the storages that live, seen as operations return them; works on the CPU and on meta tensors.
+
+    What a kernel allocates and frees inside one operation is not seen. Enter it around the code to be measured;
+    backward counts too, as those devices run it in the calling thread.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive_bytes = 0
+        self.peak_bytes = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Never count the storages of ``tensors``."""
+        for tensor in tensors:
+            self._remember(tensor.untyped_storage(), 0)
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of ``tensors``, once each, until they are freed."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._remember(storage, storage.nbytes())
+
+    def reset_peak(self) -> None:
+        """Start a new peak at what is alive now."""
+        self.peak_bytes = self.alive_bytes
+
+    @contextmanager
+    def managed(self) -> Iterator[None]:
+        """Storages that change size in the body are ignored ones; nothing to do."""
+        yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` and count what it returns."""
+        result = func(*args, **(kwargs or {}))
+        self.count(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
+
+    def _remember(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+
+        def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
+            del self._known[key]
+            self.alive_bytes -= size
+
+        self._known[key] = weakref.ref(storage, freed)
+        self.alive_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+
+
+class CudaMeter:
+    """The caching allocator's statistics, less what was there before and what :meth:`managed` adds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._outside = torch.cuda.memory_allocated(device)  # before the step, and managed weights
+        self._peak = 0
+
+    def __enter__(self) -> CudaMeter:
+        self.reset_peak()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to undo."""
+
+    @property
+    def alive_bytes(self) -> int:
+        """Allocated now."""
+        return torch.cuda.memory_allocated(self._device) - self._outside
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most allocated since :meth:`reset_peak`."""
+        return max(self._peak, torch.cuda.max_memory_allocated(self._device) - self._outside)
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Nothing to do: what was allocated before the meter is not counted."""
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Count ``tensors``, which were allocated before the meter."""
+        sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        self._outside -= sum(-(-size // 512) * 512 for size in sizes.values())
+
+    def reset_peak(self) -> None:
+        """Start a new peak at what is alive now."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._peak = self.alive_bytes
+
+    @contextmanager
+    def managed(self) -> Iterator[None]:
+        """Leave out what the body allocates or frees."""
+        self._peak = self.peak_bytes
+        before = torch.cuda.memory_allocated(self._device)
+        yield
+        self._outside += torch.cuda.memory_allocated(self._device) - before
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+Meter = StorageMeter | CudaMeter

@@ -1,0 +1,313 @@
+"""One traced training step: which unit uses which parameter when, and what every stretch of it takes.
+
+The step is the user's own forward and backward, with each block under non-reentrant checkpointing, so that the trace
+needs the room of one block, whatever the model's size. A block's weights are on the device while its forward, or its
+recomputation and backward, run. Boundaries are the block's call in forward, and in backward the gradients of its
+outputs (start) and inputs (end).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from protrain import batch as batches
+from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu
+from protrain.profiler.meter import CudaMeter, Meter, StorageMeter
+from protrain.profiler.probe import BlockUse, probe, storage_key, tensors_in
+from protrain.profiler.weights import Weights
+
+
+@dataclass
+class Segment:
+    """A stretch of the step; times are stamps until the step is over."""
+
+    phase: str
+    block: str | None
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    start: Any = None
+    recomputed: Any = None  # end of the recomputation in a block's backward segment
+    end: Any = None
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a block."""
+
+    block: str
+    state: str = "pending"  # then "open" while its backward runs, then "closed"
+
+
+class Step:
+    """Runs a step of ``model`` with stand-in weights and keeps what it saw.
+
+    Args:
+        model: the model, holding the stand-ins of ``weights``.
+        owned: per unit path, the indexes of the parameters it owns.
+        blocks: the units among them that are blocks.
+        weights: the stand-ins.
+        device: where the step runs.
+        measure: count memory, uses and operations; otherwise only take the times, undisturbed by that.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owned: dict[str, tuple[int, ...]],
+        blocks: list[str],
+        weights: Weights,
+        device: torch.device,
+        *,
+        measure: bool,
+    ) -> None:
+        self.segments: list[Segment] = []
+        self.calls: list[str] = []  # units in the order of one forward
+        self.uses: dict[str, dict[int, None]] = {}  # unit -> parameters it used without owning them
+        self.blocks: dict[str, BlockUse] = {}  # in execution order
+        self.active: list[str] = []  # units being called, innermost last
+        self.within: dict[str, set[str]] = {}  # unit -> units that were active when it was called
+        self._model = model
+        self._owned = owned
+        self._block_paths = blocks
+        self._weights = weights
+        self._device = device
+        self._measure = measure
+        self._constants = {storage_key(tensor) for tensor in (*weights.stand_ins, *weights.unmanaged.values())}
+        self._meter: Meter | None = None
+        self._open: Segment | None = None
+        self._open_call: _Call | None = None
+        self._held: list[Tensor] = []  # gradients of the block whose backward runs
+        self._forward = True
+        self._probing = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """One forward and backward. An exception of the model passes, with a note on where it came from."""
+        inputs = tensors_in((args, kwargs))
+        with ExitStack() as stack:
+            stack.enter_context(self._hooks())
+            if self._device.type == "meta":
+                stack.enter_context(as_if_on_gpu())
+            if self._measure:
+                self._meter = CudaMeter(self._device) if self._device.type == "cuda" else StorageMeter()
+                self._weights.measured_by(self._meter)
+                stack.callback(self._weights.measured_by, None)
+                self._meter.count(inputs)
+                stack.enter_context(self._meter)
+            outer = {index for unit, owned in self._owned.items() if unit not in self._block_paths for index in owned}
+            self._weights.keep(outer)
+            try:
+                self._run(args, kwargs)
+            except Exception as error:
+                where = f"block {self._open.block}" if self._open is not None and self._open.block else "the model"
+                phase = "forward" if self._forward else "backward"
+                error.add_note(f"raised while profiling {type(self._model).__name__}, in the {phase} of {where}")
+                if self._device.type == "meta":
+                    error.add_note(
+                        "a model whose forward depends on values cannot be traced on meta; use the CPU or a GPU"
+                    )
+                raise
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch.enable_grad(), set_checkpoint_early_stop(False):
+            self._switch(None)
+            with _Uses(self) if self._measure else nullcontext():
+                output = self._model(*args, **kwargs)
+            loss = batches.loss_of(output)
+            del output
+            self._forward = False
+            self._switch(None)
+            loss.backward()
+            self._close()
+
+    # -- segments
+
+    def _switch(self, block: str | None, call: _Call | None = None) -> None:
+        """End the segment that is open and start the next."""
+        self._close()
+        if block is not None:
+            self._weights.fill(self._owned[block])
+        self._open = Segment("forward" if self._forward else "backward", block)
+        self._open_call = call
+        if call is not None:
+            call.state = "open"
+        if self._meter is not None:
+            self._meter.reset_peak()
+            self._open.live_bytes = self._meter.alive_bytes
+        self._open.start = self._stamp()
+
+    def _close(self) -> None:
+        if self._open is None:
+            return
+        self._open.end = self._stamp()
+        if self._meter is not None:
+            self._open.peak_bytes = max(0, self._meter.peak_bytes - self._open.live_bytes)
+        self.segments.append(self._open)
+        if self._open_call is not None:
+            self._open_call.state = "closed"
+        self._held.clear()
+        if self._open.block is not None:
+            self._weights.empty(self._owned[self._open.block])
+        self._open = self._open_call = None
+
+    def _stamp(self) -> Any:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter() * 1e3
+
+    # -- hooks
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        """Calls and blocks tracked inside, nothing of it left outside."""
+        with ExitStack() as stack:
+            for path in {"": None, **dict.fromkeys(self._owned)}:
+                module = self._model.get_submodule(path)
+                stack.callback(module.register_forward_pre_hook(self._enter_hook(path), prepend=True).remove)
+                stack.callback(module.register_forward_hook(self._leave_hook(path), always_call=True).remove)
+            for path in self._block_paths:
+                module = self._model.get_submodule(path)
+                before = module.__dict__.get("forward")
+                stack.callback(_restore_forward, module, before)
+                module.__dict__["forward"] = self._block_forward(path, module.forward)
+            for parameter in self._weights.stand_ins:
+                if parameter.requires_grad:
+                    stack.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
+                    stack.callback(setattr, parameter, "grad", None)
+            yield
+
+    def _enter_hook(self, path: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            if self._forward:
+                self.within.setdefault(path, set()).update(self.active)
+                self.active.append(path)
+                if not self._probing:
+                    self.calls.append(path)
+
+        return enter
+
+    def _leave_hook(self, path: str) -> Callable[..., None]:
+        def leave(*_: Any) -> None:
+            if self._forward:
+                popped = self.active.pop()
+                assert popped == path, f"{popped} left as {path}"
+
+        return leave
+
+    def _take_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if self._open_call is not None:  # the engine has them together until the block is done
+            self._held.append(parameter.grad)
+        parameter.grad = None
+
+    def _block_forward(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            # Reached other than by calling the block, its parameters belong to whoever calls it.
+            if not self._forward or self.active[-1:] != [path] or self._probing or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            use = self.blocks.setdefault(path, BlockUse())
+            self._close()
+            if self._meter is not None:
+                self._weights.fill(self._owned[path])
+                self._probing = True
+                try:
+                    probe(use, forward, args, kwargs, self._constants, self._meter, self._device)
+                finally:
+                    self._probing = False
+            self._switch(path)
+            call = _Call(path)
+            output = checkpoint(self._recomputed(call, forward), *args, use_reentrant=False, **kwargs)
+            inputs = tensors_in((args, kwargs))
+            self._watch(call, inputs, tensors_in(output))
+            self._switch(None)
+            return output
+
+        return checkpointed
+
+    def _recomputed(self, call: _Call, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._forward:
+                return forward(*args, **kwargs)
+            if call.state != "open":  # its outputs have no hook of their own: it starts with the first saved tensor
+                self._switch(call.block, call)
+            with FusedAttention() if self._device.type == "meta" else nullcontext():  # backward suspends function modes
+                output = forward(*args, **kwargs)
+            assert self._open is not None
+            self._open.recomputed = self._stamp()
+            return output
+
+        return run
+
+    def _watch(self, call: _Call, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Start ``call``'s backward segment with its outputs' gradients, end it with its inputs'."""
+
+        def start(_: Tensor) -> None:
+            if call.state == "pending":
+                self._switch(call.block, call)
+
+        def end(_: Tensor) -> None:
+            if call.state == "open":
+                self._switch(None)
+
+        passed = {id(tensor) for tensor in inputs}
+        for tensor in outputs:
+            if tensor.requires_grad and id(tensor) not in passed:
+                tensor.register_hook(start)
+        for tensor in inputs:
+            if tensor.requires_grad:
+                tensor.register_hook(end)
+
+    def used(self, index: int) -> None:
+        """An operation takes the parameter ``index``: have it there, and note who used it."""
+        unit = self.active[-1] if self.active else ""
+        if index in self._owned.get(unit, ()):
+            return
+        self._weights.keep((index,))
+        self.uses.setdefault(unit, {})[index] = None
+
+
+class _Uses(TorchFunctionMode):
+    """Tells the step of every operation that takes a parameter, whoever calls it."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self._step = step
+        self._index = step._weights.index
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``, with the parameters among its arguments filled."""
+        kwargs = kwargs or {}
+        found = [self._index[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._index]
+        if not found:
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") != "__get__":
+            for index in found:
+                self._step.used(index)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):  # weight.T is a use, weight.dtype is none
+            for index in found:
+                self._step.used(index)
+        return result
+
+
+def _restore_forward(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward

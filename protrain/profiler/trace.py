@@ -1,0 +1,221 @@
+"""The memory-aware trace (paper section 4): one training step of the model, on a GPU, the CPU or the meta device.
+
+What differs from tools that simulate a step: it runs the model's own forward and backward, so autograd's and the
+allocator's behaviour need no model; and it needs the device memory of one block, not of the model, so it works before
+any plan exists.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from protrain import batch as batches
+from protrain.profiler.blocks import find_blocks, find_units
+from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+from protrain.profiler.step import Segment, Step
+from protrain.profiler.weights import Weights
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def profile(
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> ModelProfile:
+    """Trace one training step of ``model`` on ``example_batch``.
+
+    The model comes out bit for bit as it went in: parameters, buffers, random states, training flags and hooks. Its
+    parameters may be on any device, the meta device included, and need not fit ``device`` together.
+
+    Args:
+        model: any module; called as in training, with inputs in fp32 cast to ``dtype``.
+        example_batch: a mapping or a tuple of the shapes that training will use, on any device.
+        optimizer: its groups say which parameters train; without one, those that require a gradient.
+        device: "cuda", "cpu" or "meta" (shapes only: no times, nothing computed); default: CUDA where there is one.
+        dtype: of the parameters; default bfloat16, on the CPU float32.
+
+    Raises:
+        ValueError: the batch is no mapping or tuple, nothing is trainable, or the model already checkpoints its layers.
+    """
+    batches.check(example_batch)
+    for path, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            where = f"module {path}" if path else type(model).__name__
+            raise ValueError(
+                f"{where} already checkpoints its activations, which would then be done twice; call "
+                "model.gradient_checkpointing_disable() first: the plan decides what is checkpointed"
+            )
+    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    dtype = dtype or (torch.float32 if target.type == "cpu" else torch.bfloat16)
+    names = {value: name for name, value in DTYPES.items()}
+    if dtype not in names:
+        raise ValueError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, not {dtype}")
+    blocks = find_blocks(model)
+    with _restored(model, target) as rewind, Weights(model, target, dtype) as weights:
+        owned = _owned(model, find_units(model, blocks), blocks, weights)
+        args, kwargs = batches.arguments(batches.to_device(example_batch, target))
+        args, kwargs = batches.cast_inputs(args, batches.training_arguments(model, kwargs), dtype)
+        step = Step(model, owned, blocks, weights, target, measure=True)
+        step.run(args, kwargs)
+        timed = step
+        if target.type != "meta":
+            rewind()
+            weights.random = target.type == "cuda"  # filling from the host again would take longer than the step
+            timed = Step(model, owned, blocks, weights, target, measure=False)
+            timed.run(args, kwargs)
+    durations = _durations(timed.segments) if target.type != "meta" else [(0.0, 0.0)] * len(step.segments)
+    if len(durations) != len(step.segments):
+        raise ValueError(
+            f"two identical steps of {type(model).__name__} called its blocks differently, so it cannot be profiled; "
+            "make its forward depend on its inputs and torch's random state alone"
+        )
+    groups = _groups(optimizer, weights)
+    parameters = tuple(
+        ParameterRecord(name=name, shape=tuple(parameter.shape), group=groups[id(parameter)])
+        for name, parameter in model.named_parameters()
+        if id(parameter) in groups
+    )
+    units = _units(step, owned)
+    position = {unit: index for index, unit in enumerate(units)}
+    order = {path: index for index, path in enumerate(step.blocks)}
+    return ModelProfile(
+        model=type(model).__name__,
+        dtype=names[dtype],
+        device=target.type,
+        batch_shapes=batches.shapes(example_batch),
+        tokens=batches.tokens(example_batch),
+        buffer_bytes=weights.unmanaged_bytes(),
+        parameters=parameters,
+        units=tuple(
+            UnitRecord(
+                name=unit,
+                block=order.get(unit),
+                parameters=used,
+                within=tuple(sorted(position[outer] for outer in step.within.get(unit, ()) if outer in position)),
+            )
+            for unit, used in units.items()
+        ),
+        calls=tuple(position[unit] for unit in step.calls if unit in position),
+        blocks=_blocks(step, durations),
+        segments=tuple(
+            SegmentRecord(
+                phase=segment.phase,
+                block=None if segment.block is None else order[segment.block],
+                live_bytes=segment.live_bytes,
+                peak_bytes=segment.peak_bytes,
+                duration_ms=duration,
+            )
+            for segment, (duration, _) in zip(step.segments, durations, strict=True)
+        ),
+    )
+
+
+@contextmanager
+def _restored(model: nn.Module, device: torch.device) -> Iterator[Any]:
+    """Training mode inside; afterwards all flags and random states as before. Yields a rewind of the latter."""
+    flags = [(module, module.training) for module in model.modules()]
+    states = (random.getstate(), torch.get_rng_state())
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def rewind() -> None:
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+    try:
+        model.train()
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                yield rewind
+        else:
+            yield rewind
+    finally:
+        for module, flag in flags:
+            module.training = flag
+        rewind()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine's chunks come next and want whole segments
+
+
+def _owned(model: nn.Module, units: list[str], blocks: list[str], weights: Weights) -> dict[str, tuple[int, ...]]:
+    """Per unit the parameters that are its own: a block's all, another module's direct ones."""
+    whole = set(blocks)
+    return {
+        path: tuple(
+            dict.fromkeys(
+                weights.index[id(parameter)]
+                for parameter in model.get_submodule(path).parameters(recurse=path in whole)
+                if id(parameter) in weights.index
+            )
+        )
+        for path in units
+    }
+
+
+def _groups(optimizer: torch.optim.Optimizer | None, weights: Weights) -> dict[int, int]:
+    """Optimizer group by id of the parameter; -1 for frozen ones and those in no group."""
+    groups = {id(parameter): -1 for parameter in weights.originals}
+    if optimizer is None:
+        return {id(parameter): 0 if parameter.requires_grad else -1 for parameter in weights.originals}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) in groups and parameter.requires_grad:
+                groups[id(parameter)] = index
+    return groups
+
+
+def _units(step: Step, owned: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Parameters by unit, in execution order of the first call; never called ones last."""
+    known = dict.fromkeys((*step.calls, *owned))
+    used = {unit: tuple(dict.fromkeys((*owned.get(unit, ()), *sorted(step.uses.get(unit, ()))))) for unit in known}
+    return {unit: indexes for unit, indexes in used.items() if indexes}
+
+
+def _durations(segments: list[Segment]) -> list[tuple[float, float]]:
+    """(whole, recomputation) of every segment in milliseconds."""
+
+    def between(start: Any, end: Any) -> float:
+        if start is None or end is None:
+            return 0.0
+        return float(start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else end - start)
+
+    return [(between(segment.start, segment.end), between(segment.start, segment.recomputed)) for segment in segments]
+
+
+def _blocks(step: Step, durations: list[tuple[float, float]]) -> tuple[BlockRecord, ...]:
+    shared = Counter(key for use in step.blocks.values() for key in use.inputs)
+    forward = dict.fromkeys(step.blocks, 0.0)
+    backward = dict.fromkeys(step.blocks, 0.0)
+    for segment, (whole, recomputation) in zip(step.segments, durations, strict=True):
+        if segment.block is not None and segment.phase == "forward":
+            forward[segment.block] += whole
+        elif segment.block is not None:
+            backward[segment.block] += whole - recomputation
+    return tuple(
+        BlockRecord(
+            name=path,
+            saved_bytes=use.saved_bytes,
+            saved_tensors=use.saved_tensors,
+            forward_peak_bytes=use.forward_peak_bytes,
+            input_bytes=sum(size for key, size in use.inputs.items() if shared[key] == 1),
+            output_bytes=use.output_bytes,
+            forward_ms=forward[path],
+            backward_ms=backward[path],
+            forward_flops=use.flops,
+        )
+        for path, use in step.blocks.items()
+    )

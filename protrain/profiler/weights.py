@@ -1,0 +1,148 @@
+"""Stand-ins for a model's parameters and buffers while it is traced: on the device, in the training dtype, on demand.
+
+The model can be far larger than the device, and it must come out of the trace bit for bit as it went in. So the trace
+never touches its tensors: every parameter is replaced by a stand-in whose storage is filled before it is needed and
+emptied afterwards, every buffer by a copy. [Note: emptied storages] A storage that is emptied and filled again is the
+same storage to autograd, so views that an operation saved (F.linear saves weight.t()) stay valid without any hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from protrain.profiler.meter import Meter
+
+
+class Weights:
+    """The stand-ins of ``model``'s managed (floating-point) parameters, by index in definition order.
+
+    Use as a context manager: inside, the model holds the stand-ins; afterwards its own tensors, untouched.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        self.originals = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+        self.resident: set[int] = set()  # filled until the end
+        self.random = False  # fill with random values instead of the original's: the second, timing pass
+        self._model = model
+        self._device = device
+        self._dtype = dtype
+        self._filled: set[int] = set()
+        self._meter: Meter | None = None
+        self.stand_ins = [self._empty(parameter) for parameter in self.originals]
+        self.index = {id(stand_in): index for index, stand_in in enumerate(self.stand_ins)}
+        self.indexes = {id(parameter): index for index, parameter in enumerate(self.originals)}
+        self.unmanaged: dict[int, Tensor] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) not in self.indexes and id(tensor) not in self.unmanaged:
+                self.unmanaged[id(tensor)] = self._copied(tensor)
+        self._before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+
+    def measured_by(self, meter: Meter | None) -> None:
+        """Keep the stand-ins out of what ``meter`` counts."""
+        self._meter = meter
+        if meter is not None:
+            meter.ignore((*self.stand_ins, *self.originals, *self.unmanaged.values()))
+
+    def fill(self, indexes: Iterable[int]) -> None:
+        """Have the values of the parameters ``indexes`` on the device."""
+        wanted = [index for index in indexes if index not in self._filled]
+        if not wanted or self._device.type == "meta":
+            return
+        with self._aside():
+            self._fill(wanted)
+
+    def empty(self, indexes: Iterable[int]) -> None:
+        """Free the parameters ``indexes`` on the device, resident ones excepted."""
+        unwanted = [index for index in indexes if index in self._filled and index not in self.resident]
+        if not unwanted:
+            return
+        with self._aside():
+            self._drop(unwanted)
+
+    def keep(self, indexes: Iterable[int]) -> None:
+        """Fill the parameters ``indexes`` and never empty them."""
+        self.resident.update(indexes)
+        self.fill(self.resident)
+
+    def unmanaged_bytes(self) -> int:
+        """Bytes of buffers and of parameters that are not floating-point."""
+        storages = {storage._cdata: storage.nbytes() for storage in map(_storage, self.unmanaged.values())}
+        return sum(storages.values())
+
+    def __enter__(self) -> Weights:
+        for module in self._model.modules():
+            self._before.append((module, dict(module._parameters), dict(module._buffers)))
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    stand_in = self.indexes.get(id(parameter))
+                    new = self.unmanaged[id(parameter)] if stand_in is None else self.stand_ins[stand_in]
+                    _set_parameter(module, name, new)
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[name] = self.unmanaged[id(buffer)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, parameters, buffers in self._before:
+            for name, parameter in parameters.items():
+                _set_parameter(module, name, parameter)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        self._before.clear()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Neither counted by the meter nor taken for a use by the model."""
+        with torch._C.DisableTorchFunction(), nullcontext() if self._meter is None else self._meter.managed():
+            yield
+
+    def _fill(self, indexes: list[int]) -> None:
+        for index in indexes:
+            stand_in, original = self.stand_ins[index], self.originals[index]
+            stand_in.untyped_storage().resize_(stand_in.numel() * stand_in.element_size())
+            # .data, because autograd must not take the values' arrival for a change of a saved tensor.
+            if original.is_meta or self.random:
+                # The same values at every fill, or a router would take another way in the recomputation.
+                generator = torch.Generator(self._device).manual_seed(index)
+                stand_in.data.normal_(0.0, 0.02, generator=generator)
+            else:
+                stand_in.data.copy_(original.data)
+            self._filled.add(index)
+
+    def _drop(self, indexes: list[int]) -> None:
+        for index in indexes:
+            self.stand_ins[index].untyped_storage().resize_(0)
+            self._filled.discard(index)
+
+    def _empty(self, parameter: nn.Parameter) -> nn.Parameter:
+        data = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
+        if self._device.type != "meta":
+            data.untyped_storage().resize_(0)
+        stand_in = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        stand_in.__dict__.update(parameter.__dict__)
+        return stand_in
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):  # quantised weights: nothing writes them
+            return (
+                tensor if tensor.device == self._device else nn.Parameter(tensor.to(self._device), tensor.requires_grad)
+            )
+        if tensor.is_meta and self._device.type != "meta":
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+        return tensor.detach().to(self._device, copy=True)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def _set_parameter(module: nn.Module, name: str, parameter: Any) -> None:
+    if isinstance(module, nn.RNNBase):
+        setattr(module, name, parameter)  # it keeps a second list of its weights, which this updates
+    else:
+        module._parameters[name] = parameter
