@@ -22,7 +22,7 @@ from protrain.engine.values import read_master, read_state, read_weight, write_m
 from protrain.errors import MisuseError
 from protrain.loss_scale import LossScale
 from protrain.planning.plan import Plan
-from protrain_kernels import adam, adam_scalars
+from protrain_kernels import AdamScalars, adam, adam_scalars
 
 _FORBIDDEN = ("amsgrad", "maximize", "differentiable")
 _STATES = ("exp_avg", "exp_avg_sq")
@@ -132,6 +132,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._clock.tick()
             return result
         self._need_gradients("step()")
+        self._check_hyperparameters()
         if self._loss_scale is not None and not self._loss_scale.update(bool(torch.isfinite(self._sum_of_squares()))):
             self._clock.tick()
             return result
@@ -290,6 +291,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
             )
+        if self._during_backward:
+            self._check_hyperparameters()
         self._norm_squared = self._coefficient = None
 
     def _gradients_arrived(self, chunks: list[Chunk]) -> None:
@@ -352,6 +355,23 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 runs.append((member.offset, stop, *key))
         return runs
 
+    def _scalars(self, group_index: int, step: int) -> AdamScalars:
+        group = self.param_groups[group_index]
+        return adam_scalars(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=step,
+            decoupled=self._decoupled[group_index],
+        )
+
+    def _check_hyperparameters(self) -> None:
+        """ValueError for a wrong one before anything is updated: it must not leave half a step behind."""
+        for group_index in range(len(self.param_groups)):
+            self._scalars(group_index, 1)
+
     def _update(self, chunk: Chunk, scale: Tensor | None) -> None:
         """Update one chunk: on the device at once when it is persistent, else by the host worker."""
         runs = self._runs(chunk)
@@ -360,17 +380,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         engine, gradients = self._engine, self._engine.gradients
         pieces = []
         for start, stop, group_index, step in runs:
-            group = self.param_groups[group_index]
-            scalars = adam_scalars(
-                lr=float(group["lr"]),
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                step=step,
-                decoupled=self._decoupled[group_index],
-            )
-            pieces.append((slice(start, stop), scalars))
+            pieces.append((slice(start, stop), self._scalars(group_index, step)))
         for member in chunk.members:
             if gradients.present[member.index]:
                 self._steps[member.index] += 1

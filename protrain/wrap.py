@@ -11,7 +11,7 @@ import functools
 import gc
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,9 @@ from torch import nn
 from protrain import batch as batches
 from protrain.engine.build import DTYPES, build_engine
 from protrain.engine.parameter import PresentParameter
+from protrain.errors import MisuseError
 from protrain.hardware import HardwareProfile, detect
+from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim import ProTrainOptimizer, check_supported
 from protrain.planning import Plan, check, search
 from protrain.profiler import ModelProfile, profile
@@ -71,10 +73,10 @@ def wrap(
         ValueError: an argument is wrong; the message names it and the remedy.
         PlanError: no plan fits the memory; raised before any is taken.
     """
-    check_supported(optimizer)
-    batches.check(example_batch)
     if any(isinstance(parameter, PresentParameter) for parameter in model.parameters()):
         raise ValueError("the model is wrapped already: use the model and optimizer that protrain.wrap returned")
+    check_supported(optimizer)
+    batches.check(example_batch)
     target = _device(device)
     kind = _dtype(dtype, target)
     if step_during_backward and kind is torch.float16:
@@ -85,6 +87,8 @@ def wrap(
     say = Progress(enabled=progress)
     gc.collect()  # a model wrapped before and dropped is a cycle: hooks and engine refer to each other
 
+    if target.type == "cuda":
+        use_expandable_segments()
     hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
     with say.stage("profiling the model"):
         model_profile = profile(model, example_batch, optimizer=optimizer, device=target, dtype=kind)
@@ -105,12 +109,16 @@ def wrap(
     if optimizer.state:
         wrapped.load_state_dict(optimizer.state_dict())
         optimizer.state.clear()
-    _extend(model, wrapped)
+    _extend(model, wrapped, engine.placeholder)
     return model, wrapped
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    found = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        found = torch.device(default if device is None else device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be a CUDA GPU or the CPU, not {device!r}") from None
     if found.type not in ("cuda", "cpu"):
         raise ValueError(f"device must be a CUDA GPU or the CPU, not {found}")
     if found.type == "cuda":
@@ -158,11 +166,10 @@ def _plan(plan: Plan | str | os.PathLike[str] | None, profile: ModelProfile, har
     if plan is None:
         return search(profile, hardware)
     chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-    check(chosen, profile, hardware)
-    return chosen
+    return check(chosen, profile, hardware)
 
 
-def _extend(model: nn.Module, optimizer: ProTrainOptimizer) -> None:
+def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:
     """What the wrapped model has beyond the plain one: DDP's ``no_sync``, and a ``zero_grad`` that knows the chunks."""
 
     @contextmanager
@@ -176,3 +183,18 @@ def _extend(model: nn.Module, optimizer: ProTrainOptimizer) -> None:
         optimizer.zero_grad(set_to_none)
 
     vars(model).update(no_sync=no_sync, zero_grad=zero_grad)
+    for module in model.modules():
+        vars(module)["_apply"] = functools.partial(_refuse_to_move, module, sample)
+
+
+def _refuse_to_move(
+    module: Model, sample: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> Model:
+    """What ``to``, ``half``, ``cuda`` and their like call: a parameter that they replaced would leave its chunk."""
+    moved = function(sample)
+    if (moved.dtype, moved.device) != (sample.dtype, sample.device):
+        raise MisuseError(
+            f"a wrapped model cannot be moved from {sample.device} in {sample.dtype} to {moved.device} in "
+            f"{moved.dtype}: pass device= and dtype= to protrain.wrap"
+        )
+    return module
