@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from protrain.engine.arena import Arena
+from protrain.engine.arena import Arena, aligned
 from protrain.engine.buffers import BufferPool
 from protrain.engine.chunks import make_chunks, make_members, state_sizes
 from protrain.engine.engine import Engine
@@ -19,13 +19,13 @@ from protrain.engine.materialise import fill
 from protrain.engine.schedule import Schedule
 from protrain.engine.state_hooks import StateHooks
 from protrain.engine.streams import streams_for
-from protrain.engine.swap import HostSlots
+from protrain.engine.swap import ALIGNMENT_BYTES, HostSlots
 from protrain.engine.units import make_units
 from protrain.engine.update import HostWorker
 from protrain.planning.layout import pack
 from protrain.planning.plan import BlockMode, Plan
 from protrain.profiler.model_profile import ModelProfile
-from protrain_kernels import host_compiler_notice
+from protrain_kernels.host_library import library
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -51,7 +51,7 @@ def build_engine(
     Returns:
         The engine, and the bytes that lie on the device for good.
     """
-    host_compiler_notice()  # a missing compiler is said now, not in the middle of the first step
+    library()  # built now, and a missing compiler is said now, not in the middle of the first step
     dtype = DTYPES[profile.dtype]
     layout = pack(profile, plan.chunk_elements)
     streams = streams_for(device)
@@ -97,11 +97,13 @@ def build_engine(
     if device.type != "cuda":
         ledger = SimulatedLedger(budget_bytes=device_bytes, fixed_bytes=fixed_bytes + plan.transient_bytes)
     swapped = sum(
-        block.saved_bytes
+        block.saved_bytes + ALIGNMENT_BYTES * block.saved_tensors
         for block, mode in zip(profile.blocks, plan.block_modes, strict=True)
         if mode is BlockMode.SWAP
     )
-    arena.reserve(swapped)
+    # A page more for each call, whose region is whole pages, and one for the optimizer: a region that did not fit what
+    # is left would be mapped anew.
+    arena.reserve(swapped + aligned(1) * (len(profile.calls) + 1))
     backwards = list(reversed(profile.calls))
     engine = Engine(
         model=model,

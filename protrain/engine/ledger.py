@@ -41,14 +41,15 @@ class SimulatedLedger(Ledger):
         if self._holders[address] == 1:
             self.held_bytes += size_bytes
         weakref.finalize(tensor, self._drop, address, size_bytes)
-        self.peak_bytes = max(self.peak_bytes, self.fixed_bytes + self.held_bytes)
-        if self.peak_bytes > self.budget_bytes:
+        taken = self.fixed_bytes + self.held_bytes
+        if taken > self.budget_bytes:  # not entered as a peak: what is freed again must not fail for good
             raise BudgetError(
                 f"the simulated device is full: {format_bytes(self.fixed_bytes)} fixed and "
                 f"{format_bytes(self.held_bytes)} of activations held exceed device_memory="
                 f"{format_bytes(self.budget_bytes)}; wrap with an example_batch that is as large as the largest step, "
                 "call backward() before the next forward, or allow more device_memory"
             )
+        self.peak_bytes = max(self.peak_bytes, taken)
 
     def _drop(self, address: int, size_bytes: int) -> None:
         self._holders[address] -= 1

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from protrain.engine.engine import Engine
     from protrain.engine.units import Unit
 
-_ALIGNMENT_BYTES = 256  # of every storage, on either side
-_SMALLEST_BYTES = 4096  # smaller storages (random seeds, statistics) are not worth a copy
+ALIGNMENT_BYTES = 256  # of every storage, on either side
+_SMALLEST_BYTES = 512  # smaller storages (random seeds, scalars) are not worth a copy: the allocator's grain
 
 
 def aligned(count: int) -> int:
     """``count`` bytes rounded up to the alignment of swapped storages."""
-    return -(-count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(slots=True)

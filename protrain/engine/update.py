@@ -34,8 +34,11 @@ class Job:
             self._done.set()
             followers, self._followers = self._followers, []
         if self._error is None:
-            for follower in followers:
-                follower()
+            try:
+                for follower in followers:
+                    follower()
+            except BaseException as error:  # the thread must live on: whoever waits for the work raises it
+                self._error = error
 
     def when_done(self, follower: Callable[[], None]) -> None:
         """Call ``follower`` after the work: at once when it is done already, else on the thread that does it."""
@@ -61,7 +64,7 @@ class HostWorker:
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(self._queue,), name="protrain-host-worker", daemon=True)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, self._queue.put, None)
+        self._finalizer = weakref.finalize(self, _end, self._queue, self._thread)
 
     def submit(self, work: Callable[[], None]) -> Job:
         """Queue ``work`` behind everything submitted before."""
@@ -76,9 +79,16 @@ class HostWorker:
     def close(self) -> None:
         """End the thread after what is queued."""
         self._finalizer()
-        self._thread.join()
+
+
+def _end(jobs: queue.SimpleQueue[Job | None], thread: threading.Thread) -> None:
+    jobs.put(None)
+    # Joined at the interpreter's exit too: a kernel that returned into a finalised interpreter would abort the process.
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
+        del job  # what it refers to (an error, its frames) must not live until the next one comes

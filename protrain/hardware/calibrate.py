@@ -36,7 +36,7 @@ def calibrate(device: torch.device | str | None = None) -> HardwareProfile:
         base,
         source="measured",
         matmul_tflops=_matmul_tflops(target),
-        host_dram_gbps=3 * size / triad_s / 1e9,
+        host_dram_gbps=4 * size / triad_s / 1e9,  # two read, and a line that is written is read first
         host_adam_gparams=host_adam,
     )
     if target.type == "cpu":
@@ -62,10 +62,11 @@ def _gpu(measured: HardwareProfile, device: torch.device, size: int) -> Hardware
 
     def both() -> None:
         current = torch.cuda.current_stream(device)
-        for stream, (to, origin) in ((up, (target, up_from)), (down, (down_to, source))):
+        for stream, to, origin in ((up, target, up_from), (down, down_to, source)):
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 to.copy_(origin, non_blocking=True)
+        for stream in (up, down):
             current.wait_stream(stream)
 
     def gbps(run: Callable[[], object], moved: int) -> float:

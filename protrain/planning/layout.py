@@ -91,7 +91,7 @@ def choose_chunk_elements(profile: ModelProfile) -> int:
     """The chunk size that wastes least capacity, by packing over a grid (paper section 3); ties go to the smaller.
 
     The grid holds the sizes of units, their simple multiples and fractions, each also with room for the small units
-    between blocks, and even steps. It starts at the largest parameter, and at a block or LARGE_CHUNK, whichever is less.
+    between blocks, and even steps. It starts at the largest parameter, and at a block or LARGE_CHUNK if less.
     """
     if not profile.parameters:
         return ALIGNMENT

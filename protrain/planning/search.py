@@ -20,8 +20,8 @@ from protrain.planning.plan import BlockMode, Plan
 from protrain.planning.runtime import RuntimeModel
 from protrain.profiler.model_profile import ModelProfile
 
-# Of plans within this of the fastest, the one with most persistent chunks wins: the prediction is no better than that, and
-# what is not moved cannot be late.
+# Of plans within this of the fastest, the one with most persistent chunks and then fewest swapped blocks wins: the
+# prediction is no better than that, and what is not moved cannot be late.
 _TOLERANCE = 0.01
 
 
@@ -75,7 +75,7 @@ def search(profile: ModelProfile, hardware: HardwareProfile, *, chunk_elements: 
     if not found:
         raise models.infeasible()
     close = [candidate for candidate in found if candidate[0] <= fastest * (1 + _TOLERANCE)]
-    return models.plan(*min(close, key=lambda candidate: (-candidate[1], candidate[0]))[1:])
+    return models.plan(*min(close, key=lambda candidate: (-candidate[1], candidate[3], candidate[0]))[1:])
 
 
 def evaluate(

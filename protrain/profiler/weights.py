@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from protrain.profiler.meter import Meter
 
+_STAGE_ELEMENTS = 16 * 1024**2
+
 
 class Weights:
     """The stand-ins of ``model``'s managed (floating-point) parameters, by index in definition order.
@@ -40,6 +42,7 @@ class Weights:
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) not in self.indexes and id(tensor) not in self.unmanaged:
                 self.unmanaged[id(tensor)] = self._copied(tensor)
+        self._stages: list[tuple[Tensor, torch.cuda.Event]] = []  # pinned pieces, each with the end of its last copy
         self._before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
 
     def measured_by(self, meter: Meter | None) -> None:
@@ -110,9 +113,26 @@ class Weights:
                 # The same values at every fill, or a router would take another way in the recomputation.
                 generator = torch.Generator(self._device).manual_seed(index)
                 stand_in.data.normal_(0.0, 0.02, generator=generator)
+            elif self._device.type == "cuda" and original.device.type == "cpu":
+                self._upload(stand_in.data.view(-1), original.data)
             else:
                 stand_in.data.copy_(original.data)
             self._filled.add(index)
+
+    def _upload(self, target: Tensor, source: Tensor) -> None:
+        """Cast and copy by pieces through pinned memory: several times the rate of a copy from pageable memory."""
+        source = source.reshape(-1)
+        if not self._stages:
+            pieces = [torch.empty(_STAGE_ELEMENTS, dtype=self._dtype, pin_memory=True) for _ in range(2)]
+            self._stages = [(piece, torch.cuda.Event()) for piece in pieces]
+        for start in range(0, source.numel(), _STAGE_ELEMENTS):
+            piece, copied = self._stages[0]
+            self._stages.reverse()
+            copied.synchronize()
+            part = source[start : start + _STAGE_ELEMENTS]
+            piece[: part.numel()].copy_(part)
+            target[start : start + part.numel()].copy_(piece[: part.numel()], non_blocking=True)
+            copied.record()
 
     def _drop(self, indexes: list[int]) -> None:
         for index in indexes:
