@@ -1,0 +1,59 @@
+# The two commands of the README are `make demo` and `make test`; each prepares what it needs.
+
+VENV ?= .venv
+# The first Python that is new enough; PYTHON=... chooses another.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# Without an NVIDIA card torch's CPU wheel saves gigabytes. A pip that is told where to find packages is left alone.
+PIP_ARGS ?= $(shell command -v nvidia-smi >/dev/null || $(VENV)/bin/python -m pip config list | grep -qE 'index-url|find-links' \
+	|| echo --extra-index-url https://download.pytorch.org/whl/cpu)
+
+RUN = $(VENV)/bin
+DEMO_FOLDER ?= runs/demo
+DEMO_STEPS ?= 400
+TEST_WORKERS ?= 2
+
+.PHONY: help demo test lint format types unit kernels clean
+
+help:
+	@echo 'make demo     train a tiny model with offloading on this machine (about two minutes)'
+	@echo 'make test     lint, format check, types, tests'
+	@echo 'make kernels  compile every kernel for every target, no GPU needed'
+	@echo 'make format   rewrite the sources in the format that the tests want'
+	@echo 'make clean    remove the virtual environment and caches'
+
+demo: $(VENV)/.hf
+	rm -rf $(DEMO_FOLDER)
+	$(RUN)/protrain train --model tiny --device cpu --device-memory 78MiB \
+		--steps $(DEMO_STEPS) --checkpoint-every 100 --folder $(DEMO_FOLDER)
+
+test: lint types unit
+
+lint: $(VENV)/.dev
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+
+format: $(VENV)/.dev
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+types: $(VENV)/.dev
+	$(RUN)/mypy
+
+unit: $(VENV)/.dev
+	$(RUN)/python -m pytest -n $(TEST_WORKERS)
+
+kernels: $(VENV)/.dev
+	$(RUN)/python -m protrain_kernels.compile
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo 'ProTrain needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python.' >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# pyproject.toml decides what is installed, so a change to it installs again.
+$(VENV)/.%: $(VENV)/bin/python pyproject.toml
+	$(RUN)/python -m pip install $(PIP_ARGS) --editable '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,209 @@
+"""Text to tokens on the disk, and from there to batches that depend on nothing but the seed and the step.
+
+Documents are tokenised one after another into two memory-mapped arrays: the last part of every document is held out for
+evaluation, the rest trains, so one file and a folder of thousands are split by the same rule. A batch is drawn from the
+seed and the step alone: resuming needs no position in the data, and every step can be drawn again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
+_PIECE_BYTES = 1024**2  # tokenised at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """A tokenised corpus."""
+
+    train: NDArray[np.uint32] | NDArray[np.uint16]  # [n_train]
+    held_out: NDArray[np.uint32] | NDArray[np.uint16]  # [n_held_out]
+    documents: int
+    unigram_entropy: float  # nats a token, of all tokens: what a model that ignores context reaches
+    crc32: int  # of all tokens: a resumed run checks that its data is the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """Text <-> token ids: a tokenizer's, or plain UTF-8 bytes."""
+
+    encode: Callable[[bytes], list[int] | NDArray[np.uint8]]  # of UTF-8 text
+    decode: Callable[[list[int]], str]
+    separator: int | None  # put after every document
+    vocabulary: int  # token ids are below
+
+
+def byte_codec() -> Codec:
+    """Bytes as tokens; byte 0, which text does not hold, separates documents."""
+    return Codec(
+        encode=lambda text: np.frombuffer(text, np.uint8),
+        decode=lambda tokens: bytes(token for token in tokens if token).decode(errors="replace"),
+        separator=0,
+        vocabulary=256,
+    )
+
+
+def tokenizer_codec(tokenizer: Any) -> Codec:
+    """The codec of a transformers tokenizer."""
+    return Codec(
+        encode=lambda text: tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ],
+        decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
+        separator=tokenizer.eos_token_id,
+        vocabulary=len(tokenizer),
+    )
+
+
+def find_documents(path: str | os.PathLike[str] | None) -> list[Path]:
+    """Text files of ``path`` (a file, or a folder searched to its depth), or Python's own sources when it is None.
+
+    Raises:
+        ValueError: ``path`` does not exist or holds no text file.
+    """
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [
+            file for file in sorted(root.rglob("*.py")) if not _SKIPPED_FOLDERS & set(file.relative_to(root).parts)
+        ]
+    else:
+        root = Path(path)
+        if root.is_file():
+            return [root]
+        if not root.is_dir():
+            raise ValueError(f"--data: {root} does not exist")
+        files = [
+            file
+            for file in sorted(root.rglob("*"))
+            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
+        ]
+    texts = [file for file in files if _is_text(file)]
+    if not texts:
+        raise ValueError(f"--data: {root} holds no text file; give a UTF-8 text file or a folder of them")
+    return texts
+
+
+def tokenize(
+    documents: list[Path],
+    codec: Codec,
+    folder: Path,
+    *,
+    held_out: float,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Tokens:
+    """Write ``documents`` as token arrays to ``folder`` and map them into memory.
+
+    Parameters:
+        documents: UTF-8 files.
+        codec: Text to ids.
+        folder: Gets train.bin and held_out.bin.
+        held_out: The share of every document that is kept for evaluation, 0 <= held_out < 1.
+        progress: Called with the bytes of every piece that is done.
+
+    Raises:
+        ValueError: There are no tokens at all.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = np.dtype(np.uint16 if codec.vocabulary <= 2**16 else np.uint32)
+    separator = np.array([] if codec.separator is None else [codec.separator], dtype)
+    counts = np.zeros(codec.vocabulary, np.int64)
+    crc32 = 0
+    with open(folder / "train.bin", "wb+") as train, open(folder / "held_out.bin", "wb") as evaluation:
+        for document in documents:
+            start = train.tell()
+            for piece in _pieces(document):
+                tokens = np.asarray(codec.encode(piece)).astype(dtype)
+                counts += np.bincount(tokens, minlength=codec.vocabulary)
+                crc32 = zlib.crc32(tokens.tobytes(), crc32)
+                train.write(tokens.tobytes())
+                progress(len(piece))
+            length = (train.tell() - start) // dtype.itemsize
+            if not length:
+                continue
+            train.write(separator.tobytes())
+            # The tail moves over once the document's length is known, so that no document need fit in memory.
+            train.seek(-int(length * held_out) * dtype.itemsize, os.SEEK_END)
+            kept = train.tell()
+            shutil.copyfileobj(train, evaluation)
+            train.truncate(kept)
+            train.seek(kept)
+    if not counts.any():
+        where = documents[0] if len(documents) == 1 else documents[0].parent
+        raise ValueError(f"--data: {where} holds no text: it is empty")
+    return Tokens(
+        train=_mapped(folder / "train.bin", dtype),
+        held_out=_mapped(folder / "held_out.bin", dtype),
+        documents=len(documents),
+        unigram_entropy=_entropy(counts),
+        crc32=crc32,
+    )
+
+
+def check_length(tokens: Tokens, *, sequence: int) -> None:
+    """ValueError when not one training sequence can be cut."""
+    if len(tokens.train) < sequence:
+        raise ValueError(
+            f"--data holds {len(tokens.train)} training tokens, fewer than one sequence of {sequence}; "
+            f"give more text or a shorter --sequence"
+        )
+
+
+def training_batch(
+    tokens: Tokens, *, seed: int, step: int, micro_batch: int, batch: int, sequence: int
+) -> torch.Tensor:
+    """Token ids, [batch, sequence] int64, drawn uniformly from the training part by (seed, step, micro_batch) alone."""
+    generator = np.random.Generator(np.random.Philox(key=[seed, step], counter=[0, 0, 0, micro_batch]))
+    starts = generator.integers(0, len(tokens.train) - sequence, size=batch, endpoint=True)
+    return _windows(tokens.train, starts, sequence)
+
+
+def evaluation_batches(tokens: Tokens, *, batch: int, sequence: int, count: int) -> Iterator[torch.Tensor]:
+    """At most ``count`` batches [<= batch, sequence] spread evenly over the held-out part, always the same ones."""
+    whole = len(tokens.held_out) // sequence
+    chosen = np.unique(np.linspace(0, whole - 1, num=min(whole, count * batch)).astype(np.int64)) * sequence
+    for first in range(0, len(chosen), batch):
+        yield _windows(tokens.held_out, chosen[first : first + batch], sequence)
+
+
+def _windows(array: NDArray[Any], starts: NDArray[np.int64], sequence: int) -> torch.Tensor:
+    return torch.from_numpy(np.stack([array[start : start + sequence] for start in starts]).astype(np.int64))
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+
+
+def _entropy(counts: NDArray[np.int64]) -> float:
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+def _is_text(file: Path) -> bool:
+    try:
+        with open(file, "rb") as opened:
+            return b"\0" not in opened.read(8192)
+    except OSError as error:
+        raise ValueError(f"--data: cannot read {file}: {error.strerror}") from None
+
+
+def _pieces(document: Path) -> Iterator[bytes]:
+    """The document in pieces that end at line ends, so that a tokenizer never holds more than about 1 MiB."""
+    try:
+        with open(document, "rb") as file:
+            while lines := file.readlines(_PIECE_BYTES):
+                yield b"".join(lines)
+    except OSError as error:
+        raise ValueError(f"--data: cannot read {document}: {error.strerror}") from None

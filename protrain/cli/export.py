@@ -1,0 +1,92 @@
+"""The trained model as a Hugging Face folder, written one parameter at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from protrain.checkpoint import StreamingOptimizer
+from protrain.tensor_files import TensorWriter, sync_directory
+from protrain_kernels.split_master import split
+
+
+def save_pretrained(
+    folder: Path, model: nn.Module, optimizer: StreamingOptimizer, *, dtype: torch.dtype, tokenizer: Any = None
+) -> None:
+    """Write ``model`` to ``folder`` so that ``AutoModelForCausalLM.from_pretrained`` loads it.
+
+    A folder that is there already is replaced once the new one is complete.
+
+    Args:
+        folder: Target.
+        model: A wrapped transformers model.
+        optimizer: Its wrapped optimizer; gives the parameters one at a time.
+        dtype: Of the written parameters.
+        tokenizer: Saved beside the model, unless it is None.
+    """
+    scratch = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    config: Any = model.config
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(scratch)
+    generation_config: Any = model.generation_config
+    generation_config.save_pretrained(scratch)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(scratch)
+    _write_weights(scratch, model, optimizer, dtype)
+    sync_directory(scratch)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(scratch, folder)
+
+
+def weight_of(state: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The weight in ``dtype`` that training used, from the state that ``export_parameter`` gives.
+
+    A bf16 weight is its master with ties rounded away from zero (design: numerics), which torch's own cast does not do.
+    """
+    if "weight" in state:
+        return state["weight"].to(dtype)
+    master = state["master"]
+    if dtype is not torch.bfloat16:
+        return master.to(dtype)
+    return split(master.contiguous().view(-1))[0].view(master.shape)
+
+
+def _write_weights(folder: Path, model: nn.Module, optimizer: StreamingOptimizer, dtype: torch.dtype) -> None:
+    writer = TensorWriter(folder, "model")
+    managed = optimizer.parameter_names()
+    for name in managed:
+        writer.add(name, {name: weight_of(optimizer.export_parameter(name), dtype)})
+    for name, tensor in _unmanaged(model, set(managed)):
+        writer.add(name, {name: tensor.detach().cpu().clone()})
+    writer.flush()
+    if len(writer.files) == 1:
+        os.rename(folder / writer.files[0].name, folder / "model.safetensors")
+        return
+    index = {
+        "metadata": {"total_size": sum(file.bytes for file in writer.files)},
+        "weight_map": {key: file.name for file in writer.files for key in file.keys},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _unmanaged(model: nn.Module, managed: set[str]) -> list[tuple[str, torch.Tensor]]:
+    """Persistent buffers, and parameters that no chunk holds because they are not floating-point."""
+    found: list[tuple[str, torch.Tensor]] = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if name not in managed and not parameter.is_floating_point()
+    ]
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                found.append((name, buffer))
+    return found

@@ -1,0 +1,99 @@
+"""After the last step: evaluate, write a sample, the model, the loss curve and the summary."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+import sys
+
+import torch
+
+from protrain.cli.export import save_pretrained
+from protrain.cli.metrics import StepTimes, draw_loss_curve, peak_resident_bytes
+from protrain.cli.run import Run
+from protrain.cli.summary import SUMMARY_FILE, TrainSummary, device_name, versions
+from protrain.progress import Progress
+
+MODEL_FOLDER = "model"
+SAMPLE_FILE = "sample.txt"
+_PROMPT_TOKENS = 32
+
+
+def finish(run: Run, times: StepTimes) -> TrainSummary:
+    """Write everything that a finished run leaves in its folder."""
+    job, folder = run.job, run.folder
+    say = Progress(enabled=True)
+    with say.stage("evaluating"):
+        evaluation_loss = run.evaluate()
+    if job.sample_tokens:
+        with say.stage("writing a sample"):
+            (folder / SAMPLE_FILE).write_text(sample(run))
+    if job.save_model:
+        with say.stage("writing the model"):
+            save_pretrained(
+                folder / MODEL_FOLDER, run.model, run.optimizer, dtype=run.dtype, tokenizer=run.loaded.tokenizer
+            )
+    draw_loss_curve(folder, run.metrics.rows, run.tokens.unigram_entropy)
+    summary = summarise(run, times, evaluation_loss)
+    summary.save(folder / SUMMARY_FILE)
+    return summary
+
+
+def sample(run: Run) -> str:
+    """A held-out prompt and what the model makes of it; the same for the same weights and seed."""
+    source = run.tokens.held_out if len(run.tokens.held_out) else run.tokens.train
+    positions = getattr(run.loaded.config, "max_position_embeddings", None) or run.sequence
+    length = min(_PROMPT_TOKENS, len(source), run.sequence)
+    prompt = torch.from_numpy(source[:length].astype("int64"))[None].to(run.device)
+    run.model.eval()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(run.job.seed)
+        generated = run.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=min(run.job.sample_tokens, positions - length),
+            do_sample=True,
+            temperature=0.8,
+            top_k=50,
+        )
+    run.model.train()
+    return run.loaded.codec.decode(generated[0].tolist())
+
+
+def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> TrainSummary:
+    """The figures of a run whose steps are all done."""
+    job, losses = run.job, run.metrics.losses()
+    step_ms = times.quantile(0.5)
+    tokens_per_s = None if step_ms is None else run.tokens_per_step / step_ms * 1000
+    report = run.optimizer.report()
+    cuda = run.device.type == "cuda"
+    return TrainSummary(
+        command=shlex.join(["protrain", *sys.argv[1:]]),
+        device=device_name(run.device),
+        versions=versions(),
+        model=job.model,
+        parameters=run.parameters,
+        dtype=str(run.dtype).removeprefix("torch."),
+        batch=job.batch,
+        sequence=run.sequence,
+        accumulation=job.accumulation,
+        tokens_per_step=run.tokens_per_step,
+        steps=job.steps,
+        initial_loss=losses[0],
+        final_loss=statistics.fmean(losses[-max(len(losses) // 10, 1) :]),
+        evaluation_loss=evaluation_loss,
+        unigram_entropy=run.tokens.unigram_entropy,
+        step_ms=step_ms,
+        step_ms_p20=times.quantile(0.2),
+        step_ms_p80=times.quantile(0.8),
+        tokens_per_s=tokens_per_s,
+        parameter_tflops=None if tokens_per_s is None else 6 * run.parameters * tokens_per_s / 1e12,
+        model_tflops=None if tokens_per_s is None else run.flops_per_token * tokens_per_s / 1e12,
+        device_peak_bytes=run.device_peak_bytes,
+        device_reserved_bytes=torch.cuda.max_memory_reserved(run.device) if cuda else run.device_peak_bytes,
+        predicted_device_bytes=report.predicted_device_bytes,
+        host_bytes=report.host_bytes,
+        predicted_host_bytes=report.predicted_host_bytes,
+        process_peak_bytes=peak_resident_bytes(),
+        plan=run.optimizer.plan,
+    )

@@ -1,0 +1,109 @@
+"""TrainJob: what `protrain train` was asked to do, kept beside the run so that --resume asks nothing again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from protrain.records import Record
+
+JOB_FILE = "job.json"
+DTYPES = ("bfloat16", "float16", "float32")
+
+# Options that may differ when a run is resumed: they change where things live and what is reported, never the weights.
+FREE = frozenset(
+    {
+        "device",
+        "device_memory",
+        "host_memory",
+        "plan",
+        "step_during_backward",
+        "threads",
+        "checkpoint_every",
+        "keep",
+        "evaluate_every",
+        "evaluation_batches",
+        "sample_tokens",
+        "log_every",
+        "save_model",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob(Record):
+    """The options of one training run; None means that a default depends on the model or the machine."""
+
+    model: str
+    data: str | None = None
+    batch: int = 8
+    sequence: int | None = None
+    accumulation: int = 1
+    steps: int = 400
+    learning_rate: float | None = None
+    warmup: int = 20
+    min_learning_rate: float = 0.1  # of learning_rate, reached at the last step
+    weight_decay: float = 0.1  # of matrices; vectors (norms, biases) do not decay
+    clip: float = 1.0  # 0: off
+    dtype: str | None = None
+    seed: int = 0
+    held_out: float = 0.05
+    device: str | None = None
+    device_memory: str | None = None
+    host_memory: str | None = None
+    plan: str | None = None
+    step_during_backward: bool = False
+    threads: int | None = None
+    checkpoint_every: int = 500  # 0: never
+    keep: int = 2
+    evaluate_every: int = 100  # 0: at the end alone
+    evaluation_batches: int = 8
+    sample_tokens: int = 200  # 0: none
+    log_every: int = 10
+    save_model: bool = True
+
+    def __post_init__(self) -> None:
+        if self.clip and self.step_during_backward:
+            raise ValueError(
+                "--step-during-backward updates before the norm is known: give --clip 0 as well, or drop it"
+            )
+        if self.warmup > self.steps:
+            raise ValueError(f"--warmup {self.warmup} is longer than --steps {self.steps}")
+
+
+def option(name: str) -> str:
+    """The command-line spelling of a field."""
+    return "--no-model" if name == "save_model" else "--" + name.replace("_", "-")
+
+
+def start(folder: Path, given: dict[str, Any]) -> TrainJob:
+    """The job of a new run in ``folder``.
+
+    Raises:
+        ValueError: ``folder`` holds a run already, or the model is missing.
+    """
+    if (folder / JOB_FILE).exists():
+        raise ValueError(f"{folder} holds a run already: continue it with --resume, or give another --folder")
+    if "model" not in given:
+        raise ValueError("--model is missing: give a name or a folder, for example --model tiny")
+    return TrainJob(**given)
+
+
+def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
+    """The job of the run in ``folder``, with the free options of ``given`` in place of its own.
+
+    Raises:
+        ValueError: There is no run, or ``given`` holds an option that would change its result.
+    """
+    if not (folder / JOB_FILE).exists():
+        raise ValueError(f"--resume: {folder} holds no run; give the --folder of one")
+    job = TrainJob.load(folder / JOB_FILE)
+    for name, value in given.items():
+        if name not in FREE and value != getattr(job, name):
+            raise ValueError(
+                f"{option(name)} {value} differs from {getattr(job, name)} of the run in {folder}; "
+                f"leave it out to resume, or start another --folder"
+            )
+    values = {field.name: getattr(job, field.name) for field in fields(job)}
+    return TrainJob(**{**values, **given})

@@ -1,0 +1,41 @@
+"""The `protrain` command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from protrain.cli import calibrate, plan, train
+from protrain.cli.loop import InterruptedRun
+from protrain.cli.options import Parser
+
+
+def build_parser() -> Parser:
+    """The parser of `protrain` and all its commands."""
+    parser = Parser(prog="protrain", description="Train models larger than the GPU, placed by one automatic plan.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    for module in (calibrate, plan, train):
+        module.add_command(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status: 0, 1 for a failed run, 2 for what the user can mend, 130 for Ctrl-C."""
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (ValueError, ImportError) as error:
+        return _failed(args.command, error, 2)
+    except (FloatingPointError, OSError) as error:
+        return _failed(args.command, error, 1)
+    except InterruptedRun as error:
+        return _failed(args.command, error, 128 + error.signal_number)
+    except KeyboardInterrupt:
+        print(f"protrain {args.command}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _failed(command: str, error: Exception, status: int) -> int:
+    print(f"protrain {command}: {' '.join(str(error).split())}", file=sys.stderr)
+    return status

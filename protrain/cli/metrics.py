@@ -1,0 +1,232 @@
+"""What a run says about itself: a live line, metrics.jsonl, a loss curve, a summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protrain.quantities import format_bytes
+
+METRICS_FILE = "metrics.jsonl"
+CURVE_FILE = "loss.png"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A finished step as the host learns of it."""
+
+    step: int  # counted from 1
+    loss: float
+    gradient_norm: float | None
+    ended_s: float  # on the device's clock; only differences mean anything
+
+
+class DelayedRead:
+    """Reads a step's loss while the next step runs, so that the GPU never waits for the host.
+
+    On a GPU the two numbers are copied to pinned memory behind the step; :meth:`take` waits for that copy alone. On a
+    CPU they are there at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._hosts = [torch.empty(2, pin_memory=self._cuda) for _ in range(2)]
+        self._pending: tuple[int, torch.Tensor, torch.cuda.Event | float, bool] | None = None
+        self._last_event: torch.cuda.Event | None = None
+        self._clock_s = 0.0
+
+    def put(self, step: int, loss: torch.Tensor, gradient_norm: torch.Tensor | None) -> None:
+        """Queue the numbers of ``step``; those of the step before must have been taken."""
+        assert self._pending is None
+        host = self._hosts[step % 2]
+        host[0].copy_(loss, non_blocking=True)
+        if gradient_norm is not None:
+            host[1].copy_(gradient_norm, non_blocking=True)
+        end: torch.cuda.Event | float = time.perf_counter()
+        if self._cuda:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+        self._pending = (step, host, end, gradient_norm is not None)
+
+    def take(self) -> StepResult | None:
+        """The queued step, once it is done; None when nothing is queued."""
+        if self._pending is None:
+            return None
+        step, host, end, has_norm = self._pending
+        self._pending = None
+        if isinstance(end, float):
+            self._clock_s = end
+        else:
+            end.synchronize()
+            if self._last_event is not None:
+                self._clock_s += self._last_event.elapsed_time(end) / 1000
+            self._last_event = end
+        return StepResult(step, float(host[0]), float(host[1]) if has_norm else None, self._clock_s)
+
+
+class StepTimes:
+    """Durations of steps, from the end of one to the end of the next; what else happened in between is left out."""
+
+    def __init__(self, *, skip: int) -> None:
+        self._skip = skip
+        self._last: float | None = None
+        self.milliseconds: list[float] = []
+
+    def add(self, ended_s: float) -> float | None:
+        """The duration of the step that ended, in ms; None for the first after a pause."""
+        duration = None if self._last is None else (ended_s - self._last) * 1000
+        self._last = ended_s
+        if duration is not None:
+            self.milliseconds.append(duration)
+        return duration
+
+    def pause(self) -> None:
+        """Forget the last end: evaluation or saving follows."""
+        self._last = None
+
+    def quantile(self, share: float) -> float | None:
+        """The duration that ``share`` of the steps stay under, without the first ones (warming up); None if none."""
+        ordered = sorted(self.milliseconds[self._skip :] or self.milliseconds)
+        return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
+
+
+class MetricsFile:
+    """metrics.jsonl: one line a step, on the disk when the step is reported."""
+
+    def __init__(self, folder: Path, *, resumed_step: int) -> None:
+        self._path = folder / METRICS_FILE
+        self.rows: list[dict[str, Any]] = []
+        if resumed_step and self._path.exists():
+            self.rows = [row for row in _read_rows(self._path) if row["step"] <= resumed_step]
+        scratch = self._path.with_suffix(".tmp")
+        scratch.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        os.replace(scratch, self._path)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append ``row``, which names its step."""
+        self.rows.append(row)
+        with open(self._path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def losses(self) -> list[float]:
+        """Training losses in order of steps."""
+        return [row["loss"] for row in self.rows if "loss" in row]
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break  # the process was killed while it wrote this line; every step after it is run again
+    return rows
+
+
+class ProgressLine:
+    """Progress on standard error: a live line in a terminal, a plain line now and then elsewhere."""
+
+    def __init__(self, description: str, total: int, *, done: int = 0) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = Console(stderr=True)
+        self._live = self._console.is_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._description = description
+        self._total = total
+        self._task = self._progress.add_task(description, total=total, completed=done, status="")
+
+    def __enter__(self) -> ProgressLine:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def update(self, done: int, status: str, *, plain: bool) -> None:
+        """Show ``status``; outside a terminal only when ``plain`` asks for a line."""
+        self._progress.update(self._task, completed=done, status=status)
+        if plain and not self._live:
+            print(f"{self._description} {done}/{self._total} {status}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        if self._live:
+            self._progress.console.print(text, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+def status_line(
+    *, loss: float, tokens_per_s: float | None, tflops: float | None, device_bytes: int, host_bytes: int
+) -> str:
+    """The figures of a step in one line."""
+    parts = [f"loss {loss:.3f}"]
+    if tokens_per_s is not None and tflops is not None:
+        parts += [f"{tokens_per_s:,.0f} tokens/s", f"{tflops:.3g} TFLOP/s"]
+    return "  ".join([*parts, f"device {format_bytes(device_bytes)}", f"host {format_bytes(host_bytes)}"])
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now (Linux; elsewhere the most it ever held)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return peak_resident_bytes()
+    return pages * resource.getpagesize()
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process ever held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def draw_loss_curve(folder: Path, rows: list[dict[str, Any]], unigram_entropy: float) -> Path:
+    """Draw training and held-out loss by step to loss.png; returns its path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps = [row["step"] for row in rows if "loss" in row]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1)
+    axes.plot(steps, _smoothed(losses), color="tab:blue", label="training (smoothed)")
+    held_out = [(row["step"], row["evaluation_loss"]) for row in rows if "evaluation_loss" in row]
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", label="held out")
+    axes.axhline(unigram_entropy, color="gray", linestyle=":", label="unigram entropy of the data")
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.legend()
+    path = folder / CURVE_FILE
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _smoothed(values: list[float], weight: float = 0.9) -> list[float]:
+    """Exponential moving average, corrected for its start."""
+    average, norm, smoothed = 0.0, 0.0, []
+    for value in values:
+        average = weight * average + (1 - weight) * value
+        norm = weight * norm + (1 - weight)
+        smoothed.append(average / norm)
+    return smoothed

@@ -1,0 +1,114 @@
+"""MODEL of the command line: a named shape, or a local Hugging Face folder. Weights are never whole in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import protrain
+from protrain.cli.data import Codec, byte_codec, tokenizer_codec
+from protrain.cli.shapes import SHAPES, shape_config
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model whose parameters are still on the meta device, and what belongs to it."""
+
+    model: nn.Module
+    weights: Path | None  # folder of safetensors; None: random
+    codec: Codec
+    tokenizer: Any  # of transformers; None: bytes
+    sequence: int  # default length
+    learning_rate: float  # default peak
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration."""
+        return self.model.config
+
+
+def load_model(name: str) -> LoadedModel:
+    """The model that MODEL names.
+
+    Raises:
+        ValueError: There is no such shape or folder, it lacks weights, or transformers is not installed.
+    """
+    transformers = _transformers()
+    if name in SHAPES:
+        shape = SHAPES[name]
+        with protrain.empty_parameters():
+            model = transformers.AutoModelForCausalLM.from_config(shape_config(shape))
+        return LoadedModel(
+            model=model,
+            weights=None,
+            codec=byte_codec(),
+            tokenizer=None,
+            sequence=shape.sequence,
+            learning_rate=shape.learning_rate,
+        )
+    return _from_folder(name, transformers)
+
+
+def check_sequence(loaded: LoadedModel, sequence: int) -> None:
+    """ValueError when the model has fewer positions than ``sequence``."""
+    positions = getattr(loaded.config, "max_position_embeddings", None)
+    if positions is not None and sequence > positions:
+        raise ValueError(f"--sequence {sequence} is longer than the {positions} positions of the model")
+
+
+def attention_flops_per_token(config: Any, sequence: int) -> int:
+    """Floating-point operations of causal attention scores and their use, forward and backward, for one token.
+
+    Each of Q K^T and A V takes 2 operations a channel and visible token, of which there are sequence / 2 on average;
+    backward takes twice the forward.
+    """
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 3 * 2 * 2 * config.num_hidden_layers * config.num_attention_heads * head * sequence // 2
+
+
+def _from_folder(name: str, transformers: Any) -> LoadedModel:
+    folder = Path(name)
+    if not folder.is_dir():
+        raise ValueError(f"there is no model {name!r}: give a folder with config.json, or one of {', '.join(SHAPES)}")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json: give a folder that save_pretrained wrote")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} holds no safetensors: save the weights with save_pretrained first")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        with protrain.empty_parameters():
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        tokenizer = None
+        if any((folder / file).exists() for file in _TOKENIZER_FILES):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{folder} is no causal language model that transformers can load: {error}") from error
+    codec = byte_codec() if tokenizer is None else tokenizer_codec(tokenizer)
+    if codec.vocabulary > config.vocab_size:
+        raise ValueError(
+            f"{folder} has {config.vocab_size} embeddings and its tokens need {codec.vocabulary}"
+            + (": it brings no tokenizer, so text is read as bytes" if tokenizer is None else "")
+        )
+    positions = getattr(config, "max_position_embeddings", None) or 1024
+    return LoadedModel(
+        model=model,
+        weights=folder,
+        codec=codec,
+        tokenizer=tokenizer,
+        sequence=min(1024, positions),
+        learning_rate=3e-5,
+    )
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("models need the package transformers: pip install 'protrain[hf]'") from None
+    transformers.logging.set_verbosity_error()
+    return transformers

@@ -1,0 +1,95 @@
+"""What the commands' argument parsers share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from protrain.quantities import parse_bytes
+from protrain.records import Record
+
+
+class Parser(argparse.ArgumentParser):
+    """Exits with 2 and one line on a bad argument; an option that was not given leaves no attribute."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """One line on standard error, exit status 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """An argparse type: a whole number of at least ``least``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {value}")
+        return value
+
+    return parse
+
+
+def number(least: float, most: float = float("inf"), *, open_ended: bool = False) -> Callable[[str], float]:
+    """An argparse type: a number in [least, most], without the ends when ``open_ended``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
+        inside = least < value < most if open_ended else least <= value <= most
+        if not inside or value == float("inf"):
+            raise argparse.ArgumentTypeError(f"must be between {least:g} and {most:g}, not {text}")
+        return value
+
+    return parse
+
+
+def memory(text: str) -> str:
+    """An argparse type: bytes, as a number or like 24GiB; stays text."""
+    try:
+        parse_bytes(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be bytes or like 24GiB, not {text!r}") from None
+    return text
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """--json and --out, which :func:`emit` obeys."""
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--json", action="store_true", default=False, help="print JSON on standard output in place of the table"
+    )
+    output.add_argument("--out", metavar="FILE", default=None, help="also write the JSON to FILE")
+
+
+def add_memory_options(parser: argparse._ArgumentGroup) -> None:
+    """--device-memory and --host-memory."""
+    parser.add_argument(
+        "--device-memory",
+        type=memory,
+        metavar="SIZE",
+        help="device bytes to stay within, like 24GiB (default: what is free); on a CPU the device is simulated",
+    )
+    parser.add_argument(
+        "--host-memory", type=memory, metavar="SIZE", help="host bytes to stay within (default: what is free)"
+    )
+
+
+def emit(record: Record, args: argparse.Namespace, table: str) -> None:
+    """Print ``record`` as ``table`` or JSON, and write its JSON, as ``args`` of add_output_options say."""
+    if args.out is not None:
+        try:
+            record.save(args.out)
+        except OSError as error:
+            raise ValueError(f"--out: cannot write {args.out}: {error.strerror}") from None
+    print(record.to_json() if args.json else table, file=sys.stdout, flush=True)

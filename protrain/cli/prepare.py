@@ -1,0 +1,144 @@
+"""From a TrainJob to a Run: device, model, data, plan, and the newest checkpoint when resuming."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import protrain
+from protrain.checkpoint import list_saves, load_checkpoint
+from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
+from protrain.cli.job import JOB_FILE, TrainJob
+from protrain.cli.metrics import MetricsFile, ProgressLine
+from protrain.cli.models import check_sequence, load_model
+from protrain.cli.run import CHECKPOINTS, Run
+
+PLAN_FILE = "plan.json"
+
+
+def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
+    """Everything up to the first step.
+
+    Raises:
+        ValueError: The job cannot be done: model, data, memory, device or checkpoint; says which and what to change.
+    """
+    device = choose_device(job.device)
+    dtype = choose_dtype(job.dtype, device)
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    loaded = load_model(job.model)
+    sequence = job.sequence or loaded.sequence
+    check_sequence(loaded, sequence)
+    tokens = _read(job, loaded.codec, folder)
+    check_length(tokens, sequence=sequence)
+
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    torch.manual_seed(job.seed)
+    example = training_batch(tokens, seed=job.seed, step=0, micro_batch=0, batch=job.batch, sequence=sequence)
+    model, optimizer = protrain.wrap(
+        loaded.model,
+        adamw(loaded.model, job.learning_rate or loaded.learning_rate, job.weight_decay),
+        example_batch={"input_ids": example, "labels": example},
+        device=device,
+        dtype=dtype,
+        device_memory=job.device_memory,
+        host_memory=job.host_memory,
+        plan=job.plan,
+        weights=loaded.weights,
+        step_during_backward=job.step_during_backward,
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
+    step = 0
+    if resume and list_saves(folder / CHECKPOINTS):
+        extra = load_checkpoint(folder / CHECKPOINTS, model, optimizer, scheduler=scheduler)
+        if extra["data_crc32"] != tokens.crc32:
+            raise ValueError(f"the data changed since {folder} was saved; restore it, or start another --folder")
+        step = extra["step"]
+    # Written once everything that can be wrong has been seen, so that a failed start leaves no run behind.
+    job.save(folder / JOB_FILE)
+    optimizer.plan.save(folder / PLAN_FILE)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    return Run(
+        job=job,
+        folder=folder,
+        loaded=loaded,
+        tokens=tokens,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        device=device,
+        dtype=dtype,
+        sequence=sequence,
+        parameters=parameters,
+        metrics=MetricsFile(folder, resumed_step=step),
+        step=step,
+    )
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device that ``name`` means; a GPU when there is one and ``name`` is None.
+
+    Raises:
+        ValueError: ``name`` is no device, or there is none of that kind.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name!r} is no device: give cuda or cpu") from None
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"--device {name} is not supported: give cuda or cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch finds no CUDA device on this machine; give --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return device
+
+
+def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype that ``name`` means; None is bfloat16 on a GPU and float32 on a CPU."""
+    if name is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters of ``model``; vectors (norms, biases) do not decay."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if parameter.dim() > 1]
+    vectors = [parameter for parameter in trainable if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=(0.9, 0.95))
+
+
+def schedule(job: TrainJob) -> Callable[[int], float]:
+    """The learning rate of a step, as a share of the peak: linear warm-up, then half a cosine."""
+
+    def factor(step: int) -> float:
+        if step < job.warmup:
+            return (step + 1) / job.warmup
+        share = min((step - job.warmup) / max(job.steps - 1 - job.warmup, 1), 1.0)
+        return job.min_learning_rate + (1 - job.min_learning_rate) * (1 + math.cos(math.pi * share)) / 2
+
+    return factor
+
+
+def _read(job: TrainJob, codec: Codec, folder: Path) -> Tokens:
+    documents = find_documents(job.data)
+    size = sum(document.stat().st_size for document in documents)
+    done = 0
+    with ProgressLine("reading text, MiB", max(size // 2**20, 1)) as line:
+
+        def progress(count: int) -> None:
+            nonlocal done
+            done += count
+            line.update(done // 2**20, "", plain=False)
+
+        return tokenize(documents, codec, folder / "data", held_out=job.held_out, progress=progress)

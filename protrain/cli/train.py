@@ -1,0 +1,111 @@
+"""`protrain train`: its options."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from protrain.cli import job as jobs
+from protrain.cli.job import DTYPES, TrainJob
+from protrain.cli.loop import train
+from protrain.cli.options import Parser, add_memory_options, add_output_options, emit, number, whole
+from protrain.cli.shapes import SHAPES
+
+_EXAMPLE = """example, about two minutes on two CPU cores:
+  protrain train --model tiny --device cpu --device-memory 78MiB --folder runs/tiny
+goes on after Ctrl-C or a crash, to the same bits:
+  protrain train --resume --folder runs/tiny
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Add `train` to the subparsers ``commands``."""
+    parser: Parser = commands.add_parser(
+        "train",
+        help="train a causal language model",
+        description="Train a causal language model on text.",
+        epilog=_EXAMPLE,
+    )
+    defaults = {field.name: field.default for field in fields(TrainJob)}
+
+    def shown(name: str) -> str:
+        return f"(default: {defaults[name]:g})"
+
+    what = parser.add_argument_group("what")
+    what.add_argument("--model", metavar="MODEL", help=f"a Hugging Face folder, or one of {', '.join(SHAPES)}")
+    what.add_argument(
+        "--data", metavar="PATH", help="a text file or a folder of them (default: the sources of Python's library)"
+    )
+    what.add_argument("--folder", type=Path, help="where the run is kept (default: runs/MODEL-TIME)")
+    what.add_argument("--resume", action="store_true", default=False, help="continue the run in --folder")
+    what.add_argument("--seed", type=whole(0), help=f"of weights, batches and sample {shown('seed')}")
+
+    steps = parser.add_argument_group("steps")
+    steps.add_argument("--batch", type=whole(1), help=f"sequences in a batch {shown('batch')}")
+    steps.add_argument("--sequence", type=whole(2), help="tokens in a sequence (default: 256 for tiny, else 1024)")
+    steps.add_argument("--accumulation", type=whole(1), help=f"batches in a step {shown('accumulation')}")
+    steps.add_argument("--steps", type=whole(1), help=f"optimizer steps {shown('steps')}")
+    steps.add_argument("--learning-rate", type=number(0, 10), help="at its peak (default: depends on the model)")
+    steps.add_argument("--warmup", type=whole(0), help=f"steps of linear warm-up {shown('warmup')}; then a cosine")
+    steps.add_argument(
+        "--min-learning-rate", type=number(0, 1), help=f"at the end, share of the peak {shown('min_learning_rate')}"
+    )
+    steps.add_argument("--weight-decay", type=number(0, 10), help=f"of matrices {shown('weight_decay')}")
+    steps.add_argument("--clip", type=number(0, 1e9), help=f"largest gradient norm; 0: off {shown('clip')}")
+    steps.add_argument("--dtype", choices=DTYPES, help="of weights (default: bfloat16 on a GPU, float32 on a CPU)")
+
+    placement = parser.add_argument_group("placement (never changes the result)")
+    placement.add_argument("--device", help="cuda or cpu (default: cuda when there is one)")
+    add_memory_options(placement)
+    placement.add_argument("--plan", metavar="FILE", help="a plan of `protrain plan --out FILE`; skips the search")
+    placement.add_argument("--step-during-backward", action="store_true", help="update inside backward; needs --clip 0")
+    placement.add_argument("--threads", type=whole(1), help="CPU threads (default: torch's choice)")
+
+    keeping = parser.add_argument_group("keeping and reporting")
+    keeping.add_argument(
+        "--checkpoint-every", type=whole(0), help=f"steps between checkpoints; 0: none {shown('checkpoint_every')}"
+    )
+    keeping.add_argument("--keep", type=whole(1), help=f"checkpoints to keep {shown('keep')}")
+    keeping.add_argument(
+        "--no-model", dest="save_model", action="store_false", help="do not write the trained model at the end"
+    )
+    keeping.add_argument(
+        "--held-out", type=number(0, 0.5), help=f"share of the text kept for evaluation {shown('held_out')}"
+    )
+    keeping.add_argument(
+        "--evaluate-every", type=whole(0), help=f"steps between evaluations; 0: at the end {shown('evaluate_every')}"
+    )
+    keeping.add_argument(
+        "--evaluation-batches", type=whole(1), help=f"batches of an evaluation {shown('evaluation_batches')}"
+    )
+    keeping.add_argument(
+        "--sample-tokens", type=whole(0), help=f"tokens to generate at the end {shown('sample_tokens')}"
+    )
+    keeping.add_argument(
+        "--log-every", type=whole(1), help=f"steps between lines outside a terminal {shown('log_every')}"
+    )
+    add_output_options(parser)
+    parser.set_defaults(run=run_command)
+
+
+def run_command(args: argparse.Namespace) -> None:
+    """Run `protrain train`."""
+    names = {field.name for field in fields(TrainJob)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    if args.resume:
+        if not hasattr(args, "folder"):
+            raise ValueError("--resume needs the --folder of the run")
+        job, folder = jobs.resume(args.folder, given), args.folder
+    else:
+        folder = getattr(args, "folder", None) or _new_folder(given.get("model", ""))
+        job = jobs.start(folder, given)
+    summary = train(job, folder, resume=args.resume)
+    files = f"in {folder}: {', '.join(sorted(path.name for path in folder.iterdir() if not path.name.startswith('.')))}"
+    emit(summary, args, "\n".join([summary.table(), "", files, summary.last_line()]))
+
+
+def _new_folder(model: str) -> Path:
+    return Path("runs") / f"{Path(model).name}-{time.strftime('%Y%m%d-%H%M%S')}"

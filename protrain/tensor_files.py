@@ -1,0 +1,109 @@
+"""Tensors to safetensors files of bounded size, on the disk before the writer returns, and back."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from protrain.errors import CheckpointError
+
+FILE_BYTES = 1024**3  # the host memory that a save may take beside the training state
+
+
+def _safetensors() -> ModuleType:
+    """The package ``safetensors``; ImportError says what to install."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        raise ImportError("checkpoints need the package safetensors: pip install 'protrain[hf]'") from None
+    return safetensors
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """One written file."""
+
+    name: str
+    bytes: int
+    crc32: int
+    owners: tuple[str, ...]  # parameters that it holds
+    keys: tuple[str, ...]  # tensors that it holds
+
+
+@dataclass
+class TensorWriter:
+    """Collects tensors and writes ``PREFIX-00001.safetensors``, ... of about ``file_bytes`` each.
+
+    The tensors of one owner always share a file, so a reader needs one file at a time; an owner larger than
+    ``file_bytes`` gets a larger file.
+    """
+
+    folder: Path
+    prefix: str
+    file_bytes: int = FILE_BYTES
+    files: list[TensorFile] = field(default_factory=list)
+    _pending: dict[str, torch.Tensor] = field(default_factory=dict)
+    _owners: list[str] = field(default_factory=list)
+    _pending_bytes: int = 0
+
+    def add(self, owner: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Take CPU ``tensors``, named by their keys in the file; they must not change before the next call."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self._pending and self._pending_bytes + size > self.file_bytes:
+            self.flush()
+        self._pending |= {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
+        self._owners.append(owner)
+        self._pending_bytes += size
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        if not self._pending:
+            return
+        name = f"{self.prefix}-{len(self.files) + 1:05d}.safetensors"
+        size, crc32 = write_tensors(self.folder / name, self._pending)
+        self.files.append(TensorFile(name, size, crc32, tuple(self._owners), tuple(self._pending)))
+        self._pending, self._owners, self._pending_bytes = {}, [], 0
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """Write ``tensors`` to ``path`` and flush them to the disk; returns the file's bytes and CRC-32."""
+    _safetensors().torch.save_file(tensors, path, metadata={"format": "pt"})
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+    return path.stat().st_size, file_crc32(path)
+
+
+def open_tensors(path: Path) -> AbstractContextManager[Any]:
+    """``safetensors.safe_open`` on ``path``. CheckpointError names the file when it is not one."""
+    module = _safetensors()
+    try:
+        opened: AbstractContextManager[Any] = module.safe_open(path, framework="pt")
+    except (OSError, module.SafetensorError) as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
+    return opened
+
+
+def file_crc32(path: Path) -> int:
+    """CRC-32 of a file's bytes; zlib releases the GIL, so several files check in parallel."""
+    crc32 = 0
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(16 * 1024**2):
+            crc32 = zlib.crc32(piece, crc32)
+    return crc32
+
+
+def sync_directory(folder: Path) -> None:
+    """Flush a folder's entries, so that a rename in it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,130 @@
+"""Text becomes tokens, tokens become batches, and nothing but seed and step decides which."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from protrain.cli.data import (
+    Tokens,
+    byte_codec,
+    check_length,
+    evaluation_batches,
+    find_documents,
+    tokenize,
+    tokenizer_codec,
+    training_batch,
+)
+
+
+def make_tokens(folder: Path, text: str, held_out: float = 0.1) -> Tokens:
+    source = folder / "text.txt"
+    source.write_text(text)
+    return tokenize([source], byte_codec(), folder / "data", held_out=held_out)
+
+
+def test_bytes_split_at_the_tail_of_every_document(tmp_path: Path) -> None:
+    for name, text in (("a.txt", "a" * 100), ("b.txt", "é" * 50), ("empty.txt", "")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    seen: list[int] = []
+    tokens = tokenize(find_documents(tmp_path), byte_codec(), tmp_path / "data", held_out=0.1, progress=seen.append)
+    assert tokens.train.tobytes() == np.array([97] * 91 + [0xC3, 0xA9] * 45 + [0xC3], np.uint16).tobytes()
+    assert tokens.held_out.tolist() == [97] * 9 + [0] + [0xA9, *[0xC3, 0xA9] * 4, 0]
+    assert sum(seen) == 200
+    assert byte_codec().decode(tokens.held_out[:12].tolist()).startswith("a" * 9)
+
+
+def test_unigram_entropy_is_that_of_all_tokens(tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path, "ab" * 500, held_out=0.5)
+    share = np.array([500, 500]) / 1000
+    assert tokens.unigram_entropy == pytest.approx(-(share * np.log(share)).sum())
+    assert tokens.unigram_entropy == pytest.approx(math.log(2))
+
+
+def test_a_checksum_sees_one_changed_letter(tmp_path: Path) -> None:
+    first = make_tokens(tmp_path, "the same text" * 10).crc32
+    assert make_tokens(tmp_path, "the same text" * 10).crc32 == first
+    assert make_tokens(tmp_path, "the same tezt" * 10).crc32 != first
+
+
+def test_a_tokenizer_gives_the_tokens_and_the_separator(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    model = tokenizers.models.WordLevel({"<unk>": 0, "to": 1, "be": 2, "</s>": 70000}, unk_token="<unk>")
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    codec = tokenizer_codec(transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>"))
+    source = tmp_path / "text.txt"
+    source.write_text("to be or\n")
+    codec = type(codec)(encode=codec.encode, decode=codec.decode, separator=codec.separator, vocabulary=70001)
+    tokens = tokenize([source], codec, tmp_path / "data", held_out=0.0)
+    assert tokens.train.tolist() == [1, 2, 0, 70000]
+    assert codec.decode([1, 2]) == "to be"
+
+
+def test_batches_are_drawn_from_seed_and_step_alone(tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path, "".join(chr(32 + i % 90) for i in range(5000)))
+
+    def draw(seed: int = 0, step: int = 3, micro_batch: int = 0) -> torch.Tensor:
+        return training_batch(tokens, seed=seed, step=step, micro_batch=micro_batch, batch=4, sequence=16)
+
+    assert draw().shape == (4, 16)
+    assert draw().dtype == torch.int64
+    assert torch.equal(draw(), draw())
+    others = [draw(seed=1), draw(step=4), draw(micro_batch=1)]
+    assert not any(torch.equal(draw(), other) for other in others)
+    stream = tokens.train.tolist()
+    for row in draw().tolist():
+        assert any(stream[start : start + 16] == row for start in range(len(stream))), "a stretch of the training part"
+
+
+def test_every_window_can_be_drawn_also_the_last(tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path, "0123456789", held_out=0.0)
+    assert len(tokens.train) == 11, "the document and its separator"
+    starts = {
+        int(training_batch(tokens, seed=0, step=step, micro_batch=0, batch=1, sequence=10)[0, 0]) for step in range(20)
+    }
+    assert starts == {ord("0"), ord("1")}
+
+
+def test_evaluation_windows_do_not_overlap_and_stay_in_the_held_out_part(tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path, "".join(chr(32 + i % 90) for i in range(2000)), held_out=0.2)
+    batches = list(evaluation_batches(tokens, batch=3, sequence=16, count=2))
+    assert [len(batch) for batch in batches] == [3, 3]
+    whole = [row.tolist() for row in torch.cat(batches)]
+    held_out = tokens.held_out.tolist()
+    cut = [held_out[start : start + 16] for start in range(0, len(held_out) - 15, 16)]
+    assert [cut.index(row) for row in whole] == sorted(cut.index(row) for row in whole)
+    assert whole[0] == cut[0]
+    assert whole[-1] == cut[-1]
+    assert list(evaluation_batches(make_tokens(tmp_path, "abc", held_out=0.0), batch=3, sequence=16, count=2)) == []
+
+
+def test_python_sources_are_the_default() -> None:
+    documents = find_documents(None)
+    assert {"argparse.py", "dataclasses.py"} <= {path.name for path in documents}
+    assert not any({"site-packages", "test", "idlelib"} & set(path.parts) for path in documents)
+    assert documents == sorted(documents)
+
+
+def test_hidden_and_binary_files_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "text.md").write_text("text")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    assert find_documents(tmp_path) == [tmp_path / "text.md"]
+
+
+def test_data_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        find_documents(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="holds no text file"):
+        find_documents(tmp_path)
+    with pytest.raises(ValueError, match=r"text.txt holds no text: it is empty"):
+        make_tokens(tmp_path, "")
+    with pytest.raises(ValueError, match="10 training tokens, fewer than one sequence of 16"):
+        check_length(make_tokens(tmp_path, "123456789", held_out=0.0), sequence=16)

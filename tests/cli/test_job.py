@@ -1,0 +1,38 @@
+"""Options of a run: what a resumed run may change, and what it may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from protrain.cli.job import JOB_FILE, TrainJob, resume, start
+
+
+def test_a_resumed_run_takes_its_own_options_and_new_placement(tmp_path: Path) -> None:
+    start(tmp_path, {"model": "tiny", "steps": 50, "seed": 3}).save(tmp_path / JOB_FILE)
+    job = resume(tmp_path, {"device_memory": "1GiB", "steps": 50})
+    assert job == TrainJob(model="tiny", steps=50, seed=3, device_memory="1GiB")
+
+
+def test_a_resumed_run_refuses_what_would_change_its_result(tmp_path: Path) -> None:
+    start(tmp_path, {"model": "tiny", "steps": 50}).save(tmp_path / JOB_FILE)
+    with pytest.raises(ValueError, match=r"--learning-rate 0\.1 differs from None of the run"):
+        resume(tmp_path, {"learning_rate": 0.1})
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    start(tmp_path, {"model": "tiny"}).save(tmp_path / JOB_FILE)
+    with pytest.raises(ValueError, match="continue it with --resume"):
+        start(tmp_path, {"model": "tiny"})
+
+
+def test_contradictions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        resume(tmp_path, {})
+    with pytest.raises(ValueError, match="--model is missing"):
+        start(tmp_path, {})
+    with pytest.raises(ValueError, match="give --clip 0"):
+        start(tmp_path, {"model": "tiny", "step_during_backward": True})
+    with pytest.raises(ValueError, match="--warmup 20 is longer than --steps 10"):
+        start(tmp_path, {"model": "tiny", "steps": 10})

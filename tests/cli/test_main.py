@@ -1,0 +1,162 @@
+"""The command line: help with an example, one line and status 2 for what the user can mend, JSON where asked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from protrain.cli.main import main
+from protrain.hardware import HardwareProfile
+from protrain.planning import Plan
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    try:
+        status = main(argv)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "calibrate"])
+def test_help_shows_a_real_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, command, "--help")
+    assert status == 0
+    assert "example" in out
+    assert f"  protrain {command} " in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["train", "--modle", "tiny"], "unrecognized arguments: --modle"),
+        (["train", "--model", "tiny", "--batch", "0"], "--batch: must be at least 1, not 0"),
+        (["train", "--model", "tiny", "--batch", "x"], "--batch: must be a whole number, not 'x'"),
+        (["train", "--model", "tiny", "--learning-rate", "-1"], "--learning-rate: must be between 0 and 10, not -1"),
+        (["train", "--model", "tiny", "--device-memory", "lots"], "--device-memory: must be bytes or like 24GiB"),
+        (["train", "--model", "tiny", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["train"], "--model is missing"),
+        (["train", "--resume"], "--resume needs the --folder"),
+        (["train", "--model", "tinny"], "there is no model 'tinny': give a folder with config.json, or one of tiny,"),
+        (["train", "--model", "tiny", "--device", "tpu"], "--device 'tpu' is no device"),
+        (["train", "--model", "tiny", "--device", "meta"], "--device meta is not supported"),
+        (["train", "--model", "tiny", "--device", "cpu", "--sequence", "2000"], "longer than the 1024 positions"),
+        (["train", "--model", "tiny", "--device", "cpu", "--data", "nowhere"], "--data: nowhere does not exist"),
+        (["plan", "tiny", "--hardware", "no-such-card"], "no-such-card"),
+    ],
+)
+def test_a_bad_argument_is_one_line_and_status_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, *argv)
+    lines = [line for line in err.splitlines() if not line.startswith("reading text")]
+    assert (status, len(lines), out) == (2, 1, ""), err
+    assert lines[0].startswith("protrain")
+    assert message in lines[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+@pytest.mark.parametrize("argv", [["train", "--model", "tiny"], ["calibrate"], ["plan", "tiny"]])
+def test_a_missing_gpu_is_named(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, *argv, "--device", "cuda")
+    assert status == 2
+    assert "torch finds no CUDA device on this machine; give --device cpu" in err
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    folder = tmp_path / "run"
+    options = [
+        f"--model=tiny --device=cpu --batch=1 --sequence=16 --steps=1 --warmup=0 --folder={folder}",
+        f"--data={tmp_path}/text.txt --no-model --sample-tokens=0",
+    ]
+    status, _, err = run(capsys, "train", *" ".join(options).split())
+    assert status == 0, err
+    save = next((folder / "checkpoints").iterdir())
+    state = save / "state-00001.safetensors"
+    state.write_bytes(state.read_bytes()[:-1])
+    status, _, err = run(capsys, "train", "--resume", "--folder", str(folder))
+    assert status == 2
+    assert f"{state} has" in err.splitlines()[-1]
+    assert "there is no older save beside it" in err.splitlines()[-1]
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "train", "--device", "cpu", "--model", str(tmp_path))
+    assert (status, "holds no config.json" in err) == (2, True)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    status, _, err = run(capsys, "train", "--device", "cpu", "--model", str(tmp_path))
+    assert (status, "holds no safetensors" in err) == (2, True)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
+    status, _, err = run(capsys, "train", "--device", "cpu", "--model", str(tmp_path))
+    assert (status, "is no causal language model" in err) == (2, True)
+
+
+def test_a_plan_is_printed_as_a_table_or_json_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "tiny", "--device", "cpu", "--batch", "2", "--sequence", "32"]
+    status, table, err = run(capsys, *argv)
+    assert status == 0, err
+    assert "n_persist" in table
+    status, text, _ = run(capsys, *argv, "--json", "--out", str(tmp_path / "plan.json"))
+    assert status == 0
+    plan = json.loads(text)
+    assert plan["n_persist"] <= plan["n_chunks"]
+    assert json.loads((tmp_path / "plan.json").read_text()) == plan
+    status, _, err = run(capsys, *argv, "--out", str(tmp_path / "nowhere" / "plan.json"))
+    assert status == 2
+    assert "cannot write" in err
+
+
+def test_a_plan_file_drives_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--device", "cpu", "--batch", "2", "--sequence", "32"]
+    plan = tmp_path / "plan.json"
+    status, text, err = run(capsys, "plan", "tiny", *shape, "--device-memory", "16MiB", "--json", "--out", str(plan))
+    assert status == 0, err
+    assert json.loads(text)["n_persist"] < json.loads(text)["n_chunks"], "16 MiB do not hold every state"
+    command = ["train", "--model", "tiny", *shape, "--steps", "2", "--warmup", "0", "--plan", str(plan)]
+    command += ["--folder", str(tmp_path / "run"), "--no-model", "--sample-tokens", "0", "--checkpoint-every", "0"]
+    status, _, err = run(capsys, *command)
+    assert status == 0, err
+    planned, used = Plan.load(plan), Plan.load(tmp_path / "run" / "plan.json")
+    # Times are predicted anew for the machine that runs it.
+    assert replace(used, step_ms=planned.step_ms) == planned
+
+
+def test_memory_that_holds_no_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "--model", "tiny", "--device", "cpu", "--device-memory", "1MiB", "--folder", str(tmp_path)]
+    status, _, err = run(capsys, *command)
+    assert status == 2
+    assert "no plan fits the" in err.splitlines()[-1]
+    assert "available 1 MiB" in err.splitlines()[-1]
+    assert not (tmp_path / "job.json").exists(), "a failed start leaves no run behind"
+
+
+def test_a_shipped_profile_plans_for_a_machine_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, err = run(capsys, "plan", "llama2-13b", "--hardware", "rtx3090", "--batch", "1", "--json")
+    assert status == 0, err
+    plan = json.loads(text)
+    assert plan["device_bytes"] <= 24 * 1024**3
+    assert plan["n_persist"] < plan["n_chunks"]
+
+
+def test_calibrate_measures_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "machine.json"
+    status, text, err = run(capsys, "calibrate", "--device", "cpu", "--json", "--out", str(out))
+    assert status == 0, err
+    hardware = HardwareProfile.load(out)
+    assert HardwareProfile.from_json(text) == hardware
+    assert (hardware.device_type, hardware.source) == ("cpu", "measured")
+    status, text, err = run(
+        capsys, "plan", "tiny", "--hardware", str(out), "--batch", "1", "--sequence", "16", "--json"
+    )
+    assert status == 0, err
+    assert json.loads(text)["tokens"] == 16

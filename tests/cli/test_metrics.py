@@ -1,0 +1,93 @@
+"""What a run reports about itself."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from protrain.cli.metrics import (
+    METRICS_FILE,
+    DelayedRead,
+    MetricsFile,
+    StepTimes,
+    draw_loss_curve,
+    peak_resident_bytes,
+    resident_bytes,
+    status_line,
+)
+
+
+def test_a_resumed_file_forgets_steps_after_the_checkpoint_and_a_torn_line(tmp_path: Path) -> None:
+    first = MetricsFile(tmp_path, resumed_step=0)
+    for step in (1, 2, 3):
+        first.add({"step": step, "loss": float(step)})
+    with open(tmp_path / METRICS_FILE, "a") as file:
+        file.write('{"step": 4, "lo')
+    resumed = MetricsFile(tmp_path, resumed_step=2)
+    resumed.add({"step": 3, "loss": 30.0})
+    resumed.add({"step": 3, "evaluation_loss": 1.0})
+    assert resumed.losses() == [1.0, 2.0, 30.0]
+    lines = (tmp_path / METRICS_FILE).read_text().splitlines()
+    assert [json.loads(line) for line in lines] == resumed.rows
+    assert MetricsFile(tmp_path, resumed_step=0).rows == [], "a new run starts empty"
+
+
+def test_times_leave_out_pauses_and_the_first_steps() -> None:
+    times = StepTimes(skip=2)
+    assert times.quantile(0.5) is None
+    assert times.add(0.0) is None
+    for ended in (9.0, 18.0, 19.0, 21.0):
+        times.add(ended)
+    times.pause()
+    assert times.add(500.0) is None
+    assert times.add(503.0) == pytest.approx(3000)
+    assert times.milliseconds == pytest.approx([9000, 9000, 1000, 2000, 3000])
+    assert [times.quantile(share) for share in (0.2, 0.5, 0.8)] == pytest.approx([1000, 2000, 3000])
+
+
+def _read_late(device: torch.device) -> None:
+    delayed = DelayedRead(device)
+    assert delayed.take() is None
+    for step in (1, 2, 3):
+        delayed.put(step, torch.tensor(0.5 * step, device=device), torch.tensor(2.0, device=device))
+        result = delayed.take()
+        assert result is not None
+        assert (result.step, result.loss, result.gradient_norm) == (step, 0.5 * step, 2.0)
+    delayed.put(4, torch.tensor(1.0, device=device), None)
+    result = delayed.take()
+    assert result is not None
+    assert result.gradient_norm is None
+    assert delayed.take() is None
+
+
+def test_numbers_are_read_after_the_step() -> None:
+    _read_late(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_numbers_are_read_after_the_step_on_a_gpu() -> None:
+    _read_late(torch.device("cuda"))
+
+
+def test_the_process_is_measured_in_bytes() -> None:
+    before = resident_bytes()
+    # Fresh pages: an allocator would hand out memory that the process holds already.
+    with mmap.mmap(-1, 64 * 1024**2) as block:
+        block.write(b"1" * len(block))
+        held = resident_bytes()
+    assert held - before > 60 * 1024**2
+    assert peak_resident_bytes() >= held
+    assert resident_bytes() < held - 30 * 1024**2
+
+
+def test_the_status_line_and_the_curve(tmp_path: Path) -> None:
+    line = status_line(loss=2.5, tokens_per_s=1234.5, tflops=0.0123, device_bytes=3 * 1024**3, host_bytes=1024)
+    assert line == "loss 2.500  1,234 tokens/s  0.0123 TFLOP/s  device 3 GiB  host 1 KiB"
+    rows = [{"step": step, "loss": 5 / step} for step in range(1, 9)] + [{"step": 8, "evaluation_loss": 1.0}]
+    path = draw_loss_curve(tmp_path, rows, unigram_entropy=3.2)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -1,0 +1,54 @@
+"""Named shapes have the sizes that their names promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from protrain.cli.models import attention_flops_per_token
+from protrain.cli.shapes import SHAPES, shape_config
+
+transformers = pytest.importorskip("transformers")
+
+# Published parameter counts; the large GPT-2 shapes are what their name says.
+BILLIONS = {
+    "tiny": 0.00182,
+    "gpt2": 0.12444,
+    "gpt2-10b": 9.876,
+    "gpt2-15b": 14.918,
+    "gpt2-20b": 19.75,
+    "gpt2-30b": 30.22,
+    "gpt2-40b": 40.69,
+    "opt-13b": 12.853,
+    "opt-30b": 29.975,
+    "llama-1b": 1.3454,
+    "llama-7b": 7.2417,
+    "llama2-13b": 13.016,
+    "llama2-34b": 33.744,
+    "mistral-7b": 7.2417,
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_its_size_and_takes_its_default_sequence(name: str) -> None:
+    config = shape_config(SHAPES[name])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=1e-3)
+    assert SHAPES[name].sequence <= config.max_position_embeddings
+    assert model.generation_config.eos_token_id is None
+
+
+def test_attention_counts_what_a_flop_counter_sees() -> None:
+    config = shape_config(SHAPES["tiny"])
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.zeros(1, 64, dtype=torch.int64)
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+    # eager attention computes the masked half too, hence the factor of two
+    expected = 64 * (6 * matrices + 2 * attention_flops_per_token(config, 64))
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)

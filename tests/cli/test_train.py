@@ -1,0 +1,237 @@
+"""`protrain train` from end to end: it learns, saves, stops, resumes to the same bits, and exports what it trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protrain.checkpoint import list_saves
+from protrain.cli.data import byte_codec, evaluation_batches, tokenize
+from protrain.cli.main import main
+from protrain.planning import Plan
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model as save_pretrained leaves it, and a text whose letters follow each other strictly."""
+    folder = tmp_path_factory.mktemp("train")
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "source")
+    letters = "the quick brown fox jumps over the lazy dog\n"
+    (folder / "text.txt").write_text(letters * 200)
+    return folder
+
+
+def arguments(workplace: Path, folder: Path, *more: str) -> list[str]:
+    options: dict[str, Any] = {
+        "model": workplace / "source",
+        "data": workplace / "text.txt",
+        "folder": folder,
+        "device": "cpu",
+        "batch": 4,
+        "sequence": 32,
+        "steps": 30,
+        "warmup": 3,
+        "learning-rate": 0.01,
+        "evaluate-every": 7,
+        "checkpoint-every": 4,
+        "sample-tokens": 8,
+        "threads": 1,
+    }
+    return ["train", *[part for name, value in options.items() for part in (f"--{name}", str(value))], *more]
+
+
+@pytest.fixture(scope="module")
+def finished(workplace: Path) -> Path:
+    """An uninterrupted run, in fp32, with all memory that it wants."""
+    folder = workplace / "finished"
+    assert main(arguments(workplace, folder)) == 0
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    import safetensors.torch
+
+    loaded: dict[str, torch.Tensor] = safetensors.torch.load_file(folder / "model" / "model.safetensors")
+    return loaded
+
+
+def test_a_run_learns_and_leaves_its_files(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["initial_loss"] > 5
+    assert summary["unigram_entropy"] == pytest.approx(3.05, abs=0.1)
+    assert summary["final_loss"] < 2.6
+    assert summary["tokens_per_step"] == 128
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    losses = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in losses] == list(range(1, 31))
+    assert summary["final_loss"] == pytest.approx(sum(row["loss"] for row in losses[-3:]) / 3)
+    assert [row["step"] for row in rows if "evaluation_loss" in row] == [7, 14, 21, 28, 30]
+    rates = [row["learning_rate"] for row in losses]
+    assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
+    assert max(rates) == pytest.approx(0.01)
+    assert rates[-1] == pytest.approx(0.001)
+    files = "checkpoints data job.json loss.png metrics.jsonl model plan.json sample.txt summary.json"
+    assert sorted(path.name for path in finished.iterdir()) == files.split()
+    assert len((finished / "sample.txt").read_text().encode()) == 40
+
+
+def test_the_exported_model_loads_and_is_the_trained_one(finished: Path, workplace: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(finished / "model")
+    assert model.dtype == torch.float32
+    tokens = tokenize([workplace / "text.txt"], byte_codec(), tmp_path, held_out=0.05)
+    losses = []
+    with torch.no_grad():
+        for ids in evaluation_batches(tokens, batch=4, sequence=32, count=8):
+            losses += [float(model(input_ids=row[None], labels=row[None]).loss) for row in ids]
+    summary = json.loads((finished / "summary.json").read_text())
+    assert sum(losses) / len(losses) == pytest.approx(summary["evaluation_loss"], rel=1e-5)
+
+
+def test_a_killed_and_a_stopped_run_resume_to_the_same_bits(finished: Path, workplace: Path) -> None:
+    folder = workplace / "interrupted"
+    killed = start_process(arguments(workplace, folder))
+    wait_for_step(folder, 6, killed)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+
+    stopped = start_process(["train", "--resume", "--folder", str(folder)])
+    wait_for_step(folder, 14, stopped)
+    stopped.send_signal(signal.SIGINT)
+    errors = stopped.communicate()[1]
+    assert stopped.returncode == 130, errors
+    assert "resumed at step" in errors
+    assert f"continue with: protrain train --resume --folder {folder}" in errors
+    assert not (folder / "model").exists()
+    saved_step = int(list_saves(folder / "checkpoints")[-1].name.rpartition("-")[2])
+    assert f"stopped at step {saved_step} of 30" in errors
+
+    # The third process has another plan: placement never changes the result.
+    assert main(["train", "--resume", "--folder", str(folder), "--device-memory", "700KiB"]) == 0
+    assert str(Plan.load(folder / "plan.json")) != str(Plan.load(finished / "plan.json"))
+    expected, found = weights(finished), weights(folder)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    def losses(run: Path) -> list[tuple[int, float]]:
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+
+    assert losses(folder) == losses(finished)
+    assert (folder / "sample.txt").read_text() == (finished / "sample.txt").read_text()
+
+
+def start_process(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", "import sys; from protrain.cli.main import main; sys.exit(main())", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Return once metrics.jsonl tells of ``step``."""
+    for _ in range(6000):
+        path = folder / "metrics.jsonl"
+        if path.exists() and f'"step": {step},' in path.read_text():
+            return
+        if process.poll() is not None:
+            pytest.fail(f"the run ended early: {process.communicate()[1]}")
+        time.sleep(0.01)
+    pytest.fail(f"step {step} was not reached within a minute")
+
+
+def test_accumulated_batches_make_one_step(workplace: Path, tmp_path: Path) -> None:
+    command = arguments(workplace, tmp_path / "run", "--accumulation", "3", "--no-model", "--dtype", "bfloat16")
+    command[command.index("--steps") + 1] = "12"
+    assert main([*command, "--json", "--out", str(tmp_path / "summary.json")]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["tokens_per_step"] == 4 * 32 * 3
+    assert summary["final_loss"] < summary["initial_loss"] - 1
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_updates_inside_backward_give_the_same_bits(workplace: Path, tmp_path: Path) -> None:
+    for name, more in (("after", []), ("inside", ["--step-during-backward", "--device-memory", "700KiB"])):
+        command = arguments(workplace, tmp_path / name, "--clip", "0", "--accumulation", "2", *more)
+        command[command.index("--steps") + 1] = "6"
+        assert main(command) == 0
+    after, inside = weights(tmp_path / "after"), weights(tmp_path / "inside")
+    assert all(torch.equal(inside[name], after[name]) for name in after)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = arguments(workplace, tmp_path / "run", "--clip", "0", "--dtype", "float16")
+    command[command.index("--learning-rate") + 1] = "10"
+    assert main(command) == 1
+    assert "the loss is nan at step" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_bf16_run_exports_bf16_weights_that_load(workplace: Path, tmp_path: Path) -> None:
+    command = arguments(workplace, tmp_path / "run", "--dtype", "bfloat16", "--sample-tokens", "0")
+    command[command.index("--steps") + 1] = "4"
+    assert main(command) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert model.dtype == torch.bfloat16
+    assert weights(tmp_path / "run")["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert not (tmp_path / "run" / "sample.txt").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_run_on_a_gpu_learns_and_resumes(workplace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = arguments(workplace, folder)
+    command[command.index("--device") + 1] = "cuda"
+    assert main(command) == 0
+    first = json.loads((folder / "summary.json").read_text())
+    assert first["dtype"] == "bfloat16"
+    assert first["final_loss"] < 2.8
+    assert 0 < first["device_peak_bytes"] <= first["device_reserved_bytes"]
+    shutil.rmtree(list_saves(folder / "checkpoints")[-1])
+    assert main(["train", "--resume", "--folder", str(folder)]) == 0
+    second = json.loads((folder / "summary.json").read_text())
+    assert second["initial_loss"] == first["initial_loss"]
+    assert second["final_loss"] == pytest.approx(first["final_loss"], rel=0.02)
+
+
+def test_changed_data_is_refused_on_resume(finished: Path, workplace: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text((workplace / "text.txt").read_text())
+    command = arguments(workplace, tmp_path / "run", "--no-model", "--sample-tokens", "0")
+    command[command.index("--data") + 1] = str(text)
+    command[command.index("--steps") + 1] = "4"
+    assert main(command) == 0
+    text.write_text(text.read_text().replace("fox", "cat"))
+    assert main(["train", "--resume", "--folder", str(tmp_path / "run")]) == 2

@@ -1,0 +1,236 @@
+"""Saves are atomic, loads are exact, damage is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from protrain.checkpoint import MANIFEST, list_saves, load_checkpoint, save_checkpoint
+from protrain.errors import CheckpointError
+from protrain.tensor_files import TensorWriter
+
+
+class PlainOptimizer:
+    """torch.optim.AdamW behind the streaming interface: what a wrapped optimizer does, without chunks."""
+
+    def __init__(self, model: nn.Module, learning_rate: float = 1e-2) -> None:
+        self.model = model
+        self.inner = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+
+    def parameter_names(self) -> list[str]:
+        return [name for name, _ in self.model.named_parameters()]
+
+    def export_parameter(self, name: str) -> dict[str, torch.Tensor]:
+        parameter = self.model.get_parameter(name)
+        state = {kind: value.clone() for kind, value in self.inner.state[parameter].items()}
+        return {"master": parameter.detach().clone(), **state}
+
+    def import_parameter(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        parameter = self.model.get_parameter(name)
+        if tensors["master"].shape != parameter.shape:
+            raise ValueError(f"{name} has shape {list(parameter.shape)}")
+        with torch.no_grad():
+            parameter.copy_(tensors["master"])
+        self.inner.state[parameter] = {kind: tensors[kind] for kind in tensors if kind != "master"}
+
+    def scalar_state(self) -> dict[str, Any]:
+        return {"groups": [{k: v for k, v in group.items() if k != "params"} for group in self.inner.param_groups]}
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        for group, saved in zip(self.inner.param_groups, state["groups"], strict=True):
+            group.update(saved)
+
+
+def make_model(seed: int, width: int = 8) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 2))
+
+
+def train(model: nn.Module, optimizer: PlainOptimizer, scheduler: Any, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        # draws from all three generators, so that a resumed run needs every one of them
+        batch = torch.randn(16, 4) + random.random() + float(np.random.rand())
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.inner.step()
+        optimizer.inner.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def make_run(seed: int) -> tuple[nn.Sequential, PlainOptimizer, Any]:
+    model = make_model(seed)
+    optimizer = PlainOptimizer(model)
+    # Milestones are a Counter with whole numbers as keys, which JSON alone would turn into text.
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer.inner, milestones=[3, 7], gamma=0.5)
+    return model, optimizer, scheduler
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    model, optimizer, scheduler = make_run(0)
+    train(model, optimizer, scheduler, 5)
+    save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, extra={"step": 5, "pair": (1, 2)})
+    expected = train(model, optimizer, scheduler, 5)
+
+    random.seed(2)
+    np.random.seed(2)
+    other, other_optimizer, other_scheduler = make_run(99)
+    train(other, other_optimizer, other_scheduler, 2)
+    extra = load_checkpoint(tmp_path, other, other_optimizer, scheduler=other_scheduler)
+    assert extra == {"step": 5, "pair": (1, 2)}
+    assert train(other, other_optimizer, other_scheduler, 5) == expected
+    for (name, value), (_, wanted) in zip(other.state_dict().items(), model.state_dict().items(), strict=True):
+        assert torch.equal(value, wanted), name
+    assert other_scheduler.get_last_lr() == scheduler.get_last_lr() == [0.01 * 0.25]
+
+
+def test_the_newest_saves_are_kept_and_numbered(tmp_path: Path) -> None:
+    model, optimizer, scheduler = make_run(0)
+    for _ in range(4):
+        train(model, optimizer, scheduler, 1)
+        save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, keep=2)
+    assert [save.name for save in list_saves(tmp_path)] == ["00003-step-3", "00004-step-4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00003-step-3", "00004-step-4"]
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        save_checkpoint(tmp_path, model, optimizer, keep=0)
+
+
+def test_an_older_save_loads_by_its_own_folder(tmp_path: Path) -> None:
+    model, optimizer, scheduler = make_run(0)
+    for step in (1, 2):
+        train(model, optimizer, scheduler, 1)
+        save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, extra=step)
+    assert load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler) == 2
+    assert load_checkpoint(tmp_path / "00001-step-1", model, optimizer, scheduler=scheduler) == 1
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda save: (save / "state-00001.safetensors").unlink(), "state-00001.safetensors is missing"),
+        (lambda save: os.truncate(save / "state-00001.safetensors", 100), "has 100 bytes instead of"),
+        (lambda save: _flip(save / "state-00001.safetensors"), "state-00001.safetensors is damaged: its checksum"),
+        (lambda save: _flip(save / "buffers.safetensors"), "buffers.safetensors is damaged"),
+        (lambda save: (save / MANIFEST).write_text('{"format": 1'), "checkpoint.json is damaged"),
+        (lambda save: (save / MANIFEST).write_text('{"format": 1}'), "checkpoint.json lacks 'extra'"),
+        (lambda save: (save / MANIFEST).write_text('{"format": 99}'), "format 99; this version reads format 1"),
+        (lambda save: (save / MANIFEST).unlink(), "checkpoint.json: No such file"),
+    ],
+)
+def test_damage_is_named_before_anything_changes(tmp_path: Path, damage: Any, message: str) -> None:
+    model, optimizer, scheduler = make_run(0)
+    for _ in range(2):
+        train(model, optimizer, scheduler, 1)
+        save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
+    train(model, optimizer, scheduler, 1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    damage(tmp_path / "00002-step-2")
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
+    assert str(tmp_path / "00002-step-2") in str(raised.value)
+    if "format 99" not in message:
+        assert "00001-step-1" in str(raised.value), "the remedy names the older save"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    load_checkpoint(tmp_path / "00001-step-1", model, optimizer, scheduler=scheduler)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    model, optimizer, _ = make_run(0)
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        load_checkpoint(tmp_path / "nowhere", model, optimizer)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load_checkpoint(tmp_path, model, optimizer)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    model, optimizer, scheduler = make_run(0)
+    train(model, optimizer, scheduler, 1)
+    save_checkpoint(tmp_path, model, optimizer)
+    with pytest.raises(CheckpointError, match="no scheduler state"):
+        load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
+    deeper = nn.Sequential(*model, nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"lacks the parameter '4.bias', which the model has"):
+        load_checkpoint(tmp_path, deeper, PlainOptimizer(deeper))
+    wider = make_model(0, width=16)
+    with pytest.raises(CheckpointError, match=r"buffer '1.running_mean' is torch.float32 \[8\] there"):
+        load_checkpoint(tmp_path, wider, PlainOptimizer(wider))
+
+
+def test_state_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model, optimizer, _ = make_run(0)
+    with pytest.raises(ValueError, match="extra holds a Tensor"):
+        save_checkpoint(tmp_path, model, optimizer, extra={"tensor": torch.ones(1)})
+    assert list_saves(tmp_path) == []
+
+
+def test_files_are_bounded_and_a_parameter_is_never_split(tmp_path: Path) -> None:
+    writer = TensorWriter(tmp_path, "state", file_bytes=1000)
+    for index in range(7):
+        tensor = torch.full((50,), float(index))
+        writer.add(f"p{index}", {f"master/p{index}": tensor, f"exp_avg/p{index}": tensor + 1})
+    writer.flush()
+    assert [file.owners for file in writer.files] == [("p0", "p1"), ("p2", "p3"), ("p4", "p5"), ("p6",)]
+    assert all((tmp_path / file.name).stat().st_size == file.bytes < 1500 for file in writer.files)
+
+
+_SAVE_FOREVER = """
+import sys
+import torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_checkpoint import make_run, train
+from protrain.checkpoint import save_checkpoint
+model, optimizer, scheduler = make_run(0)
+print("ready", flush=True)
+while True:
+    train(model, optimizer, scheduler, 1)
+    save_checkpoint(sys.argv[1], model, optimizer, scheduler=scheduler)
+"""
+
+
+def test_a_save_killed_at_any_moment_leaves_a_loadable_one(tmp_path: Path) -> None:
+    serials: list[int] = []
+    for attempt in range(5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _SAVE_FOREVER, str(tmp_path), str(Path(__file__).parent)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        while not (saves := list_saves(tmp_path)) or int(saves[-1].name[:5]) <= max(serials, default=0):
+            time.sleep(0.005)
+        time.sleep(0.013 * (attempt + 1))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        model, optimizer, scheduler = make_run(1)
+        load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
+        newest = list_saves(tmp_path)[-1]
+        step = json.loads((newest / MANIFEST).read_text())["step"]
+        assert newest.name.endswith(f"-step-{step}")
+        assert {int(state["step"]) for state in optimizer.inner.state.values()} == {step}
+        serials.append(int(newest.name[:5]))
+    assert serials == sorted(set(serials)), "every process saved on top of what the killed one left"

@@ -1,0 +1,115 @@
+"""Imports go one way: kernels <- hardware, engine; planning <- data only; engine <- Plan; wrap <- everything."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ("protrain.records", "protrain.quantities", "protrain.errors")
+PROFILES = ("protrain.hardware.profile", "protrain.profiler.model_profile")
+
+# package -> what of this project it may import, itself aside. A prefix covers its submodules.
+ALLOWED = {
+    "protrain_kernels": (),
+    "protrain.records": ("protrain.quantities",),
+    "protrain.quantities": (),
+    "protrain.errors": ("protrain.quantities",),
+    "protrain.batch": DATA,
+    "protrain.planning": (*DATA, *PROFILES),
+    "protrain.hardware": (*DATA, "protrain_kernels"),
+    "protrain.profiler": (*DATA, "protrain.batch"),
+    "protrain.engine": (
+        *DATA,
+        *PROFILES,
+        "protrain.batch",
+        "protrain.planning.plan",
+        "protrain.planning.layout",
+        "protrain.profiler.blocks",
+        "protrain_kernels",
+    ),
+}
+PURE = ("protrain.planning", "protrain.records", "protrain.quantities", "protrain.errors")  # no torch: plain data
+
+
+def _within(module: str, prefixes: tuple[str, ...]) -> bool:
+    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
+
+
+def imports(source: str, module: str, *, is_package: bool) -> set[str]:
+    """Every module that ``source`` imports, also inside functions; ``from a import b`` gives both a and a.b."""
+    package = module if is_package else module.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parts, *([node.module] if node.module else [])])
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _sources() -> Iterator[tuple[str, Path]]:
+    for package in ("protrain", "protrain_kernels"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            yield name.removesuffix(".__init__"), path
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or path.is_dir()
+
+
+def violations(module: str, imported: set[str]) -> list[str]:
+    """What ``module`` imports against the direction of the design."""
+    wrong = []
+    for name in sorted(imported):
+        if _within(name, ("torch", "triton")) and _within(module, PURE):
+            wrong.append(f"{module} imports {name}, but plans and records are plain data")
+        # `from a import b` yields a.b; b may be a plain name of the module a, which is checked by itself
+        if not _within(name, ("protrain", "protrain_kernels")) or not _is_module(name):
+            continue
+        owner = next((package for package in ALLOWED if _within(module, (package,))), None)
+        if owner is not None and not _within(name, (owner, *ALLOWED[owner])) and not _reaches(name, ALLOWED[owner]):
+            wrong.append(f"{module} imports {name}")
+        if _within(name, ("protrain.cli",)) and not _within(module, ("protrain.cli",)):
+            wrong.append(f"{module} imports {name}, but nothing imports the command line")
+    return wrong
+
+
+def _reaches(name: str, allowed: tuple[str, ...]) -> bool:
+    """Whether ``name`` is the package on the way to an allowed module: ``from protrain import records``."""
+    return name == "protrain" and bool(allowed)
+
+
+def test_imports_go_one_way() -> None:
+    wrong = []
+    for module, path in _sources():
+        wrong += violations(module, imports(path.read_text(), module, is_package=path.name == "__init__.py"))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("protrain_kernels.adam", "from protrain import records"),
+        ("protrain.planning.search", "import torch"),
+        ("protrain.planning.search", "from protrain.engine import core"),
+        ("protrain.hardware.detect", "from protrain.profiler import model_profile"),
+        ("protrain.profiler.trace", "def late():\n    from protrain.planning import plan"),
+        ("protrain.engine.core", "from protrain.planning import search"),
+        ("protrain.wrap", "import protrain.cli"),
+    ],
+)
+def test_a_wrong_import_is_found(module: str, source: str) -> None:
+    assert violations(module, imports(source, module, is_package=False))
+
+
+def test_a_right_import_passes() -> None:
+    source = "from protrain.planning.plan import Plan\nfrom protrain.errors import PlanError\nimport torch"
+    assert violations("protrain.engine.core", imports(source, "protrain.engine.core", is_package=False)) == []
