@@ -1,0 +1,118 @@
+"""The machine: shipped profiles, what is read from the system, and what is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from protrain.hardware import HardwareProfile, calibrate, detect, load, shipped_names
+from protrain.hardware.memory import available_host_bytes, usable_cores
+
+GIB = 1024**3
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "a100", "rtx3090", "H100"])
+def test_shipped_profiles_are_plausible(name: str) -> None:
+    profile = load(name)
+    assert profile.source == "shipped"
+    assert profile.device_type == "cuda"
+    assert 16 * GIB < profile.device_bytes < profile.device_copy_gbps * GIB
+    assert profile.bidirectional_gbps <= profile.h2d_gbps + profile.d2h_gbps
+    # AdamW is bound by memory: 28 bytes a parameter on the device, 26 on the host.
+    assert profile.device_adam_gparams * 28 == pytest.approx(profile.device_copy_gbps, rel=0.25)
+    assert profile.host_adam_gparams * 26 < profile.host_dram_gbps * 1.1
+
+
+def test_the_h100_figures_are_the_measured_ones() -> None:
+    h100 = load("h100")
+    assert (h100.h2d_gbps, h100.d2h_gbps, h100.bidirectional_gbps) == (55.0, 55.0, 92.0)
+    assert h100.device_copy_gbps == 3020.0
+
+
+def test_a_profile_is_loaded_from_a_file_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    load("a100").save(path)
+    assert load(path) == load("a100")
+    with pytest.raises(ValueError, match="no hardware profile 'b300': give a JSON file, or one of a100, h100"):
+        load("b300")
+    assert shipped_names() == ["a100", "h100", "h200", "rtx3090"]
+
+
+def test_sizes_are_read_and_can_be_overridden() -> None:
+    found = detect("cpu", device_memory="24MiB", host_memory=GIB)
+    assert (found.device_bytes, found.host_bytes) == (24 * 1024**2, GIB)
+    assert found.source == "detected"
+    assert found.cpu_threads == usable_cores() >= 1
+    default = detect("cpu")
+    assert 0 < default.device_bytes + default.host_bytes <= available_host_bytes() * 1.5
+    with pytest.raises(ValueError, match="device_memory must be a number of bytes or text"):
+        detect("cpu", device_memory="lots")
+    with pytest.raises(ValueError, match="must be a CUDA GPU or the CPU, not meta"):
+        detect("meta")
+
+
+def _write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_the_least_control_group_counts(tmp_path: Path) -> None:
+    _write(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n",
+            "proc/self/cgroup": "0::/outer/inner\n",
+            "sys/fs/cgroup/outer/memory.max": str(4 * GIB),
+            "sys/fs/cgroup/outer/memory.current": str(3 * GIB),
+            "sys/fs/cgroup/outer/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+            "sys/fs/cgroup/outer/inner/memory.max": "max\n",
+            "sys/fs/cgroup/outer/inner/memory.current": "7",
+        },
+    )
+    assert available_host_bytes(tmp_path) == 2 * GIB
+
+
+def test_the_older_control_groups_count_too(tmp_path: Path) -> None:
+    _write(
+        tmp_path,
+        {
+            "proc/meminfo": "MemAvailable: 8388608 kB\n",
+            "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/box\n",
+            "sys/fs/cgroup/memory/box/memory.limit_in_bytes": str(GIB),
+            "sys/fs/cgroup/memory/box/memory.usage_in_bytes": str(GIB // 4),
+            "sys/fs/cgroup/memory/box/memory.stat": "total_inactive_file 0\n",
+        },
+    )
+    assert available_host_bytes(tmp_path) == GIB - GIB // 4
+
+
+def test_without_control_groups_the_system_decides(tmp_path: Path) -> None:
+    _write(tmp_path, {"proc/meminfo": "MemAvailable: 1024 kB\n"})
+    assert available_host_bytes(tmp_path) == 1024**2
+    assert available_host_bytes(tmp_path / "nothing") > 0
+
+
+def test_a_cpu_is_measured() -> None:
+    measured = calibrate("cpu")
+    assert measured.source == "measured"
+    assert measured.device_type == "cpu"
+    rates = [value for name, value in measured.to_dict().items() if name.endswith(("_gbps", "_tflops", "_gparams"))]
+    assert len(rates) == 8
+    assert all(0 < rate < 10_000 for rate in rates)
+    assert HardwareProfile.from_json(measured.to_json()) == measured
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_measured() -> None:
+    measured = calibrate("cuda")
+    assert measured.device_type == "cuda"
+    assert measured.matmul_tflops > 10
+    assert measured.h2d_gbps < measured.device_copy_gbps
+    assert measured.bidirectional_gbps < 1.1 * (measured.h2d_gbps + measured.d2h_gbps)
+    assert 0.5 < measured.device_adam_gparams * 26 / measured.device_copy_gbps < 1.2
+    with pytest.raises(ValueError, match="is more than the"):
+        detect("cuda", device_memory="9TiB")

@@ -1,0 +1,132 @@
+"""Packing: every parameter in one place, in execution order, at the least waste."""
+
+from __future__ import annotations
+
+import pytest
+
+from protrain.planning import Layout, choose_chunk_elements, pack
+from protrain.profiler.model_profile import ModelProfile, ParameterRecord, UnitRecord
+
+
+def make_profile(units: list[tuple[int | None, list[tuple[int, int]] | list[int]]]) -> ModelProfile:
+    """Units as (block, parameters); a parameter is (elements, group), or the index of an earlier one that is tied."""
+    parameters: list[ParameterRecord] = []
+    records = []
+    for number, (block, members) in enumerate(units):
+        used = []
+        for member in members:
+            if isinstance(member, int):
+                used.append(member)
+                continue
+            used.append(len(parameters))
+            parameters.append(ParameterRecord(name=f"p{len(parameters)}", shape=(member[0],), group=member[1]))
+        records.append(UnitRecord(name=f"u{number}", block=block, parameters=tuple(used)))
+    return ModelProfile(
+        model="M",
+        dtype="bfloat16",
+        device="cpu",
+        batch_shapes={"x": (2, 4)},
+        tokens=8,
+        buffer_bytes=0,
+        parameters=tuple(parameters),
+        units=tuple(records),
+        calls=tuple(range(len(records))),
+        blocks=(),
+        segments=(),
+    )
+
+
+def _chunks(layout: Layout) -> list[list[int]]:
+    return [
+        [s.parameter for s in sorted(layout.slots, key=lambda s: s.offset) if s.chunk == c.index] for c in layout.chunks
+    ]
+
+
+def check_layout(layout: Layout, profile: ModelProfile) -> None:
+    """What holds for every layout."""
+    assert [slot.parameter for slot in layout.slots] == list(range(len(profile.parameters)))
+    for chunk, members in zip(layout.chunks, _chunks(layout), strict=True):
+        end = 0
+        for index in members:
+            slot = layout.slots[index]
+            assert slot.offset % 128 == 0
+            assert slot.offset >= end, "parameters overlap"
+            assert slot.numel == profile.parameters[index].numel
+            assert (profile.parameters[index].group >= 0) is chunk.trainable
+            end = slot.offset + slot.numel
+        assert end <= chunk.elements <= layout.chunk_elements
+        assert chunk.elements % 128 == 0
+        assert chunk.elements - end < 128
+    for unit, chunks in zip(profile.units, layout.unit_chunks, strict=True):
+        assert chunks == tuple(sorted({layout.slots[index].chunk for index in unit.parameters}))
+
+
+def test_units_stay_together_and_in_order() -> None:
+    profile = make_profile([(None, [(100, 0)]), (0, [(200, 0), (60, 0)]), (1, [(200, 0), (60, 0)]), (None, [(10, 0)])])
+    layout = pack(profile, 640)
+    check_layout(layout, profile)
+    # 128 + 256 + 128 = 512 fit; the next block's 384 do not, and are not split.
+    assert _chunks(layout) == [[0, 1, 2], [3, 4, 5]]
+    assert layout.unit_chunks == ((0,), (0,), (1,), (1,))
+
+
+def test_a_unit_larger_than_a_chunk_spreads() -> None:
+    profile = make_profile([(0, [(256, 0), (256, 0), (128, 0)]), (1, [(128, 0)])])
+    layout = pack(profile, 384)
+    check_layout(layout, profile)
+    assert _chunks(layout) == [[0], [1, 2], [3]]
+    assert layout.unit_chunks[0] == (0, 1)
+
+
+def test_tied_parameters_lie_at_their_first_use() -> None:
+    profile = make_profile([(None, [(256, 0)]), (0, [(256, 0)]), (None, [0])])
+    layout = pack(profile, 256)
+    check_layout(layout, profile)
+    assert layout.unit_chunks == ((0,), (1,), (0,))
+
+
+def test_frozen_parameters_have_their_own_chunks_in_execution_order() -> None:
+    profile = make_profile([(n, [(256, -1), (128, 0)]) for n in range(4)])
+    layout = pack(profile, 512)
+    check_layout(layout, profile)
+    assert _chunks(layout) == [[0, 2], [1, 3, 5, 7], [4, 6]]
+    assert [chunk.trainable for chunk in layout.chunks] == [False, True, False]
+    assert layout.unit_chunks[3] == (1, 2)
+
+
+def test_groups_are_sorted_inside_a_unit_only() -> None:
+    profile = make_profile([(0, [(128, 1), (128, 0), (128, 1)]), (1, [(128, 0)])])
+    assert _chunks(pack(profile, 512)) == [[1, 0, 2, 3]]
+
+
+@pytest.mark.parametrize("chunk_elements", [100, 128, 0, -128])
+def test_a_wrong_chunk_size_is_named(chunk_elements: int) -> None:
+    profile = make_profile([(0, [(200, 0)])])
+    with pytest.raises(ValueError, match=f"at least 256 .*not {chunk_elements}"):
+        pack(profile, chunk_elements)
+
+
+def test_the_chosen_size_is_one_block_for_equal_blocks() -> None:
+    profile = make_profile([(n, [(1280, 0), (1280, 0), (128, 0)]) for n in range(12)])
+    size = choose_chunk_elements(profile)
+    assert pack(profile, size).wasted_elements == 0
+    assert len(pack(profile, size).chunks) >= 8
+
+
+def test_the_chosen_size_wastes_least_of_a_plain_grid() -> None:
+    blocks = [(n, [(3000, 0), (700 + 64 * (n % 3), 0), (128, 0)]) for n in range(10)]
+    profile = make_profile([(None, [(5000, 0)]), *blocks, (None, [(128, 0)]), (None, [(5000, 0)])])
+    size = choose_chunk_elements(profile)
+    layout = pack(profile, size)
+    check_layout(layout, profile)
+    assert layout.chunk_elements >= 5120
+    grid = range(5120, 5120 + 5120 // 4 + 1, 128)
+    within = min(pack(profile, candidate).wasted_elements for candidate in grid)
+    assert layout.wasted_elements <= 1.25 * within
+
+
+def test_packing_is_deterministic_and_survives_json() -> None:
+    profile = make_profile([(n, [(1000 + n, 0), (333, n % 2)]) for n in range(6)])
+    layout = pack(profile, 2048)
+    assert pack(profile, 2048) == layout
+    assert Layout.from_json(layout.to_json()) == layout

@@ -1,0 +1,80 @@
+"""Batches: names, tokens, casting, and the loss that an output gives."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from protrain import batch as batches
+
+
+def test_names_of_nested_tensors_are_dotted() -> None:
+    tree = {"a": torch.zeros(2, 3), "b": {"c": [torch.zeros(4), "text", torch.zeros(())]}}
+    assert batches.shapes(tree) == {"a": (2, 3), "b.c.0": (4,), "b.c.2": ()}
+    assert batches.shapes((torch.zeros(1), (torch.zeros(5),))) == {"0": (1,), "1.0": (5,)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (torch.zeros(2), r"not Tensor; for a single input pass a tuple of one"),
+        ([torch.zeros(2)], "not list"),
+        ({"a": 1}, "holds no tensor"),
+        ({0: torch.zeros(2)}, "must be text, not 0"),
+    ],
+)
+def test_a_wrong_batch_is_named(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        batches.check(batch)
+
+
+def test_tokens_are_elements_of_integers_or_rows() -> None:
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    assert batches.tokens({"mask": mask, "ids": torch.zeros(2, 7, dtype=torch.int64)}) == 14
+    assert batches.tokens((torch.zeros(3, 8, 8),)) == 3
+
+
+def test_only_fp32_is_cast_and_nesting_is_kept() -> None:
+    kept = torch.zeros(2, dtype=torch.float64)
+    args, kwargs = batches.cast_inputs(
+        (torch.zeros(2), [kept]), {"ids": torch.zeros(2, dtype=torch.int64), "x": {"y": torch.ones(1)}}, torch.bfloat16
+    )
+    assert args[0].dtype == torch.bfloat16
+    assert args[1][0] is kept
+    assert kwargs["ids"].dtype == torch.int64
+    assert kwargs["x"]["y"].dtype == torch.bfloat16
+
+
+class _Cached(nn.Module):
+    config = SimpleNamespace(use_cache=True)
+
+    def forward(self, x: torch.Tensor, use_cache: bool = True) -> torch.Tensor:
+        return x
+
+
+def test_caches_are_switched_off_unless_asked_for() -> None:
+    assert batches.training_arguments(_Cached(), {"x": 1}) == {"x": 1, "use_cache": False}
+    assert batches.training_arguments(_Cached(), {"use_cache": True}) == {"use_cache": True}
+    assert batches.training_arguments(nn.Linear(1, 1), {"x": 1}) == {"x": 1}
+
+
+def test_a_loss_is_taken_and_others_get_a_stand_in() -> None:
+    x = torch.randn(3, 5, requires_grad=True)
+    loss = x.sum()
+    assert batches.loss_of(SimpleNamespace(loss=loss)) is not None
+    assert batches.loss_of({"loss": loss, "logits": x}).equal(loss)
+    assert batches.loss_of(loss).equal(loss)
+    stand_in = batches.loss_of((x, torch.zeros(4)))
+    assert stand_in.equal(x.log_softmax(-1).mean().reshape(1).sum())
+    stand_in.backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+def test_an_output_without_gradient_says_so() -> None:
+    with pytest.raises(ValueError, match="depends on no trainable parameter"):
+        batches.loss_of(torch.zeros(3))

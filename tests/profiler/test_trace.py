@@ -1,0 +1,337 @@
+"""The trace: it sees what autograd and the modules do, needs little room, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from protrain import profiler
+from protrain.profiler import ModelProfile
+
+profile = partial(profiler.profile, device="cpu")
+Builder = Callable[..., Any]
+FAMILIES = ["gpt2", "opt", "llama", "mistral", "t5"]
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class _Model(nn.Module):
+    """Everything awkward at once: tied and unused weights, a block bypassed, running statistics, a free parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.bypassed = _Block()
+        self.norm = nn.BatchNorm1d(8)
+        self.layers = nn.ModuleList([_Block() for _ in range(3)])
+        self.unused = nn.Linear(3, 3)
+        self.gain = nn.ParameterList([nn.Parameter(torch.ones(8))])
+        self.drop = nn.Dropout(0.5)
+        self.calls = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * self.gain[0]
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        x = self.drop(torch.tanh(F.linear(x, self.bypassed.up.weight)) @ self.bypassed.down.weight.T)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy((x @ self.embed.weight.t()).flatten(0, 1), ids.flatten())
+
+
+def _batch() -> tuple[Tensor, ...]:
+    return (torch.arange(12).reshape(3, 4),)
+
+
+def _units(traced: ModelProfile) -> dict[str, set[str]]:
+    return {unit.name: {traced.parameters[i].name for i in unit.parameters} for unit in traced.units}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_left_behind(dtype: torch.dtype) -> None:
+    model = _Model()
+    if dtype == torch.bfloat16:  # the CPU has no batch norm with 16-bit weights and fp32 statistics
+        model.norm.running_mean = model.norm.running_var = None
+    model.norm.eval()
+    model.embed.weight.requires_grad_(False)
+    parameters = {name: (p, p.data_ptr(), p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
+    buffers = {name: (b, b.clone()) for name, b in model.named_buffers()}
+    flags = [module.training for module in model.modules()]
+    attributes = [set(module.__dict__) for module in model.modules()]
+    torch.manual_seed(5)
+    random.seed(5)
+    state, python_state = torch.get_rng_state(), random.getstate()
+    profile(model, _batch(), dtype=dtype)
+    for name, parameter in model.named_parameters():
+        before, address, value, requires_grad = parameters[name]
+        assert parameter is before
+        assert parameter.data_ptr() == address
+        assert parameter.dtype == torch.float32
+        assert parameter.equal(value)
+        assert parameter.requires_grad is requires_grad
+        assert parameter.grad is None
+    for name, buffer in model.named_buffers():
+        assert buffer is buffers[name][0]
+        assert buffer.equal(buffers[name][1])
+    assert [module.training for module in model.modules()] == flags
+    assert [set(module.__dict__) for module in model.modules()] == attributes
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.get_rng_state().equal(state)
+    assert random.getstate() == python_state
+
+
+def test_an_error_of_the_model_passes_and_leaves_nothing() -> None:
+    model = _Model()
+
+    def fail(x: Tensor) -> Tensor:
+        raise RuntimeError("from inside")
+
+    model.layers[1].forward = fail
+    before = {name: (p, p.clone()) for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="from inside") as raised:
+        profile(model, _batch())
+    assert any("forward of" in note for note in raised.value.__notes__)
+    assert all(p is before[name][0] and p.equal(before[name][1]) for name, p in model.named_parameters())
+    assert model.layers[1].forward is fail
+    assert "forward" not in model.layers[0].__dict__
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_parameters_belong_to_who_uses_them() -> None:
+    traced = profile(_Model(), _batch())
+    units = _units(traced)
+    block = {"up.weight", "up.bias", "down.weight", "down.bias"}
+    assert units["layers.1"] == {f"layers.1.{name}" for name in block}
+    assert units["embed"] == {"embed.weight"}
+    # Used by the model's own forward: a tied weight, a bare parameter, and a block that is never called.
+    assert units[""] == {"embed.weight", "gain.0", "bypassed.up.weight", "bypassed.down.weight"}
+    order = [unit.name for unit in traced.units]
+    assert order[:3] == ["", "embed", "norm"]
+    assert order.index("unused") > order.index("layers.2")
+    assert [traced.units[call].name for call in traced.calls] == [
+        "",
+        "embed",
+        "norm",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    ]
+    embed = traced.units[order.index("embed")]
+    assert [traced.units[outer].name for outer in embed.within] == [""]
+    assert [block.name for block in traced.blocks] == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_groups_come_from_the_optimizer() -> None:
+    model = _Model()
+    model.norm.requires_grad_(False)
+    first: dict[str, Any] = {"params": list(model.layers.parameters())}
+    second: dict[str, Any] = {"params": [model.embed.weight, *model.norm.parameters()]}
+    optimizer = torch.optim.AdamW([first, second])
+    groups = {record.name: record.group for record in profile(model, _batch(), optimizer=optimizer).parameters}
+    assert groups["layers.0.up.weight"] == 0
+    assert groups["embed.weight"] == 1
+    assert groups["norm.weight"] == -1  # frozen, though in a group
+    assert groups["unused.weight"] == -1  # in none
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+def test_saved_bytes_are_what_autograd_saves(tiny_model: Builder, tiny_batch: Builder, family: str) -> None:
+    model, batch = tiny_model(family), tiny_batch()
+    traced = profile(model, batch)
+    model.train()
+    constant = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    measured: dict[str, int] = {}
+    sizes: dict[str, dict[int, int]] = {}
+    inside: list[str] = []
+    kept: list[Tensor] = []  # so that no address comes back
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if inside and storage.data_ptr() not in inputs and storage.data_ptr() not in constant:
+            sizes[inside[-1]][storage.data_ptr()] = storage.nbytes()
+        kept.append(tensor.detach())
+        return tensor.detach()
+
+    inputs: set[int] = set()
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            inputs.clear()
+            inputs.update(t.untyped_storage().data_ptr() for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+            for pair in (value for value in kwargs.values() if isinstance(value, tuple)):
+                inputs.update(t.untyped_storage().data_ptr() for t in pair)
+            kept.extend(t for t in args if isinstance(t, Tensor))
+            inside.append(name)
+            sizes[name] = {}
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        name = inside.pop()
+        measured[name] = sum(sizes[name].values())
+
+    for block in traced.blocks:
+        module = model.get_submodule(block.name)
+        module.register_forward_pre_hook(enter(block.name), with_kwargs=True)
+        module.register_forward_hook(leave)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(**batch, use_cache=False)
+    assert {block.name: block.saved_bytes for block in traced.blocks} == measured
+    assert min(measured.values()) > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_meta_trace_agrees_with_the_real_one(tiny_model: Builder, tiny_batch: Builder, family: str) -> None:
+    model, batch = tiny_model(family), tiny_batch()
+    real = profile(model, batch, device="cpu")
+    meta = profile(model, batch, device="meta", dtype=torch.float32)
+    assert meta.parameters == real.parameters
+    assert meta.units == real.units
+    assert meta.calls == real.calls
+    assert all(segment.duration_ms == 0 for segment in meta.segments)
+    assert any(segment.duration_ms > 0 for segment in real.segments)
+    for ours, theirs in zip(meta.blocks, real.blocks, strict=True):
+        assert ours.input_bytes == theirs.input_bytes
+        assert ours.saved_bytes == pytest.approx(theirs.saved_bytes, rel=0.25)  # attention's kernels differ a little
+    peaks = [max(s.live_bytes + s.peak_bytes for s in traced.segments) for traced in (meta, real)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.25)
+
+
+def test_a_meta_model_is_traced_on_a_real_device(tiny_model: Builder, tiny_batch: Builder) -> None:
+    model = tiny_model("llama")
+    real = profile(model, tiny_batch())
+    empty = profile(model.to("meta"), tiny_batch(), device="cpu")
+    assert [(s.live_bytes, s.peak_bytes) for s in empty.segments] == [
+        (s.live_bytes, s.peak_bytes) for s in real.segments
+    ]
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_segments_alternate_and_grow_by_the_blocks_inputs() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*[_Block() for _ in range(4)]), nn.Linear(8, 8))
+    traced = profile(model, (torch.randn(16, 8),))
+    blocks = [segment.block for segment in traced.segments]
+    assert blocks == [None, 0, None, 1, None, 2, None, 3, None, None, 3, 2, 1, 0, None]
+    forward = [s for s in traced.segments if s.phase == "forward" and s.block is not None]
+    growth = {b.live_bytes - a.live_bytes for a, b in pairwise(forward)}
+    assert growth == {16 * 8 * 4} == {traced.blocks[0].input_bytes}
+    backward = [s for s in traced.segments if s.phase == "backward" and s.block is not None]
+    # Recomputation brings back what the block saves: tanh's output, which down's backward needs too.
+    assert traced.blocks[0].saved_bytes == 16 * 32 * 4
+    assert all(s.peak_bytes >= traced.blocks[0].saved_bytes for s in backward)
+    assert traced.blocks[0].forward_flops == 2 * 2 * 16 * 8 * 32
+
+
+def test_a_block_called_often_is_one_block() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([_Block()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.layers[0](x)
+            return x
+
+    traced = profile(Recurrent(), (torch.randn(2, 8),))
+    assert traced.blocks[0].saved_bytes == 3 * 2 * 32 * 4
+    assert [segment.block for segment in traced.segments].count(0) == 6
+    assert len(traced.calls) == 3
+
+
+def test_frozen_layers_below_still_end_their_segments() -> None:
+    model = nn.Sequential(*[_Block() for _ in range(3)])
+    model[0].requires_grad_(False)
+    traced = profile(model, (torch.randn(2, 8),))
+    assert [s.block for s in traced.segments if s.phase == "backward" and s.block is not None] == [2, 1]
+
+
+def test_inplace_blocks_do_not_change_the_step() -> None:
+    class InPlace(_Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.relu(self.up(x))).add_(x)
+
+    assert len(profile(nn.Sequential(InPlace(), InPlace()), (torch.randn(2, 8),)).blocks) == 2
+
+
+def test_recurrent_weights_are_found() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rnn(x)[0]
+
+    model = Recurrent()
+    traced = profile(model, (torch.randn(3, 2, 4),))
+    assert len(_units(traced)["rnn"]) == 4
+    assert all(ours is theirs for ours, theirs in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
+
+
+def test_a_checkpointing_model_is_refused(tiny_model: Builder, tiny_batch: Builder) -> None:
+    model = tiny_model("llama")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"gradient_checkpointing_disable\(\)"):
+        profile(model, tiny_batch())
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        profile(model, (torch.randn(1, 2),))
+
+
+def test_a_profile_survives_its_file(tmp_path: Any) -> None:
+    traced = profile(_Model(), _batch())
+    traced.save(tmp_path / "profile.json")
+    assert ModelProfile.load(tmp_path / "profile.json") == traced
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_model_larger_than_the_room_is_traced() -> None:
+    width, rows = 1024, 512
+    model = nn.Sequential(*[_Block(width) for _ in range(12)])
+    batch = (torch.randn(rows, width),)
+    profile(model, batch, device="cuda")  # the matmul library takes its workspaces and keeps them
+    torch.cuda.empty_cache()
+    before, total = torch.cuda.memory_allocated(), torch.cuda.get_device_properties(0).total_memory
+    weights = 2 * sum(p.numel() for p in model.parameters())
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + weights // 2) / total)
+    try:
+        traced = profile(model, batch, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.cuda.memory_allocated() == before
+    assert traced.blocks[0].saved_bytes == rows * 4 * width * 2
+    assert all(block.forward_ms > 0 and block.backward_ms > 0 for block in traced.blocks)
+    meta = profile(model, batch, device="meta", dtype=torch.bfloat16)
+    assert meta.units == traced.units
+    for ours, theirs in zip(traced.segments, meta.segments, strict=True):
+        assert (ours.phase, ours.block) == (theirs.phase, theirs.block)
+        assert ours.live_bytes == pytest.approx(theirs.live_bytes, rel=0.05, abs=65536)
+
+
+def test_user_checkpoints_inside_a_block_work() -> None:
+    class Nested(_Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    traced = profile(nn.Sequential(Nested(), Nested()), (torch.randn(4, 8),))
+    assert len(traced.blocks) == 2
