@@ -1,0 +1,101 @@
+"""Kills a training run with SIGKILL at random moments, resumes it each time, and compares the result with an
+undisturbed run.
+
+python bench/resume.py --kills 10
+
+The device budget changes from one resumption to the next, so that plans change too. Every loss and the final weights,
+masters and moments must have the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from protrain.checkpoint import list_saves
+
+BUDGETS = ("80MiB", "48MiB", "44MiB")
+
+
+def main() -> int:
+    """Run both, print and write the record; exit status 1 when a bit differs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--checkpoint-every", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    random.seed(args.seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        whole, broken = Path(scratch) / "whole", Path(scratch) / "broken"
+        start(args, whole, resume=False, budget=BUDGETS[0]).wait()
+        killed_at = []
+        process = start(args, broken, resume=False, budget=BUDGETS[0])
+        for kill in range(args.kills):
+            first = steps_done(broken)
+            target = first + random.randint(1, max(1, (args.steps - first) // (args.kills - kill + 1)))
+            while steps_done(broken) < target and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(random.random() * 0.2)  # anywhere in a step or in a save
+            process.kill()
+            process.wait()
+            killed_at.append(steps_done(broken))
+            process = start(args, broken, resume=True, budget=BUDGETS[(kill + 1) % len(BUDGETS)])
+        status = process.wait()
+        record = {
+            "command": f"python bench/resume.py {' '.join(sys.argv[1:])}",
+            "steps": args.steps,
+            "checkpoint_every": args.checkpoint_every,
+            "killed_at_step": killed_at,
+            "finished": status == 0,
+            "same_losses": losses(whole) == losses(broken),
+            "same_states": states(whole) == states(broken),
+        }
+    text = json.dumps(record, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+    return 0 if record["same_losses"] and record["same_states"] else 1
+
+
+def start(args: argparse.Namespace, folder: Path, *, resume: bool, budget: str) -> subprocess.Popen[bytes]:
+    """One `protrain train`."""
+    program = str(Path(sys.executable).with_name("protrain"))
+    command = [program, "train", "--folder", str(folder), "--device-memory", budget]
+    if resume and list_saves(folder / "checkpoints"):
+        command += ["--resume"]
+    else:
+        command += ["--model", "tiny", "--device", "cpu", "--batch", "2", "--sequence", "128", "--warmup", "5"]
+        command += ["--steps", str(args.steps), "--checkpoint-every", str(args.checkpoint_every)]
+        command += ["--no-model", "--sample-tokens", "0", "--evaluate-every", "0", "--threads", "2"]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def steps_done(folder: Path) -> int:
+    """Lines of metrics so far."""
+    file = folder / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Loss by step; of steps done twice, the later."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def states(folder: Path) -> dict[str, int]:
+    """Checksums of the files of the newest checkpoint."""
+    newest = list_saves(folder / "checkpoints")[-1]
+    manifest = json.loads((newest / "checkpoint.json").read_text())
+    return {name: file["crc32"] for name, file in manifest["files"].items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
