@@ -1,7 +1,8 @@
-"""Draws docs/pictures/architecture.svg: from wrap() to the step. Run: python docs/draw_architecture.py"""
+"""Draws docs/pictures/architecture.svg: from wrap() to the step. Run as python docs/draw_architecture.py."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -79,9 +80,14 @@ def main() -> None:
         box(axes, x, 3.7, width, 0.7, *above)
         box(axes, x, 2.25, width, 0.75, *middle)
         box(axes, x, 0.52, width, 0.75, *below)
-    for (x, width), (following, _) in zip(columns, columns[1:], strict=False):
+    for (x, width), (following, _) in pairwise(columns):
         arrow(axes, (x + width, 4.05), (following, 4.05))
-    labels = [("pinned while\nin use", "upload\n(h2d)"), ("", "there and back\n(d2h, h2d)"), ("flatten", "offload\n(d2h)"), ("", "")]
+    labels = [
+        ("pinned while\nin use", "upload\n(h2d)"),
+        ("", "there and back\n(d2h, h2d)"),
+        ("flatten", "offload\n(d2h)"),
+        ("", ""),
+    ]
     for (x, width), (upper, lower) in zip(columns, labels, strict=True):
         middle_x = x + width / 2
         first = x == columns[0][0]

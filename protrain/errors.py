@@ -32,7 +32,7 @@ class PlanError(ValueError):
 
 
 class BudgetError(MemoryError):
-    """The simulated device budget (``device_memory`` on a CPU) was exceeded while running."""
+    """A memory budget (``device_memory`` on a CPU, or ``host_memory``) would be exceeded while running."""
 
 
 class MisuseError(RuntimeError):

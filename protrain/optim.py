@@ -177,18 +177,22 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """State in the format of torch.optim.AdamW, fp32 on the CPU; 16-bit weights also have their ``master``."""
+        """State in the format of torch.optim.AdamW, fp32 on the CPU; 16-bit weights also have their ``master``.
+
+        Of float16 it also has the loss scale.
+        """
         numbers = {id(p): number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
         state: dict[int, dict[str, Tensor]] = {}
         with self._engine.quiet():
             for member in self._trainable():
-                if self._steps[member.index]:
+                if self._steps[member.index] or member.chunk.master is not None:  # no step, but bits to keep
                     state[numbers[id(member.parameter)]] = self._export(member)
         packed = []
         for group in self.param_groups:
             own = {key: value for key, value in group.items() if key != "params"}
             packed.append({**own, "params": [numbers[id(parameter)] for parameter in group["params"]]})
-        return {"state": dict(sorted(state.items())), "param_groups": packed}
+        loss_scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.state()}
+        return {"state": dict(sorted(state.items())), "param_groups": packed, **loss_scale}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of this class or of torch.optim.Adam(W) returned, under any plan.
@@ -216,6 +220,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             for index, tensors in found.items():
                 self._import(self._engine.members[index], tensors)
             self._engine.weights_changed(self._engine.chunks)
+        if self._loss_scale is not None and "loss_scale" in state_dict:
+            self._loss_scale.load(state_dict["loss_scale"])
 
     def parameter_names(self) -> list[str]:
         """Names of all managed parameters, in definition order."""

@@ -39,10 +39,9 @@ def parse_bytes(value: int | float | str, *, name: str = "size") -> int:
 
 
 def format_bytes(count: int | float) -> str:
-    """``count`` bytes as text with three significant digits: 1536 -> "1.50 KiB"."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} TiB"
+    """``count`` bytes as text with three significant digits, or all before the point: 1536 -> "1.5 KiB"."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    digits = f"{size:.0f}" if units[0] == "B" or abs(size) >= 100 else f"{size:.3g}"
+    return f"{digits} {units[0]}"

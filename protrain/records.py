@@ -62,6 +62,8 @@ class Record:
             text = Path(path).read_text()
         except OSError as error:
             raise ValueError(f"cannot read {cls.__name__} from {os.fspath(path)}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{os.fspath(path)}: {cls.__name__} is not JSON: {error}") from None
         try:
             return cls.from_json(text)
         except ValueError as error:

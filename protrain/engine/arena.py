@@ -35,6 +35,11 @@ class Arena:
         self.total_bytes = 0
         self._segments: list[_Segment] = []
 
+    @property
+    def free_bytes(self) -> int:
+        """The largest piece that :meth:`take` hands out without mapping more memory."""
+        return max((segment.size_bytes - segment.used_bytes for segment in self._segments), default=0)
+
     def reserve(self, count: int) -> None:
         """Map and touch ``count`` more bytes now, all at once. MemoryError when the system has no such memory."""
         if count > 0:

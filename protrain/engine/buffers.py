@@ -114,6 +114,11 @@ class BufferPool:
         buffer.holders += 1
         return buffer.memory
 
+    def acquire_all(self, chunks: list[Chunk], schedule: Schedule) -> dict[int, Tensor]:
+        """The weights of all that a unit needs, by chunk index. What is there is taken first, lest it be given up."""
+        there_first = sorted(chunks, key=lambda chunk: chunk.index not in self._by_chunk)
+        return {chunk.index: self.acquire(chunk, schedule) for chunk in there_first}
+
     def content(self, chunk: Chunk) -> Tensor:
         """The memory of the buffer that a unit holds ``chunk`` in."""
         buffer = self._by_chunk[chunk.index]

@@ -119,7 +119,7 @@ def build_engine(
         units=units,
         buffers=buffers,
         gradients=gradients,
-        swap_slots=HostSlots(arena, streams),
+        swap_slots=HostSlots(arena, streams, limit_bytes=max(host_bytes, arena.total_bytes)),
         ledger=ledger,
         training_order=Schedule([*profile.calls, *backwards], layout.unit_chunks),
         inference_order=Schedule(profile.calls, layout.unit_chunks),

@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from protrain.engine.arena import Arena
 from protrain.engine.buffers import BufferPool
 from protrain.engine.chunks import Chunk, Member
 from protrain.engine.gradients import Gradients
 from protrain.engine.ledger import Ledger
-from protrain.engine.parameter import point_at, release
-from protrain.engine.saved import WeightView, storage_address
+from protrain.engine.parameter import ReleasedParameter, point_at, release
+from protrain.engine.saved import Copy, WeightView, storage_address
 from protrain.engine.schedule import Schedule
 from protrain.engine.streams import Streams
 from protrain.engine.swap import HostSlots, Swaps
@@ -79,7 +80,7 @@ class Engine:
         self.swaps = Swaps(swap_slots)
         self.ledger = ledger
         self.steps = 0  # optimizer steps that changed weights
-        self.placeholder = torch.full((1,), float("nan"), dtype=dtype, device=device)
+        self.placeholder = torch.full((), float("nan"), dtype=dtype, device=device)  # expands to any shape
         self._training_order = training_order
         self._inference_order = inference_order
         self._order = training_order
@@ -105,20 +106,37 @@ class Engine:
     def run_unit(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a unit's forward with its parameters on the device."""
         self._order.enter(unit.index)
+        args, kwargs = self._out_of_buffers((args, kwargs), unit)
         self.bind(unit)
         try:
             self.buffers.prefetch(self.chunks, self._order)
             if torch.is_grad_enabled():
-                return unit.frame_class(self, unit).run(function, args, kwargs)
-            return function(*args, **kwargs)
+                output = unit.frame_class(self, unit).run(function, args, kwargs)
+            else:
+                output = function(*args, **kwargs)
+            return self._out_of_buffers(output)
         finally:
             self.unbind(unit)
 
+    def _out_of_buffers(self, tree: Any, unit: Unit | None = None) -> Any:
+        """``tree`` with copies of the weights in chunk buffers that it hands on: in another unit they would be gone.
+
+        Parameters of ``unit``, which it has bound by the time it uses them, stay themselves.
+        """
+        own = [member.parameter for member in unit.members] if unit is not None else []
+
+        def handed_on(leaf: Any) -> bool:
+            if not isinstance(leaf, Tensor) or isinstance(leaf, ReleasedParameter) or leaf.layout != torch.strided:
+                return False
+            return self.buffers.holder(storage_address(leaf)) is not None and not any(leaf is p for p in own)
+
+        if not self.buffers.buffers or not any(handed_on(leaf) for leaf in tree_leaves(tree)):
+            return tree
+        return tree_map(lambda leaf: Copy.apply(leaf) if handed_on(leaf) else leaf, tree)
+
     def bind(self, unit: Unit) -> None:
         """Put the unit's parameters on the device and keep them there."""
-        acquired: dict[int, Tensor] = {}
-        for chunk in unit.chunks:
-            acquired[chunk.index] = self.buffers.acquire(chunk, self._order)
+        acquired = self.buffers.acquire_all(unit.chunks, self._order)
         for member in unit.members:
             member.bound += 1
             if member.bound == 1:

@@ -81,7 +81,7 @@ def _drop(member: Member) -> None:
             fresh = nn.Parameter(weight.new_empty(0), requires_grad=parameter.requires_grad)
             vars(fresh).update(vars(parameter))
             torch.utils.swap_tensors(parameter, fresh)
-        parameter.data = weight.new_empty(0)
+        parameter.data = weight.new_empty(()).expand(member.shape)
 
 
 def _initialise(

@@ -11,8 +11,8 @@ inputs and run forward again (CKPT), or move what is saved to host memory and ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,24 @@ class WeightView:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class Copy(torch.autograd.Function):
+    """A copy with the strides of the original, expanded dimensions included: operators see no difference."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Tensor) -> Tensor:
+        """The copy, in memory of its own."""
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if tensor.numel():
+            copy.as_strided((span,), (1,)).copy_(tensor.as_strided((span,), (1,)))
+        return copy
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        """The gradient as it is."""
+        return gradients[0]
 
 
 class Frame:
@@ -86,6 +104,9 @@ class Frame:
         return self.engine.weight(packed) if isinstance(packed, WeightView) else packed
 
 
+_TABLE_ELEMENTS = 1 << 16  # larger buffers of a block are masks and tables
+
+
 class _Stop(Exception):
     """Recomputation has saved all that the first run saved; the rest of the unit needs no second run."""
 
@@ -109,11 +130,8 @@ class CheckpointFrame(Frame):
             self.engine.ledger.hold(tensor)
         self.random_state = RandomState(self.engine.device)
         self.autocast = _autocast_state(self.engine.device.type)
-        versions = [buffer._version for buffer in self.unit.buffers]
-        output = super().run(function, args, kwargs)
-        changed = zip(self.unit.buffers, versions, strict=True)
-        self.updated_buffers = [buffer for buffer, version in changed if buffer._version != version]
-        return output
+        self.buffers = _copied(module._buffers[name] for module, name in self.unit.buffers)
+        return super().run(function, args, kwargs)
 
     @override
     def pack(self, tensor: Tensor) -> int:
@@ -134,19 +152,35 @@ class CheckpointFrame(Frame):
     def _recompute(self) -> None:
         self.recomputed.clear()
         args, kwargs = tree_map(_fresh_leaf, (self.args, self.kwargs))
-        # Running statistics were updated by the first run; a second update would change the algorithm.
-        before = [buffer.clone() for buffer in self.updated_buffers]
         hooks = saved_tensors_hooks(self._keep, _unreachable)
-        with suppress(_Stop), torch.enable_grad(), self.random_state, self.autocast(), hooks:
+        with self._first_buffers(), suppress(_Stop), torch.enable_grad(), self.random_state, self.autocast(), hooks:
             self.function(*args, **kwargs)
-        with torch.no_grad():
-            for buffer, value in zip(self.updated_buffers, before, strict=True):
-                buffer.copy_(value)
+
+    @contextmanager
+    def _first_buffers(self) -> Iterator[None]:
+        """Copies of the unit's buffers as the first run met them: running statistics are updated once, not twice."""
+        now = [module._buffers[name] for module, name in self.unit.buffers]
+        for (module, name), value in zip(self.unit.buffers, _copied(self.buffers), strict=True):
+            module._buffers[name] = value
+        try:
+            yield
+        finally:
+            for (module, name), value in zip(self.unit.buffers, now, strict=True):
+                module._buffers[name] = value
 
     def _keep(self, tensor: Tensor) -> None:
         self.recomputed[len(self.recomputed)] = super().pack(tensor)
         if len(self.recomputed) == self.n_saved:
             raise _Stop
+
+
+def _copied(buffers: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Copies of ``buffers``, one of each; masks and tables, which nothing updates, stay themselves."""
+    copies: dict[int, Tensor] = {}
+    for buffer in (found := list(buffers)):
+        if buffer is not None and buffer.numel() <= _TABLE_ELEMENTS and id(buffer) not in copies:
+            copies[id(buffer)] = buffer.detach().clone()
+    return [copies.get(id(buffer), buffer) for buffer in found]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

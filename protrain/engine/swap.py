@@ -19,6 +19,8 @@ from typing_extensions import override
 from protrain.engine.arena import Arena
 from protrain.engine.saved import Frame, storage_address, tensors_in
 from protrain.engine.streams import Mark, Streams
+from protrain.errors import BudgetError
+from protrain.quantities import format_bytes
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine
@@ -54,20 +56,31 @@ class _SwappedView:
 
 
 class HostSlots:
-    """Host memory for swapped blocks: regions that frames take and give back."""
+    """Host memory for swapped blocks: regions that frames take and give back, all of them within ``limit_bytes``."""
 
-    def __init__(self, arena: Arena, streams: Streams) -> None:
+    def __init__(self, arena: Arena, streams: Streams, *, limit_bytes: int) -> None:
         self.arena = arena
         self.streams = streams
+        self.limit_bytes = limit_bytes  # of the whole arena
         self._free: list[tuple[Tensor, Mark]] = []
 
     def take(self, size_bytes: int) -> tuple[Tensor, Mark]:
-        """The smallest free region that fits, and the mark after which it may be written."""
+        """The smallest free region that fits, and the mark after which it may be written.
+
+        Raises:
+            BudgetError: more forwards wait for their backward than the plan was made for.
+        """
         fitting = [slot for slot in self._free if slot[0].numel() >= size_bytes]
         if fitting:
             slot = min(fitting, key=lambda slot: slot[0].numel())
             self._free = [other for other in self._free if other is not slot]
             return slot
+        if size_bytes > self.arena.free_bytes and self.arena.total_bytes + size_bytes > self.limit_bytes:
+            raise BudgetError(
+                f"no host memory to swap another {format_bytes(size_bytes)} of activations to: "
+                f"{format_bytes(self.arena.total_bytes)} of host_memory={format_bytes(self.limit_bytes)} are taken; "
+                "call backward() before the next forward, or allow more host_memory"
+            )
         return self.arena.take(size_bytes, torch.uint8), self.streams.mark()
 
     def give_back(self, region: Tensor, read: Mark) -> None:
@@ -89,7 +102,7 @@ class SwapFrame(Frame):
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._kept = {storage_address(tensor) for tensor in tensors_in((args, kwargs))}
-        self._kept |= {storage_address(buffer) for buffer in self.unit.buffers}
+        self._kept |= {storage_address(buffer) for buffer in self.unit.module.buffers()}
         output = super().run(function, args, kwargs)
         if self.storages:
             self._offload()

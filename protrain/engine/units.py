@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from protrain.engine.chunks import Chunk, Member
 from protrain.engine.saved import CheckpointFrame, Frame
@@ -30,7 +30,7 @@ class Unit:
     frame_class: type[Frame]
     chunks: list[Chunk]  # non-persistent ones that it needs
     members: list[Member]  # its parameters in those chunks
-    buffers: list[Tensor]  # of the module and everything in it; a block may update them in forward
+    buffers: list[tuple[nn.Module, str]]  # of the module and everything in it; a block may update them in forward
 
 
 def make_units(
@@ -49,7 +49,7 @@ def make_units(
                 frame_class=FRAMES[mode],
                 chunks=[chunks[chunk] for chunk in layout.unit_chunks[index] if not chunks[chunk].persistent],
                 members=[members[member] for member in record.parameters if not members[member].chunk.persistent],
-                buffers=list(module.buffers()),
+                buffers=[(owner, name) for owner in module.modules() for name in owner._buffers],
             )
         )
     return units

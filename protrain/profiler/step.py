@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -252,23 +253,26 @@ class Step:
         return run
 
     def _watch(self, call: _Call, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Start ``call``'s backward segment with its outputs' gradients, end it with its inputs'."""
+        """Start ``call``'s backward segment with its outputs' gradients, end it with the last of its inputs'."""
 
         def start(_: Tensor) -> None:
             if call.state == "pending":
                 self._switch(call.block, call)
 
-        def end(_: Tensor) -> None:
-            if call.state == "open":
+        passed = {id(tensor) for tensor in inputs}
+        waiting = {id(tensor) for tensor in inputs if tensor.requires_grad and not isinstance(tensor, nn.Parameter)}
+
+        def end(_: Tensor, key: int) -> None:
+            # The gradient of an input that enters late, a skip connection, is there long before the block is done.
+            waiting.discard(key)
+            if not waiting and call.state == "open":
                 self._switch(None)
 
-        passed = {id(tensor) for tensor in inputs}
         for tensor in outputs:
             if tensor.requires_grad and id(tensor) not in passed:
                 tensor.register_hook(start)
-        for tensor in inputs:
-            if tensor.requires_grad:
-                tensor.register_hook(end)
+        for tensor in {id(tensor): tensor for tensor in inputs if id(tensor) in waiting}.values():
+            tensor.register_hook(partial(end, key=id(tensor)))
 
     def used(self, index: int) -> None:
         """An operation takes the parameter ``index``: have it there, and note who used it."""

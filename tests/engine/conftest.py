@@ -1,0 +1,36 @@
+"""The devices that the engine's tests run on, with deterministic operators where bits are compared."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# Read by cuBLAS when its first handle is made.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_collections() -> None:
+    """Wrapping collects garbage, which would go through all that the libraries made when they were imported."""
+    transformers = pytest.importorskip("transformers")
+    assert transformers.AutoModelForCausalLM is not None  # imported at its first use
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The CPU, and a GPU where there is one."""
+    kind: str = request.param
+    if kind == "cpu":
+        yield torch.device("cpu")
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield torch.device("cuda", 0)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,245 @@
+"""Plans made by hand, one training loop for plain and wrapped models, and the comparison of their results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+import protrain
+from protrain.batch import arguments
+from protrain.optim import ProTrainOptimizer
+from protrain.planning import BlockMode, MemoryModel, Plan, check, choose_chunk_elements, evaluate, pack
+from protrain.profiler import ModelProfile
+from protrain_kernels import padded
+from tests.engine.plain_loop import PlainOptimizer, prepare_plain
+
+NONE, CKPT, SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP
+Batch: TypeAlias = Any
+Trainer: TypeAlias = ProTrainOptimizer | PlainOptimizer
+MakeModel: TypeAlias = Callable[[], nn.Module]
+MakeOptimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
+LossOf: TypeAlias = Callable[[nn.Module, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A plan in relative terms, for a model with any number of chunks and blocks."""
+
+    persist: str  # "all", "some" or "none" of the chunks
+    buffers: str  # "least", "middle" or "all"
+    modes: tuple[BlockMode, ...]  # repeated over the blocks
+    small: bool = False  # chunks as small as the largest parameter allows, so that a unit spreads over several
+
+    def __str__(self) -> str:
+        size = "-small" if self.small else ""
+        return f"{self.persist}-{self.buffers}-{''.join(mode.value[0] for mode in self.modes)}{size}"
+
+
+PLANS = (
+    Spec("all", "least", (NONE,)),
+    Spec("all", "least", (CKPT,)),
+    Spec("all", "least", (SWAP,)),
+    Spec("all", "least", (NONE, SWAP, CKPT)),
+    Spec("some", "least", (NONE,)),
+    Spec("some", "middle", (CKPT,)),
+    Spec("some", "all", (SWAP, CKPT, NONE), small=True),
+    Spec("some", "least", (SWAP,), small=True),
+    Spec("none", "least", (NONE,)),
+    Spec("none", "least", (CKPT,)),
+    Spec("none", "least", (SWAP,)),
+    Spec("none", "least", (CKPT, NONE, SWAP), small=True),
+    Spec("none", "middle", (SWAP, SWAP, NONE), small=True),
+    Spec("none", "all", (CKPT, NONE)),
+)
+FEW_PLANS = (
+    Spec("none", "least", (NONE,)),
+    Spec("none", "least", (CKPT,), small=True),
+    Spec("some", "least", (SWAP, CKPT)),
+    Spec("all", "least", (CKPT, SWAP, NONE)),
+)
+
+
+def make_plan(spec: Spec, profile: ModelProfile, device: torch.device) -> Plan:
+    """The plan that ``spec`` means for the model of ``profile``."""
+    hardware = protrain.hardware.detect(device, device_memory="4GiB", host_memory="4GiB")
+    largest = max(padded(parameter.numel) for parameter in profile.parameters)
+    chunk_elements = largest if spec.small else choose_chunk_elements(profile)
+    layout = pack(profile, chunk_elements)
+    n_chunks = len(layout.chunks)
+    n_persist = {"all": n_chunks, "some": -(-n_chunks // 3), "none": 0}[spec.persist]
+    least, most = MemoryModel(profile, hardware, layout).least_buffers(n_persist), n_chunks - n_persist
+    modes = tuple(spec.modes[index % len(spec.modes)] for index in range(len(profile.blocks)))
+    plan = evaluate(
+        profile,
+        hardware,
+        n_persist=n_persist,
+        n_buffer={"least": least, "middle": (least + most) // 2, "all": most}[spec.buffers],
+        n_swap=modes.count(SWAP),
+        n_ckpt=modes.count(CKPT),
+        chunk_elements=chunk_elements,
+    )
+    return check(dataclasses.replace(plan, block_modes=modes), profile, hardware)
+
+
+_profiles: dict[tuple[str, torch.dtype, torch.device], ModelProfile] = {}
+
+
+def wrap_under(
+    spec: Spec,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    tight: bool = False,
+    key: str = "",
+    **options: Any,
+) -> tuple[nn.Module, ProTrainOptimizer]:
+    """``protrain.wrap`` under ``spec``.
+
+    ``tight`` leaves no device memory beyond what the plan takes. Models with the same ``key`` share the profile that
+    the plan is made from; wrap makes its own.
+    """
+    profile = _profiles.get((key, dtype, device)) if key else None
+    if profile is None:
+        profile = protrain.profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
+    if key:
+        _profiles[key, dtype, device] = profile
+    plan = make_plan(spec, profile, device)
+    return protrain.wrap(
+        model,
+        optimizer,
+        example_batch=batch,
+        device=device,
+        dtype=dtype,
+        plan=plan,
+        device_memory=plan.device_bytes if tight else "4GiB",
+        host_memory="4GiB",
+        progress=False,
+        **options,
+    )
+
+
+@dataclass
+class Loop:
+    """What a training does in a step; the same for the plain and the wrapped model."""
+
+    max_norm: float | None = None
+    accumulate: int = 1
+    no_sync: bool = False
+    scheduler: bool = True
+    loss: LossOf = field(default=lambda model, batch: default_loss(model, batch))
+
+    def run(self, model: nn.Module, optimizer: Trainer, batches: Sequence[Batch], *, seed: int = 1) -> list[float]:
+        """Train on ``batches`` in turn, ``accumulate`` of them a step. Returns every loss and norm, NaN as -1."""
+        torch.manual_seed(seed)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30) if self.scheduler else None
+        values = []
+        for first in range(0, len(batches), self.accumulate):
+            part = batches[first : first + self.accumulate]
+            for index, batch in enumerate(part):
+                no_sync: Any = model.no_sync if self.no_sync and index + 1 < len(part) else nullcontext
+                with no_sync():
+                    loss = self.loss(model, batch)
+                    optimizer.backward(loss)
+                values.append(loss.detach())
+                del loss
+            if self.max_norm is not None:
+                values.append(optimizer.clip_grad_norm_(self.max_norm))
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+        return [-1.0 if value.isnan() else float(value) for value in values]
+
+
+def default_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """``.loss`` of the output, or a plain function of it."""
+    args, kwargs = arguments(batch)
+    output = model(*args, **kwargs)
+    loss = getattr(output, "loss", output)
+    assert isinstance(loss, Tensor)
+    return loss if loss.ndim == 0 else loss.float().square().mean()
+
+
+def adamw(model: nn.Module, learning_rate: float = 3e-3) -> torch.optim.Optimizer:
+    """AdamW in the usual two groups: matrices decay, vectors do not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": 0.1},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0, "lr": 1e-3},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=(0.9, 0.95))
+
+
+def states(model: nn.Module, optimizer: Trainer) -> dict[str, Tensor]:
+    """Every weight, buffer, master and optimizer state, on the CPU."""
+    found = {f"model.{name}": value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            for kind, value in optimizer.export_parameter(name).items():
+                found[f"{kind}.{name}"] = value.clone()
+    found["skipped steps"] = torch.tensor(optimizer.skipped_steps)
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Same names, dtypes and bits."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        ours = found[name]
+        assert ours.dtype == value.dtype, name
+        assert ours.shape == value.shape, name
+        same = ours.contiguous().view(-1).view(torch.uint8).equal(value.contiguous().view(-1).view(torch.uint8))
+        assert same, f"{name} differs, by at most {(ours.double() - value.double()).abs().max()}"
+
+
+def check_equal_to_plain(
+    make: MakeModel,
+    batches: Sequence[Batch],
+    *,
+    device: torch.device,
+    loop: Loop | None = None,
+    dtype: torch.dtype = torch.float32,
+    optimizer: MakeOptimizer = adamw,
+    specs: Sequence[Spec] = FEW_PLANS,
+) -> None:
+    """Losses, weights, buffers and optimizer states under every one of ``specs`` have the plain loop's bits."""
+    loop = loop or Loop()
+    expected, final = plain_run(make, batches, loop=loop, device=device, dtype=dtype, optimizer=optimizer)
+    assert len(set(expected)) > 1, "the plain loop does not train"
+    for spec in specs:
+        model = make()
+        wrapped, trainer = wrap_under(spec, model, optimizer(model), batches[0], device=device, dtype=dtype)
+        assert loop.run(wrapped, trainer, batches) == expected, str(spec)
+        assert_same(states(wrapped, trainer), final)
+
+
+def plain_run(
+    make: MakeModel,
+    batches: Sequence[Batch],
+    *,
+    loop: Loop,
+    device: torch.device,
+    dtype: torch.dtype,
+    optimizer: MakeOptimizer = adamw,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final states of the plain loop."""
+    model = make()
+    plain, trainer = prepare_plain(model, optimizer(model), device=device, dtype=dtype)
+    return loop.run(plain, trainer, batches), states(plain, trainer)
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """The same random numbers inside, whatever came before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,164 @@
+"""The plain training loop that every plan must equal bit for bit: an ordinary model, autograd, and reference operators.
+
+Nothing of the engine is used here. The loop defines the training algorithm:
+
+- weights are the fp32 masters rounded to the training dtype: bfloat16 to nearest with ties away from zero, float16 to
+  nearest even, float32 not at all;
+- a step's gradient is that of its one backward() in the weight's dtype, or, when there are several, their sum in fp32;
+- the norm is the square root of the fp64 sum of fp32 partial sums per tile, parameters in definition order;
+- float16 has a dynamic loss scale, and a step with a gradient that is not finite is skipped;
+- the step is ``adam_reference`` on the fp32 master of each parameter that has a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from protrain_kernels import adam_reference, adam_scalars, split_reference, sum_of_squares_reference, tiles
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def prepare_plain(
+    model: Model, optimizer: torch.optim.Optimizer, *, device: torch.device, dtype: torch.dtype
+) -> tuple[Model, PlainOptimizer]:
+    """``model`` and ``optimizer`` for a plain loop that reads like the one around ``protrain.wrap``."""
+    masters = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            masters[id(parameter)] = parameter.data.to(device, torch.float32, copy=True)
+            parameter.data = rounded(masters[id(parameter)], dtype)
+        else:
+            parameter.data = parameter.data.to(device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    uses_cache = bool(getattr(getattr(model, "config", None), "use_cache", False))
+
+    def place(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.to(device, dtype) if leaf.dtype is torch.float32 else leaf.to(device)
+
+        args, kwargs = tree_map(one, args), tree_map(one, kwargs)
+        return args, {"use_cache": False, **kwargs} if uses_cache and torch.is_grad_enabled() else kwargs
+
+    model.register_forward_pre_hook(place, with_kwargs=True)
+    vars(model).update(no_sync=nullcontext)
+    return model.train(), PlainOptimizer(model, optimizer, masters, dtype)
+
+
+def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in ``dtype`` that follows from an fp32 master."""
+    if dtype is torch.bfloat16:
+        return split_reference(master)[0]
+    return master.to(dtype, copy=True)
+
+
+class PlainOptimizer(torch.optim.Optimizer):
+    """The step of the plain loop, with the methods of the optimizer that ``protrain.wrap`` returns."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, masters: dict[int, Tensor], dtype: torch.dtype
+    ) -> None:
+        super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
+        self.param_groups = optimizer.param_groups
+        self.decoupled = isinstance(optimizer, torch.optim.AdamW)
+        self.dtype = dtype
+        held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) in held}
+        self.masters = {name: masters[id(parameter)] for name, parameter in self.trained.items()}
+        self.exp_avg = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        self.steps = dict.fromkeys(self.trained, 0)
+        self.gradients: dict[str, Tensor] = {}
+        self.coefficient: Tensor | None = None
+        self.loss_scale = 2.0**16 if dtype is torch.float16 else 1.0
+        self.skipped_steps = 0
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._collector(name))
+
+    def _collector(self, name: str) -> Callable[[Tensor], None]:
+        def collect(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            before, gradient = self.gradients.get(name), parameter.grad.detach()
+            parameter.grad = None
+            if name in self.trained:
+                self.gradients[name] = gradient if before is None else before.float() + gradient.float()
+
+        return collect
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss``, scaled for float16."""
+        (loss.float() * self.loss_scale if self.dtype is torch.float16 else loss).backward()
+
+    def norm_squared(self) -> Tensor:
+        """fp64 sum of squares of the step's gradients, still scaled."""
+        partials = []
+        for name, parameter in self.trained.items():
+            gradient = self.gradients.get(name)
+            if gradient is None:
+                partials.append(torch.zeros(tiles(parameter.numel()), device=parameter.device))
+            else:
+                partials.append(sum_of_squares_reference(gradient.contiguous().view(-1)))
+        return torch.cat(partials).double().sum()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the step's gradients to a global norm of at most ``max_norm``; returns the norm before."""
+        norm = self.norm_squared().sqrt().float()
+        if self.dtype is torch.float16:
+            norm = norm / self.loss_scale
+        self.coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update of every parameter that has a gradient."""
+        scale = self.coefficient
+        if self.dtype is torch.float16:
+            if not math.isfinite(self.norm_squared().item()):
+                self.loss_scale = max(self.loss_scale / 2, 1.0)
+                self.skipped_steps += 1
+                return None
+            inverse = torch.tensor(1.0 / self.loss_scale, device=next(iter(self.masters.values())).device)
+            scale = inverse if scale is None else scale * inverse
+        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        for name, gradient in self.gradients.items():
+            parameter, master = self.trained[name], self.masters[name]
+            group = groups[id(parameter)]
+            self.steps[name] += 1
+            scalars = adam_scalars(
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=self.steps[name],
+                decoupled=self.decoupled,
+            )
+            adam_reference(master, None, self.exp_avg[name], self.exp_avg_sq[name], gradient, scalars, scale=scale)
+            parameter.data.copy_(rounded(master, self.dtype))
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the step's gradients."""
+        self.gradients.clear()
+        self.coefficient = None
+
+    def export_parameter(self, name: str) -> dict[str, Tensor]:
+        """The state of one trained parameter, in the form of the wrapped optimizer's method."""
+        return {
+            "master": self.masters[name].cpu(),
+            "exp_avg": self.exp_avg[name].cpu(),
+            "exp_avg_sq": self.exp_avg_sq[name].cpu(),
+            "step": torch.tensor(float(self.steps[name])),
+        }

@@ -1,0 +1,131 @@
+"""The plan never changes the result: 20 steps under every kind of plan have the bits of the plain loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from protrain.engine.streams import Streams, streams_for
+from tests.engine.harness import (
+    PLANS,
+    SWAP,
+    Batch,
+    Loop,
+    Spec,
+    adamw,
+    assert_same,
+    plain_run,
+    seeded,
+    states,
+    wrap_under,
+)
+
+transformers = pytest.importorskip("transformers")
+
+STEPS = 20
+VOCABULARY, WIDTH, BATCH, SEQUENCE = 64, 32, 2, 16
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": SEQUENCE,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=4, n_head=4, n_positions=SEQUENCE
+    ),
+    "opt": lambda: transformers.OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        word_embed_proj_dim=WIDTH,
+        ffn_dim=128,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        max_position_embeddings=SEQUENCE,
+        dropout=0.1,
+    ),
+    "llama": lambda: transformers.LlamaConfig(**LLAMA),
+    "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=SEQUENCE // 2),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a training is done."""
+
+    dtype: torch.dtype
+    loop: Loop
+    tight: bool = False  # no device memory to spare: gradients accumulate in host memory
+
+
+SETTINGS = {
+    "fp32": Setting(torch.float32, Loop()),
+    "fp32-accumulate": Setting(torch.float32, Loop(max_norm=0.5, accumulate=2)),
+    "bf16-clip": Setting(torch.bfloat16, Loop(max_norm=0.5)),
+    "bf16-clip-accumulate": Setting(torch.bfloat16, Loop(max_norm=0.5, accumulate=3, no_sync=True)),
+    "bf16-clip-accumulate-on-host": Setting(torch.bfloat16, Loop(max_norm=0.5, accumulate=2), tight=True),
+    # Scaled so that the first steps overflow and are skipped.
+    "fp16-clip": Setting(torch.float16, Loop(max_norm=0.5, loss=lambda model, batch: model(**batch).loss * 32)),
+}
+
+
+def make(family: str) -> nn.Module:
+    with seeded():
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    return model
+
+
+def batches(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, VOCABULARY, (count, BATCH, SEQUENCE), generator=generator)
+    return [{"input_ids": part.clone(), "labels": part.clone()} for part in tokens]
+
+
+@functools.lru_cache(maxsize=2)
+def plain(family: str, setting: str, device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
+    chosen = SETTINGS[setting]
+    data = batches(STEPS * chosen.loop.accumulate)
+    return plain_run(lambda: make(family), data, loop=chosen.loop, device=device, dtype=chosen.dtype)
+
+
+@pytest.mark.parametrize("spec", PLANS, ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_plan_has_the_bits_of_the_plain_loop(family: str, setting: str, spec: Spec, device: torch.device) -> None:
+    expected, final = plain(family, setting, device)
+    chosen = SETTINGS[setting]
+    data = batches(STEPS * chosen.loop.accumulate)
+    model = make(family)
+    wrapped, optimizer = wrap_under(
+        spec, model, adamw(model), data[0], device=device, dtype=chosen.dtype, tight=chosen.tight, key=family
+    )
+    assert chosen.loop.run(wrapped, optimizer, data) == expected
+    assert_same(states(wrapped, optimizer), final)
+    assert (0 < optimizer.skipped_steps < STEPS // 2) == (setting == "fp16-clip")
+
+
+def test_swapping_moves_what_it_claims_to(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    offload = type(streams_for(device)).offload
+
+    def counted(self: Streams, target: Tensor, source: Tensor, **marks: Any) -> None:
+        moved.append(source.nbytes if source.dtype is torch.uint8 else 0)
+        offload(self, target, source, **marks)
+
+    monkeypatch.setattr(type(streams_for(device)), "offload", counted)
+    data, model = batches(1), make("llama")
+    wrapped, optimizer = wrap_under(Spec("all", "least", (SWAP,)), model, adamw(model), data[0], device=device)
+    Loop().run(wrapped, optimizer, data)
+    profile = protrain.profile(make("llama"), data[0], device=device, dtype=torch.float32)
+    saved = sum(block.saved_bytes for block in profile.blocks)
+    assert 0.95 * saved <= sum(moved) <= saved

@@ -1,0 +1,256 @@
+"""Who needs which chunk next, and the buffers that chunks pass through: nothing is fetched twice that could be kept."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from protrain.engine.buffers import LEGAL, BufferPool, Residency
+from protrain.engine.chunks import Chunk
+from protrain.engine.schedule import FAR, Schedule
+from protrain.engine.streams import Streams
+from protrain.engine.update import HostWorker, Job
+from protrain.planning import evaluate
+
+ELEMENTS = 128
+
+# -- schedule ----------------------------------------------------------------------------------------------------------
+
+
+def test_next_use_counts_visits_around_the_cycle() -> None:
+    schedule = Schedule([0, 1, 2, 2, 1, 0], [[0], [1, 2], [3]])
+    assert [schedule.next_use(chunk) for chunk in (0, 1, 3, 9)] == [1, 2, 3, FAR]
+    schedule.enter(1)
+    assert [schedule.next_use(chunk) for chunk in (0, 1, 2, 3)] == [4, 3, 3, 1]
+    assert list(schedule.upcoming()) == [3, 0], "what the current visit uses is there already"
+    schedule.enter(0, start=3)
+    assert [schedule.next_use(chunk) for chunk in (0, 1, 3)] == [1, 2, 3]
+    assert list(schedule.upcoming()) == [1, 2, 3]
+    schedule.restart()
+    assert list(schedule.upcoming()) == [0, 1, 2, 3]
+
+
+def test_units_called_out_of_order_keep_the_schedule_usable() -> None:
+    schedule = Schedule([0, 1, 2, 2, 1, 0], [[0], [1], [2]])
+    for unit, position in ((2, 2), (0, 5), (1, 1), (7, 1), (1, 1), (2, 2), (2, 2)):
+        schedule.enter(unit)
+        assert schedule.position == position
+    schedule.enter(1, start=3)
+    assert schedule.position == 4
+
+
+# -- chunk buffers -----------------------------------------------------------------------------------------------------
+
+
+def make_chunk(index: int, update: Job | None = None) -> Chunk:
+    streams = Streams()
+    return Chunk(
+        index=index,
+        elements=ELEMENTS,
+        trainable=True,
+        persistent=False,
+        weight=torch.full((ELEMENTS,), float(index + 1)),
+        master=None,
+        exp_avg=None,
+        exp_avg_sq=None,
+        grad=None,
+        offloaded=streams.mark(),
+        update=update,
+    )
+
+
+def make_pool(n_buffer: int) -> BufferPool:
+    return BufferPool(
+        n_buffer=n_buffer,
+        chunk_elements=ELEMENTS,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        streams=Streams(),
+        poison=True,
+    )
+
+
+def test_only_legal_transitions_are_possible() -> None:
+    buffer = make_pool(1).buffers[0]
+    for before, after in itertools.product(Residency, Residency):
+        buffer._state = before
+        if (before, after) in LEGAL:
+            buffer.state = after
+            assert buffer.state is after
+        else:
+            with pytest.raises(AssertionError, match=f"illegal buffer transition {before.value} -> {after.value}"):
+                buffer.state = after
+    assert len(LEGAL) == 7
+
+
+def test_a_buffer_is_kept_while_held_and_poisoned_when_given_up() -> None:
+    chunks = [make_chunk(index) for index in range(3)]
+    schedule, pool = Schedule([0, 1, 2], [[0], [1], [2]]), make_pool(2)
+    first = pool.acquire(chunks[0], schedule)
+    assert first.eq(1.0).all()
+    assert pool.holder(first.untyped_storage().data_ptr()) is pool.buffers[0]
+    second = pool.acquire(chunks[1], schedule)
+    assert pool.acquire(chunks[0], schedule) is first
+    assert pool.fetches == 2, "it was there"
+    with pytest.raises(AssertionError, match="more chunks at once than there are buffers"):
+        pool.acquire(chunks[2], schedule)
+    with pytest.raises(AssertionError, match="updated while a unit uses it"):
+        pool.invalidate(chunks[0])
+    pool.release(chunks[0])
+    assert pool.held(chunks[0]), "it was acquired twice"
+    pool.release(chunks[0])
+    assert not pool.held(chunks[0])
+    chunks[0].weight.fill_(7.0)
+    assert first.eq(1.0).all()
+    pool.invalidate(chunks[0])
+    assert first.isnan().all()
+    assert pool.holder(second.untyped_storage().data_ptr()) is pool.buffers[1]
+    assert pool.acquire(chunks[0], schedule).eq(7.0).all(), "the weight after its update"
+    assert pool.content(chunks[1]).eq(2.0).all()
+    pool.release(chunks[1])
+    with pytest.raises(AssertionError):
+        pool.content(chunks[1])
+
+
+def test_a_fetch_ahead_gives_up_nothing_that_is_needed_sooner() -> None:
+    chunks = [make_chunk(index) for index in range(4)]
+    schedule, pool = Schedule([0, 1, 2, 3], [[0], [1], [2], [3]]), make_pool(2)
+
+    def held() -> list[int]:
+        return sorted(buffer.chunk.index for buffer in pool.buffers if buffer.chunk)
+
+    pool.prefetch(chunks, schedule)
+    assert held() == [0, 1]
+    schedule.enter(0)
+    pool.acquire(chunks[0], schedule)
+    pool.prefetch(chunks, schedule)
+    assert held() == [0, 1], "both are needed before chunk 2"
+    pool.release(chunks[0])
+    schedule.enter(1)
+    pool.acquire(chunks[1], schedule)
+    pool.prefetch(chunks, schedule)
+    assert held() == [1, 2]
+
+
+def test_a_chunk_whose_update_runs_is_uploaded_by_whoever_finishes_it() -> None:
+    gate = threading.Event()
+    worker = HostWorker(threads=1)
+    chunk = make_chunk(0)
+
+    def update() -> None:
+        assert gate.wait(20)
+        chunk.weight.fill_(9.0)
+
+    chunk.update = worker.submit(update)
+    schedule, pool = Schedule([0], [[0]]), make_pool(1)
+    pool.prefetch([chunk], schedule)
+    assert pool.buffers[0].state is Residency.QUEUED
+    assert pool.fetches == 0
+    gate.set()
+    worker.drain()
+    assert pool.buffers[0].state is Residency.LOADING, "nobody asked for it yet"
+    assert pool.acquire(chunk, schedule).eq(9.0).all()
+    assert pool.buffers[0].state is Residency.PRESENT
+    assert pool.fetches == 1
+
+
+def test_a_queued_chunk_that_was_given_up_is_not_uploaded() -> None:
+    gate = threading.Event()
+    worker = HostWorker(threads=1)
+    chunks = [make_chunk(0, worker.submit(lambda: assert_true(gate.wait(20)))), make_chunk(1)]
+    schedule, pool = Schedule([0, 1], [[0], [1]]), make_pool(1)
+    pool.prefetch(chunks, schedule)
+    assert pool.acquire(chunks[1], schedule).eq(2.0).all()
+    gate.set()
+    worker.drain()
+    assert pool.buffers[0].memory.eq(2.0).all()
+    assert pool.fetches == 1
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+def fewest_fetches(visits: Sequence[Sequence[int]], n_buffer: int) -> int:
+    """The optimum, by trying every choice of what to give up."""
+
+    @functools.cache
+    def best(at: int, held: frozenset[int]) -> int:
+        if at == len(visits):
+            return 0
+        wanted = frozenset(visits[at])
+        missing = len(wanted - held)
+        others = sorted(held - wanted)
+        room = min(n_buffer - len(wanted), len(others))
+        return missing + min(best(at + 1, wanted | set(kept)) for kept in itertools.combinations(others, room))
+
+    return best(0, frozenset())
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_eviction_is_optimal(seed: int) -> None:
+    generator = random.Random(seed)
+    n_chunks, n_buffer = generator.randint(3, 6), generator.randint(2, 4)
+    unit_chunks = [sorted(generator.sample(range(n_chunks), generator.randint(1, 2))) for _ in range(4)]
+    forward = [generator.randrange(4) for _ in range(6)]
+    visits = forward + forward[::-1]
+    chunks = [make_chunk(index) for index in range(n_chunks)]
+    schedule, pool = Schedule(visits, unit_chunks), make_pool(n_buffer)
+    for at, unit in enumerate(visits):
+        schedule.enter(unit, start=at)
+        found = pool.acquire_all([chunks[index] for index in unit_chunks[unit]], schedule)
+        assert sorted(found) == unit_chunks[unit]
+        assert all(weight.eq(index + 1.0).all() for index, weight in found.items())
+        for index in unit_chunks[unit]:
+            pool.release(chunks[index])
+    assert pool.fetches == fewest_fetches([unit_chunks[unit] for unit in visits], n_buffer)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+@pytest.mark.parametrize("n_ckpt", [0, 6])
+@pytest.mark.parametrize(("chunk_elements", "per_block"), [(512, 1), (256, 2)])
+def test_buffers_full_after_forward_serve_backward(chunk_elements: int, per_block: int, n_ckpt: int) -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(*(Block() for _ in range(6)))
+
+    batch = (torch.randn(4, 16),)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    profile = protrain.profile(model, batch, optimizer=optimizer, device="cpu", dtype=torch.float32)
+    machine = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
+    n_chunks = 6 * per_block
+    for n_persist, n_buffer in [*((0, n_buffer) for n_buffer in range(per_block, n_chunks + 1)), (per_block, 3)]:
+        model = build()
+        counts = {"n_persist": n_persist, "n_buffer": n_buffer, "n_swap": 0, "n_ckpt": n_ckpt}
+        wrapped, trainer = protrain.wrap(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            example_batch=batch,
+            device="cpu",
+            plan=evaluate(profile, machine, chunk_elements=chunk_elements, **counts),
+            progress=False,
+        )
+        for _ in range(3):
+            before = trainer.report().fetches
+            wrapped(*batch).square().mean().backward()
+            after = trainer.report().fetches
+            away = n_chunks - n_persist
+            assert after - before == away + (away - n_buffer), f"n_buffer={n_buffer}"
+            trainer.step()
+            trainer.zero_grad()

@@ -1,0 +1,261 @@
+"""Training loops of every shape have the plain loop's bits: what is done between forward, backward and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine.harness import (
+    CKPT,
+    FEW_PLANS,
+    NONE,
+    SWAP,
+    Batch,
+    Loop,
+    Spec,
+    Trainer,
+    adamw,
+    assert_same,
+    check_equal_to_plain,
+    default_loss,
+    plain_run,
+    seeded,
+    states,
+    wrap_under,
+)
+from tests.engine.plain_loop import prepare_plain
+
+WIDTH = 48
+
+
+class Block(nn.Module):
+    """A residual block with dropout that can be told to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+        self.fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(torch.tanh(self.first(self.norm(x))))
+        if self.fails == "forward":
+            raise ArithmeticError("forward fails")
+        if self.fails == "backward" and hidden.requires_grad:
+            hidden.register_hook(_fail)
+        return x + self.second(hidden)
+
+
+def _fail(_: Tensor) -> Tensor:
+    raise ArithmeticError("backward fails")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.leave = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+def make() -> nn.Module:
+    with seeded():
+        return Model()
+
+
+def batches(count: int = 6) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(16, 8, generator=generator),) for _ in range(count)]
+
+
+def two_forwards(model: nn.Module, batch: Batch) -> Tensor:
+    return default_loss(model, batch) + default_loss(model, (batch[0].flip(0),)) * 0.5
+
+
+def later_half(model: nn.Module, batch: Batch) -> Tensor:
+    """The first output is used after a second forward, and only in part."""
+    first = model(*batch)
+    second = model(batch[0][:3])
+    return first[:2].float().square().sum() + second.float().abs().sum()
+
+
+def with_autocast(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.autocast(next(model.parameters()).device.type, dtype=torch.bfloat16):
+        return default_loss(model, batch)
+
+
+def looked_at_between(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        before = default_loss(model, batch)
+    with torch.inference_mode():
+        model(batch[0][:2])
+    model.eval()
+    with torch.no_grad():
+        evaluated = default_loss(model, batch)
+    model.train()
+    return default_loss(model, batch) * (1 + before + evaluated.clone())
+
+
+def looked_at_inside(model: nn.Module, batch: Batch) -> Tensor:
+    """A forward without gradients between a forward and its backward."""
+    loss = default_loss(model, batch)
+    with torch.no_grad():
+        default_loss(model, (batch[0][:4],))
+    return loss
+
+
+LOSSES: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
+    "two forwards": two_forwards,
+    "part of an output": later_half,
+    "autocast": with_autocast,
+    "evaluation between steps": looked_at_between,
+    "evaluation inside a step": looked_at_inside,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_forwards(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    loop = Loop(max_norm=1.0, loss=LOSSES[name])
+    check_equal_to_plain(make, batches(), device=device, dtype=dtype, loop=loop)
+
+
+def test_adam_with_coupled_weight_decay(device: torch.device) -> None:
+    check_equal_to_plain(
+        make,
+        batches(),
+        device=device,
+        dtype=torch.bfloat16,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=0.1),
+    )
+
+
+def test_inputs_get_their_gradients(device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer) -> list[Tensor]:
+        gradients = []
+        torch.manual_seed(1)
+        for batch in batches(3):
+            x = batch[0].to(device).requires_grad_()
+            model(x).float().square().mean().backward()
+            assert x.grad is not None
+            gradients.append(x.grad)
+            (other,) = torch.autograd.grad(model(x).float().sum(), [x])
+            gradients.append(other)
+            optimizer.step()
+            optimizer.zero_grad()
+        return gradients
+
+    plain = make()
+    expected = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
+    for spec in FEW_PLANS:
+        model = make()
+        found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device, dtype=torch.bfloat16))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), str(spec)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_several_backwards_of_one_forward(retain: bool, device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        for batch in batches(4):
+            if retain:  # the whole graph again
+                loss = default_loss(model, batch)
+                loss.backward(retain_graph=True)
+                (loss * 0.5).backward(retain_graph=True)
+                loss.backward()
+            else:  # two graphs, the older one last
+                first, second = default_loss(model, batch), default_loss(model, (batch[0].flip(1),))
+                second.backward()
+                first.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return states(model, optimizer)
+
+    plain = make()
+    expected = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
+    for spec in (*FEW_PLANS, Spec("none", "least", (SWAP,))):
+        model = make()
+        found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device, dtype=torch.bfloat16))
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_training_goes_on_after_a_failure(where: str, device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer) -> list[Any]:
+        torch.manual_seed(1)
+        losses = []
+        block: Any = model.get_submodule("blocks.2")
+        for number, batch in enumerate(batches(6)):
+            if number in (1, 3):
+                block.fails = where
+                with pytest.raises(ArithmeticError, match=f"{where} fails"):
+                    default_loss(model, batch).backward()
+                block.fails = ""
+                if number == 3:
+                    with torch.no_grad():
+                        losses.append(float(default_loss(model, batch)))
+                optimizer.zero_grad()
+            loss = default_loss(model, batch)
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [losses, states(model, optimizer)]
+
+    plain = make()
+    losses, final = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.float32))
+    for spec in (*FEW_PLANS, Spec("none", "least", (SWAP,))):
+        model = make()
+        found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device))
+        assert found[0] == losses, str(spec)
+        assert_same(found[1], final)
+
+
+def test_a_forward_without_backward_costs_nothing_later(device: torch.device) -> None:
+    expected, final = plain_run(make, batches(), loop=Loop(loss=_dropped), device=device, dtype=torch.float32)
+    for spec in (*FEW_PLANS, Spec("some", "least", (NONE, SWAP, CKPT))):
+        model = make()
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device)
+        assert Loop(loss=_dropped).run(wrapped, optimizer, batches()) == expected
+        assert_same(states(wrapped, optimizer), final)
+
+
+def _dropped(model: nn.Module, batch: Batch) -> Tensor:
+    default_loss(model, batch)
+    return default_loss(model, batch)
+
+
+def test_hooks_of_the_user_run_as_on_the_plain_model(device: torch.device) -> None:
+    def hooked(model: nn.Module, optimizer: Trainer) -> list[Any]:
+        seen: list[Any] = []
+
+        def backward_hook(_: nn.Module, __: Any, gradients: Any) -> None:
+            seen.append(gradients[0].float().sum().item())
+
+        block, linear = model.get_submodule("blocks.1"), model.get_submodule("blocks.3.first")
+        block.register_forward_hook(lambda _, args, output: output * 1.5)
+        block.register_forward_pre_hook(lambda _, args: (args[0] + 0.25,))
+        linear.register_forward_hook(lambda _, args, output: seen.append(output.detach().float().sum().item()))
+        block.register_full_backward_hook(backward_hook)
+        return [Loop().run(model, optimizer, batches(4)), seen, states(model, optimizer)]
+
+    plain = make()
+    expected = hooked(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
+    for spec in FEW_PLANS:
+        model = make()
+        found = hooked(*wrap_under(spec, model, adamw(model), batches()[0], device=device, dtype=torch.bfloat16))
+        assert found[0] == expected[0]
+        assert set(found[1]) == set(expected[1])  # a recomputed block calls the hooks inside it again
+        assert_same(found[2], expected[2])

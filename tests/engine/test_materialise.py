@@ -1,0 +1,261 @@
+"""Models without memory of their own: initialised, or filled from safetensors, straight into chunks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from tests.engine.harness import CKPT, NONE, Batch, Loop, Spec, adamw, assert_same, states, wrap_under
+from tests.engine.plain_loop import rounded
+
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+SPECS = (Spec("none", "least", (CKPT,)), Spec("some", "middle", (NONE,), small=True), Spec("all", "least", (NONE,)))
+WIDTH, LAYERS, VOCABULARY = 48, 4, 96
+
+
+def gpt2_config() -> Any:
+    return transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2
+    )
+
+
+def llama_config() -> Any:
+    return transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+
+
+CONFIGS = {"gpt2": gpt2_config, "llama": llama_config}
+
+
+def empty(family: str = "gpt2") -> Any:
+    with protrain.empty_parameters():
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    return model
+
+
+@pytest.fixture
+def batch(tiny_batch: Callable[..., Batch]) -> Batch:
+    return tiny_batch()
+
+
+@pytest.fixture
+def wrapped(batch: Batch, device: torch.device) -> Callable[..., Any]:
+    def wrap(model: Any, spec: Spec = SPECS[0], dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        return wrap_under(spec, model, adamw(model), batch, device=device, dtype=dtype, **options)
+
+    return wrap
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_initialisation_does_not_depend_on_the_plan(family: str, wrapped: Callable[..., Any], batch: Batch) -> None:
+    found = []
+    for spec in SPECS:
+        model = empty(family)
+        names = [name for name, _ in model.named_parameters()]
+        torch.manual_seed(7)
+        model, optimizer = wrapped(model, spec)
+        after = torch.get_rng_state()
+        assert [name for name, _ in model.named_parameters()] == names
+        assert model.get_input_embeddings().weight is next(iter(model.parameters()))
+        found.append((states(model, optimizer), Loop().run(model, optimizer, [batch] * 3), after))
+    for other in found[1:]:
+        assert_same(other[0], found[0][0])
+        assert other[1] == found[0][1]
+        assert torch.equal(other[2], found[0][2])
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_initialisation_follows_the_models_own_rule(family: str, wrapped: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model, _ = wrapped(empty(family))
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    found = model.state_dict()
+    for name, expected in reference.state_dict().items():
+        value = found[name].cpu()
+        if expected.std() == 0:
+            assert torch.equal(value, expected), name  # norms and biases
+            continue
+        assert value.std().item() == pytest.approx(expected.std().item(), rel=0.08), name
+        assert abs(value.mean().item()) < 5 * expected.std().item() / value.numel() ** 0.5, name
+    assert len({value.flatten()[0].item() for value in found.values() if value.std() > 0}) > LAYERS  # not all alike
+    if family == "gpt2":
+        scaled = found["transformer.h.0.mlp.c_proj.weight"].std().item()
+        assert scaled == pytest.approx(0.02 / (2 * LAYERS) ** 0.5, rel=0.08)
+        assert found["lm_head.weight"].data_ptr() == found["transformer.wte.weight"].data_ptr()
+        assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_a_torch_model_is_initialised_by_reset_parameters(device: torch.device) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh()) for _ in range(3)))
+
+    with protrain.empty_parameters():
+        model = build()
+    batch = (torch.randn(4, 64),)
+    wrapped, optimizer = wrap_under(SPECS[0], model, adamw(model), batch, device=device)
+    found = wrapped.state_dict()
+    assert found["0.0.weight"].std().item() == pytest.approx(1 / 64**0.5 / 3**0.5, rel=0.05)
+    assert (found["2.1.weight"] == 1).all()
+    assert not found["2.1.bias"].any()
+    assert len(set(Loop().run(wrapped, optimizer, [batch] * 3))) == 3
+
+
+def test_frozen_parameters_and_groups_survive(batch: Batch, device: torch.device) -> None:
+    model: Any = empty()
+    model.transformer.h[0].requires_grad_(False)
+    kept = model.transformer.h[1].mlp.c_fc.weight
+    optimizer = adamw(model)
+    wrapped, trainer = wrap_under(SPECS[0], model, optimizer, batch, device=device)
+    assert model.transformer.h[1].mlp.c_fc.weight is kept
+    assert any(parameter is kept for parameter in trainer.param_groups[0]["params"])
+    before = wrapped.state_dict()
+    Loop().run(wrapped, trainer, [batch] * 2)
+    after = wrapped.state_dict()
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert not any(name.startswith("transformer.h.0.") for name in changed)
+    assert "transformer.h.1.mlp.c_fc.weight" in changed
+
+
+def test_a_module_without_a_rule_is_named(device: torch.device) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.odd = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.odd).sum()
+
+    with protrain.empty_parameters():
+        model = nn.Sequential(nn.Linear(4, 4), Odd())
+    with pytest.raises(ValueError, match=r"cannot initialise 1\.odd: Odd has neither reset_parameters nor"):
+        wrap_under(SPECS[0], model, adamw(model), (torch.randn(2, 4),), device=device)
+
+
+def test_buffers_on_the_meta_device_are_an_error(batch: Batch, device: torch.device) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(llama_config())
+    with pytest.raises(ValueError, match=r"buffer .*inv_freq is on the meta device.*protrain\.empty_parameters"):
+        wrap_under(SPECS[0], model, adamw(model), batch, device=device)
+
+
+# -- weights= ----------------------------------------------------------------------------------------------------------
+
+
+def saved(family: str, folder: Path, *, shards: bool, prefix: bool) -> nn.Module:
+    """Random weights in ``folder``; ``prefix=False`` saves the base model alone (GPT-2's published files are so)."""
+    torch.manual_seed(11)
+    model: Any = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    size = "60KB" if shards else "5GB"
+    (model if prefix else model.base_model).save_pretrained(folder, max_shard_size=size)
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == shards
+    return type(model).from_pretrained(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("shards", [False, True], ids=["one file", "sharded"])
+@pytest.mark.parametrize(("family", "prefix"), [("gpt2", True), ("gpt2", False), ("llama", True)])
+def test_weights_are_those_of_from_pretrained(
+    family: str, prefix: bool, shards: bool, dtype: torch.dtype, tmp_path: Path, wrapped: Callable[..., Any]
+) -> None:
+    reference = saved(family, tmp_path, shards=shards, prefix=prefix)
+    for spec in SPECS[:2]:
+        model, optimizer = wrapped(empty(family), spec, dtype, weights=tmp_path)
+        for name, value in reference.state_dict().items():
+            assert torch.equal(model.state_dict()[name].cpu(), rounded(value, dtype)), name
+        for name, parameter in reference.named_parameters():
+            assert torch.equal(optimizer.export_parameter(name)["master"], parameter.detach()), name
+
+
+def test_weights_of_a_whole_model_fill_a_base_model(tmp_path: Path, device: torch.device) -> None:
+    saved("llama", tmp_path, shards=False, prefix=True)
+    reference = transformers.AutoModel.from_pretrained(tmp_path)
+    with protrain.empty_parameters():
+        model = transformers.AutoModel.from_config(llama_config())
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
+    wrapped, _ = wrap_under(SPECS[0], model, adamw(model), batch, device=device, weights=tmp_path)
+    assert_same({k: v.cpu() for k, v in wrapped.state_dict().items()}, dict(reference.state_dict()))
+
+
+def test_weights_replace_those_of_a_model_in_memory(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
+    reference = saved("gpt2", tmp_path, shards=False, prefix=True)
+    torch.manual_seed(12)
+    model, _ = wrapped(transformers.AutoModelForCausalLM.from_config(gpt2_config()), weights=str(tmp_path))
+    assert_same({k: v.cpu() for k, v in model.state_dict().items()}, dict(reference.state_dict()))
+
+
+def _remove(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _garbage(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"no safetensors")
+
+
+def _without_one(folder: Path) -> None:
+    _rewrite(folder, lambda tensors: tensors.pop("transformer.h.2.ln_1.bias"))
+
+
+def _other_shape(folder: Path) -> None:
+    _rewrite(folder, lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(5, WIDTH)}))
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    file = folder / "model.safetensors"
+    tensors = safetensors_torch.load_file(file)
+    change(tensors)
+    safetensors_torch.save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_remove, r"no \.safetensors file in"),
+        (_truncate, "is no readable safetensors file"),
+        (_garbage, "is no readable safetensors file"),
+        (_without_one, r"lacks 1 of \d+ parameters, among them transformer\.h\.2\.ln_1\.bias"),
+        (
+            _other_shape,
+            r"transformer\.wpe\.weight in model\.safetensors has shape \(5, 48\), the model's is \(32, 48\)",
+        ),
+    ],
+)
+def test_damaged_weights_are_named(
+    damage: Callable[[Path], None], words: str, tmp_path: Path, wrapped: Callable[..., Any]
+) -> None:
+    saved("gpt2", tmp_path, shards=False, prefix=True)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=f"weights: .*{words}"):
+        wrapped(empty(), weights=tmp_path)
+
+
+def test_a_missing_shard_is_noticed(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
+    saved("gpt2", tmp_path, shards=True, prefix=True)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    lost = index["weight_map"]["transformer.h.1.mlp.c_fc.weight"]
+    (tmp_path / lost).unlink()
+    with pytest.raises(ValueError, match=r"lacks \d+ of \d+ parameters"):
+        wrapped(empty(), weights=tmp_path)

@@ -1,0 +1,242 @@
+"""Updates overlap the next forward: step() doesn't wait, a fetch waits for its own chunk alone, reading state for all.
+
+The host optimizer is gated: an update ends only once its chunk's gate is open. Whoever waits for more than it needs
+therefore runs into the time limit, on a machine of any speed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from protrain.optim import ProTrainOptimizer
+from protrain.planning import evaluate
+from protrain_kernels import adam
+from tests.engine.harness import assert_same, states
+
+BLOCKS = 5
+WIDTH = 16
+PATIENCE_S = 20.0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+class Chain(nn.Module):
+    """Block i is chunk i."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Gates:
+    """Stands in for ``adam``: on the host's thread it waits for the gate of the chunk."""
+
+    def __init__(self) -> None:
+        self.open = [threading.Event() for _ in range(BLOCKS)]
+        self.started: list[int] = []
+        self.finished: list[int] = []
+        self.failing: int | None = None
+        self.index: dict[int, int] = {}
+
+    def __call__(self, weight: Tensor, *rest: Any, **options: Any) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        chunk = self.index[weight.data_ptr()]
+        self.started.append(chunk)
+        if not self.open[chunk].wait(PATIENCE_S):
+            raise TimeoutError(f"somebody waits for chunk {chunk} before its gate opens")
+        if chunk == self.failing:
+            raise ArithmeticError(f"the update of chunk {chunk} failed")
+        adam(weight, *rest, **options)
+        self.finished.append(chunk)
+
+    def open_all(self) -> None:
+        for gate in self.open:
+            gate.set()
+
+
+@pytest.fixture
+def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gates]:
+    gates = Gates()
+    monkeypatch.setattr("protrain.optim.adam", gates)
+    yield gates
+    gates.open_all()  # the worker must end
+
+
+def wrap_chain(n_buffer: int = 2, **options: Any) -> tuple[nn.Module, ProTrainOptimizer]:
+    model = Chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    profile = protrain.profile(model, batch(), optimizer=optimizer, device="cpu", dtype=torch.float32)
+    plan = evaluate(
+        profile,
+        protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB"),
+        n_persist=0,
+        n_buffer=n_buffer,
+        n_swap=0,
+        n_ckpt=1,
+        chunk_elements=2 * WIDTH**2,
+    )
+    assert plan.n_chunks == BLOCKS
+    return protrain.wrap(model, optimizer, example_batch=batch(), device="cpu", plan=plan, progress=False, **options)
+
+
+def batch(seed: int = 0) -> tuple[Tensor]:
+    return (torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)),)
+
+
+def watch(gates: Gates, optimizer: ProTrainOptimizer) -> None:
+    gates.index = {chunk.weight.data_ptr(): chunk.index for chunk in optimizer._engine.chunks}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    moment = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.01)):
+        if condition():
+            return
+        moment.wait(0.01)
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("n_buffer", [1, 2, BLOCKS])
+def test_a_forward_waits_for_its_own_chunk_alone(gates: Gates, n_buffer: int, clipped: bool) -> None:
+    model, optimizer = wrap_chain(n_buffer)
+    watch(gates, optimizer)
+    model(*batch()).backward()
+    if clipped:
+        optimizer.clip_grad_norm_(1e-3)
+    optimizer.step()  # returns though no update can end
+    optimizer.zero_grad()
+    assert gates.finished == []
+
+    finished_at_entry: list[list[int]] = []
+
+    def enter(index: int) -> None:
+        finished_at_entry.append(list(gates.finished))
+        gates.open[index].set()
+
+    for index, layer in enumerate(model.get_submodule("layers").children()):
+        layer.register_forward_pre_hook(lambda *_, index=index: enter(index))
+    loss = model(*batch(1))
+    assert finished_at_entry == [list(range(index)) for index in range(BLOCKS)]
+    assert gates.finished == list(range(BLOCKS)), "in the order in which the forward needs them"
+    loss.backward()
+    optimizer.step()
+    found = states(model, optimizer)
+
+    plain, trainer = wrap_chain(n_buffer)
+    watch(gates, trainer)
+    for seed in range(2):
+        plain(*batch(seed)).backward()
+        if clipped and seed == 0:
+            trainer.clip_grad_norm_(1e-3)
+        trainer.step()
+        trainer.zero_grad()
+    assert_same(found, states(plain, trainer))
+
+
+def read_whole(model: nn.Module, _: ProTrainOptimizer) -> None:
+    with protrain.full_parameters(model):
+        pass
+
+
+READERS: dict[str, Callable[[Any, ProTrainOptimizer], Any]] = {
+    "model.state_dict": lambda model, optimizer: model.state_dict(),
+    "a part's state_dict": lambda model, optimizer: model.layers[0].state_dict(),
+    "optimizer.state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "export_parameter": lambda model, optimizer: optimizer.export_parameter("layers.0.up.weight"),
+    "full_parameters": read_whole,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_reading_state_waits_for_every_update(gates: Gates, reader: str) -> None:
+    model, optimizer = wrap_chain()
+    watch(gates, optimizer)
+    model(*batch()).backward()
+    optimizer.step()
+    wait_until(lambda: gates.started == [0])
+    assert gates.finished == []
+    threading.Timer(0.1, gates.open_all).start()
+    READERS[reader](model, optimizer)
+    assert gates.finished == list(range(BLOCKS))
+
+
+def test_an_evaluation_sees_the_updated_weights(gates: Gates) -> None:
+    model, optimizer = wrap_chain()
+    watch(gates, optimizer)
+    loss = model(*batch())
+    loss.backward()
+    optimizer.step()
+    threading.Timer(0.1, gates.open_all).start()
+    with torch.no_grad():
+        after = model(*batch())
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = Chain()
+    plain.load_state_dict(weights)
+    with torch.no_grad():
+        assert plain(*batch()).equal(after)
+    assert not after.equal(loss)
+
+
+def test_updates_inside_backward_start_before_it_ends(gates: Gates) -> None:
+    model, optimizer = wrap_chain(step_during_backward=True)
+    watch(gates, optimizer)
+    begun: list[list[int]] = []
+
+    def at_first_block(*_: Any) -> None:
+        gates.open[BLOCKS - 1].set()  # the last block's update is the first that backward starts
+        wait_until(lambda: gates.finished == [BLOCKS - 1])
+        begun.append(list(gates.started))
+
+    first = model.get_submodule("layers.0")
+    first.register_forward_hook(lambda module, args, output: output.register_hook(at_first_block) and None)
+    model(*batch()).backward()
+    assert begun
+    assert begun[0][0] == BLOCKS - 1
+    optimizer.step()
+    gates.open_all()
+    optimizer._engine.wait_for_updates()
+    assert sorted(gates.finished) == list(range(BLOCKS))
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_an_error_in_an_update_is_raised_where_the_chunk_is_needed(gates: Gates, failing: int) -> None:
+    model, optimizer = wrap_chain()
+    watch(gates, optimizer)
+    gates.failing = failing
+    gates.open_all()
+    entered: list[int] = []
+    for index, layer in enumerate(model.get_submodule("layers").children()):
+        layer.register_forward_pre_hook(lambda *_, index=index: entered.append(index))
+    model(*batch()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    entered.clear()
+    for _ in range(2):  # it does not go away
+        with pytest.raises(ArithmeticError, match=f"the update of chunk {failing} failed"):
+            model(*batch())
+    assert entered == [*range(failing + 1)] * 2
+    for read in (model.state_dict, optimizer.state_dict):
+        with pytest.raises(ArithmeticError, match=f"the update of chunk {failing} failed"):
+            read()
+    assert sorted(gates.finished) == [index for index in range(BLOCKS) if index != failing], "the others were done"

@@ -1,0 +1,185 @@
+"""The engine's parts on their own: arena, host worker, loss scale, simulated ledger."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from protrain.engine.arena import Arena
+from protrain.engine.ledger import SimulatedLedger
+from protrain.engine.update import HostWorker
+from protrain.errors import BudgetError
+from protrain.loss_scale import LossScale
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+# -- arena -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_arena_is_exact_to_the_page() -> None:
+    page, arena = mmap.PAGESIZE, Arena(pinned=False)
+    arena.reserve(3 * page)
+    assert (arena.total_bytes, arena.free_bytes) == (3 * page, 3 * page)
+    first, second = arena.take(1, torch.float32), arena.take(page // 2 + 1, torch.int16)
+    assert (arena.total_bytes, arena.free_bytes) == (3 * page, 0)
+    third = arena.take(page, torch.uint8)
+    assert arena.total_bytes == 4 * page, "what does not fit is mapped, and no more"
+    pieces = [first, second, third]
+    assert [piece.numel() for piece in pieces] == [1, page // 2 + 1, page]
+    for value, piece in enumerate(pieces):
+        assert piece.data_ptr() % page == 0
+        assert not piece.any()
+        piece.fill_(value + 1)
+    assert all(piece.eq(value + 1).all() for value, piece in enumerate(pieces)), "pieces overlap"
+    arena.reserve(0)
+    assert arena.total_bytes == 4 * page
+
+
+def test_memory_that_the_system_does_not_have_is_an_error() -> None:
+    arena = Arena(pinned=False)
+    with pytest.raises(MemoryError, match=r"cannot map 1024 TiB of host memory"):
+        arena.reserve(1 << 50)
+    assert arena.total_bytes == 0
+    assert arena.take(4, torch.float32).eq(0).all()
+
+
+# -- host worker -------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_run_in_order_on_one_thread() -> None:
+    worker = HostWorker(threads=1)
+    done: list[tuple[int, int]] = []
+
+    def note(index: int) -> None:
+        done.append((index, threading.get_ident()))
+
+    for index in range(50):
+        worker.submit(functools.partial(note, index))
+    worker.drain()
+    assert [index for index, _ in done] == list(range(50))
+    assert len({thread for _, thread in done}) == 1
+    assert done[0][1] != threading.get_ident()
+    worker.submit(lambda: done.append((50, 0)))
+    worker.close()
+    assert done[-1] == (50, 0), "close() does what is queued first"
+    assert not worker._thread.is_alive()
+
+
+def fail() -> None:
+    raise ArithmeticError("a failing job")
+
+
+def test_an_error_reaches_whoever_waits_and_no_other_job() -> None:
+    worker = HostWorker(threads=1)
+    followed: list[str] = []
+    gate = threading.Event()
+    blocked = worker.submit(lambda: assert_true(gate.wait(20)))
+    failing, fine = worker.submit(fail), worker.submit(lambda: None)
+    failing.when_done(lambda: followed.append("after a failure"))
+    fine.when_done(lambda: followed.append("later"))
+    gate.set()
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="a failing job"):
+            failing.wait()
+    blocked.wait()
+    worker.drain()
+    assert followed == ["later"]
+    fine.when_done(lambda: followed.append("at once"))
+    assert followed == ["later", "at once"]
+
+
+def test_an_error_of_a_follower_does_not_end_the_thread() -> None:
+    worker = HostWorker(threads=1)
+    gate = threading.Event()
+    job = worker.submit(lambda: assert_true(gate.wait(20)))
+    job.when_done(fail)
+    gate.set()
+    worker.drain()
+    with pytest.raises(ArithmeticError, match="a failing job"):
+        job.wait()
+    assert worker._thread.is_alive()
+
+
+def test_the_thread_ends_with_its_owner() -> None:
+    worker = HostWorker(threads=1)
+    thread, gone = worker._thread, weakref.ref(worker)
+    worker.drain()
+    del worker
+    assert gone() is None
+    assert not thread.is_alive()
+
+
+def test_the_interpreters_exit_waits_for_queued_work(tmp_path: Path) -> None:
+    program = f"""
+import pathlib, time
+from protrain.engine.update import HostWorker
+worker = HostWorker(threads=1)
+worker.submit(lambda: time.sleep(0.3))
+worker.submit(lambda: pathlib.Path({str(tmp_path / "done")!r}).touch())
+"""
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+    assert (tmp_path / "done").exists()
+
+
+# -- loss scale --------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_scale_grows_and_halves_within_its_bounds() -> None:
+    scale = LossScale()
+    assert all(scale.update(True) for _ in range(1999))
+    assert scale.scale == 2.0**16
+    assert scale.update(True)
+    assert (scale.scale, scale.used) == (2.0**17, 2.0**16), "what was used is not what comes next"
+    assert not scale.update(False)
+    assert (scale.scale, scale.used, scale.finite_steps, scale.skipped) == (2.0**16, 2.0**17, 0, 1)
+    for _ in range(40):
+        scale.update(False)
+    assert scale.scale == 1.0
+    scale.load({"scale": 2.0**24, "finite_steps": 1999, "skipped": 3})
+    scale.update(True)
+    assert scale.scale == 2.0**24
+    other = LossScale()
+    other.load(scale.state())
+    assert other.state() == scale.state()
+
+
+# -- ledger ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_counts_each_storage_while_it_is_held() -> None:
+    ledger = SimulatedLedger(budget_bytes=2000, fixed_bytes=100)
+    tensor = torch.zeros(100)
+    views: list[Tensor] = [tensor[:10], tensor.view(10, 10), tensor.detach()]
+    for view in views:
+        ledger.hold(view)
+    assert ledger.held_bytes == 400
+    del view, tensor
+    views.pop(0)
+    assert ledger.held_bytes == 400
+    views.clear()
+    assert ledger.held_bytes == 0
+    assert ledger.peak_bytes == 500
+
+
+def test_the_ledger_forgets_an_excess_once_it_is_gone() -> None:
+    ledger = SimulatedLedger(budget_bytes=1000, fixed_bytes=100)
+    small, large = torch.zeros(100), torch.zeros(200)
+    ledger.hold(small)
+    with pytest.raises(BudgetError, match=r"100 B fixed and 1.17 KiB of activations held exceed device_memory=1000 B"):
+        ledger.hold(large)
+    del large
+    ledger.hold(torch.zeros(100))
+    assert (ledger.held_bytes, ledger.peak_bytes) == (400, 900)

@@ -1,0 +1,139 @@
+"""step_during_backward: the paper's updates inside backward give the bits of updates in step(), or refuse to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain.errors import MisuseError
+from protrain.optim import ProTrainOptimizer
+from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, states, wrap_under
+
+SPECS = (
+    Spec("all", "least", (NONE, CKPT)),
+    Spec("some", "least", (SWAP, CKPT, NONE)),
+    Spec("none", "least", (CKPT,), small=True),
+    Spec("none", "least", (SWAP, NONE), small=True),
+    Spec("none", "all", (NONE,)),
+)
+Batch = dict[str, Tensor]
+Wrapped = tuple[nn.Module, ProTrainOptimizer]
+Wrap = Callable[..., Wrapped]
+
+
+@pytest.fixture
+def wrapped(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], device: torch.device
+) -> Callable[..., Wrapped]:
+    def build(spec: Spec, *, during: bool, family: str = "gpt2", **options: Any) -> Wrapped:
+        model = tiny_model(family)
+        options["step_during_backward"] = during
+        return wrap_under(spec, model, adamw(model), tiny_batch(), device=device, key=f"during-{family}", **options)
+
+    return build
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["gpt2", "t5"])  # both have tied weights, used at the start and at the end
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_same_bits_as_steps_after_backward(
+    wrapped: Wrap, tiny_batch: Callable[..., Batch], spec: Spec, family: str, dtype: torch.dtype
+) -> None:
+    batches = [tiny_batch(seed) for seed in range(4)]
+    results = []
+    for during in (False, True):
+        model, optimizer = wrapped(spec, during=during, family=family, dtype=dtype)
+        results.append((Loop().run(model, optimizer, batches), states(model, optimizer)))
+    assert len(set(results[0][0])) > 1, "it does not train"
+    assert results[1][0] == results[0][0]
+    assert_same(results[1][1], results[0][1])
+
+
+@pytest.mark.parametrize("spec", SPECS[:3], ids=str)
+def test_accumulation_in_no_sync_gives_the_same_bits(
+    wrapped: Wrap, tiny_batch: Callable[..., Batch], spec: Spec
+) -> None:
+    batches = [tiny_batch(seed) for seed in range(6)]
+    results = []
+    for during in (False, True):
+        model, optimizer = wrapped(spec, during=during, dtype=torch.bfloat16)
+        loop = Loop(accumulate=3, no_sync=during)
+        results.append((loop.run(model, optimizer, batches), states(model, optimizer)))
+    assert results[1][0] == results[0][0]
+    assert_same(results[1][1], results[0][1])
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("spec", SPECS[:3], ids=str)
+def test_backward_makes_the_updates_with_its_own_learning_rate(
+    wrapped: Wrap, tiny_batch: Callable[..., Batch], spec: Spec
+) -> None:
+    model, optimizer = wrapped(spec, during=True)
+    initial = weights(model)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    loss = model(**tiny_batch()).loss
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    loss.backward()
+    for group in optimizer.param_groups:
+        group["lr"] = 100.0
+    after_backward = weights(model)
+    optimizer.step()
+    after_step = weights(model)
+    moved = max(float((after_backward[name] - value).abs().max()) for name, value in initial.items())
+    assert moved == pytest.approx(1e-2, rel=0.1), "Adam's first step is as long as the learning rate"
+    assert all(after_step[name].equal(value) for name, value in after_backward.items())
+
+
+def test_a_skipped_step_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
+    results = []
+    for skip in (False, True):
+        model, optimizer = wrapped(SPECS[1], during=True)
+        model(**tiny_batch()).loss.backward()
+        if skip:
+            with pytest.raises(
+                MisuseError, match=r"backward\(\) before step\(\).*every step\(\) must be called; use .*n"
+            ):
+                model(**tiny_batch()).loss.backward()
+        optimizer.step()
+        with pytest.raises(MisuseError, match="without gradients"):
+            optimizer.step()
+        model(**tiny_batch(1)).loss.backward()
+        optimizer.step()
+        results.append(states(model, optimizer))
+    assert_same(results[1], results[0])
+
+
+def test_clipping_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
+    model, optimizer = wrapped(SPECS[1], during=True)
+    for _ in range(2):  # before and after a backward
+        with pytest.raises(MisuseError, match="after updates began: wrap with step_during_backward=False to clip"):
+            optimizer.clip_grad_norm_(1.0)
+        model(**tiny_batch()).loss.backward()
+        optimizer.step()
+
+
+def test_a_step_after_no_sync_alone_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
+    results = []
+    for misuse in (False, True):
+        model, optimizer = wrapped(SPECS[1], during=True)
+        quiet: Any = model.no_sync
+        with quiet():
+            model(**tiny_batch()).loss.backward()
+        if misuse:
+            with pytest.raises(
+                MisuseError, match=r"step\(\) after no_sync\(\) only: run the last backward\(\) of a st"
+            ):
+                optimizer.step()
+        model(**tiny_batch(1)).loss.backward()
+        optimizer.step()
+        results.append(states(model, optimizer))
+    assert_same(results[1], results[0])

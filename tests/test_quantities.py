@@ -1,0 +1,68 @@
+"""Bytes as people write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from protrain.quantities import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (123, 123),
+        (1.5e9, 1_500_000_000),
+        ("24", 24),
+        ("100B", 100),
+        ("1KiB", 1024),
+        ("1kB", 1000),
+        ("2m", 2 * 1024**2),
+        ("2 MB", 2_000_000),
+        ("24GiB", 24 * 1024**3),
+        (" 24 gib ", 24 * 1024**3),
+        ("24GB", 24_000_000_000),
+        ("24G", 24 * 1024**3),
+        ("0.5TiB", 512 * 1024**3),
+        ("1TB", 10**12),
+    ],
+)
+def test_bytes_are_read(text: int | float | str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(
+    "wrong", ["24 apples", "", "GiB", "-1GiB", "1e3", "1,5GiB", "24GiB free", None, True, [1], b"1"]
+)
+def test_what_is_no_size_is_named(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="host_memory must be a number of bytes or text like '24GiB', not ") as caught:
+        parse_bytes(wrong, name="host_memory")
+    assert repr(wrong) in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [0, -5, "0GiB", float("inf"), float("nan")])
+def test_a_size_is_more_than_nothing(wrong: float | str) -> None:
+    with pytest.raises(ValueError, match="size must be more than 0 bytes, not "):
+        parse_bytes(wrong)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (24 * 1024**3, "24 GiB"),
+        (24_000_000_000, "22.4 GiB"),
+        (1000 * 1024**3, "1000 GiB"),
+        (1020 * 1024**2, "1020 MiB"),
+        (3 * 1024**4, "3 TiB"),
+        (5000 * 1024**4, "5000 TiB"),
+        (99.96 * 1024, "100 KiB"),
+        (-2048, "-2 KiB"),
+    ],
+)
+def test_bytes_are_written(count: float, text: str) -> None:
+    assert format_bytes(count) == text

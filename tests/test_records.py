@@ -1,0 +1,161 @@
+"""Records: exact JSON in both directions, errors that name the field, atomic files."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protrain.records import Record
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner(Record):
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer(Record):
+    count: int
+    ratio: float
+    name: str
+    ready: bool
+    colour: Colour
+    inner: Inner
+    maybe: int | None = None
+    either: int | str = 0
+    several: tuple[int, ...] = ()
+    nested: tuple[tuple[Inner, ...], ...] = ()
+    table_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    anything: Any = None
+
+
+FULL = Outer(
+    count=3,
+    ratio=0.1,
+    name="näme",
+    ready=True,
+    colour=Colour.BLUE,
+    inner=Inner(size_bytes=1536),
+    maybe=7,
+    either="text",
+    several=(1, 2, 3),
+    nested=((Inner(size_bytes=1),), ()),
+    table_of={"a": (1, 2)},
+    anything=[1, {"b": None}],
+)
+SMALL: dict[str, Any] = {
+    "count": 3,
+    "ratio": 1,
+    "name": "n",
+    "ready": False,
+    "colour": "red",
+    "inner": {"size_bytes": 5},
+}
+
+
+def test_a_record_survives_json_and_files(tmp_path: Path) -> None:
+    assert Outer.from_json(FULL.to_json()) == FULL
+    assert Outer.from_dict(json.loads(json.dumps(FULL.to_dict()))) == FULL
+    FULL.save(tmp_path / "record.json")
+    assert Outer.load(str(tmp_path / "record.json")) == FULL
+    dataclasses.replace(FULL, count=4).save(tmp_path / "record.json")
+    assert Outer.load(tmp_path / "record.json").count == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"], "the scratch file is gone"
+
+
+def test_defaults_and_an_integer_for_a_float() -> None:
+    found = Outer.from_dict(SMALL)
+    assert (found.maybe, found.either, found.several, found.table_of) == (None, 0, (), {})
+    assert found.ratio == 1.0
+    assert isinstance(found.ratio, float)
+    assert found.colour is Colour.RED
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"count": "3"}, r"Outer.count must be int, not '3'"),
+        ({"count": 3.5}, r"Outer.count must be int, not 3.5"),
+        ({"count": True}, r"Outer.count must be int, not True"),
+        ({"ratio": True}, r"Outer.ratio must be float, not True"),
+        ({"ready": 1}, r"Outer.ready must be bool, not 1"),
+        ({"name": None}, r"Outer.name must be str, not None"),
+        ({"colour": "green"}, r"Outer.colour must be one of red, blue, not 'green'"),
+        ({"inner": 5}, r"Inner must be a JSON object, not int"),
+        ({"inner": {}}, r"Inner lacks the field 'size_bytes'"),
+        ({"maybe": "x"}, r"Outer.maybe must be int, not 'x'"),
+        ({"several": 5}, r"Outer.several must be a list, not 5"),
+        ({"several": [1, "2"]}, r"Outer.several\[1\] must be int, not '2'"),
+        ({"nested": [[], [{"size_bytes": None}]]}, r"Inner.size_bytes must be int, not None"),
+        ({"table_of": []}, r"Outer.table_of must be an object, not \[\]"),
+        ({"table_of": {"a": [0.5]}}, r"Outer.table_of\['a'\]\[0\] must be int, not 0.5"),
+        ({"colours": 1}, r"Outer has no field 'colours'; known: count, ratio"),
+    ],
+)
+def test_a_wrong_field_is_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Outer.from_dict(SMALL | change)
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(ValueError, match="Outer lacks the field 'ratio'"):
+        Outer.from_dict({name: value for name, value in SMALL.items() if name != "ratio"})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot read Inner from .*record.json: No such file"),
+        ("{", "record.json: Inner is not JSON: "),
+        ("[1]", "record.json: Inner must be a JSON object, not list"),
+        ('{"size_bytes": "5"}', "record.json: Inner.size_bytes must be int, not '5'"),
+    ],
+)
+def test_a_wrong_file_is_named(text: str | None, words: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "record.json").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        Inner.load(tmp_path / "record.json")
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_bytes(b"\xff\xfe\x00binary")
+    with pytest.raises(ValueError, match=r"record\.json"):
+        Inner.load(tmp_path / "record.json")
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    FULL.save(tmp_path / "record.json")
+    broken = dataclasses.replace(FULL, anything=object())
+    with pytest.raises(TypeError):
+        broken.save(tmp_path / "record.json")
+    assert Outer.load(tmp_path / "record.json") == FULL
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_the_table_aligns_and_writes_bytes_for_people() -> None:
+    assert Inner(size_bytes=1536).table() == "size_bytes  1.5 KiB"
+    lines = dataclasses.replace(FULL, several=tuple(range(9)), ratio=1 / 3).table().splitlines()
+    assert len({line.index(line.split(maxsplit=1)[1]) for line in lines if line.split()[0] != "anything"}) == 1
+    table = dict(line.split(maxsplit=1) for line in lines)
+    assert table["ratio"] == "0.3333"
+    assert table["several"] == "9 entries"
+    assert table["colour"] == "blue"
+    assert table["ready"] == "True"
+
+
+def test_records_are_frozen() -> None:
+    changed: Any = FULL
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        changed.count = 5
