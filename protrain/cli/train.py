@@ -15,7 +15,7 @@ from protrain.cli.options import Parser, add_memory_options, add_output_options,
 from protrain.cli.shapes import SHAPES
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
-  protrain train --model tiny --device cpu --device-memory 78MiB --folder runs/tiny
+  protrain train --model tiny --device cpu --device-memory 60MiB --folder runs/tiny
 goes on after Ctrl-C or a crash, to the same bits:
   protrain train --resume --folder runs/tiny
 """

@@ -205,10 +205,18 @@ class Gradients:
         """Give ``chunk`` an fp32 accumulator that starts as the gradient it has. See [Note: accumulation]."""
         assert chunk.grad is not None
         count = chunk.elements * 4
-        if chunk.persistent and count <= self.spare_device_bytes:
-            chunk.accumulator = chunk.grad.float()
-            self.spare_device_bytes -= count
-            return
+        if chunk.persistent:
+            waiting = {m.chunk.index: m.chunk for m in self.members if m.group >= 0 and m.chunk.persistent}.values()
+            largest = max(other.elements for other in waiting)
+            staging = max(0, _STAGING_BUFFERS * largest * self.dtype.itemsize - self._staging_memory.nbytes)
+            everything = sum(other.elements * 4 for other in waiting if other.accumulator is None)
+            # An accumulator on the host needs staging on the device: its room comes first unless none will be there.
+            if min(everything, count + staging) <= self.spare_device_bytes:
+                chunk.accumulator = chunk.grad.float()
+                self.spare_device_bytes -= count
+                return
+            self.spare_device_bytes -= staging
+            self._need_staging(largest)
         count = aligned(count) + (aligned(chunk.elements * self.dtype.itemsize) if chunk.persistent else 0)
         if self.arena.total_bytes + count > self.host_bytes:
             raise PlanError(
@@ -221,11 +229,11 @@ class Gradients:
             )
         chunk.accumulator_on_host = True
         chunk.accumulator = self.arena.take(chunk.elements, torch.float32)
-        everything = [(0, chunk.elements)]
+        whole = [(0, chunk.elements)]
         if chunk.persistent:
             chunk.landing = self.arena.take(chunk.elements, self.dtype)
-            self._offload(chunk, chunk.grad, everything, self._filled_whole)
-        self._add_on_host(chunk, everything, initialise=True)
+            self._offload(chunk, chunk.grad, whole, self._filled_whole)
+        self._add_on_host(chunk, whole, initialise=True)
 
     def _sum_host_accumulators(self, members: list[Member]) -> None:
         if self._host_partials is None:

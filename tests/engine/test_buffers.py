@@ -19,6 +19,7 @@ from protrain.engine.schedule import FAR, Schedule
 from protrain.engine.streams import Streams
 from protrain.engine.update import HostWorker, Job
 from protrain.planning import evaluate
+from tests.engine.harness import CKPT, NONE, Spec, adamw, wrap_under
 
 ELEMENTS = 128
 
@@ -221,6 +222,37 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+class Scaled(nn.Module):
+    """With a parameter that has no dimension, and one that has no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(8, 8), nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.gain
+
+
+def test_parameters_keep_every_shape_wherever_they_are() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(Scaled() for _ in range(3))), (torch.randn(4, 8),)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    spec = Spec("none", "least", (CKPT, NONE))
+    wrapped, trainer = wrap_under(spec, model, adamw(model), batch, device=torch.device("cpu"))
+    losses = []
+    for _ in range(3):
+        assert {name: tuple(parameter.shape) for name, parameter in wrapped.named_parameters()} == shapes
+        loss = wrapped(*batch).square().mean()
+        loss.backward()
+        trainer.step()
+        trainer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[2] < losses[1] < losses[0]
+    assert {name: tuple(value.shape) for name, value in wrapped.state_dict().items()} == shapes
+    assert float(wrapped.state_dict()["0.gain"]) != 1.5
 
 
 @pytest.mark.parametrize("n_ckpt", [0, 6])

@@ -165,6 +165,29 @@ def test_accumulation_keeps_within_the_budget(persist: str, modes: Any) -> None:
         assert on_host == ({True} if tight or persist == "none" else {False, True})
 
 
+@pytest.mark.parametrize("on_device", ["all", "two", "none"])
+def test_accumulators_lie_on_the_device_while_there_is_room(on_device: str) -> None:
+    def build(device_memory: int) -> tuple[nn.Module, ProTrainOptimizer]:
+        model = make_model("llama")
+        options: Any = {"device": "cpu", "dtype": torch.bfloat16, "host_memory": "1GiB", "progress": False}
+        return protrain.wrap(
+            model, adamw(model), example_batch=batch, plan=plan, device_memory=device_memory, **options
+        )
+
+    model, batch, spec = make_model("llama"), make_batch(), Spec("all", "least", (NONE,))
+    plan = wrap_under(spec, model, adamw(model), batch, device=CPU, dtype=torch.bfloat16, key="memory-llama")[1].plan
+    sizes = [4 * chunk.elements for chunk in build(1 << 30)[1]._engine.chunks]
+    staging = max(sizes)  # two buffers of 16 bits, for what accumulates on the host
+    room = {"all": sum(sizes), "two": sizes[-1] + sizes[-2] + staging, "none": staging}[on_device]
+    assert sizes[-1] + sizes[-2] + staging < sum(sizes)
+    budget = plan.device_bytes + room
+    model, optimizer = build(budget)
+    assert true_peak_bytes(model, optimizer, batch, backwards=2) <= budget
+    found = [chunk.index for chunk in optimizer._engine.chunks if not chunk.accumulator_on_host]
+    n_chunks = len(sizes)  # backward reaches the last ones first
+    assert found == {"all": [*range(n_chunks)], "two": [n_chunks - 2, n_chunks - 1], "none": []}[on_device]
+
+
 def test_host_memory_is_what_the_plan_says() -> None:
     batch = make_batch()
     for family in ("gpt2", "t5"):
