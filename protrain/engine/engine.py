@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from protrain.engine.arena import Arena
 from protrain.engine.buffers import BufferPool
-from protrain.engine.chunks import Chunk, Member
+from protrain.engine.chunks import Chunk, Member, recall
 from protrain.engine.gradients import Gradients
 from protrain.engine.ledger import Ledger
 from protrain.engine.parameter import ReleasedParameter, point_at, release
@@ -107,6 +107,7 @@ class Engine:
         """One call of a unit's forward with its parameters on the device."""
         self._order.enter(unit.index)
         args, kwargs = self._out_of_buffers((args, kwargs), unit)
+        recall(unit.residents)
         self.bind(unit)
         try:
             self.buffers.prefetch(self.chunks, self._order)
@@ -114,6 +115,7 @@ class Engine:
                 output = unit.frame_class(self, unit).run(function, args, kwargs)
             else:
                 output = function(*args, **kwargs)
+            recall(unit.residents)
             return self._out_of_buffers(output)
         finally:
             self.unbind(unit)

@@ -30,6 +30,7 @@ class Unit:
     frame_class: type[Frame]
     chunks: list[Chunk]  # non-persistent ones that it needs
     members: list[Member]  # its parameters in those chunks
+    residents: list[Member]  # its parameters in persistent chunks
     buffers: list[tuple[nn.Module, str]]  # of the module and everything in it; a block may update them in forward
 
 
@@ -49,6 +50,7 @@ def make_units(
                 frame_class=FRAMES[mode],
                 chunks=[chunks[chunk] for chunk in layout.unit_chunks[index] if not chunks[chunk].persistent],
                 members=[members[member] for member in record.parameters if not members[member].chunk.persistent],
+                residents=[members[member] for member in record.parameters if members[member].chunk.persistent],
                 buffers=[(owner, name) for owner in module.modules() for name in owner._buffers],
             )
         )

@@ -8,6 +8,7 @@ same storage to autograd, so views that an operation saved (F.linear saves weigh
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -164,5 +165,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 def _set_parameter(module: nn.Module, name: str, parameter: Any) -> None:
     if isinstance(module, nn.RNNBase):
         setattr(module, name, parameter)  # it keeps a second list of its weights, which this updates
+        # And a list of references; it takes a change there for a reason to give its weights storage of their own.
+        module._flat_weight_refs[module._flat_weights_names.index(name)] = weakref.ref(parameter)
     else:
         module._parameters[name] = parameter

@@ -364,3 +364,17 @@ def test_accumulation_that_the_host_has_no_room_for(dtype: torch.dtype) -> None:
         backward(model)
         optimizer.step()
     assert_same(states(*tight), states(*roomy))
+
+
+def test_replaced_data_of_a_parameter_is_refused(wrapped: Wrap, batch: Batch) -> None:
+    model, optimizer = wrapped(RESIDENT)
+    train(model, optimizer, batch)
+    weight = model.get_parameter("model.norm.weight")
+    kept = weight.data
+    weight.data = kept + 1
+    with pytest.raises(MisuseError, match=r"data of model\.norm\.weight was replaced .*full_parameters"):
+        model(**batch)
+    weight.data = kept.clone()  # the same values elsewhere do no harm
+    untouched = wrapped(RESIDENT)
+    train(*untouched, batch)
+    assert_unharmed((model, optimizer), untouched, batch)

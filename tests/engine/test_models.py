@@ -90,6 +90,20 @@ class NoBlocks(nn.Module):
         return self.last(x, x)
 
 
+class Relaid(nn.Module):
+    """Gives its weights storage of their own in every forward, as recurrent modules do on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(WIDTH, 8, batch_first=True)
+        self.last = nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recurrent.flatten_parameters()
+        self.last.weight.data = self.last.weight.data.clone()
+        return self.last(self.recurrent(x)[0])
+
+
 class ConvBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -331,6 +345,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[Batch], Callable[[nn.Modul
     "several lists": (SeveralLists, floats((4, WIDTH)), default_loss),
     "torch encoder": (TorchEncoder, floats((2, 5, WIDTH)), default_loss),
     "no blocks": (NoBlocks, floats((2, 5, WIDTH)), default_loss),
+    "weights laid anew": (Relaid, floats((2, 5, WIDTH)), default_loss),
     "batch norm": (ConvStack, floats((3, 3, 6, 6)), default_loss),
     "adapters": (adapted, tokens(), default_loss),
     "mixture": (Mixture, floats((5, WIDTH)), default_loss),
