@@ -100,7 +100,7 @@ def wrap(
         with say.stage("profiling the model"):
             model_profile = profile(model, example_batch, optimizer=optimizer, device=target, dtype=kind)
         with say.stage("planning"):
-            chosen = _plan(plan, model_profile, hardware)
+            chosen = _plan(plan, model_profile, hardware, step_during_backward=step_during_backward)
         with say.stage(f"moving model states into place ({chosen})"):
             engine, fixed_bytes = build_engine(
                 model,
@@ -169,11 +169,17 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         )
 
 
-def _plan(plan: Plan | str | os.PathLike[str] | None, profile: ModelProfile, hardware: HardwareProfile) -> Plan:
+def _plan(
+    plan: Plan | str | os.PathLike[str] | None,
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    step_during_backward: bool,
+) -> Plan:
     if plan is None:
-        return search(profile, hardware)
+        return search(profile, hardware, step_during_backward=step_during_backward)
     chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-    return check(chosen, profile, hardware)
+    return check(chosen, profile, hardware, step_during_backward=step_during_backward)
 
 
 def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ ALLOWED = {
         "protrain.compilation",
         "protrain.planning.plan",
         "protrain.planning.layout",
+        "protrain.planning.schedule",
         "protrain.profiler.blocks",
         "protrain_kernels",
     ),
