@@ -169,13 +169,14 @@ def test_an_evaluation_after_backward_has_the_old_weights(device: torch.device) 
         outputs = []
         torch.manual_seed(1)
         for batch in batches():
-            default_loss(model, batch).backward()
+            inputs = batch[0].to(device)  # a copy from pageable memory would wait for what is to lag behind
+            default_loss(model, (inputs,)).backward()
             model.eval()
             if device.type == "cuda":
                 # The device lags behind: its uploads of weights come after the host could have updated them.
-                torch.cuda._sleep(20_000_000)
+                torch.cuda._sleep(100_000_000)
             with torch.no_grad():
-                outputs.append(model(*batch))
+                outputs.append(model(inputs))
             model.train()
             optimizer.step()
             optimizer.zero_grad()
