@@ -277,6 +277,10 @@ def test_forwards_without_a_backward_leave_nothing(
 # -- dropping ----------------------------------------------------------------------------------------------------------
 
 
+def _wait(event: threading.Event) -> None:
+    event.wait()
+
+
 def _fail(engine: Engine) -> None:
     raise ArithmeticError("the error refers to this frame, and the frame to the engine")
 
@@ -302,7 +306,7 @@ def test_dropping_model_and_optimizer_frees_everything(
     threads: list[threading.Thread] = [engine.worker._thread]
     gone = [weakref.ref(thing) for thing in (engine, engine.arena._segments[0], engine.buffers.buffers[0], model)]
     chunk = next(chunk for chunk in engine.chunks if not chunk.persistent)
-    engine.worker.submit(going_on.wait)
+    engine.worker.submit(functools.partial(_wait, going_on))
     model(**tiny_batch()).loss.backward()
     optimizer.step()  # its updates come after that wait
     assert chunk.update is not None
