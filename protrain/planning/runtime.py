@@ -6,6 +6,7 @@ nothing overlaps, the operations add up.
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import accumulate
 from operator import add
 
@@ -14,7 +15,7 @@ from protrain.planning.compute_times import compute_times
 from protrain.planning.fetches import Fetches
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode
-from protrain.planning.simulate import Rates, Step, Visit, simulate, timeline
+from protrain.planning.simulate import Rates, Step, Visit, Work, simulate, timeline
 from protrain.planning.timeline import Timeline
 from protrain.profiler.model_profile import ModelProfile
 
@@ -55,6 +56,8 @@ class RuntimeModel:
             up_gbps=hardware.h2d_gbps,
             down_gbps=hardware.d2h_gbps,
         )
+        self._work: tuple[Modes, list[Work], list[float], float] | None = None  # of the modes asked for last
+        self._visits_of: dict[tuple[int, int], list[Visit]] = {}  # by n_persist and n_buffer
         # For bounds: sums from the first chunk on.
         self._forward_total = sum(self._forward_ms)
         self._backward_total = sum(self._backward_ms)
@@ -70,10 +73,12 @@ class RuntimeModel:
         self._forward_after_last = starts[-1] - starts[min(first_use, len(self._forward_ms))]
         self._last_trainable = last_trainable
 
-    def step_ms(self, modes: Modes, n_persist: int, n_buffer: int) -> float:
-        """Predicted time of one step in steady state, in milliseconds."""
+    def step_ms(self, modes: Modes, n_persist: int, n_buffer: int, *, limit_ms: float = float("inf")) -> float:
+        """Predicted time of one step in steady state, in milliseconds; if above ``limit_ms``, by how much is open."""
         step = self._step(modes, n_persist, n_buffer)
-        return _in_a_row(step) if self._hardware.device_type == "cpu" else simulate(step, self._rates)
+        if self._hardware.device_type == "cpu":
+            return _in_a_row(step)
+        return simulate(step, self._rates, limit_ms=limit_ms)
 
     def timeline(self, modes: Modes, n_persist: int, n_buffer: int) -> Timeline:
         """What runs where and when in that step, as on a GPU."""
@@ -121,7 +126,12 @@ class RuntimeModel:
         up += max(0, len(self._upload) - n_persist - n_buffer) * min(self._upload[n_persist:])
         if self._in_backward:
             return max(gpu, up, host)
-        return max(gpu, up, host + self._upload[self._last_trainable] + self._forward_after_last + backward)
+        return max(gpu, up, host + self._after_host_ms(recomputed_ms))
+
+    def _after_host_ms(self, recomputed_ms: float) -> float:
+        """At least, from the last host update to the next norm."""
+        backward = self._backward_total + recomputed_ms + self._flatten_all
+        return self._upload[self._last_trainable] + self._forward_after_last + backward
 
     def _held(self, unit: int) -> tuple[int, ...]:
         chunks = self._layout.unit_chunks
@@ -185,13 +195,51 @@ class RuntimeModel:
         return gradients, of_visit
 
     def _step(self, modes: Modes, n_persist: int, n_buffer: int) -> Step:
-        profile, hardware = self._profile, self._hardware
+        n_visits = len(self._profile.calls)
+        if self._work is None or self._work[0] != modes:
+            self._work = (modes, *self._work_of(modes))
+        _, work, swap_in, recomputed_ms = self._work
+        visits = self._visits_of.get((n_persist, n_buffer))
+        if visits is None:
+            visits = self._visits_of[n_persist, n_buffer] = self._placed(n_persist, n_buffer)
+        return Step(
+            forward=visits[:n_visits],
+            backward=visits[n_visits:],
+            forward_work=work[:n_visits],
+            backward_work=work[n_visits:],
+            upload_ms=self._upload,
+            swap_ms=swap_in,
+            gradients=self._gradients,
+            device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
+            host_update_ms=[(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist],
+            update_in_backward=self._in_backward,
+            after_host_ms=self._after_host_ms(recomputed_ms),
+        )
+
+    def _placed(self, n_persist: int, n_buffer: int) -> list[Visit]:
+        """The turns of forward and backward under one placement."""
+        n_visits = len(self._profile.calls)
         fetches = self._fetches.of(n_persist, n_buffer)
+        return [
+            Visit(
+                name=self._profile.units[unit].name,
+                unit=unit,
+                chunks=tuple(chunk for chunk in self._needed[at] if chunk >= n_persist),
+                fetches=fetches[at],
+                gradients=tuple(
+                    (index, self._gradients[index][0] >= n_persist)
+                    for index in (self._gradients_of_visit[at - n_visits] if at >= n_visits else ())
+                ),
+            )
+            for at, unit in enumerate(self._visits)
+        ]
+
+    def _work_of(self, modes: Modes) -> tuple[list[Work], list[float], float]:
+        """Work of every turn, time to fetch each unit's activations back, and all recomputation."""
+        profile, hardware = self._profile, self._hardware
         swap = [0.0] * len(profile.units)
         recompute = [0.0] * len(profile.units)
-        n_calls = [0] * len(profile.units)
-        for unit in profile.calls:
-            n_calls[unit] += 1
+        n_calls = Counter(profile.calls)
         for unit, record in enumerate(profile.units):
             if record.block is None or not n_calls[unit]:
                 continue
@@ -199,46 +247,24 @@ class RuntimeModel:
                 swap[unit] = profile.blocks[record.block].saved_bytes / n_calls[unit]
             elif modes[record.block] is BlockMode.CKPT:
                 recompute[unit] = self.times.forward[record.block] / n_calls[unit]
-        n_visits = len(profile.calls)
-        visits = []
-        for at, unit in enumerate(self._visits):
-            backward = at >= n_visits
-            order = 2 * n_visits - 1 - at if backward else at  # place in forward order
-            earlier = profile.calls[order - 1] if backward and order else -1
-            compute = self._backward_ms[order] + recompute[unit] if backward else self._forward_ms[order]
-            visits.append(
-                Visit(
-                    name=profile.units[unit].name,
-                    unit=unit,
-                    compute_ms=compute,
-                    chunks=tuple(chunk for chunk in self._needed[at] if chunk >= n_persist),
-                    fetches=fetches[at],
-                    swap_ms=_ms(swap[unit], hardware.d2h_gbps),
-                    swap_ahead=earlier if backward and earlier >= 0 and swap[earlier] and earlier != unit else -1,
-                    gradients=tuple(
-                        (index, self._gradients[index][0] >= n_persist)
-                        for index in (self._gradients_of_visit[at - n_visits] if backward else ())
-                    ),
-                )
-            )
-        return Step(
-            forward=visits[:n_visits],
-            backward=visits[n_visits:],
-            upload_ms=self._upload,
-            swap_ms=[_ms(size, hardware.h2d_gbps) for size in swap],
-            gradients=self._gradients,
-            device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
-            host_update_ms=[(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist],
-            update_in_backward=self._in_backward,
-        )
+        work = [
+            Work(compute, _ms(swap[unit], hardware.d2h_gbps), -1)
+            for unit, compute in zip(profile.calls, self._forward_ms, strict=True)
+        ]
+        for at in range(len(profile.calls) - 1, -1, -1):
+            unit, earlier = profile.calls[at], profile.calls[at - 1] if at else -1
+            ahead = earlier if earlier >= 0 and swap[earlier] and earlier != unit else -1
+            work.append(Work(self._backward_ms[at] + recompute[unit], _ms(swap[unit], hardware.d2h_gbps), ahead))
+        swap_in = [_ms(size, hardware.h2d_gbps) for size in swap]
+        return work, swap_in, sum(recompute[unit] for unit in profile.calls)
 
 
 def _in_a_row(step: Step) -> float:
     """Everything one after the other: a CPU is device and host at once."""
     visits = [*step.forward, *step.backward]
-    total = sum(visit.compute_ms for visit in visits)
+    total = sum(work.compute_ms for work in (*step.forward_work, *step.backward_work))
     total += sum(step.upload_ms[fetch.chunk] for visit in visits for fetch in visit.fetches)
-    total += sum(visit.swap_ms for visit in step.forward) + sum(step.swap_ms[visit.unit] for visit in step.backward)
+    total += sum(work.swap_ms for work in step.forward_work) + sum(step.swap_ms[visit.unit] for visit in step.backward)
     for visit in step.backward:
         for index, offloaded in visit.gradients:
             _, flatten, offload = step.gradients[index]

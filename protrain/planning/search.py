@@ -82,8 +82,8 @@ def search(
         for bound_ms, n_persist, n_buffer in sorted(bounds):
             if bound_ms >= fastest * (1 - _GAIN):
                 break
-            step_ms = runtime.step_ms(modes, n_persist, n_buffer)
-            if step_ms <= fastest * (1 + _TOLERANCE):
+            step_ms = runtime.step_ms(modes, n_persist, n_buffer, limit_ms=fastest * (1 + _TOLERANCE))
+            if step_ms < fastest * (1 + _TOLERANCE):
                 found.append((step_ms, n_persist, n_buffer, n_swap, n_ckpt))
                 fastest = min(fastest, step_ms)
     if not found:
@@ -218,7 +218,7 @@ class _Models:
             least = memory.least_buffers(more)
             spare = (left - memory.static_bytes(more, least)) // memory.buffer_bytes
             buffers = min(n_chunks - more, least + spare)
-            if spare >= 0 and self.runtime.step_ms(modes, more, buffers) <= limit_ms:
+            if spare >= 0 and self.runtime.step_ms(modes, more, buffers, limit_ms=limit_ms) < limit_ms:
                 return more, buffers, n_swap, n_ckpt
         return n_persist, n_buffer, n_swap, n_ckpt
 

@@ -15,9 +15,12 @@ by the share of its time in which others disturbed it in the first.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from protrain.planning.fetches import Fetch
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
@@ -25,16 +28,21 @@ from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A unit's turn in forward or backward, under one choice of block modes and one placement."""
+    """A unit's turn in forward or backward, under one placement of the chunks."""
 
     name: str
     unit: int
-    compute_ms: float
     chunks: tuple[int, ...]  # in buffers, that it waits for
     fetches: Sequence[Fetch]
+    gradients: tuple[tuple[int, bool], ...]  # backward: (index into Step.gradients, offloaded)
+
+
+class Work(NamedTuple):
+    """What a turn takes under one choice of block modes."""
+
+    compute_ms: float
     swap_ms: float  # saved activations out after a forward, in before a backward; 0: not swapped
     swap_ahead: int  # in backward: the unit whose activations it fetches ahead; -1: none
-    gradients: tuple[tuple[int, bool], ...]  # backward: (index into Step.gradients, offloaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +62,49 @@ class Step:
 
     forward: Sequence[Visit]
     backward: Sequence[Visit]
+    forward_work: Sequence[Work]  # by visit
+    backward_work: Sequence[Work]
     upload_ms: Sequence[float]  # by chunk
     swap_ms: Sequence[float]  # by unit: its saved activations to the device
     gradients: Sequence[tuple[int, float, float]]  # (chunk, flatten, offload)
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
     host_update_ms: Sequence[tuple[int, float]]  # of the others, in execution order
     update_in_backward: bool
+    after_host_ms: float  # at least, from the last host update to the next norm, when it is not
 
 
-def simulate(step: Step, rates: Rates) -> float:
-    """Milliseconds of one step in steady state."""
-    return _settled(step, rates).step_ms
+def simulate(step: Step, rates: Rates, *, limit_ms: float = float("inf")) -> float:
+    """Milliseconds of one step in steady state; at least ``limit_ms`` as soon as it cannot be less.
+
+    Contention only makes operations longer, so the first pass bounds the second from below; so does the host optimizer
+    at its disturbed rate with what must follow it.
+    """
+    first = _Run(step)
+    if first.step_ms >= limit_ms or not first.moves:
+        return first.step_ms
+    overlaps = [_Overlap(lane) for lane in first.intervals]
+    host = _host_stretches(overlaps, rates)
+    if not step.update_in_backward:
+        n_steady = len(host) // 2  # of one step
+        updates = first.intervals[HOST][n_steady:]
+        disturbed = sum((end - start) * s for (start, end), s in zip(updates, host[n_steady:], strict=True))
+        if disturbed + step.after_host_ms >= limit_ms:
+            return limit_ms
+    return _Run(step, stretch=[[], *_copy_stretches(overlaps, rates), host]).step_ms
 
 
 def timeline(step: Step, rates: Rates) -> Timeline:
     """The same with every operation."""
-    run = _settled(step, rates)
+    run = _Run(step, labelled=True)
+    if run.moves:
+        overlaps = [_Overlap(lane) for lane in run.intervals]
+        host = _host_stretches(overlaps, rates)
+        run = _Run(step, stretch=[[], *_copy_stretches(overlaps, rates), host], labelled=True)
     begin = run.begin_ms
     operations = [
-        Operation(lane=lane, name=name, start_ms=start - begin, end_ms=end - begin)
+        Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
         for lane, intervals in enumerate(run.intervals)
-        for name, start, end in zip(run.names[lane], *zip(*intervals, strict=True), strict=True)
+        for (kind, what), (start, end) in zip(run.labels[lane], intervals, strict=True)
         if end > start and end > begin
     ]
     return Timeline(
@@ -85,21 +115,15 @@ def timeline(step: Step, rates: Rates) -> Timeline:
     )
 
 
-def _settled(step: Step, rates: Rates) -> _Run:
-    first = _Run(step, stretch=None)
-    if len(first.intervals[UP]) + len(first.intervals[DOWN]) + len(first.intervals[HOST]) == 0:
-        return first
-    return _Run(step, stretch=_stretches(first.intervals, rates))
-
-
 class _Run:
     """Two steps, the second of them in steady state."""
 
-    def __init__(self, step: Step, stretch: list[list[float]] | None) -> None:
+    def __init__(self, step: Step, *, stretch: list[list[float]] | None = None, labelled: bool = False) -> None:
         self._step = step
         self._stretch = stretch
+        self._labelled = labelled
         self.intervals: list[list[tuple[float, float]]] = [[], [], [], []]
-        self.names: list[list[str]] = [[], [], [], []]
+        self.labels: list[list[tuple[str, object]]] = [[], [], [], []]
         self._free = [0.0] * 4  # by lane
         self._updated: dict[int, float] = {}  # by chunk: its host update is done
         self._released: dict[int, float] = {}  # by chunk: the GPU has read its buffer
@@ -120,116 +144,133 @@ class _Run:
             ends.append(self._free[GPU])
         self.step_ms = ends[1] - ends[0]
 
-    def _do(self, lane: int, name: str, earliest: float, duration: float) -> float:
-        free = self._free[lane]
-        start = free if free > earliest else earliest
+    @property
+    def moves(self) -> bool:
+        """Whether anything but the GPU works."""
+        return any(self.intervals[lane] for lane in (UP, DOWN, HOST))
+
+    def _do(self, lane: int, kind: str, what: object, earliest: float, duration: float) -> float:
+        start = self._free[lane]
+        if earliest > start:
+            start = earliest
         done = self.intervals[lane]
         if self._stretch is not None and lane != GPU:
             duration *= self._stretch[lane][len(done)]
         end = start + duration
         done.append((start, end))
-        self.names[lane].append(name)
+        if self._labelled:
+            self.labels[lane].append((kind, what))
         self._free[lane] = end
         return end
 
     def _arrivals(self, visit: Visit) -> float:
         """When the weights that ``visit`` needs are there."""
+        loaded = self._loaded
         for fetch in visit.fetches:
-            earliest = max(self._updated.get(fetch.chunk, 0.0), self._released.get(fetch.victim, 0.0))
-            self._loaded[fetch.chunk] = self._do(
-                UP, f"chunk {fetch.chunk}", earliest, self._step.upload_ms[fetch.chunk]
-            )
-        return max((self._loaded.get(chunk, 0.0) for chunk in visit.chunks), default=0.0)  # frozen ones may stay
+            chunk = fetch.chunk
+            earliest = max(self._updated.get(chunk, 0.0), self._released.get(fetch.victim, 0.0))
+            loaded[chunk] = self._do(UP, "weights", chunk, earliest, self._step.upload_ms[chunk])
+        latest = 0.0
+        for chunk in visit.chunks:
+            at = loaded.get(chunk, 0.0)  # a frozen one may be there all the time
+            if at > latest:
+                latest = at
+        return latest
 
-    def _compute(self, visit: Visit, earliest: float) -> None:
-        end = self._do(GPU, visit.name, earliest, visit.compute_ms)
+    def _compute(self, kind: str, visit: Visit, work: Work, earliest: float) -> None:
+        end = self._do(GPU, kind, visit.name, earliest, work.compute_ms)
         for chunk in visit.chunks:
             self._released[chunk] = end
 
     def _forward(self) -> None:
-        for visit in self._step.forward:
-            self._compute(visit, self._arrivals(visit))
+        for visit, work in zip(self._step.forward, self._step.forward_work, strict=True):
+            self._compute("forward", visit, work, self._arrivals(visit))
             self._settle()
-            if visit.swap_ms:
-                self._unsettled = self._do(DOWN, f"{visit.name} activations", self._free[GPU], visit.swap_ms)
+            if work.swap_ms:
+                self._unsettled = self._do(DOWN, "activations", visit.name, self._free[GPU], work.swap_ms)
                 self._swapped[visit.unit] = self._unsettled
 
     def _settle(self) -> None:
         """The memory of the last swapped block is given up, for which the GPU waits for the copy."""
-        self._free[GPU] = max(self._free[GPU], self._unsettled)
+        if self._unsettled > self._free[GPU]:
+            self._free[GPU] = self._unsettled
 
     def _backward(self) -> None:
         self._settle()
         turn = 0
-        for visit in self._step.backward:
+        for visit, work in zip(self._step.backward, self._step.backward_work, strict=True):
             allocated = self._free[GPU]
             earliest = self._arrivals(visit)
-            if visit.swap_ms:
+            if work.swap_ms:
                 if visit.unit not in self._back:
                     self._fetch_back(visit.unit, allocated)
                 earliest = max(earliest, self._back.pop(visit.unit))
-            if visit.swap_ahead >= 0:
-                self._fetch_back(visit.swap_ahead, allocated)
-            self._compute(visit, earliest)
+            if work.swap_ahead >= 0:
+                self._fetch_back(work.swap_ahead, allocated)
+            self._compute("backward", visit, work, earliest)
             for index, offloaded in visit.gradients:
                 chunk, flatten_ms, offload_ms = self._step.gradients[index]
                 if not offloaded:
-                    self._do(GPU, f"flatten {chunk}", 0.0, flatten_ms)
+                    self._do(GPU, "flatten", chunk, 0.0, flatten_ms)
                     continue
-                flattened = self._do(GPU, f"flatten {chunk}", self._drained[turn], flatten_ms)
-                self._drained[turn] = self._do(DOWN, f"gradient {chunk}", flattened, offload_ms)
+                flattened = self._do(GPU, "flatten", chunk, self._drained[turn], flatten_ms)
+                self._drained[turn] = self._do(DOWN, "gradients", chunk, flattened, offload_ms)
                 self._offloaded[chunk] = self._drained[turn]
                 turn = 1 - turn
 
     def _fetch_back(self, unit: int, allocated: float) -> None:
         earliest = max(allocated, self._swapped[unit])
-        self._back[unit] = self._do(UP, f"activations of {unit}", earliest, self._step.swap_ms[unit])
+        self._back[unit] = self._do(UP, "activations", unit, earliest, self._step.swap_ms[unit])
 
     def _update(self) -> None:
         known = 0.0 if self._step.update_in_backward else self._free[GPU]  # the norm
         order = self._step.host_update_ms
         for chunk, duration in reversed(order) if self._step.update_in_backward else order:
             earliest = max(known, self._offloaded.get(chunk, 0.0))
-            self._updated[chunk] = self._do(HOST, f"update {chunk}", earliest, duration)
+            self._updated[chunk] = self._do(HOST, "update", chunk, earliest, duration)
         for chunk, duration in self._step.device_update_ms:
-            self._do(GPU, f"update {chunk}", 0.0, duration)
+            self._do(GPU, "update", chunk, 0.0, duration)
 
 
-def _stretches(intervals: list[list[tuple[float, float]]], rates: Rates) -> list[list[float]]:
-    """Per lane and operation the factor on its duration. See [Note: contention]."""
-    sums = [_Overlap(lane) for lane in intervals]
-    result: list[list[float]] = [[], [], [], []]
-    for lane, other in ((UP, DOWN), (DOWN, UP)):
-        alone = rates.up_gbps if lane == UP else rates.down_gbps
-        for start, end in intervals[lane]:
-            share = sums[other].share(start, end)
-            slower = 1 + share * (rates.both_ways - 1)
-            # The host optimizer takes DRAM from copies only where both together ask for more than there is.
-            wanted = alone / slower + rates.host_gbps * sums[HOST].share(start, end)
-            result[lane].append(slower * max(1.0, min(wanted / rates.dram_gbps, 2.0)))
-    for start, end in intervals[HOST]:
-        copies = rates.up_gbps * sums[UP].share(start, end) + rates.down_gbps * sums[DOWN].share(start, end)
-        left = max(rates.dram_gbps - copies, 0.25 * rates.dram_gbps)
-        result[HOST].append(max(1.0, rates.host_gbps / left))
+def _copy_stretches(overlaps: list[_Overlap], rates: Rates) -> list[list[float]]:
+    """Of uploads and of offloads: per operation the factor on its duration. See [Note: contention]."""
+    result = []
+    for lane, other, alone in ((UP, DOWN, rates.up_gbps), (DOWN, UP, rates.down_gbps)):
+        own = overlaps[lane]
+        slower = 1 + overlaps[other].shares_of(own) * (rates.both_ways - 1)
+        # The host optimizer takes DRAM from copies only where both together ask for more than there is.
+        wanted = alone / slower + rates.host_gbps * overlaps[HOST].shares_of(own)
+        stretches: list[float] = (slower * np.clip(wanted / rates.dram_gbps, 1.0, 2.0)).tolist()
+        result.append(stretches)
     return result
+
+
+def _host_stretches(overlaps: list[_Overlap], rates: Rates) -> list[float]:
+    """The same of host updates."""
+    own = overlaps[HOST]
+    copies = rates.up_gbps * overlaps[UP].shares_of(own) + rates.down_gbps * overlaps[DOWN].shares_of(own)
+    left = np.maximum(rates.dram_gbps - copies, 0.25 * rates.dram_gbps)
+    stretches: list[float] = np.maximum(1.0, rates.host_gbps / left).tolist()
+    return stretches
 
 
 class _Overlap:
     """How much of any interval the operations of one lane, which follow each other, cover."""
 
     def __init__(self, intervals: list[tuple[float, float]]) -> None:
-        self._starts = [start for start, _ in intervals]
-        self._ends = [end for _, end in intervals]
-        self._before = [0.0]  # busy time before each operation
-        for start, end in intervals:
-            self._before.append(self._before[-1] + end - start)
+        both = np.array(intervals, dtype=np.float64).reshape(-1, 2)
+        self._starts, self._ends = both[:, 0], both[:, 1]
+        self._lengths = self._ends - self._starts
+        self._before = np.concatenate(([0.0], np.cumsum(self._lengths)))  # busy time before each operation
 
-    def share(self, start: float, end: float) -> float:
-        """Between 0 and 1."""
-        return (self._busy(end) - self._busy(start)) / (end - start) if end > start else 0.0
+    def shares_of(self, others: _Overlap) -> NDArray[np.float64]:
+        """Per operation of ``others`` the part of its time that this lane works, between 0 and 1."""
+        lengths = np.maximum(others._lengths, 1e-9)
+        return (self._busy(others._ends) - self._busy(others._starts)) / lengths
 
-    def _busy(self, until: float) -> float:
-        at = bisect_right(self._starts, until)
-        if at == 0:
-            return 0.0
-        return self._before[at - 1] + min(until, self._ends[at - 1]) - self._starts[at - 1]
+    def _busy(self, until: NDArray[np.float64]) -> NDArray[np.float64]:
+        if not self._starts.size:
+            return np.zeros_like(until)
+        at = np.searchsorted(self._starts, until, side="right") - 1
+        inside = np.minimum(until, self._ends[at]) - self._starts[at]
+        return np.where(at < 0, 0.0, self._before[at] + inside)
