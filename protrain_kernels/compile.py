@@ -17,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import Any
 
 import triton
@@ -26,11 +28,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from protrain_kernels.adam import BLOCK, AdamScalars, adam_kernel
-from protrain_kernels.checks import LAUNCH_OPTIONS, TILE_LANES, TILE_OPTIONS, TILE_ROWS
-from protrain_kernels.flatten import flatten_kernel
+from protrain_kernels.checks import (
+    LAUNCH_OPTIONS,
+    TILE_GROUP,
+    TILE_LANES,
+    TILE_OPTIONS,
+    TILE_ROWS,
+    TILE_UNROLL,
+)
+from protrain_kernels.flatten_kernels import BF16, FP16, FP32, MIXED, flatten_kernel, unflatten_kernel
+from protrain_kernels.pack import PACK_OPTIONS, PACK_STEPS
+from protrain_kernels.pack_kernels import pack_kernel, unpack_kernel
+from protrain_kernels.pack_layout import BITS, FP8, GATHER, MASK, RAW, TILE
 from protrain_kernels.split_master import BLOCK as SPLIT_BLOCK
 from protrain_kernels.split_master import join_kernel, split_kernel
-from protrain_kernels.sum_of_squares import UNROLL, sum_of_squares_kernel
+from protrain_kernels.streamed_adam import streamed_adam_kernel
+from protrain_kernels.sum_of_squares import sum_of_squares_kernel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -40,7 +53,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 STACK_BYTES = 16  # an address or two set aside before a loop costs nothing; values spilled within one take more
-_LOAD = re.compile(r"\bld\.global\S*?(?:\.v(\d+))?\.[bfus](\d+)\b")
+_ACCESS = re.compile(r"\b(ld|st)\.global\S*?(?:\.v(\d+))?\.[bfus](\d+)\b")
 _FORBIDDEN_PTX = {
     "fused multiply-add": re.compile(r"\bfma\.\S*f32"),
     "subnormals flushed": re.compile(r"\.ftz\b"),
@@ -68,9 +81,10 @@ class Variant:
     floats: tuple[str, ...] = ()
     unaligned: tuple[str, ...] = ()  # pointers that aren't multiples of 16 bytes
     options: dict[str, Any] = dataclasses.field(default_factory=lambda: LAUNCH_OPTIONS)
-    wide_loads: int = 0  # at least so many loads of load_bytes or more
-    load_bytes: int = 16
-    divides: bool = False  # AMD's correctly rounded division and root are themselves made of fused multiply-adds
+    wide_loads: int = 0  # at least so many loads of 16 bytes
+    wide_stores: int = 0  # at least so many stores of 16 bytes
+    # AMD's correctly rounded division and root, and 64-bit integer division, are made of fused multiply-adds.
+    divides: bool = False
 
     def source(self) -> ASTSource:
         """What ``triton.compile`` takes."""
@@ -89,74 +103,154 @@ class Variant:
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant that the launchers use."""
+    """Every variant that the launchers use; of those that combine freely, each part at least once."""
+    yield from _adam_variants()
+    yield from _sum_variants()
+    yield from _flatten_variants()
+    yield from _split_variants()
+    yield from _pack_variants()
+
+
+def _adam_variants() -> Iterator[Variant]:
     scalars = tuple(field.name for field in dataclasses.fields(AdamScalars))
     for weight, master, grads in (
         ("bf16", "i16", ("bf16", "fp32")),
         ("fp16", "fp32", ("fp16", "fp32")),
         ("fp32", "fp32", ("fp32",)),
     ):
-        for grad in grads:
-            for has_scale in (False, True):
-                for has_l2 in (False, True):
-                    yield Variant(
-                        name=f"adam {weight}, {grad} gradient{', scale' * has_scale}{', l2' * has_l2}",
-                        kernel=adam_kernel,
-                        pointers={
-                            "weight": weight,
-                            "master": master,
-                            "exp_avg": "fp32",
-                            "exp_avg_sq": "fp32",
-                            "grad": grad,
-                            "scale": "fp32",
-                        },
-                        lengths={"numel": True},
-                        floats=scalars,
-                        constants={
-                            "SPLIT": weight == "bf16",
-                            "OWN_MASTER": weight == "fp32",
-                            "HAS_SCALE": has_scale,
-                            "HAS_L2": has_l2,
-                            "BLOCK": BLOCK,
-                        },
-                        wide_loads=5 if weight == "bf16" else 4,
-                        divides=True,
-                    )
-    tile = {"ROWS": TILE_ROWS, "LANES": TILE_LANES, "UNROLL": UNROLL}
+        for grad, (scale, skip), l2 in product(grads, ((False, False), (True, False), (True, True)), (False, True)):
+            shared: dict[str, Any] = {
+                "pointers": {
+                    "weight": weight,
+                    "master": master,
+                    "exp_avg": "fp32",
+                    "exp_avg_sq": "fp32",
+                    "grad": grad,
+                    "scale": "fp32",
+                    "skip": "i32",
+                },
+                "lengths": {"numel": True},
+                "floats": scalars,
+                "constants": {
+                    "SPLIT": weight == "bf16",
+                    "OWN_MASTER": weight == "fp32",
+                    "HAS_SCALE": scale,
+                    "HAS_SKIP": skip,
+                    "HAS_L2": l2,
+                    "BLOCK": BLOCK,
+                },
+                "wide_loads": 5 if weight == "bf16" else 4,
+                "wide_stores": 4 if weight == "bf16" else 3,
+                "divides": True,
+            }
+            what = f"{weight}, {grad} gradient{', scale' * scale}{', skip' * skip}{', l2' * l2}"
+            yield Variant(name=f"adam {what}", kernel=adam_kernel, **shared)
+            if scale == skip and not l2:
+                yield Variant(name=f"streamed adam {what}", kernel=streamed_adam_kernel, **shared)
+
+
+_TILES = {"GROUP": TILE_GROUP, "ROWS": TILE_ROWS, "LANES": TILE_LANES, "UNROLL": TILE_UNROLL}
+_CODES = {"bf16": BF16, "fp16": FP16, "fp32": FP32, "mixed": MIXED}
+
+
+def _sum_variants() -> Iterator[Variant]:
     for kind in ("bf16", "fp16", "fp32"):
         yield Variant(
             name=f"sum_of_squares {kind}",
             kernel=sum_of_squares_kernel,
             pointers={"values": kind, "partials": "fp32"},
             lengths={"numel": False},
-            constants=tile,
+            constants=_TILES,
             options=TILE_OPTIONS,
-            wide_loads=UNROLL,
-            load_bytes=16 if kind == "fp32" else 8,
+            wide_loads=TILE_UNROLL,
         )
-        for chunk, accumulate in sorted({(kind, False), ("fp32", False), ("fp32", True)}):
-            for aligned in (True, False):
-                yield Variant(
-                    name=f"flatten {kind} into {chunk}{', accumulate' * accumulate}{', unaligned' * (not aligned)}",
-                    kernel=flatten_kernel,
-                    pointers={"gradient": kind, "chunk": chunk, "partials": "fp32"},
-                    unaligned=() if aligned else ("gradient", "partials"),
-                    lengths={"numel": False, "numel_padded": True},
-                    constants={"ACCUMULATE": accumulate, **tile},
-                    options=TILE_OPTIONS,
-                    wide_loads=UNROLL * (aligned + accumulate),
-                    load_bytes=16 if kind == "fp32" else 8,
-                )
+
+
+def _flatten_variants() -> Iterator[Variant]:
+    tables = {"tensor_of": "i32", "rows": "i64", "addresses": "i64"}
+    plain = {"DIMS": 0, "WIDE": False}
+    for kind, chunk in product(_CODES, ("bf16", "fp16", "fp32")):
+        shared: dict[str, Any] = {
+            "lengths": {"slot": True},
+            "options": TILE_OPTIONS,
+            "wide_loads": TILE_UNROLL * (3 if kind == "mixed" else 1),
+            "wide_stores": TILE_UNROLL * (3 if kind == "mixed" else 1),
+        }
+        mixed, same = kind == "mixed", kind == chunk
+        for wanted, what, choices in (
+            (not mixed, "", plain),
+            (same or chunk == "fp32", ", scale, finite", {**plain, "HAS_SCALE": True, "FINITE": True}),
+            (same, ", no squares", {**plain, "SQUARES": False}),
+            (chunk == "fp32", ", accumulate, finite", {**plain, "ACCUMULATE": True, "FINITE": True}),
+            (same or (mixed and chunk == "fp32"), ", strided", {"DIMS": 4, "WIDE": chunk == "fp32"}),
+        ):
+            if not wanted:
+                continue
+            constants = {"ACCUMULATE": False, "HAS_SCALE": False, "SQUARES": True, "FINITE": False, **choices}
+            yield Variant(
+                divides=bool(constants["WIDE"]),
+                name=f"flatten {kind} into {chunk}{what}",
+                kernel=flatten_kernel,
+                pointers={**tables, "chunk": chunk, "partials": "fp32", "scale": "fp32", "nonfinite": "i32"},
+                constants={"TYPE": _CODES[kind], **constants, **_TILES},
+                **shared,
+            )
+        for scale, dims in ((False, 0), (True, 4)):
+            if (mixed and chunk != "bf16") or (scale and not same and not mixed):
+                continue
+            yield Variant(
+                name=f"unflatten {chunk} into {kind}{', scale' * scale}{', strided' * (dims > 0)}",
+                kernel=unflatten_kernel,
+                pointers={**tables, "chunk": chunk, "scale": "fp32"},
+                constants={"TYPE": _CODES[kind], "DIMS": dims, "WIDE": False, "HAS_SCALE": scale, **_TILES},
+                **shared,
+            )
+
+
+def _split_variants() -> Iterator[Variant]:
     split = {"master": "fp32", "weight": "bf16", "remainder": "i16"}
-    for name, kernel, loads in (("split", split_kernel, 2), ("join", join_kernel, 2)):
+    for name, kernel in (("split", split_kernel), ("join", join_kernel)):
         yield Variant(
             name=name,
             kernel=kernel,
             pointers=split,
             lengths={"numel": True},
             constants={"BLOCK": SPLIT_BLOCK},
-            wide_loads=loads,
+            wide_loads=2,
+            wide_stores=2,
         )
+
+
+def _pack_variants() -> Iterator[Variant]:
+    bits = {"raw": 1 << RAW, "gather": 1 << GATHER, "bits": 1 << BITS, "mask": 1 << MASK, "fp8": 1 << FP8}
+    for name, kernel in (("pack", pack_kernel), ("unpack", unpack_kernel)):
+        for kinds, widths, types, dims, loads, stores in (
+            (("raw",), 0, 0, 0, 1, 1),
+            (("bits",), 0, 0, 0, name == "pack", name == "unpack"),
+            (("mask",), 0, 7, 0, 3 * (name == "pack"), 3 * (name == "unpack")),
+            (("fp8",), 0, 7, 0, 3 * (name == "pack"), 3 * (name == "unpack")),
+            (("raw", "gather", "bits"), 15, 0, 4, 1 + (name == "pack"), 1 + (name == "unpack")),
+            (tuple(bits), 15, 7, 8, 1, 1),
+        ):
+            yield Variant(
+                name=f"{name} {', '.join(kinds)}{', strided' * (dims > 0)}",
+                kernel=kernel,
+                pointers={"piece_of": "i32", "rows": "i64", "addresses": "i64", "packed": "u8"},
+                lengths={"slot": True},
+                constants={
+                    "KINDS": sum(bits[kind] for kind in kinds),
+                    "WIDTHS": widths,
+                    "TYPES": types,
+                    "DIMS": dims,
+                    "WIDE": dims > 4,
+                    "TILE": TILE,
+                    "STEPS": PACK_STEPS,
+                },
+                options=PACK_OPTIONS,
+                divides=dims > 4,
+                wide_loads=loads,
+                wide_stores=stores,
+            )
 
 
 def defects(variant: Variant, assembly: dict[str, Any]) -> list[str]:
@@ -164,10 +258,11 @@ def defects(variant: Variant, assembly: dict[str, Any]) -> list[str]:
     if "ptx" in assembly:
         code = assembly["ptx"]
         found = [what for what, pattern in _FORBIDDEN_PTX.items() if pattern.search(code)]
-        loads = [int(lanes or 1) * int(bits) // 8 for lanes, bits in _LOAD.findall(code)]
-        wide = sum(size >= variant.load_bytes for size in loads)
-        if wide < variant.wide_loads:
-            found.append(f"{wide} loads of {variant.load_bytes} bytes, not {variant.wide_loads}")
+        wide = Counter(what for what, lanes, bits in _ACCESS.findall(code) if int(lanes or 1) * int(bits) >= 128)
+        if wide["ld"] < variant.wide_loads:
+            found.append(f"{wide['ld']} loads of 16 bytes, not {variant.wide_loads}")
+        if wide["st"] < variant.wide_stores:
+            found.append(f"{wide['st']} stores of 16 bytes, not {variant.wide_stores}")
         usage = _resource_usage(assembly["cubin"])
         if int(usage.get("LOCAL", "0")) or int(usage.get("STACK", "0")) > STACK_BYTES:
             found.append(f"spills: {usage}")
@@ -175,7 +270,6 @@ def defects(variant: Variant, assembly: dict[str, Any]) -> list[str]:
     code = assembly["amdgcn"]
     found = [what for what, pattern in _FORBIDDEN_AMD.items() if pattern.search(code)]
     if variant.divides:
-        # Its correctly rounded division and root are sequences of fused multiply-adds.
         found = [what for what in found if what != "fused multiply-add"]
     return found
 
