@@ -213,7 +213,7 @@ def adam_block(
         tl.store(weight + offsets, p.to(tl.float16), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scale", "skip"])
 def adam_kernel(
     weight: tl.tensor,
     master: tl.tensor,

@@ -152,8 +152,10 @@ def flatten_tiles(
         # A hint belongs to the operation that made the value: on a sum of this branch, the other one can't inherit it.
         whole_source = tl.multiple_of(source + first, 16)
         whole_target = target + first
-        for group in range(0, ROWS, UNROLL):
-            for step in tl.static_range(UNROLL):
+        # With accumulate a row is two loads: half the rows are in flight, or their registers would spill.
+        together: tl.constexpr = UNROLL // 2 if ACCUMULATE else UNROLL
+        for group in range(0, ROWS, together):
+            for step in tl.static_range(together):
                 offsets = (group + step) * LANES + place
                 mask = place < 0  # unused
                 held = flatten_row(
@@ -194,7 +196,7 @@ def flatten_tiles(
     return lanes, largest
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["partials", "scale", "nonfinite"])
 def flatten_kernel(
     tensor_of: tl.tensor,
     rows: tl.tensor,
@@ -346,7 +348,7 @@ def unflattened(
         return narrow(widen(stored), target)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scale"])
 def unflatten_kernel(
     tensor_of: tl.tensor,
     rows: tl.tensor,

@@ -35,7 +35,7 @@ _ALIGNMENT_BYTES = 256  # of a slot of the staging area
 _MOST_BYTES = 18  # a parameter: a float16 weight with everything else in float32
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scale", "skip"])
 def streamed_adam_kernel(
     weight: tl.tensor,
     master: tl.tensor,

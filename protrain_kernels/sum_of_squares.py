@@ -58,7 +58,8 @@ def lane_tree(lanes: tl.tensor, GROUP: tl.constexpr, LANES: tl.constexpr) -> tl.
         return lane_tree(tl.sum(tl.reshape(lanes, (GROUP, 2, width)), axis=1), GROUP, width)
 
 
-@triton.jit
+# The length ends a mask at most, whatever it is a multiple of.
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["partials"])
 def sum_of_squares_kernel(
     values: tl.tensor,
     partials: tl.tensor,
