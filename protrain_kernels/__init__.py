@@ -6,29 +6,43 @@ use.
 
 from protrain_kernels.adam import AdamScalars, adam, adam_reference, adam_scalars
 from protrain_kernels.checks import PADDING, TILE, padded, tiles
-from protrain_kernels.flatten import flatten, flatten_reference
+from protrain_kernels.flatten import flatten, unflatten
+from protrain_kernels.flatten_kernels import flatten_reference, unflatten_reference
+from protrain_kernels.flatten_plan import FlattenPlan
 from protrain_kernels.host_adam import host_accumulate
 from protrain_kernels.host_library import host_compiler_notice
+from protrain_kernels.pack import Packed, PackPlan, find_masks, pack, unpack
 from protrain_kernels.split_master import join, join_reference, split, split_reference
+from protrain_kernels.streamed_adam import AdamStaging, streamed_adam
 from protrain_kernels.sum_of_squares import sum_of_squares, sum_of_squares_reference
 
 __all__ = [
     "PADDING",
     "TILE",
     "AdamScalars",
+    "AdamStaging",
+    "FlattenPlan",
+    "PackPlan",
+    "Packed",
     "adam",
     "adam_reference",
     "adam_scalars",
+    "find_masks",
     "flatten",
     "flatten_reference",
     "host_accumulate",
     "host_compiler_notice",
     "join",
     "join_reference",
+    "pack",
     "padded",
     "split",
     "split_reference",
+    "streamed_adam",
     "sum_of_squares",
     "sum_of_squares_reference",
     "tiles",
+    "unflatten",
+    "unflatten_reference",
+    "unpack",
 ]

@@ -11,6 +11,9 @@ Every operation is rounded to fp32 by itself: no fused multiply-add, correctly r
 constants are computed in double on the host (``adam_scalars``). Hence the Triton kernel, the C kernel and the reference
 give the same bits (a NaN is a NaN: its payload is the machine's).
 
+A step whose ``skip`` flag is set (gradients that aren't finite: ``flatten`` sets one on the device) writes nothing; the
+host need not know. The number of the step, and with it the bias corrections, is the caller's to choose.
+
     weight   master               bytes read + written a parameter, gradient of the weight's type
     bf16     int16 remainder      2 + 2 + 4 + 4 + 2 read, 2 + 2 + 4 + 4 written = 26
     fp16     fp32                 4 + 4 + 4 + 2 read, 2 + 4 + 4 + 4 written = 28
@@ -28,8 +31,9 @@ import triton
 import triton.language as tl
 
 from protrain_kernels import host_adam
-from protrain_kernels.checks import LAUNCH_OPTIONS, check_aligned, check_vector, current_device
-from protrain_kernels.split_master import as_bits, join_bits, join_reference, split_bits, split_reference, widen
+from protrain_kernels.checks import LAUNCH_OPTIONS, check_aligned, check_scalar, check_vector
+from protrain_kernels.launch import launch
+from protrain_kernels.split_master import join_bits, join_reference, split_bits, split_reference, widen
 
 BLOCK = 1024
 REFERENCE_SLICE = 1 << 18  # elements at a time where the reference stands in for the C kernel: bounds its temporaries
@@ -49,6 +53,14 @@ class AdamScalars:
     inv_sqrt_bias_correction2: float
     eps: float
     step_size: float
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The constants in order, as the kernels take them."""
+        return (
+            *(self.decay, self.l2, self.beta1, self.one_minus_beta1, self.beta2, self.one_minus_beta2),
+            *(self.inv_sqrt_bias_correction2, self.eps, self.step_size),
+        )
 
 
 def adam_scalars(
@@ -102,12 +114,15 @@ def adam_reference(
     scalars: AdamScalars,
     *,
     scale: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
     threads: int = 0,
 ) -> None:
-    """``adam`` in separate torch operations: any shape, length and device; ``threads`` is ignored.
+    """``adam`` in separate torch operations: any shape, length and device; ``threads`` is ignored, ``skip`` waits.
 
     A plain training loop that steps with it is what every plan must equal bit for bit.
     """
+    if skip is not None and skip.item():
+        return
     if weight.dtype == torch.bfloat16:
         assert master is not None
         p = join_reference(weight, master)
@@ -139,14 +154,16 @@ def adam_reference(
 
 
 @triton.jit
-def adam_kernel(
+def adam_block(
     weight: tl.tensor,  # bf16 weights and gradients come as int16: their bits
     master: tl.tensor,
     exp_avg: tl.tensor,
     exp_avg_sq: tl.tensor,
     grad: tl.tensor,
     scale: tl.tensor,
-    numel: tl.tensor,
+    skip: tl.tensor,
+    offsets: tl.tensor,
+    mask: tl.tensor,
     decay: tl.tensor,
     l2: tl.tensor,
     beta1: tl.tensor,
@@ -159,12 +176,10 @@ def adam_kernel(
     SPLIT: tl.constexpr,
     OWN_MASTER: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
     HAS_L2: tl.constexpr,
-    BLOCK: tl.constexpr,
 ) -> None:
-    """One program updates BLOCK parameters."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < numel
+    """Updates the parameters at ``offsets``."""
     g = widen(tl.load(grad + offsets, mask=mask))
     if SPLIT:
         p = join_bits(tl.load(weight + offsets, mask=mask), tl.load(master + offsets, mask=mask))
@@ -174,6 +189,8 @@ def adam_kernel(
         p = tl.load(master + offsets, mask=mask)
     m = tl.load(exp_avg + offsets, mask=mask)
     v = tl.load(exp_avg_sq + offsets, mask=mask)
+    if HAS_SKIP:
+        mask = tl.where(tl.load(skip) == 0, mask, False)  # of the stores alone: the loads above don't wait for the flag
     if HAS_SCALE:
         g = g * tl.load(scale)
     if HAS_L2:
@@ -196,6 +213,78 @@ def adam_kernel(
         tl.store(weight + offsets, p.to(tl.float16), mask=mask)
 
 
+@triton.jit(do_not_specialize_on_alignment=["scale", "skip"])
+def adam_kernel(
+    weight: tl.tensor,
+    master: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    grad: tl.tensor,
+    scale: tl.tensor,
+    skip: tl.tensor,
+    numel: tl.tensor,
+    decay: tl.tensor,
+    l2: tl.tensor,
+    beta1: tl.tensor,
+    one_minus_beta1: tl.tensor,
+    beta2: tl.tensor,
+    one_minus_beta2: tl.tensor,
+    inv_sqrt_bias_correction2: tl.tensor,
+    eps: tl.tensor,
+    step_size: tl.tensor,
+    SPLIT: tl.constexpr,
+    OWN_MASTER: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    HAS_L2: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program updates BLOCK parameters."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    adam_block(
+        weight,
+        master,
+        exp_avg,
+        exp_avg_sq,
+        grad,
+        scale,
+        skip,
+        offsets,
+        offsets < numel,
+        decay,
+        l2,
+        beta1,
+        one_minus_beta1,
+        beta2,
+        one_minus_beta2,
+        inv_sqrt_bias_correction2,
+        eps,
+        step_size,
+        SPLIT,
+        OWN_MASTER,
+        HAS_SCALE,
+        HAS_SKIP,
+        HAS_L2,
+    )
+
+
+def adam_arguments(
+    weight: torch.Tensor,
+    master: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    scalars: AdamScalars,
+    scale: torch.Tensor | None,
+    skip: torch.Tensor | None,
+) -> tuple[tuple[torch.Tensor | int | float, ...], tuple[bool, ...]]:
+    """(arguments, constants) of the Triton kernel. What it doesn't read is another tensor of the right type."""
+    own = weight if master is None else master
+    arguments = (weight, own, exp_avg, exp_avg_sq, grad, exp_avg if scale is None else scale)
+    flags = (weight.dtype == torch.bfloat16, master is None, scale is not None, skip is not None, scalars.l2 != 0.0)
+    return (*arguments, exp_avg if skip is None else skip, weight.numel(), *scalars.values), flags
+
+
 def launch_adam(
     weight: torch.Tensor,
     master: torch.Tensor | None,
@@ -205,62 +294,45 @@ def launch_adam(
     scalars: AdamScalars,
     *,
     scale: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
 ) -> None:
     """Launch the Triton kernel on checked tensors, without a synchronisation."""
-    bits = as_bits(weight)
-    numel = weight.numel()
-    with current_device(weight):
-        adam_kernel[(triton.cdiv(numel, BLOCK),)](
-            bits,
-            bits if master is None else master,
-            exp_avg,
-            exp_avg_sq,
-            as_bits(grad),
-            exp_avg if scale is None else scale,
-            numel,
-            scalars.decay,
-            scalars.l2,
-            scalars.beta1,
-            scalars.one_minus_beta1,
-            scalars.beta2,
-            scalars.one_minus_beta2,
-            scalars.inv_sqrt_bias_correction2,
-            scalars.eps,
-            scalars.step_size,
-            SPLIT=weight.dtype == torch.bfloat16,
-            OWN_MASTER=master is None,
-            HAS_SCALE=scale is not None,
-            HAS_L2=scalars.l2 != 0.0,
-            BLOCK=BLOCK,
-            **LAUNCH_OPTIONS,
-        )
+    arguments, flags = adam_arguments(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale, skip)
+    launch(adam_kernel, triton.cdiv(weight.numel(), BLOCK), arguments, (*flags, BLOCK), LAUNCH_OPTIONS)
 
 
-def _check(
+def check_adam(
     weight: torch.Tensor,
     master: torch.Tensor | None,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     scale: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    *,
+    anywhere: bool = False,
 ) -> None:
-    device, numel = weight.device, weight.numel()
-    check_vector("weight", weight, dtypes=MASTER_DTYPES, device=device)
+    """ValueError unless ``adam`` can take these tensors, wherever each lies with ``anywhere``."""
+    numel = weight.numel()
+    check_vector("weight", weight, dtypes=MASTER_DTYPES, device=weight.device)
     master_dtype = MASTER_DTYPES[weight.dtype]
     if (master is None) != (master_dtype is None):
         needed = "None: the weight is its own" if master_dtype is None else f"a {master_dtype} tensor"
         raise ValueError(f"the master of a {weight.dtype} weight must be {needed}")
     check_aligned("weight", weight)
+    others: list[tuple[str, torch.Tensor, set[torch.dtype]]] = [
+        ("exp_avg", exp_avg, {torch.float32}),
+        ("exp_avg_sq", exp_avg_sq, {torch.float32}),
+        ("grad", grad, {weight.dtype, torch.float32}),
+    ]
     if master is not None and master_dtype is not None:
-        check_vector("master", master, dtypes=(master_dtype,), device=device, numel=numel)
-        check_aligned("master", master)
-    for name, state in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        check_vector(name, state, dtypes=(torch.float32,), device=device, numel=numel)
-        check_aligned(name, state)
-    check_vector("grad", grad, dtypes={weight.dtype, torch.float32}, device=device, numel=numel)
-    check_aligned("grad", grad)
-    if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device):
-        raise ValueError(f"scale must be one float32 on {device}, not {scale.numel()} {scale.dtype} on {scale.device}")
+        others.append(("master", master, {master_dtype}))
+    for name, tensor, dtypes in others:
+        device = tensor.device if anywhere else weight.device
+        check_vector(name, tensor, dtypes=dtypes, device=device, numel=numel)
+        check_aligned(name, tensor)
+    check_scalar("scale", scale, dtype=torch.float32, device=weight.device)
+    check_scalar("skip", skip, dtype=torch.int32, device=weight.device)
 
 
 def adam(
@@ -272,6 +344,7 @@ def adam(
     scalars: AdamScalars,
     *,
     scale: torch.Tensor | None = None,  # one float32
+    skip: torch.Tensor | None = None,  # one int32
     threads: int = 0,
 ) -> None:
     """One Adam step in place, on the GPU with Triton or on host memory with C threads.
@@ -285,17 +358,20 @@ def adam(
         grad: [n] of the weight's type or float32; unchanged.
         scalars: this step's constants.
         scale: one float32 on the same device that multiplies the gradient (clipping, loss scale), read by the kernel.
+        skip: one int32 on the same device; nothing changes unless it is 0, which the kernel decides.
         threads: host threads for CPU tensors; 0 is torch.get_num_threads().
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length.
     """
-    _check(weight, master, exp_avg, exp_avg_sq, grad, scale)
+    check_adam(weight, master, exp_avg, exp_avg_sq, grad, scale, skip)
     numel = weight.numel()
     if numel == 0:
         return
     if weight.is_cuda:
-        launch_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale)
+        launch_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, skip=skip)
+        return
+    if skip is not None and skip.item():
         return
     if host_adam.host_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, threads=threads):
         return

@@ -46,18 +46,7 @@ def host_adam(
     compiled = library()
     if compiled is None:
         return False
-    values = _Scalars(
-        scalars.decay,
-        scalars.l2,
-        scalars.beta1,
-        scalars.one_minus_beta1,
-        scalars.beta2,
-        scalars.one_minus_beta2,
-        scalars.inv_sqrt_bias_correction2,
-        scalars.eps,
-        scalars.step_size,
-        1.0 if scale is None else scale.item(),
-    )
+    values = _Scalars(*scalars.values, 1.0 if scale is None else scale.item())
     compiled.protrain_adam(
         weight.data_ptr(),
         _DTYPE_CODES[weight.dtype],
@@ -111,9 +100,16 @@ def host_sum_of_squares(values: torch.Tensor, partials: torch.Tensor, *, threads
 
 
 def host_flatten(
-    gradient: torch.Tensor, target: torch.Tensor, partials: torch.Tensor, *, accumulate: bool, threads: int = 0
+    tensor: torch.Tensor,
+    target: torch.Tensor,
+    partials: torch.Tensor | None,
+    *,
+    accumulate: bool,
+    scale: torch.Tensor | None,
+    nonfinite: torch.Tensor | None,
+    threads: int = 0,
 ) -> bool:
-    """One gradient of ``flatten`` on checked CPU tensors; ``target`` and ``partials`` start at its place.
+    """One contiguous tensor of ``flatten`` on checked CPU tensors; ``target`` and ``partials`` start at its place.
 
     False, having done nothing, without a compiled library.
     """
@@ -121,13 +117,15 @@ def host_flatten(
     if compiled is None:
         return False
     compiled.protrain_flatten(
-        gradient.data_ptr(),
-        _DTYPE_CODES[gradient.dtype],
+        tensor.data_ptr(),
+        _DTYPE_CODES[tensor.dtype],
         target.data_ptr(),
         _DTYPE_CODES[target.dtype],
-        gradient.numel(),
-        partials.data_ptr(),
+        tensor.numel(),
+        None if partials is None else partials.data_ptr(),
         int(accumulate),
+        None if scale is None else scale.data_ptr(),
+        None if nonfinite is None else nonfinite.data_ptr(),
         _threads(threads),
     )
     return True

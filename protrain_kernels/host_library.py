@@ -37,7 +37,10 @@ _ARGUMENTS = {
         *(_pointer, _flag, _length, _pointer, _flag),
     ),
     "protrain_sum_of_squares": (_pointer, _flag, _length, _pointer, _flag),
-    "protrain_flatten": (_pointer, _flag, _pointer, _flag, _length, _pointer, _flag, _flag),
+    "protrain_flatten": (
+        *(_pointer, _flag, _pointer, _flag, _length, _pointer),
+        *(_flag, _pointer, _pointer, _flag),
+    ),
     "protrain_accumulate": (_pointer, _pointer, _flag, _length, _flag, _flag),
 }
 

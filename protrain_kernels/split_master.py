@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from protrain_kernels import host_adam
-from protrain_kernels.checks import LAUNCH_OPTIONS, check_vector, current_device
+from protrain_kernels.checks import LAUNCH_OPTIONS, check_vector
+from protrain_kernels.launch import launch
 
 BLOCK = 1024
 
@@ -36,14 +37,6 @@ def split_reference(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def join_reference(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """``join`` in plain torch: any shape and device."""
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
-
-
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A bf16 tensor as the int16 bits that the Triton kernels take, anything else as it is.
-
-    The kernels treat bf16 as integers throughout: Triton's interpreter truncates casts to it and misreads subnormals.
-    """
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 @triton.jit
@@ -103,20 +96,14 @@ def _check(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
 
 def launch_split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
     """Launch the Triton kernel of ``split``."""
-    numel = master.numel()
-    with current_device(master):
-        split_kernel[(triton.cdiv(numel, BLOCK),)](
-            master, as_bits(weight), remainder, numel, BLOCK=BLOCK, **LAUNCH_OPTIONS
-        )
+    programs = triton.cdiv(master.numel(), BLOCK)
+    launch(split_kernel, programs, (master, weight, remainder, master.numel()), (BLOCK,), LAUNCH_OPTIONS)
 
 
 def launch_join(weight: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor) -> None:
     """Launch the Triton kernel of ``join``."""
-    numel = master.numel()
-    with current_device(master):
-        join_kernel[(triton.cdiv(numel, BLOCK),)](
-            as_bits(weight), remainder, master, numel, BLOCK=BLOCK, **LAUNCH_OPTIONS
-        )
+    programs = triton.cdiv(master.numel(), BLOCK)
+    launch(join_kernel, programs, (weight, remainder, master, master.numel()), (BLOCK,), LAUNCH_OPTIONS)
 
 
 def split(

@@ -20,17 +20,17 @@ import triton.language as tl
 from protrain_kernels import host_adam
 from protrain_kernels.checks import (
     FLOATS,
+    PROGRAM_ELEMENTS,
     TILE,
+    TILE_CONSTANTS,
     TILE_LANES,
     TILE_OPTIONS,
     TILE_ROWS,
     check_vector,
-    current_device,
     tiles,
 )
-from protrain_kernels.split_master import as_bits, widen
-
-UNROLL = 4  # rows whose loads are in flight together: all 16 at once would spill
+from protrain_kernels.launch import launch
+from protrain_kernels.split_master import widen
 
 
 def sum_of_squares_reference(values: torch.Tensor) -> torch.Tensor:
@@ -49,48 +49,49 @@ def sum_of_squares_reference(values: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def lane_tree(lanes: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """The pairwise halving tree: each step sums pairs, which have only one order, so no back end can reorder it."""
+def lane_tree(lanes: tl.tensor, GROUP: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
+    """[GROUP] sums of [GROUP, LANES] by pairwise halving: a step sums pairs, whose one order no back end can change."""
     width: tl.constexpr = LANES // 2
     if width == 0:
-        return tl.sum(lanes, axis=0)
+        return tl.sum(lanes, axis=1)
     else:
-        return lane_tree(tl.sum(tl.reshape(lanes, (2, width)), axis=0), width)
+        return lane_tree(tl.sum(tl.reshape(lanes, (GROUP, 2, width)), axis=1), GROUP, width)
 
 
-@triton.jit
+# The length ends a mask at most, whatever it is a multiple of.
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["partials"])
 def sum_of_squares_kernel(
     values: tl.tensor,
     partials: tl.tensor,
     numel: tl.tensor,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> None:
-    """One program sums one tile."""
-    tile = tl.program_id(0)
-    first = tile.to(tl.int64) * (ROWS * LANES)
-    lane = tl.arange(0, LANES)
-    lanes = tl.zeros((LANES,), dtype=tl.float32)
-    if first + ROWS * LANES <= numel:  # without a mask the loads are wide whatever the length
+    """One program sums GROUP tiles."""
+    first = tl.program_id(0).to(tl.int64) * (GROUP * ROWS * LANES)
+    place = (tl.arange(0, GROUP) * (ROWS * LANES))[:, None] + tl.arange(0, LANES)[None, :]
+    lanes = tl.zeros((GROUP, LANES), dtype=tl.float32)
+    if first + GROUP * ROWS * LANES <= numel:  # without a mask the loads are wide whatever the length
         for group in range(0, ROWS, UNROLL):
             for row in tl.static_range(UNROLL):
-                value = widen(tl.load(values + first + (group + row) * LANES + lane))
+                value = widen(tl.load(values + first + (group + row) * LANES + place))
                 lanes = lanes + value * value
     else:
         for row in range(ROWS):
-            offsets = first + row * LANES + lane
+            offsets = first + row * LANES + place
             value = widen(tl.load(values + offsets, mask=offsets < numel, other=0))
             lanes = lanes + value * value
-    tl.store(partials + tile, lane_tree(lanes, LANES))
+    tile = tl.arange(0, GROUP)
+    started = first + tile * (ROWS * LANES) < numel
+    tl.store(partials + first // (ROWS * LANES) + tile, lane_tree(lanes, GROUP, LANES), mask=started)
 
 
 def launch_sum_of_squares(values: torch.Tensor, partials: torch.Tensor) -> None:
     """Launch the Triton kernel on checked tensors."""
-    with current_device(values):
-        sum_of_squares_kernel[(partials.numel(),)](
-            as_bits(values), partials, values.numel(), ROWS=TILE_ROWS, LANES=TILE_LANES, UNROLL=UNROLL, **TILE_OPTIONS
-        )
+    programs = -(-values.numel() // PROGRAM_ELEMENTS)
+    launch(sum_of_squares_kernel, programs, (values, partials, values.numel()), TILE_CONSTANTS, TILE_OPTIONS)
 
 
 def sum_of_squares(

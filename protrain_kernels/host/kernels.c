@@ -193,6 +193,28 @@ static inline void copy_halves(uint16_t *restrict target, const uint16_t *restri
     for (int64_t i = 0; i < count; i++) target[i] = halves[i];
 }
 
+static inline void scale_block(float *restrict target, const float *restrict values, int64_t count, float scale) {
+    for (int64_t i = 0; i < count; i++) target[i] = values[i] * scale;
+}
+
+/* To nearest, ties to even, as torch casts. */
+static inline void narrow_brains(const float *restrict values, int64_t count, uint16_t *restrict target) {
+    for (int64_t i = 0; i < count; i++) {
+        const uint32_t bits = bits_of(values[i]);
+        const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        target[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+    }
+}
+
+static inline uint32_t largest_bits(const float *restrict values, int64_t count) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const uint32_t bits = bits_of(values[i]) & 0x7fffffffu;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
 /* Lane i takes in lane i + 512, then i + 256, ... : an order that no thread count or vector width changes. */
 static float lane_tree(float *lanes) {
     for (int width = LANES / 2; width > 0; width /= 2) {
@@ -217,18 +239,26 @@ void protrain_sum_of_squares(const void *values, int dtype, int64_t count, float
     }
 }
 
-/* chunk: where this gradient starts; its dtype is the gradient's or fp32. Pads with zeros to a multiple of PADDING. */
-void protrain_flatten(const void *grad, int grad_dtype, void *chunk, int chunk_dtype, int64_t count, float *partials,
-                      int accumulate, int threads) {
+/* chunk: where this tensor starts. Pads with zeros to a multiple of PADDING. partials, scale and nonfinite may be NULL;
+   accumulate needs an fp32 chunk. */
+void protrain_flatten(const void *source, int source_dtype, void *chunk, int chunk_dtype, int64_t count,
+                      float *partials, int accumulate, const float *scale, int32_t *nonfinite, int threads) {
     const int64_t tiles = (count + TILE - 1) / TILE;
     const size_t chunk_itemsize = chunk_dtype == FP32 ? 4 : 2;
-#pragma omp parallel for schedule(static) num_threads(threads)
+    const int copies = source_dtype == chunk_dtype && chunk_dtype != FP32 && !scale;
+    int bad = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : bad)
     for (int64_t tile = 0; tile < tiles; tile++) {
         float lanes[LANES] = {0}, row[LANES];
+        uint32_t largest = 0;
         const int64_t end = MIN(count, (tile + 1) * TILE);
         for (int64_t first = tile * TILE; first < end; first += LANES) {
             const int64_t n = MIN(LANES, end - first);
-            const float *own = widened(grad, grad_dtype, first, n, row);
+            const float *own = widened(source, source_dtype, first, n, row);
+            if (scale) {
+                scale_block(row, own, n, *scale);
+                own = row;
+            }
             if (chunk_dtype == FP32) {
                 float *target = (float *)chunk + first;
                 if (accumulate)
@@ -236,13 +266,26 @@ void protrain_flatten(const void *grad, int grad_dtype, void *chunk, int chunk_d
                 else
                     copy_block(target, own, n);
                 own = target;
+            } else if (copies) {
+                copy_halves((uint16_t *)chunk + first, (const uint16_t *)source + first, n);
             } else {
-                copy_halves((uint16_t *)chunk + first, (const uint16_t *)grad + first, n);
+                if (chunk_dtype == BF16)
+                    narrow_brains(own, n, (uint16_t *)chunk + first);
+                else
+                    narrow_halves(own, n, (uint16_t *)chunk + first);
+                widen(chunk, chunk_dtype, first, n, row);
+                own = row;
             }
-            add_squares(lanes, own, n);
+            if (partials) add_squares(lanes, own, n);
+            if (nonfinite) {
+                const uint32_t most = largest_bits(own, n);
+                largest = most > largest ? most : largest;
+            }
         }
-        partials[tile] = lane_tree(lanes);
+        if (partials) partials[tile] = lane_tree(lanes);
+        bad |= largest >= 0x7f800000u;
     }
+    if (bad) *nonfinite = 1;
     const int64_t padded = (count + PADDING - 1) / PADDING * PADDING;
     memset((char *)chunk + (size_t)count * chunk_itemsize, 0, (size_t)(padded - count) * chunk_itemsize);
 }

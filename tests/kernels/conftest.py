@@ -11,7 +11,6 @@ import torch
 import protrain_kernels as kernels
 from protrain_kernels import host_library
 from protrain_kernels.adam import launch_adam
-from protrain_kernels.flatten import launch_flatten
 from protrain_kernels.split_master import launch_join, launch_split
 from protrain_kernels.sum_of_squares import launch_sum_of_squares
 
@@ -29,14 +28,20 @@ class Backend:
     def interpreted(self) -> bool:
         return self.name == "triton" and self.device.type == "cpu"
 
-    def adam(self, *tensors: torch.Tensor | None, scalars: kernels.AdamScalars, scale: torch.Tensor | None) -> None:
+    def adam(
+        self,
+        *tensors: torch.Tensor | None,
+        scalars: kernels.AdamScalars,
+        scale: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
         weight, master, exp_avg, exp_avg_sq, grad = tensors
         assert weight is not None
         assert exp_avg is not None
         assert exp_avg_sq is not None
         assert grad is not None
         step = launch_adam if self.interpreted else kernels.adam
-        step(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale)
+        step(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, skip=skip)
 
     def split(self, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weight = torch.full_like(master, torch.nan, dtype=torch.bfloat16)
@@ -56,21 +61,51 @@ class Backend:
 
     def flatten(
         self,
-        gradients: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         chunk: torch.Tensor,
         offsets: list[int],
-        partials: torch.Tensor,
-        starts: list[int],
+        partials: torch.Tensor | None = None,
+        starts: list[int] | None = None,
         *,
-        accumulate: bool,
+        accumulate: bool = False,
+        scale: torch.Tensor | None = None,
+        nonfinite: torch.Tensor | None = None,
     ) -> None:
-        if not self.interpreted:
-            kernels.flatten(gradients, chunk, offsets, partials, starts, accumulate=accumulate)
+        if self.interpreted:
+            plan = kernels.FlattenPlan(tensors, offsets, starts)
+            plan.launch_flatten(tensors, chunk, partials, accumulate=accumulate, scale=scale, nonfinite=nonfinite)
             return
-        for gradient, offset, start in zip(gradients, offsets, starts, strict=True):
-            target = chunk[offset : offset + kernels.padded(gradient.numel())]
-            own = partials[start : start + kernels.tiles(gradient.numel())]
-            launch_flatten(gradient, target, own, accumulate=accumulate)
+        kernels.flatten(
+            tensors, chunk, offsets, partials, starts, accumulate=accumulate, scale=scale, nonfinite=nonfinite
+        )
+
+    def unflatten(
+        self,
+        chunk: torch.Tensor,
+        tensors: list[torch.Tensor],
+        offsets: list[int],
+        *,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        if self.interpreted:
+            kernels.FlattenPlan(tensors, offsets).launch_unflatten(chunk, tensors, scale=scale)
+        else:
+            kernels.unflatten(chunk, tensors, offsets, scale=scale)
+
+    def pack(self, tensors: list[torch.Tensor], **rules: list[int]) -> kernels.Packed:
+        plan = kernels.PackPlan(tensors, **rules)
+        # Poisoned as gradients are: a byte that nobody writes must not look right.
+        buffer = torch.full((plan.packed_bytes,), 0xA5, dtype=torch.uint8, device=self.device)
+        (plan.launch_pack if self.interpreted else plan.pack)(tensors, buffer)
+        return kernels.Packed(plan, buffer)
+
+    def unpack(self, packed: kernels.Packed) -> list[torch.Tensor]:
+        if not self.interpreted:
+            return kernels.unpack(packed)
+        sizes = [memory.size_bytes for memory in packed.plan._layout.memories]
+        memories = [torch.full((size,), 0x5A, dtype=torch.uint8) for size in sizes]
+        packed.plan.launch_unpack(packed.buffer, memories)
+        return packed.plan.views(memories)
 
 
 _TRITON = pytest.param("triton", marks=[pytest.mark.gpu] if torch.cuda.is_available() else [])

@@ -35,15 +35,18 @@ def test_defects_are_found() -> None:
 import dataclasses, triton
 from protrain_kernels.compile import TARGETS, defects, variants
 variant = next(variants())
-fused = triton.compile(variant.source(), target=TARGETS["sm_90"], options={"num_warps": 4, "enable_fp_fusion": True})
-print(defects(variant, fused.asm))
-print(defects(dataclasses.replace(variant, wide_loads=99), fused.asm))
+for target in ("sm_90", "gfx942"):
+    source = variant.source(TARGETS[target].backend)
+    fused = triton.compile(source, target=TARGETS[target], options={"num_warps": 4, "enable_fp_fusion": True})
+    print(defects(variant, fused))
+    print(defects(dataclasses.replace(variant, wide_loads=99), fused))
 """
     done = _python("-c", script)
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
-    assert first == "['fused multiply-add']"
-    assert "loads of 16 bytes, not 99" in second
+    nvidia, wide, amd, _ = done.stdout.splitlines()
+    assert nvidia == "['fused multiply-add']"
+    assert "loads of 16 bytes, not 99" in wide
+    assert amd == "['fused multiply-add allowed']"
 
 
 def test_a_bad_argument_is_one_clear_line() -> None:

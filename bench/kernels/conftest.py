@@ -1,0 +1,97 @@
+"""The benchmark suite of the kernels: ``pytest bench/kernels``, which ``protrain bench kernels`` calls.
+
+pytest-benchmark holds the statistics; ``--benchmark-save``, ``--benchmark-compare`` and ``--benchmark-compare-fail`` work
+as always, except that figures of another GPU are refused. Without a CUDA device everything is checked and nothing timed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# Read when a kernel is decorated, so it must stand before the first import of one.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+from bench.kernels.machine import this_machine
+from bench.kernels.recorder import Recorder
+from bench.kernels.report import summary, table, write_results
+from bench.kernels.roofs import Roofs
+from bench.kernels.rows import Row, with_speedups
+from bench.kernels.timing import ColdCache, device_timer
+
+_ROWS = pytest.StashKey[list[Row]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kernel benchmarks")
+    group.addoption(
+        "--results", type=Path, metavar="FOLDER", help="write kernels.json, kernels.csv and roofline pictures to FOLDER"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_ROWS] = []
+    # The rows' own table says the rest.
+    config.option.benchmark_columns = config.option.benchmark_columns or ["min", "median", "iqr", "rounds"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("benchmark") is None:
+            item.add_marker(pytest.mark.benchmark(timer=device_timer, disable_gc=True))
+
+
+def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+    machine_info.pop("node", None)  # results are published, a host's name is nobody's business
+    machine_info["protrain"] = this_machine().to_dict()
+
+
+def pytest_benchmark_compare_machine_info(machine_info: dict[str, Any], compared_benchmark: dict[str, Any]) -> None:
+    saved = compared_benchmark["machine_info"].get("protrain", {}).get("gpu", "unknown")
+    here = machine_info["protrain"]["gpu"]
+    if saved != here:
+        raise pytest.UsageError(
+            f"the saved figures are of a {saved}, this machine has a {here}: compare figures of one kind of GPU"
+        )
+
+
+@pytest.fixture(scope="session")
+def roofs() -> Roofs | None:
+    """The ceilings of the GPU; None without one."""
+    return Roofs(torch.device("cuda")) if torch.cuda.is_available() else None
+
+
+@pytest.fixture(scope="session")
+def cold_cache() -> ColdCache | None:
+    """Empties the L2 cache; None without a GPU."""
+    return ColdCache(torch.device("cuda")) if torch.cuda.is_available() else None
+
+
+@pytest.fixture
+def recorder(
+    request: pytest.FixtureRequest, benchmark: Any, roofs: Roofs | None, cold_cache: ColdCache | None
+) -> Iterator[Recorder]:
+    """Takes one row."""
+    yield Recorder(benchmark, request.config.stash[_ROWS], roofs, cold_cache)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the next shape is another size
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    rows = with_speedups(config.stash[_ROWS])
+    if not rows:
+        return
+    terminalreporter.section("kernels")
+    terminalreporter.write_line(table(rows))
+    terminalreporter.write_line(summary(rows))
+    folder = config.getoption("--results", None)
+    if folder is not None:
+        written = write_results(rows, folder)
+        terminalreporter.write_line(f"wrote {', '.join(path.name for path in written)} to {folder}")

@@ -1,0 +1,156 @@
+"""Checks, times and records one implementation; what every benchmark goes through."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.kernels.machine import this_machine
+from bench.kernels.roofs import Roofs
+from bench.kernels.rows import Row
+from bench.kernels.timing import ColdCache
+
+_BUDGET_S = 0.4
+_LEAST_ROUNDS, _MOST_ROUNDS = 9, 100
+_WARMUP_ROUNDS = 2
+
+
+class Recorder:
+    """Records one row. ``timed`` is False without a GPU: then only correctness is checked.
+
+    Attributes:
+        device: where the operators run.
+        timed: whether figures are taken.
+    """
+
+    def __init__(self, benchmark: Any, rows: list[Row], roofs: Roofs | None, cold: ColdCache | None) -> None:
+        self.device = torch.device("cpu" if roofs is None else "cuda")
+        self.timed = roofs is not None and benchmark.enabled
+        self._benchmark = benchmark
+        self._rows = rows
+        self._roofs = roofs
+        self._cold = cold
+
+    def measure(
+        self,
+        *,
+        operator: str,
+        shape: str,
+        dtype: str,
+        implementation: str,
+        version: str = "",
+        roof: str,
+        bytes_moved: int,
+        flops: int = 0,
+        on_host: bool = False,
+        run: Callable[[], object],
+        check: Callable[[], str],
+        note: str = "",
+    ) -> None:
+        """Check, then time ``run``, and keep the row.
+
+        Args:
+            operator: what is computed; with ``shape`` and ``dtype`` it names the group that peers share.
+            shape: named after a model.
+            dtype: of the data.
+            implementation: who computes it.
+            version: of the package that brings it.
+            roof: what limits the operator, a name of ``roofs``.
+            bytes_moved: what the operator has to read and write, the same for every implementation.
+            flops: floating-point operations of one call.
+            on_host: whether ``run`` works on host memory and returns when it is done.
+            run: one call.
+            check: says how the results agree with the reference, or raises AssertionError saying how they don't.
+            note: what else there is to say.
+        """
+        row: dict[str, Any] = {
+            **{"operator": operator, "shape": shape, "dtype": dtype, "implementation": implementation},
+            **{"version": version, "bytes": bytes_moved, "flops": flops, "roof": roof, "note": note},
+            "machine": this_machine(),
+        }
+        self._benchmark.group = f"{operator}: {shape}, {dtype}"
+        try:
+            row["verdict"] = check()
+        except AssertionError as error:
+            row["verdict"] = f"RED: {' '.join(str(error).split())}"
+        if row["verdict"].startswith("RED"):
+            self._rows.append(Row(**row))
+            self._skip_timing(lambda: None)
+            pytest.fail(f"{implementation} is wrong, so it has no figure: {row['verdict']}", pytrace=False)
+        if not self.timed:
+            self._rows.append(Row(**row))
+            self._skip_timing(run)
+            return
+        assert self._roofs is not None
+        row |= self._figures(run, on_host)
+        row["roof_gbps"] = self._roofs.measured_gbps(roof)
+        row["datasheet_gbps"] = self._roofs.datasheet_gbps(roof)
+        done = Row(**row)
+        self._rows.append(done)
+        self._benchmark.extra_info.update(done.flat())
+
+    def _skip_timing(self, run: Callable[[], object]) -> None:
+        self._benchmark.disabled = True
+        self._benchmark.pedantic(run)
+
+    def _figures(self, run: Callable[[], object], on_host: bool) -> dict[str, Any]:
+        run()  # compiles
+        torch.cuda.synchronize()
+        extra = host_extra_bytes(run) if on_host else _device_extra_bytes(run)
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        rounds = int(min(max(_BUDGET_S / (time.perf_counter() - begin), _LEAST_ROUNDS), _MOST_ROUNDS))
+        self._benchmark.pedantic(
+            run, setup=None if on_host else self._cold, rounds=rounds, warmup_rounds=_WARMUP_ROUNDS
+        )
+        durations = self._benchmark.stats.stats.sorted_data
+        return {
+            "median_ms": self._benchmark.stats.stats.median * 1e3,
+            "p20_ms": durations[int(0.2 * (len(durations) - 1))] * 1e3,
+            "p80_ms": durations[-1 - int(0.2 * (len(durations) - 1))] * 1e3,
+            "rounds": len(durations),
+            "host_us": None if on_host else _host_us(run),
+            "extra_memory_bytes": extra,
+        }
+
+
+def _host_us(run: Callable[[], object]) -> float:
+    """Median time until ``run`` returns to an idle device."""
+    durations = []
+    for _ in range(15):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        durations.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return sorted(durations)[7] * 1e6
+
+
+def _device_extra_bytes(run: Callable[[], object]) -> int:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def host_extra_bytes(run: Callable[[], object]) -> int | None:
+    """Resident bytes that ``run`` takes at its peak, to the page; None where the system doesn't say."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # restarts VmHWM, the peak
+        before = _resident("VmRSS")
+        run()
+        return max(0, _resident("VmHWM") - before)
+    except (OSError, StopIteration):
+        return None
+
+
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])

@@ -1,0 +1,56 @@
+"""The ceilings that rows are set against, each measured once in the run that needs it."""
+
+from __future__ import annotations
+
+import torch
+
+from bench.kernels.timing import ColdCache, median_seconds
+from protrain.hardware.calibrate_host import dram_gbps
+from protrain.hardware.datasheet import of_card, pcie_gbps
+from protrain.hardware.nvml import gpu_facts
+
+DEVICE, PCIE, DRAM = "device copy", "PCIe one way", "host DRAM"
+_BYTES = 1024**3
+
+
+class Roofs:
+    """Measured and promised rates of the machine, GB/s."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._measured: dict[str, float] = {}
+
+    def measured_gbps(self, roof: str) -> float:
+        """What the machine reaches now."""
+        if roof not in self._measured:
+            measure = {DEVICE: self._copy_gbps, PCIE: self._pcie_gbps, DRAM: self._dram_gbps}[roof]
+            self._measured[roof] = measure()
+        return self._measured[roof]
+
+    def datasheet_gbps(self, roof: str) -> float | None:
+        """What its maker promises; None where that isn't known."""
+        if roof == DEVICE:
+            sheet = of_card(torch.cuda.get_device_name(self._device))
+            return None if sheet is None else sheet.memory_gbps
+        if roof == PCIE:
+            facts = gpu_facts(self._device)
+            return None if facts is None else pcie_gbps(facts.pcie_generation_max, facts.pcie_width_max)
+        return None
+
+    def _copy_gbps(self) -> float:
+        source = torch.zeros(_BYTES // 4, device=self._device)
+        target = torch.empty_like(source)
+        cold = ColdCache(self._device)
+        by_copy = median_seconds(lambda: target.copy_(source), setup=cold)
+        by_kernel = median_seconds(lambda: torch.mul(source, 1.0, out=target), setup=cold)
+        return 2 * _BYTES / min(by_copy, by_kernel) / 1e9
+
+    def _pcie_gbps(self) -> float:
+        host = torch.zeros(_BYTES // 4, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty_like(host, device=self._device)
+        up = median_seconds(lambda: target.copy_(host, non_blocking=True), setup=None)
+        down = median_seconds(lambda: host.copy_(target, non_blocking=True), setup=None)
+        return _BYTES / 4 / max(up, down) / 1e9
+
+    def _dram_gbps(self) -> float:
+        return dram_gbps(_BYTES, budget_s=2.0)

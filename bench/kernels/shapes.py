@@ -1,0 +1,48 @@
+"""Blocks and chunks of the paper's models: what the kernels meet in training, not round numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from protrain.cli.shapes import SHAPES, Shape
+
+# GPT-2 15B, 20B, 30B and 40B differ in depth alone, so one block stands for all.
+MODELS = ("gpt2-10b", "gpt2-20b", "opt-13b", "opt-30b", "llama2-13b", "llama2-34b", "mistral-7b")
+SMALL_TENSORS = "200 tensors of 1-100 KiB"
+_SHRINK = 64  # of every dimension where there is no GPU and only correctness is checked
+
+
+def block_parameters(shape: Shape) -> list[tuple[int, ...]]:
+    """Shapes of the parameters of one block of ``shape``, in the order in which transformers names them."""
+    hidden, mlp = shape.hidden, shape.mlp or 4 * shape.hidden
+    vector = (hidden,)
+    if shape.family == "gpt2":
+        return [
+            *(vector, vector, (hidden, 3 * hidden), (3 * hidden,), (hidden, hidden), vector),
+            *(vector, vector, (hidden, mlp), (mlp,), (mlp, hidden), vector),
+        ]
+    if shape.family == "opt":
+        return [*4 * [(hidden, hidden), vector], *2 * [vector], (mlp, hidden), (mlp,), (hidden, mlp), *3 * [vector]]
+    assert shape.family in ("llama", "mistral"), shape.family
+    narrow = hidden // shape.heads * (shape.kv_heads or shape.heads)
+    attention = [(hidden, hidden), (narrow, hidden), (narrow, hidden), (hidden, hidden)]
+    return [*attention, (mlp, hidden), (mlp, hidden), (hidden, mlp), vector, vector]
+
+
+def tensor_shapes(name: str, *, whole: bool) -> list[tuple[int, ...]]:
+    """The shapes of the tensors that ``name`` stands for: a model's block, or ``SMALL_TENSORS``.
+
+    Shrunk unless ``whole``.
+    """
+    if name == SMALL_TENSORS:
+        draw = random.Random(0)
+        bf16 = [(draw.randint(1024, 100 * 1024) // 2,) for _ in range(200)]
+        return bf16 if whole else bf16[:4]
+    shapes = block_parameters(SHAPES[name])
+    return shapes if whole else [tuple(-(-size // _SHRINK) for size in shape) for shape in shapes]
+
+
+def chunk_elements(name: str, *, whole: bool) -> int:
+    """Elements of the chunk that holds one block of the model ``name``: every parameter padded to 128."""
+    return sum(-(-math.prod(shape) // 128) * 128 for shape in tensor_shapes(name, whole=whole))

@@ -1,0 +1,68 @@
+"""AdamW on chunks in GPU memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from bench.kernels import adam_states
+from bench.kernels.adam_states import BYTES, FLOPS, SCALARS, OptimizerStep, States
+from bench.kernels.peers import compiled, installed
+from bench.kernels.recorder import Recorder
+from bench.kernels.roofs import DEVICE
+from bench.kernels.rows import COMPILED, EAGER, OURS
+from bench.kernels.shapes import MODELS, chunk_elements
+from protrain_kernels import adam
+from protrain_kernels.adam import launch_adam
+
+PEERS = (EAGER, COMPILED, "torch.optim fused AdamW", "DeepSpeed FusedAdam", "torchao AdamW")
+
+
+@pytest.mark.parametrize("implementation", [OURS, *PEERS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["split-master", "fp32-master"])
+@pytest.mark.parametrize("shape", MODELS)
+def test_adam(recorder: Recorder, shape: str, dtype: torch.dtype, implementation: str) -> None:
+    ours = implementation == OURS
+    elements = chunk_elements(shape, whole=recorder.timed)
+    states = States.random(elements, dtype, recorder.device, split_master=ours)
+    run, version = _implementation(recorder, states, implementation)
+
+    def check() -> str:
+        if isinstance(run, OptimizerStep):
+            run.start()
+        before = [states.part(place) for place in states.places()]
+        run()
+        return (adam_states.expect_bits if ours else adam_states.expect_close)(states, before)
+
+    recorder.measure(
+        operator="adam, split master" if dtype == torch.bfloat16 else "adam, fp32 master",
+        shape=f"{shape} block",
+        dtype=str(dtype).removeprefix("torch."),
+        implementation=implementation,
+        version=version,
+        roof=DEVICE,
+        bytes_moved=BYTES[dtype] * elements,
+        flops=FLOPS * elements,
+        run=run,
+        check=check,
+    )
+
+
+def _implementation(recorder: Recorder, states: States, name: str) -> tuple[Callable[[], None], str]:
+    if name == OURS:
+        step = adam if states.weight.is_cuda else launch_adam  # a CPU tensor would go to the C kernel
+        return lambda: step(*states.tensors, SCALARS), ""
+    if name in (EAGER, COMPILED):
+        plain = compiled(recorder, adam_states.plain_step) if name == COMPILED else adam_states.plain_step
+        return lambda: plain(*states.tensors), torch.__version__
+    if name == "torch.optim fused AdamW":
+        return OptimizerStep(states, torch.optim.AdamW, fused=True), torch.__version__
+    if not recorder.timed:
+        pytest.skip(f"{name} needs a GPU")
+    if name == "torchao AdamW":
+        module, version = installed("torchao", "torchao.optim")
+        return OptimizerStep(states, module._AdamW), version
+    module, version = installed("deepspeed", "deepspeed.ops.adam")
+    return OptimizerStep(states, module.FusedAdam, adam_w_mode=True), version

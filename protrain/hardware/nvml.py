@@ -1,0 +1,66 @@
+"""What NVIDIA's management library says of a card and its link, without touching CUDA; nothing where it is missing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFacts:
+    """A card as its driver describes it; None for what the driver does not tell (virtual machines hide much)."""
+
+    driver: str
+    pcie_generation: int | None  # now: an idle link may have slowed down, so read it after a copy
+    pcie_width: int | None
+    pcie_generation_max: int | None  # of card and slot together
+    pcie_width_max: int | None
+
+
+def gpu_facts(device: torch.device) -> GpuFacts | None:
+    """Facts of a CUDA ``device``; None without NVIDIA's library or driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handle = _handle(pynvml, device)
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        return GpuFacts(
+            driver=driver if isinstance(driver, str) else driver.decode(),
+            pcie_generation=_ask(pynvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
+            pcie_width=_ask(pynvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
+            pcie_generation_max=_ask(pynvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
+            pcie_width_max=_ask(pynvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
+        )
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def driver_version(device: torch.device) -> str:
+    """Version of the driver of a CUDA ``device``; "unknown" where nothing tells, "none" for a CPU."""
+    if device.type != "cuda":
+        return "none"
+    facts = gpu_facts(device)
+    return facts.driver if facts else "unknown"
+
+
+def _handle(pynvml: Any, device: torch.device) -> Any:
+    # By its identifier: CUDA_VISIBLE_DEVICES renumbers cards for CUDA and not for this library.
+    identifier = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return pynvml.nvmlDeviceGetHandleByUUID(identifier)
+
+
+def _ask(pynvml: Any, name: str, handle: Any) -> int | None:
+    try:
+        return int(getattr(pynvml, name)(handle)) or None
+    except pynvml.NVMLError:
+        return None

@@ -1,0 +1,258 @@
+"""A block's saved activations <-> one contiguous buffer, in one launch whatever their number.
+
+    kind     what it holds                          bytes
+    raw      a run that its views cover             as many
+    gather   a view with gaps, row-major            elements * element size
+    bits     bool                                   1 / 8 an element
+    mask     bf16, fp16 or fp32 of two values       1 / 8 an element + 16 per 4096: two bit patterns a tile
+    fp8      bf16, fp16 or fp32, lossy, opt-in      1 an element + 16 per 4096: a power of two for scale a tile
+
+Views of one storage are packed once and come back as views of one allocation, with their shapes, strides and addresses
+modulo 256, so that whatever reads them picks the same algorithm. All but fp8 is lossless, bit for bit.
+
+``masks`` names tensors that hold two distinct bit patterns in each tile of 4096 elements (``find_masks`` looks, once).
+The kernel checks: a tile that holds more comes back as NaN, and ``errors`` says so, without a synchronisation.
+
+``fp8`` is e4m3 with infinities and NaN kept. For x in a tile whose largest finite magnitude is A, what comes back
+differs by at most |x| / 16 + max(A / 2^17, 2^-136); ``errors`` measures it.
+
+Bytes moved: the tensors read, the buffer written, or the other way; each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from protrain_kernels.checks import LAUNCH_OPTIONS, check_vector
+from protrain_kernels.flatten_plan import TYPE_CODES
+from protrain_kernels.launch import launch, put_addresses
+from protrain_kernels.pack_kernels import pack_kernel, unpack_kernel
+from protrain_kernels.pack_layout import FP8, GATHER, MASK, RAW_TILE, TILE, lay_out, signature_of
+from protrain_kernels.pack_reference import pack_piece, unpack_piece
+from protrain_kernels.strided import is_dense, row_of
+
+PACK_OPTIONS = {**LAUNCH_OPTIONS, "num_warps": 8}
+PACK_STEPS = RAW_TILE // (4 * TILE)
+_WIDE = 1 << 31  # positions that 32 bits don't count
+_BUFFER_ALIGNMENT_BYTES = 16
+_MOST_PLANS = 1024
+_plans: dict[object, PackPlan] = {}
+
+
+class PackPlan:
+    """What is packed of tensors of given layouts, prepared once; ``pack`` and ``unpack`` are one launch each.
+
+    Args:
+        tensors: of the shapes, strides, types, device and sharing of storages of those that come later; their values
+            aren't read.
+        masks: indices of float tensors that hold two values; see the module.
+        fp8: indices of float tensors that may lose precision; see the module.
+
+    Raises:
+        ValueError: a tensor is on another device, isn't strided, or can't be coded as asked.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], *, masks: Collection[int] = (), fp8: Collection[int] = ()
+    ) -> None:
+        if not tensors:
+            raise ValueError("a plan needs at least one tensor: there is nothing to pack")
+        self.device = tensors[0].device
+        self._layout = lay_out(tensors, masks=masks, fp8=fp8)
+        self._signature = signature_of(tensors)
+        self.packed_bytes = self._layout.packed_bytes
+        self.unpacked_bytes = sum(memory.size_bytes for memory in self._layout.memories)
+        # From the data of the piece's tensor to its start.
+        self._shifts = [
+            piece.start_bytes - self._signature[piece.tensor][5] * tensors[piece.tensor].element_size()
+            for piece in self._layout.pieces
+        ]
+        self._constants, self._piece_of, self._rows = self._tables()
+
+    def _tables(self) -> tuple[tuple[int, ...], torch.Tensor, torch.Tensor]:
+        """(constants of the kernels, piece of each program, rows)."""
+        pieces = self._layout.pieces
+        strided = [piece for piece in pieces if not is_dense(piece.sizes, piece.strides)]
+        dims = 1 << (max(len(piece.sizes) for piece in strided) - 1).bit_length() if strided else 0
+        kinds = widths = types = program = 0
+        rows = []
+        for piece in pieces:
+            code = TYPE_CODES.get(piece.dtype, 0)
+            kinds |= 1 << piece.kind
+            widths |= piece.dtype.itemsize if piece.kind == GATHER else 0
+            types |= 1 << code if piece.kind in (MASK, FP8) else 0
+            head = (piece.kind, piece.numel, piece.offset_bytes, piece.header, program, piece.dtype.itemsize, code)
+            shape = row_of(piece.sizes, piece.strides, dims) if dims else []
+            rows.append([*head, int(is_dense(piece.sizes, piece.strides)), *shape])
+            program += piece.tiles
+        counts = torch.tensor([piece.tiles for piece in pieces], dtype=torch.int64)
+        piece_of = torch.repeat_interleave(torch.arange(len(pieces), dtype=torch.int32), counts)
+        wide = any(piece.numel >= _WIDE for piece in strided)
+        constants = (kinds, widths, types, dims, wide, TILE, PACK_STEPS)
+        return constants, piece_of.to(self.device), torch.tensor(rows, dtype=torch.int64).to(self.device)
+
+    def pack(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """Write ``tensors`` into ``buffer``.
+
+        Args:
+            tensors: laid out as those that the plan was made for; unchanged.
+            buffer: 1-d uint8 of packed_bytes or more at a multiple of 16 bytes, on the tensors' device, or in pinned
+                host memory, which is then written over the link.
+
+        Raises:
+            ValueError: the tensors aren't laid out as the plan's, or the buffer can't hold them.
+        """
+        self._check_buffer(buffer)
+        if signature_of(tensors) != self._signature:
+            raise ValueError(
+                "the tensors differ from those that the plan was made for in number, shape, stride, type, device or in "
+                "how they share storages: make another plan"
+            )
+        if self.device.type == "cuda":
+            self.launch_pack(tensors, buffer)
+            return
+        for piece in self._layout.pieces:
+            pack_piece(piece, tensors[piece.tensor].untyped_storage(), piece.start_bytes, buffer)
+
+    def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of a packed buffer, with their shapes, strides and sharing of memory.
+
+        Raises:
+            ValueError: the buffer is too small, or of another type or device.
+        """
+        self._check_buffer(buffer)
+        memories = [
+            torch.empty(memory.size_bytes, dtype=torch.uint8, device=self.device) for memory in self._layout.memories
+        ]
+        if self.device.type == "cuda":
+            self.launch_unpack(buffer, memories)
+        else:
+            for piece in self._layout.pieces:
+                start = piece.start_bytes - self._layout.memories[piece.memory].start_bytes
+                unpack_piece(piece, memories[piece.memory].untyped_storage(), start, buffer)
+        return self.views(memories)
+
+    def views(self, memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors on unpacked memories."""
+        found = []
+        for (shape, stride, dtype, _, _, _), view in zip(self._signature, self._layout.views, strict=True):
+            tensor = torch.empty(0, dtype=dtype, device=self.device)
+            if view.memory < 0:
+                found.append(tensor.as_strided(shape, stride))
+            else:
+                storage = memories[view.memory].untyped_storage()
+                found.append(tensor.set_(storage, view.offset_bytes // dtype.itemsize, shape, stride))
+        return found
+
+    def errors(self, buffer: torch.Tensor) -> torch.Tensor:
+        """What packing lost of each tensor: [tensors] float32 on the buffer's device, without a synchronisation.
+
+        The largest absolute error over the largest finite magnitude, of all that overlaps the tensor; NaN for a mask of
+        more than two values (it comes back as NaN where that is so); 0 for whatever is lossless.
+        """
+        self._check_buffer(buffer)
+        headers = buffer[: 16 * self._layout.headers].view(torch.int32).view(-1, 4)
+        found = torch.zeros(len(self._signature), dtype=torch.float32, device=buffer.device)
+        for index, view in enumerate(self._layout.views):
+            for piece in self._layout.pieces:
+                if piece.memory != view.memory or piece.kind not in (MASK, FP8):
+                    continue
+                own = headers[piece.header : piece.header + piece.tiles]
+                if piece.kind == MASK:
+                    lost = torch.where(own[:, 2].any(), torch.nan, 0.0)
+                else:
+                    error, largest = own[:, 1:3].view(torch.float32).amax(0)
+                    lost = torch.where(largest > 0, error / largest, 0.0)
+                found[index] = torch.maximum(found[index], lost)
+        return found
+
+    def _check_buffer(self, buffer: torch.Tensor) -> None:
+        on_host = buffer.device.type == "cpu" and buffer.is_pinned() if self.device.type == "cuda" else False
+        check_vector("buffer", buffer, dtypes=(torch.uint8,), device=buffer.device if on_host else self.device)
+        if buffer.numel() < self.packed_bytes:
+            raise ValueError(f"buffer has {buffer.numel()} bytes and needs {self.packed_bytes}")
+        if buffer.data_ptr() % _BUFFER_ALIGNMENT_BYTES:
+            raise ValueError(f"buffer must start at a multiple of {_BUFFER_ALIGNMENT_BYTES} bytes")
+
+    def launch_pack(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """Launch the Triton kernel of ``pack`` on checked tensors."""
+        pieces = zip(self._layout.pieces, self._shifts, strict=True)
+        self._launch(pack_kernel, [tensors[piece.tensor].data_ptr() + shift for piece, shift in pieces], buffer)
+
+    def launch_unpack(self, buffer: torch.Tensor, memories: Sequence[torch.Tensor]) -> None:
+        """Launch the Triton kernel of ``unpack`` into ``memories``, one for each of the layout's."""
+        starts = [
+            memory.data_ptr() - own.start_bytes for memory, own in zip(memories, self._layout.memories, strict=True)
+        ]
+        self._launch(unpack_kernel, [starts[piece.memory] + piece.start_bytes for piece in self._layout.pieces], buffer)
+
+    def _launch(self, kernel: object, addresses: list[int], buffer: torch.Tensor) -> None:
+        if self._piece_of.numel() == 0:
+            return
+        arguments = (self._piece_of, self._rows, *put_addresses(self.device, addresses), buffer)
+        launch(kernel, self._piece_of.numel(), arguments, self._constants, PACK_OPTIONS)
+
+
+class Packed(NamedTuple):
+    """Tensors in one buffer, and how to get them out of it."""
+
+    plan: PackPlan
+    buffer: torch.Tensor  # [packed bytes] uint8
+
+
+def pack(
+    tensors: Sequence[torch.Tensor],
+    buffer: torch.Tensor | None = None,  # [packed bytes or more] uint8
+    *,
+    masks: Collection[int] = (),
+    fp8: Collection[int] = (),
+) -> Packed:
+    """Pack tensors of any layouts, views of one storage once, into one buffer.
+
+    What depends on their layouts alone is prepared at the first call with them (``PackPlan``).
+
+    Args:
+        tensors: strided tensors on one device, of any type, stride and number; unchanged.
+        buffer: where to, as ``PackPlan.pack`` wants it; made when None.
+        masks: indices of float tensors that hold two values (``find_masks``).
+        fp8: indices of float tensors that may lose precision.
+
+    Raises:
+        ValueError: a tensor can't be packed or coded as asked, or the buffer can't hold them.
+    """
+    key = (signature_of(tensors), tuple(masks), tuple(fp8))
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:  # layouts that change on every call: don't hold their tables for ever
+            _plans.clear()
+        plan = _plans[key] = PackPlan(tensors, masks=masks, fp8=fp8)
+    if buffer is None:
+        buffer = torch.empty(plan.packed_bytes, dtype=torch.uint8, device=plan.device)
+    plan.pack(tensors, buffer)
+    return Packed(plan, buffer)
+
+
+def unpack(packed: Packed) -> list[torch.Tensor]:
+    """The tensors that ``pack`` packed, with their shapes, strides and sharing of memory."""
+    return packed.plan.unpack(packed.buffer)
+
+
+def find_masks(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Indices of the float tensors that hold at most two distinct bit patterns: a rule for ``masks``.
+
+    Synchronises once, so it is for the step that a plan is made from; later steps take its answer, and ``pack`` checks.
+    """
+    candidates, verdicts = [], []
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype in TYPE_CODES and tensor.numel():
+            bits = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+            low, high = torch.aminmax(bits)
+            candidates.append(index)
+            verdicts.append(((bits == low) | (bits == high)).all())
+    if not candidates:
+        return []
+    found = torch.stack(verdicts).tolist()
+    return [index for index, is_mask in zip(candidates, found, strict=True) if is_mask]

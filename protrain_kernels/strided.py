@@ -1,0 +1,68 @@
+"""Addressing of tensors with any strides inside a kernel that walks their elements in row-major order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+
+
+def collapsed(shape: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Sizes and strides with as few dimensions as visit the same elements in the same order; none for one element."""
+    sizes: list[int] = []
+    strides: list[int] = []
+    for size, step in zip(shape, stride, strict=True):
+        if size == 1:
+            continue
+        if sizes and strides[-1] == step * size:
+            sizes[-1] *= size
+            strides[-1] = step
+        else:
+            sizes.append(size)
+            strides.append(step)
+    return sizes, strides
+
+
+def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether collapsed ``sizes`` and ``strides`` are one contiguous run."""
+    return not sizes or list(strides) == [1]
+
+
+def overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two positions may share an element: False only where dimensions nest, as all but contrived views do."""
+    reach = 0
+    for step, size in sorted(zip(strides, sizes, strict=True)):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
+
+
+def row_of(sizes: Sequence[int], strides: Sequence[int], dims: int) -> list[int]:
+    """``dims`` sizes, then strides, for ``strided_offsets``: leading dimensions of size 1 fill up."""
+    fill = dims - len(sizes)
+    return [1] * fill + list(sizes) + [0] * fill + list(strides)
+
+
+@triton.jit
+def strided_offsets(row: tl.tensor, index: tl.tensor, DIMS: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """Element offsets of the row-major positions ``index`` (int64) in a tensor whose sizes, then strides, are at row.
+
+    Positions below 2^31 are divided as 32-bit integers, several times faster, unless WIDE.
+    """
+    offsets = index * 0
+    if WIDE:
+        rest = index
+        for back in range(DIMS):  # a loop: 64-bit divisions of every dimension at once don't fit the registers
+            size = tl.load(row + (DIMS - 1 - back))
+            offsets += rest % size * tl.load(row + DIMS + (DIMS - 1 - back))
+            rest = rest // size
+    else:
+        rest = index.to(tl.int32)
+        for axis in tl.static_range(DIMS - 1, 0, -1):
+            size = tl.load(row + axis).to(tl.int32)
+            offsets += (rest % size).to(tl.int64) * tl.load(row + DIMS + axis)
+            rest = rest // size
+        offsets += rest.to(tl.int64) * tl.load(row + DIMS)
+    return offsets

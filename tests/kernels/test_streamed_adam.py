@@ -1,0 +1,187 @@
+"""Streaming states through another memory, in pieces or not at all, changes no bit of a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from protrain_kernels import AdamStaging, adam_reference, adam_scalars, split, streamed_adam
+from protrain_kernels.adam import adam_arguments, launch_adam
+from protrain_kernels.streamed_adam import launch_zero_copy, run_pieces
+
+COUNT = 11 * 1024 + 384
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SCALARS = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+def _state(dtype: torch.dtype, grad_dtype: torch.dtype, count: int = COUNT) -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    values, exp_avg, root, grad = torch.randn(4, count, generator=generator).unbind()
+    found = {"exp_avg": exp_avg.clone(), "exp_avg_sq": root.square(), "grad": grad.to(grad_dtype)}
+    if dtype == torch.bfloat16:
+        weight, master = split(values)
+        return {"weight": weight, "master": master, **found}
+    if dtype == torch.float16:
+        return {"weight": values.half(), "master": values.clone(), **found}
+    return {"weight": values.clone(), **found}
+
+
+def _step(tensors: Tensors, **options: Any) -> Any:
+    named: Any = {"master": None, **tensors}
+    return streamed_adam(**named, scalars=SCALARS, **options)
+
+
+def _expected(tensors: Tensors, scale: torch.Tensor | None = None) -> Tensors:
+    copies = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    named: Any = {"master": None, **copies}
+    adam_reference(**named, scalars=SCALARS, scale=None if scale is None else scale.cpu())
+    return copies
+
+
+def _check(found: Tensors, expected: Tensors, same_bits: Callable[..., None]) -> None:
+    for name, tensor in found.items():
+        same_bits(tensor, expected[name])
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("piece", [128, 1280, 1 << 14])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pieces_on_the_cpu(same_bits: Callable[..., None], dtype: torch.dtype, piece: int, slots: int) -> None:
+    """With the copies, the slots in turn and the pieces' ends; the CPU stands in for the device."""
+    tensors = _state(dtype, torch.float32)
+    expected = _expected(tensors)
+    staging = AdamStaging(CPU, size_bytes=slots * piece * 18, slots=slots)
+    staging.memory.fill_(0xFF)  # NaN
+    assert _step(tensors, staging=staging) is None
+    _check(tensors, expected, same_bits)
+
+
+def test_pieces_through_the_triton_kernel(same_bits: Callable[..., None]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("interprets the kernel, which is compiled here")
+    tensors = _state(torch.bfloat16, torch.bfloat16)
+    expected = _expected(tensors)
+    staging = AdamStaging(CPU, size_bytes=2 * 2048 * 18)
+    run_pieces(staging, tensors, functools.partial(launch_adam, scalars=SCALARS, scale=None, skip=None))
+    _check(tensors, expected, same_bits)
+
+
+@pytest.mark.parametrize("programs", [1, 5, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_few_programs_update_everything(same_bits: Callable[..., None], dtype: torch.dtype, programs: int) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("interprets the kernel, which is compiled here")
+    tensors = _state(dtype, torch.float32)
+    scale = torch.tensor([0.3])
+    expected = _expected(tensors, scale)
+    for skip in (1, 0):
+        flag = torch.tensor([skip], dtype=torch.int32)
+        named: Any = {"master": None, **tensors}
+        arguments, flags = adam_arguments(**named, scalars=SCALARS, scale=scale, skip=flag)
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        launch_zero_copy(arguments, flags, programs, CPU)
+        _check(tensors, before if skip else expected, same_bits)
+
+
+def test_a_skipped_step_changes_nothing(same_bits: Callable[..., None]) -> None:
+    tensors = _state(torch.bfloat16, torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    flag = torch.ones(1, dtype=torch.int32)
+    _step(tensors, skip=flag, staging=AdamStaging(CPU, size_bytes=1 << 16), device=CPU)
+    _step(tensors, skip=flag, device=CPU)
+    _check(tensors, before, same_bits)
+
+
+def test_without_a_gpu_adam_does_the_work(same_bits: Callable[..., None]) -> None:
+    tensors = _state(torch.float16, torch.float16)
+    expected = _expected(tensors)
+    assert _step(tensors, device=CPU) is None
+    _check(tensors, expected, same_bits)
+
+
+def test_nothing_to_update() -> None:
+    empty = {name: tensor[:0] for name, tensor in _state(torch.bfloat16, torch.bfloat16).items()}
+    _step(empty, staging=AdamStaging(CPU, size_bytes=1 << 16))
+    _step(empty, device=CPU)
+
+
+def test_bad_arguments_are_named() -> None:
+    tensors = _state(torch.bfloat16, torch.bfloat16)
+    with pytest.raises(ValueError, match="slots must be at least 1"):
+        AdamStaging(CPU, slots=0)
+    with pytest.raises(ValueError, match="size_bytes is 4000: 2 slots need 4608"):
+        AdamStaging(CPU, size_bytes=4000)
+    with pytest.raises(ValueError, match="programs must be at least 1"):
+        _step(tensors, programs=0, device=CPU)
+    with pytest.raises(ValueError, match="exp_avg has 128 elements"):
+        _step(tensors | {"exp_avg": torch.zeros(128)}, device=CPU)
+    with pytest.raises(ValueError, match="scale must be one float32"):
+        _step(tensors, scale=torch.zeros(2), device=CPU)
+    with pytest.raises(ValueError, match="weight is on meta, and must be on cpu"):
+        _step(tensors | {"weight": tensors["weight"].to("meta")}, device=CPU)
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+class TestOnTheGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("way", ["zero copy", "copies"])
+    @pytest.mark.parametrize("on_device", [(), ("grad",), ("weight", "grad")], ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_same_bits(
+        self, same_bits: Callable[..., None], dtype: torch.dtype, on_device: tuple[str, ...], way: str
+    ) -> None:
+        count = 1 << 20
+        start = _state(dtype, torch.float32, count)
+        tensors = {
+            name: tensor.cuda() if name in on_device else tensor.clone().pin_memory() for name, tensor in start.items()
+        }
+        scale, skip = torch.tensor([0.3], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+        expected = _expected(start, scale)
+        staging = AdamStaging(torch.device("cuda", 0), size_bytes=1 << 21) if way == "copies" else None
+        flag = torch.ones_like(skip)
+        done = _step(tensors, scale=scale, skip=flag, staging=staging)
+        assert done is not None
+        done.synchronize()
+        _check(tensors, start, same_bits)
+        done = _step(tensors, scale=scale, skip=skip, staging=staging)
+        assert done is not None
+        done.synchronize()
+        _check(tensors, expected, same_bits)
+
+    def test_many_chunks_through_one_staging_area(self, same_bits: Callable[..., None]) -> None:
+        staging = AdamStaging(torch.device("cuda", 0), size_bytes=1 << 20, slots=3)
+        start = _state(torch.bfloat16, torch.bfloat16, 1 << 18)
+        chunks = [{name: tensor.clone().pin_memory() for name, tensor in start.items()} for _ in range(6)]
+        events = [_step(chunk, staging=staging) for chunk in chunks]
+        expected = _expected(start)
+        for chunk, event in zip(chunks, events, strict=True):
+            assert event is not None
+            event.synchronize()
+            _check(chunk, expected, same_bits)
+
+    def test_a_gradient_that_is_still_being_computed_is_waited_for(self, same_bits: Callable[..., None]) -> None:
+        start = _state(torch.bfloat16, torch.float32, 1 << 18)
+        for staging in (None, AdamStaging(torch.device("cuda", 0), size_bytes=1 << 20)):
+            tensors = {name: tensor.clone().pin_memory() for name, tensor in start.items() if name != "grad"}
+            tensors["grad"] = torch.full((1 << 18,), torch.nan, device="cuda")
+            values = start["grad"].cuda()
+            torch.cuda.synchronize()
+            torch.cuda._sleep(100_000_000)
+            tensors["grad"].copy_(values)
+            done = _step(tensors, staging=staging)
+            assert done is not None
+            done.synchronize()
+            _check(tensors, _expected(start), same_bits)
+
+    def test_pageable_memory_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="weight must be in pinned host memory"):
+            _step(_state(torch.bfloat16, torch.bfloat16))
