@@ -1,0 +1,7 @@
+"""Measures the ceilings of this machine, alone and together: one module for each thing that is measured."""
+
+from protrain.hardware.calibration.doubts import differences
+from protrain.hardware.calibration.report import report
+from protrain.hardware.calibration.run import calibrate
+
+__all__ = ["calibrate", "differences", "report"]
