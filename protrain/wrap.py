@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from protrain import batch as batches
+from protrain.compilation import compiled_blocks
 from protrain.engine.build import DTYPES, build_engine
 from protrain.engine.parameter import PresentParameter
 from protrain.errors import MisuseError
@@ -28,6 +29,7 @@ from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim import ProTrainOptimizer, check_supported
 from protrain.planning import Plan, check, search
 from protrain.profiler import ModelProfile, profile
+from protrain.profiler.blocks import find_blocks
 from protrain.progress import Progress
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -45,6 +47,7 @@ def wrap(
     plan: Plan | str | os.PathLike[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     step_during_backward: bool = False,
+    compile: bool = False,
     progress: bool = True,
 ) -> tuple[Model, ProTrainOptimizer]:
     """Make ``model`` and ``optimizer`` train within the memory there is, with the results of the plain loop.
@@ -64,6 +67,8 @@ def wrap(
         plan: a Plan, or a JSON file of one, in place of the search.
         weights: a folder of safetensors, loaded straight into the chunks.
         step_during_backward: start updates inside backward; not with clipping, float16, or a backward() without step().
+        compile: compile the forward of the blocks, once for all of a kind (torch.compile). Same bits under every plan,
+            but not those of ``compile=False``.
         progress: print what is being done to standard error.
 
     Returns:
@@ -90,21 +95,23 @@ def wrap(
     if target.type == "cuda":
         use_expandable_segments()
     hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
-    with say.stage("profiling the model"):
-        model_profile = profile(model, example_batch, optimizer=optimizer, device=target, dtype=kind)
-    with say.stage("planning"):
-        chosen = _plan(plan, model_profile, hardware)
-    with say.stage(f"moving model states into place ({chosen})"):
-        engine, fixed_bytes = build_engine(
-            model,
-            model_profile,
-            chosen,
-            device=target,
-            device_bytes=hardware.device_bytes,
-            host_bytes=hardware.host_bytes,
-            host_threads=max(1, hardware.cpu_threads - 2 if target.type == "cuda" else hardware.cpu_threads // 2),
-            weights=os.fspath(weights) if weights is not None else None,
-        )
+    blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
+    with compiled_blocks(blocks):
+        with say.stage("profiling the model"):
+            model_profile = profile(model, example_batch, optimizer=optimizer, device=target, dtype=kind)
+        with say.stage("planning"):
+            chosen = _plan(plan, model_profile, hardware, step_during_backward=step_during_backward)
+        with say.stage(f"moving model states into place ({chosen})"):
+            engine, fixed_bytes = build_engine(
+                model,
+                model_profile,
+                chosen,
+                device=target,
+                device_bytes=hardware.device_bytes,
+                host_bytes=hardware.host_bytes,
+                host_threads=max(1, hardware.cpu_threads - 2 if target.type == "cuda" else hardware.cpu_threads // 2),
+                weights=os.fspath(weights) if weights is not None else None,
+            )
     wrapped = ProTrainOptimizer(engine, optimizer, step_during_backward=step_during_backward, device_bytes=fixed_bytes)
     if optimizer.state:
         wrapped.load_state_dict(optimizer.state_dict())
@@ -162,11 +169,17 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         )
 
 
-def _plan(plan: Plan | str | os.PathLike[str] | None, profile: ModelProfile, hardware: HardwareProfile) -> Plan:
+def _plan(
+    plan: Plan | str | os.PathLike[str] | None,
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    step_during_backward: bool,
+) -> Plan:
     if plan is None:
-        return search(profile, hardware)
+        return search(profile, hardware, step_during_backward=step_during_backward)
     chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-    return check(chosen, profile, hardware)
+    return check(chosen, profile, hardware, step_during_backward=step_during_backward)
 
 
 def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:

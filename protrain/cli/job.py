@@ -42,12 +42,13 @@ class TrainJob(Record):
     accumulation: int = 1
     steps: int = 400
     learning_rate: float | None = None
-    warmup: int = 20
+    warmup: int | None = None
     min_learning_rate: float = 0.1  # of learning_rate, reached at the last step
     weight_decay: float = 0.1  # of matrices; vectors (norms, biases) do not decay
     clip: float = 1.0  # 0: off
     dtype: str | None = None
     seed: int = 0
+    compile: bool | None = None
     held_out: float = 0.05
     device: str | None = None
     device_memory: str | None = None
@@ -68,8 +69,13 @@ class TrainJob(Record):
             raise ValueError(
                 "--step-during-backward updates before the norm is known: give --clip 0 as well, or drop it"
             )
-        if self.warmup > self.steps:
+        if self.warmup is not None and self.warmup > self.steps:
             raise ValueError(f"--warmup {self.warmup} is longer than --steps {self.steps}")
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of linear warm-up."""
+        return min(20, self.steps // 5) if self.warmup is None else self.warmup
 
 
 def option(name: str) -> str:

@@ -50,6 +50,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         plan=job.plan,
         weights=loaded.weights,
         step_during_backward=job.step_during_backward,
+        compile=device.type == "cuda" if job.compile is None else job.compile,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
     step = 0
@@ -120,11 +121,12 @@ def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.
 
 def schedule(job: TrainJob) -> Callable[[int], float]:
     """The learning rate of a step, as a share of the peak: linear warm-up, then half a cosine."""
+    warmup = job.warmup_steps
 
     def factor(step: int) -> float:
-        if step < job.warmup:
-            return (step + 1) / job.warmup
-        share = min((step - job.warmup) / max(job.steps - 1 - job.warmup, 1), 1.0)
+        if step < warmup:
+            return (step + 1) / warmup
+        share = min((step - warmup) / max(job.steps - 1 - warmup, 1), 1.0)
         return job.min_learning_rate + (1 - job.min_learning_rate) * (1 + math.cos(math.pi * share)) / 2
 
     return factor

@@ -49,13 +49,21 @@ def add_command(commands: Any) -> None:
     steps.add_argument("--accumulation", type=whole(1), help=f"batches in a step {shown('accumulation')}")
     steps.add_argument("--steps", type=whole(1), help=f"optimizer steps {shown('steps')}")
     steps.add_argument("--learning-rate", type=number(0, 10), help="at its peak (default: depends on the model)")
-    steps.add_argument("--warmup", type=whole(0), help=f"steps of linear warm-up {shown('warmup')}; then a cosine")
+    steps.add_argument(
+        "--warmup", type=whole(0), help="steps of linear warm-up, then a cosine (default: 20, at most a fifth)"
+    )
     steps.add_argument(
         "--min-learning-rate", type=number(0, 1), help=f"at the end, share of the peak {shown('min_learning_rate')}"
     )
     steps.add_argument("--weight-decay", type=number(0, 10), help=f"of matrices {shown('weight_decay')}")
     steps.add_argument("--clip", type=number(0, 1e9), help=f"largest gradient norm; 0: off {shown('clip')}")
     steps.add_argument("--dtype", choices=DTYPES, help="of weights (default: bfloat16 on a GPU, float32 on a CPU)")
+
+    steps.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile the blocks (default: on a GPU; changes the last bits of the result)",
+    )
 
     placement = parser.add_argument_group("placement (never changes the result)")
     placement.add_argument("--device", help="cuda or cpu (default: cuda when there is one)")

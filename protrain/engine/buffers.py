@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from protrain.engine.chunks import Chunk
-from protrain.engine.schedule import Schedule
 from protrain.engine.streams import Mark, Streams
+from protrain.planning.schedule import Schedule
 
 
 class Residency(enum.Enum):

@@ -16,7 +16,6 @@ from protrain.engine.gradients import Gradients
 from protrain.engine.hooks import install
 from protrain.engine.ledger import Ledger, SimulatedLedger
 from protrain.engine.materialise import fill
-from protrain.engine.schedule import Schedule
 from protrain.engine.state_hooks import StateHooks
 from protrain.engine.streams import streams_for
 from protrain.engine.swap import ALIGNMENT_BYTES, HostSlots
@@ -24,6 +23,7 @@ from protrain.engine.units import make_units
 from protrain.engine.update import HostWorker
 from protrain.planning.layout import pack
 from protrain.planning.plan import BlockMode, Plan
+from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels.host_library import library
 

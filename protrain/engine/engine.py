@@ -31,12 +31,12 @@ from protrain.engine.gradients import Gradients
 from protrain.engine.ledger import Ledger
 from protrain.engine.parameter import ReleasedParameter, point_at, release
 from protrain.engine.saved import Copy, WeightView, storage_address
-from protrain.engine.schedule import Schedule
 from protrain.engine.streams import Streams
 from protrain.engine.swap import HostSlots, Swaps
 from protrain.engine.units import Unit
 from protrain.engine.update import HostWorker
 from protrain.planning.plan import Plan
+from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
 
 

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from protrain import batch as batches
+from protrain.compilation import CompiledForward
 from protrain.engine.chunks import Member
 from protrain.engine.engine import Engine
-from protrain.engine.parameter import Handle, manage, release
+from protrain.engine.parameter import Handle, PresentParameter, manage, release
 from protrain.engine.units import Unit
 from protrain.errors import MisuseError
 
@@ -41,12 +42,34 @@ def _gradient_hook(engine: Engine, member: Member) -> Callable[[Tensor], None]:
 
 def _unit_forward(engine: Engine, unit: Unit) -> Callable[..., Any]:
     original = unit.module.forward
+    if isinstance(original, CompiledForward):
+        original = _with_plain_parameters(list(unit.module.parameters()), original)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return engine.run_unit(unit, original, args, kwargs)
 
     return forward
+
+
+def _with_plain_parameters(parameters: list[nn.Parameter], function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with the managed ones among ``parameters`` in their ordinary class.
+
+    The compiler's guards compare classes, and the graph was made for ordinary parameters when the model was profiled.
+    """
+    managed: list[Any] = [parameter for parameter in parameters if isinstance(parameter, PresentParameter)]
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for parameter in managed:
+            parameter.__class__ = nn.Parameter
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for parameter in managed:
+                parameter.__class__ = PresentParameter
+
+    return run
 
 
 def _root_forward(engine: Engine) -> Callable[..., Any]:

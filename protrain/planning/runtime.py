@@ -1,197 +1,249 @@
-"""The runtime model: how long a step takes under a plan (paper section 4).
+"""The runtime model: how long a step takes under a plan (paper section 4, and beyond).
 
-    T_forward  = sum over chunks of max(compute, upload, swapped activations out)
-    T_backward = sum over chunks of max(compute + recomputation, upload + swapped activations in, gradient offload)
-    T          = T_backward + T_device_update + max(T_forward, T_host_update)
-
-A persistent chunk moves nothing; a chunk still in a buffer at the end of forward isn't uploaded again for backward. The
-host's updates stand beside forward and not, as in the paper, beside backward, because they run after step() under the
-next forward. Beyond the paper the host's DRAM bounds what its updates and the uploads move together. Without a buffer
-to spare nothing can be fetched ahead, and transfers add to compute; on a CPU everything does.
+From a profile, a machine and a layout to the :class:`~protrain.planning.simulate.Step` of any plan. On a CPU, where
+nothing overlaps, the operations add up.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.compute_times import compute_times
+from protrain.planning.fetches import Fetches
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode
+from protrain.planning.simulate import Rates, Step, Visit, simulate, timeline
+from protrain.planning.timeline import Timeline
 from protrain.profiler.model_profile import ModelProfile
 
-_MATMUL_SHARE = 0.6  # of the matmul ceiling: what whole layers reach, for times estimated from counted operations
+Modes = tuple[BlockMode, ...]
+
 _HOST_ADAM_BYTES = {"bfloat16": 26, "float16": 28, "float32": 28}  # DRAM traffic per parameter of one host update
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputeTimes:
-    """Milliseconds of computing in one step."""
-
-    forward: tuple[float, ...]  # per block
-    backward: tuple[float, ...]  # per block, without recomputation
-    gap_forward: tuple[float, ...]  # before every block, and after the last
-    gap_backward: tuple[float, ...]  # the same places
-
-    @property
-    def total(self) -> float:
-        """Without recomputation."""
-        return sum(self.forward) + sum(self.backward) + sum(self.gap_forward) + sum(self.gap_backward)
-
-
-def compute_times(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes:
-    """As the trace measured them when it ran on such a device; otherwise estimated from operations and bytes."""
-    if profile.device == hardware.device_type:
-        return _measured(profile)
-    return _estimated(profile, hardware)
 
 
 class RuntimeModel:
     """Predictions for one model in one layout on one machine."""
 
-    def __init__(self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout) -> None:
+    def __init__(
+        self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout, *, update_in_backward: bool = False
+    ) -> None:
         self.times = compute_times(profile, hardware)
         self._profile = profile
         self._hardware = hardware
-        self._elements = [chunk.elements for chunk in layout.chunks]
-        self._trainable = [chunk.elements if chunk.trainable else 0 for chunk in layout.chunks]
+        self._layout = layout
+        self._in_backward = update_in_backward
         element = profile.element_bytes
-        self._upload = [_ms(elements * element, hardware.h2d_gbps) for elements in self._elements]
-        self._offload = [_ms(elements * element, hardware.d2h_gbps) for elements in self._trainable]
-        self._trainable_before = [0, *accumulate(self._trainable)]
-        self._elements_before = [0, *accumulate(self._elements)]
-        n_chunks = len(layout.chunks)
-        self._chunks_of: list[tuple[int, ...]] = [(0,)] * len(profile.blocks)
-        for unit, chunks in zip(profile.units, layout.unit_chunks, strict=True):
-            if unit.block is not None:
-                self._chunks_of[unit.block] = chunks or (0,)
-        self._forward = self._spread(self.times.forward, n_chunks)
-        self._backward = self._spread(self.times.backward, n_chunks)
-        for gap, (forward, backward) in enumerate(zip(self.times.gap_forward, self.times.gap_backward, strict=True)):
-            place = self._chunks_of[gap][0] if gap < len(profile.blocks) else n_chunks - 1
-            self._forward[place] += forward
-            self._backward[place] += backward
-
-    def least_ms(self, modes: tuple[BlockMode, ...]) -> float:
-        """What no placement of chunks goes below: computing alone."""
-        again = sum(t for t, mode in zip(self.times.forward, modes, strict=True) if mode is BlockMode.CKPT)
-        return self.times.total + again
-
-    def under(self, modes: tuple[BlockMode, ...]) -> StepTimes:
-        """Step times by placement, for blocks treated as ``modes`` says."""
-        n_chunks = len(self._elements)
-        pairs = list(zip(self._profile.blocks, modes, strict=True))
-        swapped = [block.saved_bytes if mode is BlockMode.SWAP else 0 for block, mode in pairs]
-        again = [t if mode is BlockMode.CKPT else 0.0 for t, (_, mode) in zip(self.times.forward, pairs, strict=True)]
-        out = self._spread([_ms(size, self._hardware.d2h_gbps) for size in swapped], n_chunks)
-        back = self._spread([_ms(size, self._hardware.h2d_gbps) for size in swapped], n_chunks)
-        recomputed = self._spread(again, n_chunks)
-        computing = [time + more for time, more in zip(self._backward, recomputed, strict=True)]
-        return StepTimes(self, computing, out, back)
-
-    def joined(self, compute: list[float], up: list[float], down: list[float], *, ahead: bool) -> list[float]:
-        """Sums over the first chunks of computing and transfers: hidden when fetched ``ahead``, else added."""
-        hardware = self._hardware
-        both = (hardware.h2d_gbps + hardware.d2h_gbps) / hardware.bidirectional_gbps / 2
-        transfers = [max(u, d, (u + d) * both) for u, d in zip(up, down, strict=True)]
-        if hardware.device_type == "cpu" or not ahead:
-            return [0.0, *accumulate(map(add, compute, transfers))]
-        return [0.0, *accumulate(map(max, compute, transfers))]
-
-    def _spread(self, of_blocks: tuple[float, ...] | list[float], n_chunks: int) -> list[float]:
-        """Per chunk, what is given per block."""
-        result = [0.0] * n_chunks
-        for time, chunks in zip(of_blocks, self._chunks_of, strict=True):
-            for chunk in chunks:
-                result[chunk] += time / len(chunks)
-        return result
-
-
-class StepTimes:
-    """T(n_persist, n_buffer) for fixed block modes, in constant time by sums from the first chunk on."""
-
-    def __init__(self, model: RuntimeModel, computing: list[float], out: list[float], back: list[float]) -> None:
-        self._model = model
-        nothing = [0.0] * len(computing)
-        fetched_and_swapped = [u + b for u, b in zip(model._upload, back, strict=True)]
-        self._forward_kept = model.joined(model._forward, nothing, out, ahead=True)
-        self._backward_kept = model.joined(computing, back, nothing, ahead=True)
-        self._backward_buffered = model.joined(computing, back, model._offload, ahead=True)
-        self._forward_fetched = [
-            model.joined(model._forward, model._upload, out, ahead=ahead) for ahead in (False, True)
-        ]
-        self._backward_fetched = [
-            model.joined(computing, fetched_and_swapped, model._offload, ahead=ahead) for ahead in (False, True)
-        ]
-
-    def step_ms(self, n_persist: int, n_buffer: int, *, spare_buffer: bool) -> float:
-        """Predicted time of one step; ``spare_buffer``: one more than the units at work hold, to fetch ahead into."""
-        model, hardware = self._model, self._model._hardware
-        n_chunks = len(model._elements)
-        buffered = max(n_persist, n_chunks - n_buffer)
-        fetched = self._forward_fetched[spare_buffer]
-        forward = self._forward_kept[n_persist] + fetched[-1] - fetched[n_persist]
-        refetched, kept = self._backward_fetched[spare_buffer], self._backward_buffered
-        backward = (
-            self._backward_kept[n_persist] + refetched[buffered] - refetched[n_persist] + kept[-1] - kept[buffered]
+        trainable = [chunk.elements if chunk.trainable else 0 for chunk in layout.chunks]
+        self._upload = [_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
+        self._device_update = [elements / hardware.device_adam_gparams / 1e6 for elements in trainable]
+        self._host_update = [elements / hardware.host_adam_gparams / 1e6 for elements in trainable]
+        self._trainable = trainable
+        self._visits = [*profile.calls, *reversed(profile.calls)]
+        self._forward_ms, self._backward_ms = self._by_visit()
+        held = [self._held(unit) for unit in profile.calls]
+        held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
+        self._fetches = Fetches(self._visits, layout.unit_chunks, held, [chunk.trainable for chunk in layout.chunks])
+        self._needed = held
+        self._gradients, self._gradients_of_visit = self._gradients_by_visit()
+        host_adam_gbps = hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype]
+        self._rates = Rates(
+            both_ways=max(1.0, (hardware.h2d_gbps + hardware.d2h_gbps) / hardware.bidirectional_gbps),
+            dram_gbps=hardware.host_dram_gbps,
+            host_gbps=host_adam_gbps,
+            up_gbps=hardware.h2d_gbps,
+            down_gbps=hardware.d2h_gbps,
         )
-        on_device = model._trainable_before[n_persist]
-        on_host = model._trainable_before[-1] - on_device
-        device_update = on_device / hardware.device_adam_gparams / 1e6
-        host_update = on_host / hardware.host_adam_gparams / 1e6
-        if hardware.device_type == "cpu":
-            return forward + backward + device_update + host_update
-        uploaded = (model._elements_before[-1] - model._elements_before[n_persist]) * model._profile.element_bytes
-        dram = _ms(on_host * _HOST_ADAM_BYTES[model._profile.dtype] + uploaded, hardware.host_dram_gbps)
-        return backward + device_update + max(forward, host_update, dram)
+        # For bounds: sums from the first chunk on.
+        self._forward_total = sum(self._forward_ms)
+        self._backward_total = sum(self._backward_ms)
+        self._flatten_all = sum(flatten for _, flatten, _ in self._gradients)
+        flattened = [sum(self._gradients[index][1] for index in visit) for visit in self._gradients_of_visit]
+        self._flatten_most = max(flattened, default=0.0)  # of one visit
+        self._device_before = [0.0, *accumulate(self._device_update)]
+        self._host_before = [0.0, *accumulate(self._host_update)]
+        self._upload_before = [0.0, *accumulate(self._upload)]
+        last_trainable = max((chunk.index for chunk in layout.chunks if chunk.trainable), default=0)
+        starts = list(accumulate(self._forward_ms, initial=0.0))
+        first_use = next((at for at, chunks in enumerate(held) if last_trainable in chunks), 0)
+        self._forward_after_last = starts[-1] - starts[min(first_use, len(self._forward_ms))]
+        self._last_trainable = last_trainable
+
+    def step_ms(self, modes: Modes, n_persist: int, n_buffer: int) -> float:
+        """Predicted time of one step in steady state, in milliseconds."""
+        step = self._step(modes, n_persist, n_buffer)
+        return _in_a_row(step) if self._hardware.device_type == "cpu" else simulate(step, self._rates)
+
+    def timeline(self, modes: Modes, n_persist: int, n_buffer: int) -> Timeline:
+        """What runs where and when in that step, as on a GPU."""
+        return timeline(self._step(modes, n_persist, n_buffer), self._rates)
+
+    def recomputed_ms(self, modes: Modes) -> float:
+        """What checkpointing adds to computing."""
+        return sum(t for t, mode in zip(self.times.forward, modes, strict=True) if mode is BlockMode.CKPT)
+
+    def swapping_ms(self, modes: Modes) -> tuple[float, float]:
+        """What swapping adds at least to forward and to backward.
+
+        A swapped block's activations have until the end of the next unit to go out, and from the start of the unit
+        before it, in backward, to come back. What the link takes longer than a block computes is waited for; one
+        swapped block may lie beside an outer unit, which may take longer than any block.
+        """
+        pairs = list(zip(self._profile.blocks, modes, strict=True))
+        sizes = sorted(block.saved_bytes for block, mode in pairs if mode is BlockMode.SWAP)[1:]
+        if not sizes:
+            return 0.0, 0.0
+        hardware, times = self._hardware, self.times
+        forward = max(times.forward)
+        backward = max(map(add, times.forward, times.backward)) + self._flatten_most
+        return (
+            sum(max(0.0, _ms(size, hardware.d2h_gbps) - forward) for size in sizes),
+            sum(max(0.0, _ms(size, hardware.h2d_gbps) - backward) for size in sizes),
+        )
+
+    def bound_ms(self, recomputed_ms: float, swapping_ms: tuple[float, float], n_persist: int, n_buffer: int) -> float:
+        """What the step takes at least, whatever overlaps, for choices of modes that add this much.
+
+        Each is a time that lanes need, at full rate, for work that must follow each other:
+
+        - the GPU computes, flattens and updates what is persistent;
+        - from the norm, which is known when backward ends, the host updates all other chunks; the last of them is
+          needed in forward, and everything from there to the next norm comes after it (unless updates run in backward);
+        - every chunk that the host updates goes up once, and in backward again unless it is in one of the buffers.
+        """
+        backward = self._backward_total + recomputed_ms + self._flatten_all + swapping_ms[1]
+        gpu = self._forward_total + swapping_ms[0] + backward + self._device_before[n_persist]
+        if n_persist > self._last_trainable or self._hardware.device_type == "cpu":
+            return gpu
+        host = self._host_before[-1] - self._host_before[n_persist]
+        up = self._upload_before[self._last_trainable + 1] - self._upload_before[n_persist]
+        up += max(0, len(self._upload) - n_persist - n_buffer) * min(self._upload[n_persist:])
+        if self._in_backward:
+            return max(gpu, up, host)
+        return max(gpu, up, host + self._upload[self._last_trainable] + self._forward_after_last + backward)
+
+    def _held(self, unit: int) -> tuple[int, ...]:
+        chunks = self._layout.unit_chunks
+        around = (unit, *self._profile.units[unit].within)
+        return tuple(sorted({chunk for member in around for chunk in chunks[member]}))
+
+    def _by_visit(self) -> tuple[list[float], list[float]]:
+        """Computing per visit, forward and backward, both in forward order, without recomputation.
+
+        A block's share is its time over its calls. What runs between blocks goes to the outer units visited there, by
+        the size of their parameters (an embedding, a norm and the head take very different times), or where there are
+        none to the block that follows.
+        """
+        profile, times = self._profile, self.times
+        blocks = [profile.units[unit].block for unit in profile.calls]
+        n_calls = {block: blocks.count(block) for block in blocks}
+        forward = [0.0 if block is None else times.forward[block] / n_calls[block] for block in blocks]
+        backward = [0.0 if block is None else times.backward[block] / n_calls[block] for block in blocks]
+        gap_start, gap = 0, 0
+        for at, block in enumerate((*blocks, None)):
+            ends = at == len(blocks)
+            if not ends and (block is None or block < gap):
+                continue
+            first = gap if ends else min(gap, len(profile.blocks))
+            last = len(profile.blocks) if ends else int(block or 0)
+            outer = list(range(gap_start, at)) or [min(at, len(blocks) - 1)]
+            sizes = [
+                1 + sum(profile.parameters[p].numel for p in profile.units[profile.calls[v]].parameters) for v in outer
+            ]
+            for place in range(first, last + 1):
+                for visit, size in zip(outer, sizes, strict=True):
+                    forward[visit] += times.gap_forward[place] * size / sum(sizes)
+                    backward[visit] += times.gap_backward[place] * size / sum(sizes)
+            gap_start, gap = at + 1, last + 1
+        return forward, backward
+
+    def _numel(self, unit: int) -> int:
+        return sum(self._profile.parameters[index].numel for index in self._profile.units[unit].parameters)
+
+    def _gradients_by_visit(self) -> tuple[list[tuple[int, float, float]], list[list[int]]]:
+        """(chunk, flatten ms, offload ms), and which of them each visit of backward yields.
+
+        A parameter's gradient is whole when backward leaves the unit that used it first.
+        """
+        profile, hardware = self._profile, self._hardware
+        left: dict[int, int] = {}  # parameter -> last visit in backward
+        for at, unit in enumerate(reversed(profile.calls)):
+            for parameter in profile.units[unit].parameters:
+                left[parameter] = at
+        elements: dict[tuple[int, int], int] = {}
+        for slot in self._layout.slots:
+            if profile.parameters[slot.parameter].group >= 0 and slot.parameter in left:
+                key = (left[slot.parameter], slot.chunk)
+                elements[key] = elements.get(key, 0) + slot.numel
+        gradients: list[tuple[int, float, float]] = []
+        of_visit: list[list[int]] = [[] for _ in profile.calls]
+        for (at, chunk), count in sorted(elements.items()):
+            size = count * profile.element_bytes
+            of_visit[at].append(len(gradients))
+            gradients.append((chunk, _ms(2 * size, hardware.device_copy_gbps), _ms(size, hardware.d2h_gbps)))
+        return gradients, of_visit
+
+    def _step(self, modes: Modes, n_persist: int, n_buffer: int) -> Step:
+        profile, hardware = self._profile, self._hardware
+        fetches = self._fetches.of(n_persist, n_buffer)
+        swap = [0.0] * len(profile.units)
+        recompute = [0.0] * len(profile.units)
+        n_calls = [0] * len(profile.units)
+        for unit in profile.calls:
+            n_calls[unit] += 1
+        for unit, record in enumerate(profile.units):
+            if record.block is None or not n_calls[unit]:
+                continue
+            if modes[record.block] is BlockMode.SWAP:
+                swap[unit] = profile.blocks[record.block].saved_bytes / n_calls[unit]
+            elif modes[record.block] is BlockMode.CKPT:
+                recompute[unit] = self.times.forward[record.block] / n_calls[unit]
+        n_visits = len(profile.calls)
+        visits = []
+        for at, unit in enumerate(self._visits):
+            backward = at >= n_visits
+            order = 2 * n_visits - 1 - at if backward else at  # place in forward order
+            earlier = profile.calls[order - 1] if backward and order else -1
+            compute = self._backward_ms[order] + recompute[unit] if backward else self._forward_ms[order]
+            visits.append(
+                Visit(
+                    name=profile.units[unit].name,
+                    unit=unit,
+                    compute_ms=compute,
+                    chunks=tuple(chunk for chunk in self._needed[at] if chunk >= n_persist),
+                    fetches=fetches[at],
+                    swap_ms=_ms(swap[unit], hardware.d2h_gbps),
+                    swap_ahead=earlier if backward and earlier >= 0 and swap[earlier] and earlier != unit else -1,
+                    gradients=tuple(
+                        (index, self._gradients[index][0] >= n_persist)
+                        for index in (self._gradients_of_visit[at - n_visits] if backward else ())
+                    ),
+                )
+            )
+        return Step(
+            forward=visits[:n_visits],
+            backward=visits[n_visits:],
+            upload_ms=self._upload,
+            swap_ms=[_ms(size, hardware.h2d_gbps) for size in swap],
+            gradients=self._gradients,
+            device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
+            host_update_ms=[(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist],
+            update_in_backward=self._in_backward,
+        )
 
 
-def _measured(profile: ModelProfile) -> ComputeTimes:
-    gaps = {"forward": [0.0] * (len(profile.blocks) + 1), "backward": [0.0] * (len(profile.blocks) + 1)}
-    calls = [segment for segment in profile.segments if segment.block is not None]
-    if not calls:
-        for segment in profile.segments:
-            gaps[segment.phase][0] += segment.duration_ms
-    for phase in gaps if calls else ():
-        # Backward runs the other way, so that a gap is named by the block before it in time there and after it in
-        # forward.
-        segments = [segment for segment in profile.segments if segment.phase == phase]
-        ordered = segments if phase == "forward" else segments[::-1]
-        place = len(profile.blocks)
-        for segment in reversed(ordered):
-            if segment.block is None:
-                gaps[phase][place] += segment.duration_ms
-            else:
-                place = segment.block
-    return ComputeTimes(
-        forward=tuple(block.forward_ms for block in profile.blocks),
-        backward=tuple(block.backward_ms for block in profile.blocks),
-        gap_forward=tuple(gaps["forward"]),
-        gap_backward=tuple(gaps["backward"]),
-    )
-
-
-def _estimated(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes:
-    flops_per_ms = hardware.matmul_tflops * _MATMUL_SHARE * 1e9
-    share = profile.n_trainable / max(1, profile.n_parameters)  # a frozen weight has no gradient to compute
-    forward = tuple(
-        max(block.forward_flops / flops_per_ms, _ms(3 * block.saved_bytes, hardware.device_copy_gbps))
-        for block in profile.blocks
-    )
-    outside = {index for unit in profile.units if unit.block is None for index in unit.parameters}
-    # The first outer matrix is the embedding, which is looked up and not multiplied.
-    lookup = next((index for index in sorted(outside) if len(profile.parameters[index].shape) > 1), None)
-    matrices = [index for index in outside if index != lookup and len(profile.parameters[index].shape) > 1]
-    if not matrices and lookup is not None and profile.blocks:
-        matrices = [lookup]  # tied: the head multiplies the embedding
-    head = sum(2 * profile.tokens * profile.parameters[index].numel for index in matrices) / flops_per_ms
-    return ComputeTimes(
-        forward=forward,
-        backward=tuple(time * (1 + share) for time in forward),
-        gap_forward=(*([0.0] * len(forward)), head),
-        gap_backward=(*([0.0] * len(forward)), head * (1 + share)),
-    )
+def _in_a_row(step: Step) -> float:
+    """Everything one after the other: a CPU is device and host at once."""
+    visits = [*step.forward, *step.backward]
+    total = sum(visit.compute_ms for visit in visits)
+    total += sum(step.upload_ms[fetch.chunk] for visit in visits for fetch in visit.fetches)
+    total += sum(visit.swap_ms for visit in step.forward) + sum(step.swap_ms[visit.unit] for visit in step.backward)
+    for visit in step.backward:
+        for index, offloaded in visit.gradients:
+            _, flatten, offload = step.gradients[index]
+            total += flatten + (offload if offloaded else 0.0)
+    return total + sum(time for _, time in step.device_update_ms) + sum(time for _, time in step.host_update_ms)
 
 
 def _ms(size_bytes: float, gbps: float) -> float:

@@ -1,9 +1,10 @@
 """The search: the four integers that make a step fastest within the memory there is (paper section 4).
 
-It is exhaustive. What keeps it short: block modes fix the activations, so per mode choice only the chunk placement is
-left, whose cost is a few sums; for one placement of persistent chunks more buffers never make a step slower, so all
-that fit are taken; and mode choices go in the order of their computing time, so the search ends when computing alone
-takes longer than the best step found.
+It leaves nothing out that could win. Block modes fix the activations, so per choice of modes only the placement of
+chunks is left; for one number of persistent chunks more buffers never make a step slower, so all that fit are taken.
+What is left is simulated (:mod:`protrain.planning.simulate`) unless a bound shows that it cannot win: choices of modes
+go in the order of what they add to computing, which no placement goes below, and placements in the order of
+``RuntimeModel.bound_ms``.
 """
 
 from __future__ import annotations
@@ -20,62 +21,76 @@ from protrain.planning.plan import BlockMode, Plan
 from protrain.planning.runtime import RuntimeModel
 from protrain.profiler.model_profile import ModelProfile
 
-# Of plans within this of the fastest, the one with most persistent chunks and then fewest swapped blocks wins: the
-# prediction is no better than that, and what is not moved cannot be late.
-_TOLERANCE = 0.01
+# A placement whose bound is within this of the fastest step found isn't simulated: the prediction is no better.
+_GAIN = 0.003
+# Of plans within this of the fastest, the one with most persistent chunks and then fewest swapped blocks wins: what is
+# not moved cannot be late.
+_TOLERANCE = 0.005
 
 
-def search(profile: ModelProfile, hardware: HardwareProfile, *, chunk_elements: int | None = None) -> Plan:
-    """The fastest plan for ``profile`` on ``hardware``, within 1%: see _TOLERANCE.
+def search(
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    chunk_elements: int | None = None,
+    step_during_backward: bool = False,
+) -> Plan:
+    """The fastest plan for ``profile`` on ``hardware``, within 1%: see _GAIN and _TOLERANCE.
 
     Args:
         profile: of the model and the batch.
         hardware: the machine; its ``device_bytes`` and ``host_bytes`` are the limits.
         chunk_elements: size of a chunk; default: the size that wastes least.
+        step_during_backward: plan for updates inside backward.
 
     Raises:
         PlanError: nothing fits; it says what is needed, what is there, and the smallest change that fits.
         ValueError: ``chunk_elements`` does not suit the model.
     """
-    models = _Models(profile, hardware, chunk_elements)
+    models = _Models(profile, hardware, chunk_elements, step_during_backward)
     memory, runtime = models.memory, models.runtime
     n_blocks, n_chunks = len(profile.blocks), len(models.layout.chunks)
     choices = []
     for n_swap in range(n_blocks + 1):
         for n_ckpt in range(n_blocks - n_swap + 1):
-            choices.append((runtime.least_ms(block_modes(n_blocks, n_swap, n_ckpt)), n_swap, n_ckpt))
+            modes = block_modes(n_blocks, n_swap, n_ckpt)
+            recomputed_ms, swapping_ms = runtime.recomputed_ms(modes), runtime.swapping_ms(modes)
+            choices.append((recomputed_ms + sum(swapping_ms), n_swap, n_ckpt, recomputed_ms, swapping_ms))
     choices.sort()
     least_buffers = [memory.least_buffers(n_persist) for n_persist in range(n_chunks + 1)]
     static = [memory.static_bytes(n_persist, n_buffer) for n_persist, n_buffer in enumerate(least_buffers)]
     room = hardware.device_bytes - min(static)
     fastest = float("inf")
     found: list[tuple[float, int, int, int, int]] = []
-    for least_ms, n_swap, n_ckpt in choices:
-        if least_ms >= fastest:
+    for added_ms, n_swap, n_ckpt, recomputed_ms, swapping_ms in choices:
+        if runtime.times.total + added_ms >= fastest * (1 - _GAIN):
             break
         if memory.kept_bytes(n_swap + n_ckpt) > room:
             continue
         modes = block_modes(n_blocks, n_swap, n_ckpt)
         activations = memory.activations(modes)
         left = hardware.device_bytes - memory.margined_bytes(activations)
-        times = None
+        bounds = []
         for n_persist in range(n_chunks, -1, -1):
             if memory.host_bytes(n_persist, activations) > hardware.host_bytes:
                 break  # fewer persistent chunks need only more of it
-            least = least_buffers[n_persist]
-            spare = (left - static[n_persist]) // memory.buffer_bytes
-            if spare < 0:
-                continue
-            n_buffer = min(n_chunks - n_persist, least + spare)
-            times = times or runtime.under(modes)
-            step_ms = times.step_ms(n_persist, n_buffer, spare_buffer=n_buffer > least)
+            if static[n_persist] <= left:
+                spare = (left - static[n_persist]) // memory.buffer_bytes
+                n_buffer = min(n_chunks - n_persist, least_buffers[n_persist] + spare)
+                bound_ms = runtime.bound_ms(recomputed_ms, swapping_ms, n_persist, n_buffer)
+                bounds.append((bound_ms, n_persist, n_buffer))
+        for bound_ms, n_persist, n_buffer in sorted(bounds):
+            if bound_ms >= fastest * (1 - _GAIN):
+                break
+            step_ms = runtime.step_ms(modes, n_persist, n_buffer)
             if step_ms <= fastest * (1 + _TOLERANCE):
                 found.append((step_ms, n_persist, n_buffer, n_swap, n_ckpt))
                 fastest = min(fastest, step_ms)
     if not found:
         raise models.infeasible()
     close = [candidate for candidate in found if candidate[0] <= fastest * (1 + _TOLERANCE)]
-    return models.plan(*min(close, key=lambda candidate: (-candidate[1], candidate[3], candidate[0]))[1:])
+    _, n_persist, n_buffer, n_swap, n_ckpt = min(close, key=lambda candidate: (-candidate[1], candidate[3], candidate))
+    return models.plan(*models.more_persistent(n_persist, n_buffer, n_swap, n_ckpt, fastest * (1 + _TOLERANCE)))
 
 
 def evaluate(
@@ -87,6 +102,7 @@ def evaluate(
     n_swap: int,
     n_ckpt: int,
     chunk_elements: int | None = None,
+    step_during_backward: bool = False,
 ) -> Plan:
     """The plan of these four integers, with its predictions: how to make a plan by hand.
 
@@ -94,14 +110,14 @@ def evaluate(
         ValueError: a count is out of range; the message says the range.
         PlanError: the plan does not fit ``hardware``.
     """
-    models = _Models(profile, hardware, chunk_elements)
+    models = _Models(profile, hardware, chunk_elements, step_during_backward)
     models.check_counts(n_persist, n_buffer, n_swap, n_ckpt)
     plan = models.plan(n_persist, n_buffer, n_swap, n_ckpt)
     models.check_fits(plan)
     return plan
 
 
-def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> Plan:
+def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False) -> Plan:
     """``plan``, which may come from a file, with its predictions made anew for ``profile`` and ``hardware``.
 
     Raises:
@@ -114,7 +130,7 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> Plan:
             f"the plan was made for another model (fingerprint {plan.model}, this one's is {expected}): parameters, "
             "their optimizer groups or the dtype differ; make a new plan, or leave plan= out to have one searched"
         )
-    models = _Models(profile, hardware, plan.chunk_elements)
+    models = _Models(profile, hardware, plan.chunk_elements, step_during_backward)
     if plan.n_chunks != len(models.layout.chunks):
         raise ValueError(f"the plan says n_chunks={plan.n_chunks}, but the model has {len(models.layout.chunks)}")
     counts = [sum(mode is kind for mode in plan.block_modes) for kind in (BlockMode.SWAP, BlockMode.CKPT)]
@@ -159,12 +175,14 @@ def fingerprint(profile: ModelProfile) -> str:
 class _Models:
     """Layout, memory model and runtime model of one search."""
 
-    def __init__(self, profile: ModelProfile, hardware: HardwareProfile, chunk_elements: int | None) -> None:
+    def __init__(
+        self, profile: ModelProfile, hardware: HardwareProfile, chunk_elements: int | None, step_during_backward: bool
+    ) -> None:
         self.profile = profile
         self.hardware = hardware
         self.layout: Layout = pack(profile, chunk_elements or choose_chunk_elements(profile))
         self.memory = MemoryModel(profile, hardware, self.layout)
-        self.runtime = RuntimeModel(profile, hardware, self.layout)
+        self.runtime = RuntimeModel(profile, hardware, self.layout, update_in_backward=step_during_backward)
 
     def plan(
         self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, *, modes: tuple[BlockMode, ...] | None = None
@@ -173,7 +191,6 @@ class _Models:
         profile, memory = self.profile, self.memory
         modes = modes or block_modes(len(profile.blocks), n_swap, n_ckpt)
         activations = memory.activations(modes)
-        spare = n_buffer > memory.least_buffers(n_persist)
         return Plan(
             n_persist=n_persist,
             n_buffer=n_buffer,
@@ -186,9 +203,24 @@ class _Models:
             tokens=profile.tokens,
             device_bytes=memory.device_bytes(n_persist, n_buffer, activations),
             host_bytes=memory.host_bytes(n_persist, activations),
-            step_ms=self.runtime.under(modes).step_ms(n_persist, n_buffer, spare_buffer=spare),
+            step_ms=self.runtime.step_ms(modes, n_persist, n_buffer),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )
+
+    def more_persistent(
+        self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, limit_ms: float
+    ) -> tuple[int, int, int, int]:
+        """The plan with most persistent chunks that fits and takes at most ``limit_ms``; these counts do."""
+        memory, n_chunks = self.memory, len(self.layout.chunks)
+        modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt)
+        left = self.hardware.device_bytes - memory.margined_bytes(memory.activations(modes))
+        for more in range(n_chunks, n_persist, -1):
+            least = memory.least_buffers(more)
+            spare = (left - memory.static_bytes(more, least)) // memory.buffer_bytes
+            buffers = min(n_chunks - more, least + spare)
+            if spare >= 0 and self.runtime.step_ms(modes, more, buffers) <= limit_ms:
+                return more, buffers, n_swap, n_ckpt
+        return n_persist, n_buffer, n_swap, n_ckpt
 
     def check_counts(self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int) -> None:
         """ValueError for a count out of range."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,8 @@ def probe(
     constants: Set[StorageWeakRef],
     meter: Meter,
     device: torch.device,
+    *,
+    count_flops: bool = True,
 ) -> None:
     """Call ``forward`` and add what it takes to ``use``; random states come out as they went in.
 
@@ -61,7 +64,7 @@ def probe(
     with (
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        _Flops() as flops,
+        _Flops() if count_flops else nullcontext() as flops,
     ):
         output = forward(*args, **kwargs)
     outputs = {storage_key(tensor): _size(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()}
@@ -69,7 +72,7 @@ def probe(
     use.saved_bytes += sum(saved.values())
     use.saved_tensors += len(saved)
     use.output_bytes += sum(size for key, size in outputs.items() if key not in known)
-    use.flops += flops.total
+    use.flops += flops.total if flops is not None else 0
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from protrain import batch as batches
+from protrain.compilation import eager_of
 from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu
 from protrain.profiler.meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.probe import BlockUse, probe, storage_key, tensors_in
@@ -221,22 +222,44 @@ class Step:
                 return forward(*args, **kwargs)
             use = self.blocks.setdefault(path, BlockUse())
             self._close()
+            traced = forward
             if self._meter is not None:
                 self._weights.fill(self._owned[path])
                 self._probing = True
                 try:
-                    probe(use, forward, args, kwargs, self._constants, self._meter, self._device)
+                    traced = self._probe(use, forward, args, kwargs)
                 finally:
                     self._probing = False
             self._switch(path)
             call = _Call(path)
-            output = checkpoint(self._recomputed(call, forward), *args, use_reentrant=False, **kwargs)
+            with _pop_mode_temporarily() if self._measure and traced is not eager_of(forward) else nullcontext():
+                output = checkpoint(self._recomputed(call, traced), *args, use_reentrant=False, **kwargs)
             inputs = tensors_in((args, kwargs))
             self._watch(call, inputs, tensors_in(output))
             self._switch(None)
             return output
 
         return checkpointed
+
+    def _probe(
+        self, use: BlockUse, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Any]:
+        """Add what ``forward`` takes to ``use``. Returns what to trace in its place.
+
+        Modes see nothing of a compiled forward, and nothing compiles under a dispatch mode: the eager one says what is
+        computed and used, and where the meter is such a mode it stands for the compiled one, which takes no more.
+        """
+        assert self._meter is not None
+        eager = eager_of(forward)
+        if eager is forward or not isinstance(self._meter, CudaMeter):
+            probe(use, eager, args, kwargs, self._constants, self._meter, self._device)
+            return eager
+        computed = BlockUse()
+        probe(computed, eager, args, kwargs, self._constants, self._meter, self._device)
+        use.flops += computed.flops
+        with _pop_mode_temporarily():
+            probe(use, forward, args, kwargs, self._constants, self._meter, self._device, count_flops=False)
+        return forward
 
     def _recomputed(self, call: _Call, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ import itertools
 import random
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 import protrain
 from protrain.engine.buffers import LEGAL, BufferPool, Residency
 from protrain.engine.chunks import Chunk
-from protrain.engine.schedule import FAR, Schedule
 from protrain.engine.streams import Streams
 from protrain.engine.update import HostWorker, Job
 from protrain.planning import evaluate
+from protrain.planning.schedule import FAR, Schedule
 from tests.engine.harness import CKPT, NONE, Spec, adamw, wrap_under
 
 ELEMENTS = 128
@@ -269,7 +270,7 @@ def test_buffers_full_after_forward_serve_backward(chunk_elements: int, per_bloc
     n_chunks = 6 * per_block
     for n_persist, n_buffer in [*((0, n_buffer) for n_buffer in range(per_block, n_chunks + 1)), (per_block, 3)]:
         model = build()
-        counts = {"n_persist": n_persist, "n_buffer": n_buffer, "n_swap": 0, "n_ckpt": n_ckpt}
+        counts: dict[str, Any] = {"n_persist": n_persist, "n_buffer": n_buffer, "n_swap": 0, "n_ckpt": n_ckpt}
         wrapped, trainer = protrain.wrap(
             model,
             torch.optim.AdamW(model.parameters()),

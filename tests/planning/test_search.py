@@ -100,7 +100,8 @@ def test_with_room_for_all_nothing_is_moved() -> None:
     assert plan.n_persist == plan.n_chunks
     assert (plan.n_buffer, plan.n_swap, plan.n_ckpt) == (0, 0, 0)
     compute = sum(segment.duration_ms for segment in traced.segments) - 6 * 20.0  # but no recomputation
-    assert plan.step_ms == pytest.approx(compute + traced.n_trainable / 106e6, rel=1e-6)
+    flatten = 2 * 2 * traced.n_trainable / 3020e6
+    assert plan.step_ms == pytest.approx(compute + flatten + traced.n_trainable / 106e6, rel=1e-6)
 
 
 @pytest.mark.parametrize("device", ["1.5GiB", "2GiB", "3GiB", "4GiB"])
@@ -116,7 +117,12 @@ def test_no_plan_by_hand_is_better(device: str, kind: str) -> None:
         for n_buffer in range(n_chunks - n_persist + 1):
             for n_swap in range(5):
                 for n_ckpt in range(5 - n_swap):
-                    counts = {"n_persist": n_persist, "n_buffer": n_buffer, "n_swap": n_swap, "n_ckpt": n_ckpt}
+                    counts: dict[str, Any] = {
+                        "n_persist": n_persist,
+                        "n_buffer": n_buffer,
+                        "n_swap": n_swap,
+                        "n_ckpt": n_ckpt,
+                    }
                     try:
                         plan = evaluate(traced, hardware, **counts, chunk_elements=found.chunk_elements)
                     except ValueError:  # PlanError is one
@@ -151,7 +157,7 @@ def test_sixty_blocks_are_searched_in_no_time() -> None:
     search(traced, machine("4GiB", "20GiB"))
     start = time.perf_counter()
     search(traced, machine("6GiB", "20GiB"))
-    assert time.perf_counter() - start < 3.0  # 0.3 s on an idle core
+    assert time.perf_counter() - start < 3.0  # 0.1 s on an idle core
 
 
 def test_swapped_blocks_lie_early_with_checkpointed_ones_between() -> None:
@@ -162,7 +168,7 @@ def test_swapped_blocks_lie_early_with_checkpointed_ones_between() -> None:
         block_modes(4, 2, 3)
 
 
-def _counts(**changes: int) -> dict[str, int]:
+def _counts(**changes: int) -> dict[str, Any]:
     return {"n_persist": 2, "n_buffer": 2, "n_swap": 0, "n_ckpt": 6, **changes}
 
 

@@ -1,0 +1,34 @@
+"""One training step in steady state: what runs where and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protrain.records import Record
+
+LANES = ("GPU", "host to device", "device to host", "host optimizer")
+GPU, UP, DOWN, HOST = range(4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation(Record):
+    """Something that a lane does without a break."""
+
+    lane: int  # index into LANES
+    name: str
+    start_ms: float  # from the start of the step's forward; negative: begun by the step before
+    end_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline(Record):
+    """The operations of one step, by start time."""
+
+    step_ms: float
+    forward_end_ms: float
+    backward_end_ms: float
+    operations: tuple[Operation, ...]
+
+    def busy_ms(self, lane: int) -> float:
+        """How long ``lane`` works."""
+        return sum(operation.end_ms - operation.start_ms for operation in self.operations if operation.lane == lane)

@@ -1,0 +1,94 @@
+"""wrap(compile=True): one graph for all blocks, the same bits under every plan, nothing left of a failed wrap."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import protrain
+from protrain.compilation import CompiledForward, compiled_blocks
+from protrain.errors import PlanError
+from protrain.profiler.blocks import find_blocks
+from tests.engine.harness import FEW_PLANS, Loop, adamw, assert_same, plain_run, seeded, states, wrap_under
+
+Build = Callable[[str], nn.Module]
+Batch = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
+    """Traced and partitioned as ever; on the CPU without code of its own, which needs a C++ compiler and long."""
+    torch._dynamo.reset()
+    if device.type == "cpu":
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_blocks_have_the_bits_of_a_compiled_plain_model(
+    tiny_model: Build, tiny_batch: Callable[..., Batch], family: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    batches = [tiny_batch(seed=seed) for seed in range(6)]
+    loop = Loop(max_norm=0.5, accumulate=2)
+
+    def compiled() -> nn.Module:
+        model = tiny_model(family)
+        with compiled_blocks([model.get_submodule(path) for path in find_blocks(model)]):
+            return model
+
+    expected, final = plain_run(compiled, batches, loop=loop, device=device, dtype=dtype)
+    torch._dynamo.reset()
+    counters.clear()
+    for spec in FEW_PLANS:
+        model = tiny_model(family)
+        wrapped, optimizer = wrap_under(
+            spec, model, adamw(model), batches[0], device=device, dtype=dtype, key=family, compile=True
+        )
+        assert loop.run(wrapped, optimizer, batches) == expected, str(spec)
+        assert_same(states(wrapped, optimizer), final)
+    assert counters["stats"]["unique_graphs"] == 1, "compiled again for another block, placement or plan"
+    assert not counters["graph_break"]
+
+
+def test_evaluation_compiles_nothing(tiny_model: Build, tiny_batch: Callable[..., Batch], device: torch.device) -> None:
+    model = tiny_model("llama")
+    batch = tiny_batch()
+    wrapped, _ = protrain.wrap(
+        model, adamw(model), example_batch=batch, device=device, compile=True, progress=False, host_memory="4GiB"
+    )
+    counters.clear()
+    wrapped.eval()
+    with torch.no_grad():
+        for length in (3, 5, 7):
+            wrapped(input_ids=batch["input_ids"][:, :length].to(device))
+        generate: Any = wrapped.generate
+        generate(batch["input_ids"][:1, :4].to(device), max_new_tokens=4, do_sample=False)
+    assert not counters["frames"]
+
+
+def test_a_wrap_that_fails_leaves_the_blocks_as_they_were(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:
+    model = tiny_model("llama")
+    blocks = [model.get_submodule(path) for path in find_blocks(model)]
+    own = vars(blocks[0]).setdefault("forward", blocks[0].forward)  # a forward that the user replaced comes back
+    with pytest.raises(PlanError):
+        protrain.wrap(model, adamw(model), example_batch=tiny_batch(), device="cpu", device_memory="1KiB", compile=True)
+    assert vars(blocks[0])["forward"] is own
+    assert all("forward" not in vars(block) for block in blocks[1:])
+
+
+def test_without_compile_nothing_is_compiled(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:
+    with seeded():
+        model = tiny_model("llama")
+    counters.clear()
+    wrapped, _ = protrain.wrap(model, adamw(model), example_batch=tiny_batch(), device="cpu", progress=False)
+    wrapped(**tiny_batch()).loss.backward()
+    assert not counters["frames"]
+    assert not any(isinstance(module.forward, CompiledForward) for module in wrapped.modules())
