@@ -28,8 +28,9 @@ from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim import ProTrainOptimizer, check_supported
 from protrain.planning import Plan, check, search
-from protrain.profiler import ModelProfile, profile
+from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import find_blocks
+from protrain.profiler.cache import cached_profile
 from protrain.progress import Progress
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -98,7 +99,7 @@ def wrap(
     blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
     with compiled_blocks(blocks):
         with say.stage("profiling the model"):
-            model_profile = profile(model, example_batch, optimizer=optimizer, device=target, dtype=kind)
+            model_profile = cached_profile(model, example_batch, optimizer=optimizer, device=target, dtype=kind)
         with say.stage("planning"):
             chosen = _plan(plan, model_profile, hardware, step_during_backward=step_during_backward)
         with say.stage(f"moving model states into place ({chosen})"):

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 # The engine overwrites a released buffer with NaN, so that a stale view fails instead of nearly working.
 os.environ.setdefault("PROTRAIN_DEBUG", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["PROTRAIN_CACHE"] = "0"  # a test is of the code at hand
 
 ModelBuilder = Callable[..., torch.nn.Module]
 

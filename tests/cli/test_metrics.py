@@ -81,7 +81,7 @@ def test_the_process_is_measured_in_bytes() -> None:
         block.write(b"1" * len(block))
         held = resident_bytes()
     assert held - before > 60 * 1024**2
-    assert peak_resident_bytes() >= held
+    assert peak_resident_bytes() >= held - 4 * 1024**2  # the kernel counts pages by thread and sums now and then
     assert resident_bytes() < held - 30 * 1024**2
 
 

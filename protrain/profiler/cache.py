@@ -1,0 +1,149 @@
+"""Profiles kept between runs, each under everything that it depends on.
+
+A profile is taken from the cache when nothing it could depend on has changed: the modules, their plain attributes, the
+source of all code that no package brought, parameters, batch, dtype, device, versions and switches. Values of tensors,
+and attributes that are objects, are not compared: a model whose work depends on those is profiled anew with
+``PROTRAIN_CACHE=0``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from protrain import batch as batches
+from protrain.compilation import CompiledForward
+from protrain.profiler.blocks import find_blocks
+from protrain.profiler.model_profile import ModelProfile
+from protrain.profiler.trace import profile
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
+_LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel")
+_KEPT = 64  # profiles; the oldest go first
+
+
+def cached_profile(
+    model: nn.Module, example_batch: Any, *, optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype
+) -> ModelProfile:
+    """As :func:`protrain.profile`, from the cache where it can be. The cache is for GPUs.
+
+    On a CPU a profile is quick, and its times belong to what else the machine does at that moment.
+    """
+    if device.type != "cuda" or os.environ.get("PROTRAIN_CACHE", "1") == "0":
+        return profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)
+    path = folder() / f"{fingerprint(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)}.json"
+    with contextlib.suppress(ValueError, OSError):  # missing, or of an earlier form: made anew
+        found = ModelProfile.load(path)
+        path.touch()
+        return found
+    made = profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)
+    with contextlib.suppress(OSError):  # a home that cannot be written to costs time, nothing else
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made.save(path)
+        for old in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-_KEPT]:
+            old.unlink()
+    return made
+
+
+def folder() -> Path:
+    """Where profiles are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "protrain" / "profiles"
+
+
+def fingerprint(
+    model: nn.Module, example_batch: Any, *, optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype
+) -> str:
+    """A digest of everything that a profile depends on."""
+    groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    identity: dict[int, int] = {}  # tied parameters and shared modules have one number
+    modules = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        held = {
+            name: (
+                identity.setdefault(id(tensor), len(identity)),
+                tuple(tensor.shape),
+                str(tensor.dtype),
+                tensor.requires_grad,
+                groups.get(id(tensor)),
+            )
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
+        modules.append((path, f"{type(module).__module__}.{type(module).__qualname__}", _plain(vars(module)), held))
+    blocks = find_blocks(model)
+    facts = {
+        "modules": modules,
+        "code": _user_code(),
+        "compiled": any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in blocks),
+        "config": getattr(getattr(model, "config", None), "to_json_string", str)(),
+        "batch": batches.shapes(example_batch),
+        "batch dtypes": [str(leaf.dtype) for leaf in tree_leaves(example_batch) if isinstance(leaf, Tensor)],
+        "dtype": str(dtype),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "versions": _versions(),
+        "settings": _settings(),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _plain(attributes: Mapping[str, Any]) -> dict[str, str]:
+    """Attributes that have a plain form: sizes, probabilities, names, and collections of these."""
+
+    def form(value: Any) -> str | None:
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, tuple | list) and all(isinstance(part, _PLAIN) for part in value):
+            return repr(value)
+        return getattr(value, "__qualname__", None)  # an activation function
+
+    found = {name: form(value) for name, value in attributes.items() if name not in ("_parameters", "_buffers")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _user_code() -> str:
+    """A digest of every loaded source file that no installed package brought: an edited model is another model."""
+    installed = tuple({*sysconfig.get_paths().values(), sys.base_prefix, str(Path(torch.__file__).parent.parent)})
+    digest = hashlib.sha256()
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    for file in sorted(files):
+        if file.endswith(".py") and not file.startswith(installed):
+            with contextlib.suppress(OSError):
+                digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, Any]:
+    """Of everything that runs in a step, ProTrain's own profiler by its source: two builds may share a version."""
+    own = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        own.update(path.read_bytes())
+    others = {name: module.__version__ for name in _LIBRARIES if (module := sys.modules.get(name)) is not None}
+    return {"python": platform.python_version(), "cuda": torch.version.cuda, "profiler": own.hexdigest(), **others}
+
+
+def _settings() -> list[Any]:
+    """Global switches that choose other kernels."""
+    cuda = torch.backends.cuda
+    return [
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cudnn.benchmark,
+    ]

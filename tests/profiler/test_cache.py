@@ -1,0 +1,155 @@
+"""The profile cache: its key changes with everything that a profile depends on, and with nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from protrain.compilation import compiled_blocks
+from protrain.profiler import cache, profile
+from protrain.profiler.blocks import find_blocks
+
+BATCH = (torch.randn(2, 8),)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.1)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.linear(x)) * self.scale
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(*(_Block() for _ in range(3)))
+
+
+def _key(model: nn.Module, batch: Any = BATCH, dtype: torch.dtype = torch.bfloat16, **options: Any) -> str:
+    optimizer = options.get("optimizer") or torch.optim.AdamW(model.parameters())
+    return cache.fingerprint(model, batch, optimizer=optimizer, device=torch.device("cpu"), dtype=dtype)
+
+
+def test_equal_models_share_a_key_whatever_their_values() -> None:
+    model = _model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    assert _key(model) == _key(_model(), (torch.zeros(2, 8),))
+
+
+def _rescaled(model: Any) -> None:
+    model[1].scale = 2.0
+
+
+def _denser(model: Any) -> None:
+    model[1].dropout.p = 0.2
+
+
+def _frozen(model: Any) -> None:
+    model[1].linear.weight.requires_grad_(False)
+
+
+def _tied(model: Any) -> None:
+    model[2].linear.weight = model[0].linear.weight
+
+
+def _shared(model: Any) -> None:
+    model[2].linear = model[0].linear
+
+
+def _evaluated(model: Any) -> None:
+    model[1].eval()
+
+
+def _compiled(model: Any) -> None:
+    with compiled_blocks([model.get_submodule(path) for path in find_blocks(model)]):
+        pass
+
+
+@pytest.mark.parametrize("change", [_rescaled, _denser, _frozen, _tied, _shared, _evaluated, _compiled])
+def test_a_change_of_the_model_changes_the_key(change: Callable[[Any], None]) -> None:
+    model = _model()
+    change(model)
+    assert _key(model) != _key(_model())
+
+
+def test_batch_dtype_groups_and_switches_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model()
+    key = _key(model)
+    assert _key(model, (torch.randn(3, 8),)) != key
+    assert _key(model, (torch.randn(2, 8, dtype=torch.float64),)) != key
+    assert _key(model, dtype=torch.float16) != key
+    parameters = list(model.parameters())
+    groups = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}])
+    assert _key(model, optimizer=groups) != key
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
+    assert _key(model) != key
+
+
+def test_edited_code_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "helpers.py"
+    file.write_text("SCALE = 1\n")
+    module = types.ModuleType("helpers_of_a_model")
+    module.__file__ = os.fspath(file)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    key = _key(_model())
+    assert _key(_model()) == key
+    file.write_text("SCALE = 2\n")
+    assert _key(_model()) != key
+
+
+def test_a_profile_is_made_once_and_again_when_its_file_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
+    monkeypatch.setenv("PROTRAIN_CACHE", "1")
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = []
+
+    def count(*args: Any, **options: Any) -> Any:
+        made.append(1)
+        return profile(model, BATCH, optimizer=optimizer, device="cpu")
+
+    monkeypatch.setattr(cache, "profile", count)
+    monkeypatch.setattr(cache, "fingerprint", lambda *args, **options: "key")
+    given: Any = {"optimizer": optimizer, "device": torch.device("cuda"), "dtype": torch.bfloat16}
+    first = cache.cached_profile(model, BATCH, **given)
+    assert cache.cached_profile(model, BATCH, **given) == first
+    assert len(made) == 1
+    (cache.folder() / "key.json").write_text("{")
+    cache.cached_profile(model, BATCH, **given)
+    assert len(made) == 2
+    monkeypatch.setenv("PROTRAIN_CACHE", "0")
+    cache.cached_profile(model, BATCH, **given)
+    assert len(made) == 3
+    monkeypatch.setenv("PROTRAIN_CACHE", "1")
+    cache.cached_profile(model, BATCH, **{**given, "device": torch.device("cpu")})
+    assert len(made) == 4, "a CPU's profile is not kept"
+
+
+def test_old_profiles_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
+    monkeypatch.setenv("PROTRAIN_CACHE", "1")
+    monkeypatch.setattr(cache, "_KEPT", 2)
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = profile(model, BATCH, optimizer=optimizer, device="cpu")
+    monkeypatch.setattr(cache, "profile", lambda *args, **options: made)
+    for age, name in enumerate("abc"):
+        monkeypatch.setattr(cache, "fingerprint", lambda *args, key=name, **options: key)
+        cache.cached_profile(model, BATCH, optimizer=optimizer, device=torch.device("cuda"), dtype=torch.bfloat16)
+        if (cache.folder() / f"{name}.json").exists():
+            os.utime(cache.folder() / f"{name}.json", (age, age))
+    assert {path.stem for path in cache.folder().glob("*.json")} == {"b", "c"}
