@@ -1,8 +1,8 @@
 """The user's calibrated profiles: one file for each machine that was measured, found again by what the machine is.
 
-They lie in ``$PROTRAIN_CACHE``, ``$XDG_CACHE_HOME/protrain`` or ``~/.cache/protrain``. A home may serve unlike
-machines, and a driver may change: a profile counts only where GPU, driver, torch, number of processes, processor and
-cores are those that it was measured with. A file that can't be read any more counts as absent.
+They lie in ProTrain's cache, under ``hardware``. A home may serve unlike machines, and a driver may change: a profile
+counts only where GPU, driver, torch, number of processes, processor and cores are those that it was measured with. A
+file that can't be read any more, or of an earlier form, counts as absent.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from protrain.hardware.memory import processor_name, usable_cores
 from protrain.hardware.nvml import driver_version
 from protrain.hardware.profile import HardwareProfile
+from protrain_kernels.cache import cache_folder, keeps_measurements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Machine:
         """Where its profile is kept."""
         digest = hashlib.sha256(repr(self).encode()).hexdigest()[:12]
         slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
-        return cache_folder() / f"hardware-{slug}-x{self.world_size}-{digest}.json"
+        return cache_folder() / "hardware" / f"{slug}-x{self.world_size}-{digest}.json"
 
     def fits(self, profile: HardwareProfile) -> bool:
         """Whether ``profile`` was measured on this machine."""
@@ -72,16 +73,10 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def cache_folder() -> Path:
-    """Where profiles are kept."""
-    if os.environ.get("PROTRAIN_CACHE"):
-        return Path(os.environ["PROTRAIN_CACHE"])
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "protrain"
-
-
 def cached(device: torch.device) -> HardwareProfile | None:
     """The profile that was measured on this machine; None where there is none, or none that can be read."""
+    if not keeps_measurements():
+        return None
     machine = Machine.of(device)
     try:
         profile = HardwareProfile.load(machine.path)

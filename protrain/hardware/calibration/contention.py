@@ -23,7 +23,6 @@ from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.profile import Contention
 
 _PRODUCTS_IN_UNIT = 4
-_STREAMED_NAME = "streamed_adam"
 _LEAST_UNITS = 4
 _SLICES = 8  # of a run, whose median rate counts: a stall of the machine falls into one of them
 
@@ -44,6 +43,13 @@ _STREAMED_GROUPS = (
     ("streamed_adam", "matmul"),
     ("streamed_adam", "host_adam", "matmul"),
 )
+
+
+def groups_on(device: torch.device) -> list[tuple[str, ...]]:
+    """What there is to measure on ``device``: every activity alone, then what runs together."""
+    groups = (*_GROUPS, *_STREAMED_GROUPS) if device.type == "cuda" else _GROUPS
+    names = dict.fromkeys(name for group in groups for name in group)
+    return [*((name,) for name in names), *groups]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +145,11 @@ class Together:
             "h2d": self._on_device(self._copies.up),
             "d2h": self._on_device(self._copies.down),
             "host_adam": lambda: self._chunk.update(threads),
-            "matmul": self._on_device(lambda: [products.run() for _ in range(_PRODUCTS_IN_UNIT)]),
+            "matmul": self._on_device(lambda: products.run(_PRODUCTS_IN_UNIT)),
         }
         if self._streamed is not None:
             streamed = self._streamed
-            runs[_STREAMED_NAME] = self._on_device(lambda: streamed.update(copies=True))
+            runs["streamed_adam"] = self._on_device(lambda: streamed.update(copies=True))
         self._activities = {name: Activity(name=name, run=run) for name, run in runs.items()}
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams work on what was filled on this one
@@ -160,18 +166,10 @@ class Together:
                 accepted = stack.enter_context(self._streamed.ready()) and accepted
             yield accepted
 
-    @property
-    def groups(self) -> list[tuple[str, ...]]:
-        """What there is to measure: every activity alone, then what runs together."""
-        streamed = _STREAMED_GROUPS if self._streamed is not None else ()
-        return [*((name,) for name in self._activities), *_GROUPS, *streamed]
-
     def measure(self, group: Collection[str], *, duration_s: float) -> Contention | None:
         """The shares of ``group``; None for one alone, which later groups are set against."""
         rates = units_per_second([self._activities[name] for name in group], duration_s=duration_s)
         if len(group) == 1:
             self._alone |= rates
             return None
-        return Contention(
-            activities=tuple(group), shares=tuple(rates[name] / self._alone[name] for name in group)
-        )
+        return Contention(activities=tuple(group), shares=tuple(rates[name] / self._alone[name] for name in group))

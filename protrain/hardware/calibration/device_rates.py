@@ -32,9 +32,10 @@ class Products:
         )
         self._out = torch.empty_like(self._left)
 
-    def run(self) -> None:
-        """Queue one product."""
-        torch.mm(self._left, self._right, out=self._out)
+    def run(self, count: int = 1) -> None:
+        """Queue ``count`` products."""
+        for _ in range(count):
+            torch.mm(self._left, self._right, out=self._out)
 
     def settle(self, *, time_share: float) -> None:
         """Compute until two windows in turn agree: a cold card clocks higher than it does in a long run.
@@ -62,14 +63,15 @@ class Products:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         once_s = max(time.perf_counter() - begin, 1e-4)
-        for _ in range(int(seconds / once_s)):
-            self.run()
+        self.run(int(seconds / once_s))
 
 
 def device_copy(device: torch.device, size_bytes: int, *, budget_s: float, sheet: Datasheet | None) -> Figure:
     """Bytes read and written a second by the better of a copy and an elementwise kernel."""
     source = random_tensor(size_bytes // 4, torch.float32, device)
-    target = torch.empty_like(source) if device.type == "cuda" else random_tensor(size_bytes // 4, torch.float32, device)
+    target = (
+        torch.empty_like(source) if device.type == "cuda" else random_tensor(size_bytes // 4, torch.float32, device)
+    )
     ways = {"copy": lambda: target.copy_(source), "kernel": lambda: torch.mul(source, 1.0, out=target)}
     promised = None if sheet is None else sheet.memory_gbps
     figures = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from protrain.hardware.calibration.effort import MIB, Effort
 from protrain.hardware.calibration.optimizers import ADAM_BYTES
 from protrain.hardware.nvml import GpuFacts
 from protrain.hardware.profile import Figure, HardwareProfile
@@ -11,6 +12,18 @@ from protrain.hardware.profile import Figure, HardwareProfile
 _STARVED = 0.6  # of the host's memory bandwidth, where AdamW should be limited by it
 _STILL_GROWING = 1.15  # all threads over half as many
 _UNSTABLE = 1.10  # p80 over p20
+_LARGE_ENOUGH = 0.25  # of full sizes: 256 MiB, more than nearly every cache
+
+
+def size_doubts(effort: Effort) -> list[str]:
+    """About sizes that fit in caches, because time or memory was short."""
+    if effort.size >= _LARGE_ENOUGH:
+        return []
+    why = "so little time" if effort.time < _LARGE_ENOUGH else "so little free memory"
+    return [
+        f"{why} that tensors of {effort.tensor_bytes // MIB} MiB stood for large ones, which caches may hold: rates of "
+        "memory are too high; calibrate an idle machine for 30 s"
+    ]
 
 
 def link_doubts(loaded: GpuFacts | None) -> list[str]:

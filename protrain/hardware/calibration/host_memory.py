@@ -58,9 +58,7 @@ def fill_random(tensor: Tensor, *, positive: bool = False, scale: float = 1.0) -
 
 def random_tensor(elements: int, dtype: torch.dtype, device: torch.device, *, positive: bool = False) -> Tensor:
     """A random 1-d tensor: in memory of :func:`map_host` on the host."""
-    empty = (
-        map_host(elements, dtype) if device.type == "cpu" else torch.empty(elements, dtype=dtype, device=device)
-    )
+    empty = map_host(elements, dtype) if device.type == "cpu" else torch.empty(elements, dtype=dtype, device=device)
     return fill_random(empty, positive=positive)
 
 

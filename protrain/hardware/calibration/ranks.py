@@ -53,6 +53,10 @@ class Ranks:
         dist.all_gather_object(everyone, list(lines))
         return list(dict.fromkeys(line for said in everyone for line in said))
 
+    def agree(self, accepted: bool) -> bool:
+        """Whether all of them were given what they asked for: they must all go the same way, or wait for ever."""
+        return bool(self.least([float(accepted)])[0])
+
     def least(self, values: Sequence[float]) -> list[float]:
         """The least of each value over the processes."""
         if self.size == 1 or not values:

@@ -34,7 +34,7 @@ def _machine(profile: HardwareProfile) -> str:
 
 
 def _figures(figures: Sequence[Figure]) -> list[str]:
-    rows = [_HEAD]
+    rows: list[tuple[str, ...]] = [_HEAD]
     for figure in figures:
         percent = percent_of_datasheet(figure)
         rates = (f"{rate:,.4g}" for rate in (figure.median, figure.p20, figure.p80))

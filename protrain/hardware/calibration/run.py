@@ -11,9 +11,15 @@ import torch
 
 from protrain.hardware import cache
 from protrain.hardware.calibration.collectives import collective_figures
-from protrain.hardware.calibration.contention import Together
+from protrain.hardware.calibration.contention import Together, groups_on
 from protrain.hardware.calibration.device_rates import Products, device_copy
-from protrain.hardware.calibration.doubts import clock_doubts, link_doubts, pinning_doubts, thread_doubts
+from protrain.hardware.calibration.doubts import (
+    clock_doubts,
+    link_doubts,
+    pinning_doubts,
+    size_doubts,
+    thread_doubts,
+)
 from protrain.hardware.calibration.effort import FULL_SECONDS, Effort
 from protrain.hardware.calibration.host_memory import CPU, dram_gbps, pinning_gbps
 from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
@@ -29,8 +35,8 @@ from protrain.hardware.profile import Contention, Figure, HardwareProfile
 Progress = Callable[[str, float], object]
 _LOADED_S = 0.3  # of queued work under which the card is asked for its clocks and its link
 # Seconds of each stage in a full calibration of FULL_SECONDS; the groups of activities share the last.
-_MATMUL_S, _COPY_S, _TRANSFERS_S, _DRAM_S, _ADAM_S, _STREAMED_S, _KERNEL_S = 1.0, 0.5, 3.0, 1.5, 0.4, 1.5, 0.4
-_GROUP_S, _COLLECTIVE_S = 0.9, 0.4
+_MATMUL_S, _COPY_S, _TRANSFERS_S, _DRAM_S, _ADAM_S, _STREAMED_S, _KERNEL_S = 2.0, 0.5, 3.0, 1.5, 0.4, 1.5, 0.4
+_GROUP_S, _COLLECTIVE_S = 0.9, 0.4  # a group; a size
 
 
 def calibrate(
@@ -102,8 +108,8 @@ class Calibration:
         self.threads = threads
         self.figures: list[Figure] = []
         self.contention: list[Contention] = []
-        self.warnings: list[str] = []
-        self._adam_threads: dict[str, int] = {}
+        self.warnings = size_doubts(effort)
+        self._adam_threads = threads
         self._sheet = of_card(torch.cuda.get_device_name(device)) if self.on_gpu else None
         idle = gpu_facts(device) if self.on_gpu else None
         self._link_gbps = None if idle is None else pcie_gbps(idle.pcie_generation_max, idle.pcie_width_max)
@@ -113,14 +119,10 @@ class Calibration:
         self._total_s = self._planned_s()
 
     def _planned_s(self) -> float:
-        groups = 13 + 4 * self.on_gpu
-        device_only = self.on_gpu * _STREAMED_S
+        alone = _MATMUL_S + _COPY_S + _TRANSFERS_S + _DRAM_S + 2 * _KERNEL_S
+        optimizers = (len(thread_counts(self.threads)) + 1) * _ADAM_S + self.on_gpu * _STREAMED_S
         collectives = len(self.effort.transfer_bytes) * _COLLECTIVE_S * (self.ranks.size > 1)
-        threads = len(thread_counts(self.threads)) + 1
-        return (
-            2 * _MATMUL_S + _COPY_S + _TRANSFERS_S + _DRAM_S + threads * _ADAM_S + device_only + 2 * _KERNEL_S
-            + groups * _GROUP_S + collectives
-        )
+        return alone + optimizers + len(groups_on(self.device)) * _GROUP_S + collectives
 
     @contextlib.contextmanager
     def _stage(self, what: str, full_s: float) -> Iterator[float]:
@@ -151,7 +153,7 @@ class Calibration:
             self._progress("done", 1.0)
 
     def _device_alone(self) -> None:
-        with self._stage("matrix products", 2 * _MATMUL_S) as budget_s:
+        with self._stage("matrix products", _MATMUL_S) as budget_s:
             self._products.settle(time_share=min(1.0, self.effort.time))
             matmul = self._products.figure(budget_s=budget_s / 2, sheet=self._sheet)
             self._products.load(_LOADED_S)
@@ -184,7 +186,7 @@ class Calibration:
             with self._stage("AdamW on the host", _ADAM_S) as budget_s:
                 by_threads[count] = chunk.figure("host AdamW", CPU, budget_s=budget_s, threads=count)
         self.figures += [dram, *by_threads.values()]
-        self._adam_threads["best"] = best_threads(by_threads)
+        self._adam_threads = best_threads(by_threads)
         self.warnings += thread_doubts(
             by_threads, dram.median, torch_threads=torch_threads, cores=self.threads, beside_gpu=self.on_gpu
         )
@@ -199,7 +201,7 @@ class Calibration:
             with self._stage("AdamW on the device, states on the host", _STREAMED_S) as budget_s:
                 streamed = StreamedChunk(self.device, self.effort.adam_elements)
                 with streamed.ready() as accepted:
-                    if accepted:
+                    if self.ranks.agree(accepted):
                         self.figures += streamed.figures(budget_s=budget_s, link_gbps=self._link_gbps)
                 del streamed
         for kernel in (flatten_gbps, pack_gbps):
@@ -211,7 +213,7 @@ class Calibration:
         threads = max(1, self.threads - 2) if self.on_gpu else self.threads
         together = Together(self.device, self.effort, self._products, threads=threads)
         with together.ready() as accepted:
-            for group in together.groups if accepted else ():
+            for group in groups_on(self.device) if self.ranks.agree(accepted) else ():
                 with self._stage(" + ".join(group), _GROUP_S) as budget_s:
                     found = together.measure(group, duration_s=budget_s)
                 if found is not None:
@@ -238,7 +240,7 @@ class Calibration:
             host_dram_gbps=rates["host DRAM"],
             host_adam_gparams=rates["host AdamW"],
             device_adam_gparams=rates["device AdamW"],
-            host_adam_threads=self._adam_threads["best"],
+            host_adam_threads=self._adam_threads,
             streamed_adam_gparams=None if streamed is None else streamed.median,
             streamed_adam_copies=None if streamed is None else streamed.at == "copies",
             flatten_gbps=rates["flatten"],

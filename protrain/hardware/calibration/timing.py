@@ -51,9 +51,7 @@ def durations_s(run: Callable[[], object], device: torch.device, *, budget_s: fl
     runs = max(1, min(_MOST_IN_BATCH, math.ceil(_BATCH_S / max(once_s, 1e-7))))
     begin = time.perf_counter()
     samples: list[float] = []
-    while len(samples) < _LEAST_BATCHES or (
-        time.perf_counter() - begin < budget_s and len(samples) < _MOST_BATCHES
-    ):
+    while len(samples) < _LEAST_BATCHES or (time.perf_counter() - begin < budget_s and len(samples) < _MOST_BATCHES):
         samples.append(batch_s(run, device, runs))
     return samples
 
@@ -88,6 +86,4 @@ def figure_of(
         datasheet: what the maker promises, in ``unit``.
     """
     rates = spread_of([work / max(seconds, 1e-12) for seconds in durations])
-    return Figure(
-        name=name, at=at, unit=unit, median=rates.median, p20=rates.p20, p80=rates.p80, datasheet=datasheet
-    )
+    return Figure(name=name, at=at, unit=unit, median=rates.median, p20=rates.p20, p80=rates.p80, datasheet=datasheet)
