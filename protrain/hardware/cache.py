@@ -7,6 +7,7 @@ file that can't be read any more, or of an earlier form, counts as absent.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -85,9 +86,11 @@ def cached(device: torch.device) -> HardwareProfile | None:
     return profile if machine.fits(profile) else None
 
 
-def store(profile: HardwareProfile, machine: Machine) -> Path:
-    """Keep a measured ``profile`` for the next time. OSError when the folder can't be written."""
+def store(profile: HardwareProfile, machine: Machine) -> None:
+    """Keep a measured ``profile`` for the next time, where the cache can be written."""
     assert machine.fits(profile)
-    machine.path.parent.mkdir(parents=True, exist_ok=True)
-    profile.save(machine.path)
-    return machine.path
+    if not keeps_measurements():
+        return
+    with contextlib.suppress(OSError):  # a home that is read-only costs another calibration, nothing else
+        machine.path.parent.mkdir(parents=True, exist_ok=True)
+        profile.save(machine.path)

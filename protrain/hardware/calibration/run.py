@@ -12,7 +12,7 @@ import torch
 from protrain.hardware import cache
 from protrain.hardware.calibration.collectives import collective_figures
 from protrain.hardware.calibration.contention import Together, groups_on
-from protrain.hardware.calibration.device_rates import Products, device_copy
+from protrain.hardware.calibration.device_rates import Products, copy_figures
 from protrain.hardware.calibration.doubts import (
     clock_doubts,
     link_doubts,
@@ -21,7 +21,7 @@ from protrain.hardware.calibration.doubts import (
     thread_doubts,
 )
 from protrain.hardware.calibration.effort import FULL_SECONDS, Effort
-from protrain.hardware.calibration.host_memory import CPU, dram_gbps, pinning_gbps
+from protrain.hardware.calibration.host_memory import CPU, dram_figures, pinning_gbps
 from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
 from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk, best_threads, thread_counts
 from protrain.hardware.calibration.ranks import Ranks, ranks_of_this_run
@@ -48,12 +48,12 @@ def calibrate(
 ) -> HardwareProfile:
     """Measure ``device`` and its host; later calls that detect the machine use what was measured.
 
-    Takes half a minute and up to 3 GiB of either memory; the machine should be idle. Under torchrun every process calls
+    Takes about 40 s and up to 3 GiB of either memory; the machine should be idle. Under torchrun every process calls
     it, all measure at once, and each gets the figures of the slowest.
 
     Args:
         device: "cuda", "cuda:1" or "cpu"; None is a GPU where there is one.
-        seconds: of measuring. Less than 30 makes sizes smaller as well, and figures rougher.
+        seconds: of measuring. Less than 30 makes sizes smaller as well, and figures rougher: a trial, with save=False.
         save: keep the profile in the user's cache (``protrain.hardware.cache``).
         progress: called with what is measured next, and how much is done, from 0 to 1.
 
@@ -62,7 +62,7 @@ def calibrate(
     """
     if not 0 < seconds < float("inf"):
         raise ValueError(f"seconds must be more than 0, not {seconds!r}")
-    target = _resolved(torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"))
+    target = resolved(device)
     base = assume(target)
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(ranks_of_this_run(target))
@@ -81,16 +81,29 @@ def calibrate(
         measuring = Calibration(target, effort, ranks, threads=threads, progress=progress)
         measuring.measure_all(torch_threads=before)
         profile = measuring.profile(replace(base, source="measured", **vars(machine)))
-    if save and os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):  # a home that can't be written: the caller has the profile
-            cache.store(profile, machine)
+    if save and os.environ.get("LOCAL_RANK", "0") == "0":  # on every host: they may not share a home
+        cache.store(profile, machine)
     return profile
 
 
-def _resolved(device: torch.device) -> torch.device:
-    """``device`` with its index: that of this process where none is given."""
-    if device.type != "cuda" or device.index is not None:
-        return device
+def calibrate_twice(
+    device: torch.device | str | None = None, *, seconds: float = FULL_SECONDS, progress: Progress | None = None
+) -> tuple[HardwareProfile, HardwareProfile]:
+    """Two calibrations in a row, the second of which is kept: ``differences`` says how far they can be trusted.
+
+    The arguments are those of :func:`calibrate`; ``progress`` counts to 1 twice.
+    """
+    target = resolved(device)
+    with ranks_of_this_run(target):  # one process group for both: a second rendezvous would meet what the first left
+        first = calibrate(target, seconds=seconds, save=False, progress=progress)
+        return first, calibrate(target, seconds=seconds, progress=progress)
+
+
+def resolved(device: torch.device | str | None) -> torch.device:
+    """``device``, a GPU with its index: that of this process where none is given. None is a GPU where there is one."""
+    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if target.type != "cuda" or target.index is not None:
+        return target
     local = os.environ.get("LOCAL_RANK")
     return torch.device("cuda", int(local) if local is not None else torch.cuda.current_device())
 
@@ -161,7 +174,7 @@ class Calibration:
             self.figures.append(matmul)
         with self._stage("device memory", _COPY_S) as budget_s:
             size = self.effort.tensor_bytes
-            self.figures.append(device_copy(self.device, size, budget_s=budget_s, sheet=self._sheet))
+            self.figures += copy_figures(self.device, size, budget_s=budget_s, sheet=self._sheet)
 
     def _transfers(self) -> bool:
         sizes = self.effort.transfer_bytes
@@ -179,16 +192,20 @@ class Calibration:
 
     def _host(self, *, torch_threads: int) -> None:
         with self._stage("host memory", _DRAM_S) as budget_s:
-            dram = dram_gbps(self.effort.tensor_bytes, budget_s=budget_s)
+            dram = dram_figures(self.effort.tensor_bytes, budget_s=budget_s)
         chunk = AdamChunk.on(CPU, self.effort.adam_elements)
         by_threads = {}
         for count in thread_counts(self.threads):
             with self._stage("AdamW on the host", _ADAM_S) as budget_s:
                 by_threads[count] = chunk.figure("host AdamW", CPU, budget_s=budget_s, threads=count)
-        self.figures += [dram, *by_threads.values()]
+        self.figures += [*dram, *by_threads.values()]
         self._adam_threads = best_threads(by_threads)
         self.warnings += thread_doubts(
-            by_threads, dram.median, torch_threads=torch_threads, cores=self.threads, beside_gpu=self.on_gpu
+            by_threads,
+            max(figure.median for figure in dram),
+            torch_threads=torch_threads,
+            cores=self.threads,
+            beside_gpu=self.on_gpu,
         )
 
     def _optimizers_and_kernels(self) -> None:
