@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from protrain.hardware.calibration.doubts import clock_doubts, link_doubts, pinning_doubts, thread_doubts
+from protrain.hardware.calibration.host_memory import pinned
 from protrain.hardware.nvml import GpuFacts, card_facts
 from protrain.hardware.profile import Figure
 
@@ -148,3 +150,22 @@ def test_memory_that_cannot_be_pinned_is_told() -> None:
     assert pinning_doubts([True, True]) == []
     (line,) = pinning_doubts([True, False])
     assert "raise the limit of locked memory (ulimit -l" in line
+
+
+def test_memory_is_given_back_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.zeros(8) for _ in range(3)]
+    refused = tensors[1].data_ptr()
+    given_back: list[int] = []
+    driver = types.SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: 1 if address == refused else 0,
+        cudaHostUnregister=given_back.append,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "ones", lambda *size, device: None)  # the launch that clears the driver's error
+    with pinned(*tensors, device=torch.device("cuda", 0)) as accepted:
+        assert not accepted
+        assert given_back == []
+    assert given_back == [tensors[0].data_ptr()]
+    with pinned(tensors[2], device=torch.device("cuda", 0)) as accepted:
+        assert accepted

@@ -138,13 +138,13 @@ class Together:
     def __init__(self, device: torch.device, effort: Effort, products: Products, *, threads: int) -> None:
         self._device = device
         self._copies = Transfers(device, max(effort.transfer_bytes))
-        self._chunk = AdamChunk.on(CPU, effort.adam_elements)
+        chunk = AdamChunk.on(CPU, effort.adam_elements)  # not of self: a cycle would keep gigabytes until collected
         self._streamed = StreamedChunk(device, effort.adam_elements) if device.type == "cuda" else None
         self._alone: dict[str, float] = {}
         runs: dict[str, Callable[[], object]] = {
             "h2d": self._on_device(self._copies.up),
             "d2h": self._on_device(self._copies.down),
-            "host_adam": lambda: self._chunk.update(threads),
+            "host_adam": lambda: chunk.update(threads),
             "matmul": self._on_device(lambda: products.run(_PRODUCTS_IN_UNIT)),
         }
         if self._streamed is not None:

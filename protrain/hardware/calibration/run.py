@@ -68,6 +68,7 @@ def calibrate(
         ranks = stack.enter_context(ranks_of_this_run(target))
         if target.type == "cuda":
             stack.enter_context(torch.cuda.device(target))
+            stack.callback(torch.cuda.empty_cache)  # what comes next may want all of the card
         machine = cache.Machine.of(target)
         threads = max(1, usable_cores() // ranks.on_this_host)
         before = torch.get_num_threads()
@@ -81,6 +82,7 @@ def calibrate(
         measuring = Calibration(target, effort, ranks, threads=threads, progress=progress)
         measuring.measure_all(torch_threads=before)
         profile = measuring.profile(replace(base, source="measured", **vars(machine)))
+        del measuring
     if save and os.environ.get("LOCAL_RANK", "0") == "0":  # on every host: they may not share a home
         cache.store(profile, machine)
     return profile
