@@ -54,7 +54,8 @@ class CaseResult(Record):
             f"{point.plan}: {found.step_ms:.0f} of {measured:.0f} ms ({found.step_ms / measured - 1:+.1%}; "
             f"paper {found.paper_ms / measured - 1:+.1%}), device {found.device_bytes / GIB:.2f} of "
             f"{point.reserved_bytes / GIB:.2f} GiB ({found.device_bytes / point.reserved_bytes - 1:+.1%}; allocated "
-            f"{point.allocated_bytes / GIB:.2f}), host {found.host_bytes / GIB:.2f} of {point.host_bytes / GIB:.2f} GiB, "
+            f"{point.allocated_bytes / GIB:.2f}), host {found.host_bytes / GIB:.2f} of "
+            f"{point.host_bytes / GIB:.2f} GiB, "
             f"wrapped in {point.wrap_s:.1f} s"
         )
 
