@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -171,27 +172,24 @@ def test_a_rate_is_work_over_time() -> None:
 
 
 def _naps(name: str, lock: threading.Lock | None = None) -> Activity:
+    """Units of 10 ms that cost no core, so that a busy machine disturbs them little."""
+
     def run() -> None:
-        if lock is None:
-            time.sleep(0.004)
-        else:
-            with lock:
-                time.sleep(0.004)
-            time.sleep(0.0005)  # lets the other have the lock
+        with lock if lock is not None else contextlib.nullcontext():
+            time.sleep(0.01)
+        time.sleep(0.001)  # lets the other have the lock
 
     return Activity(name=name, run=run)
 
 
 def test_what_shares_nothing_keeps_its_rate_and_what_shares_all_has_half() -> None:
-    alone = units_per_second([_naps("a")], duration_s=0.3)["a"]
-    assert alone == pytest.approx(250, rel=0.3)
-    apart = units_per_second([_naps("a"), _naps("b")], duration_s=0.3)
-    assert apart["a"] == pytest.approx(alone, rel=0.25)
-    assert apart["b"] == pytest.approx(alone, rel=0.25)
+    alone = units_per_second([_naps("a")], duration_s=0.4)["a"]
+    assert 30 < alone < 91
+    apart = units_per_second([_naps("a"), _naps("b")], duration_s=0.4)
+    assert min(apart.values()) > 0.75 * alone
     lock = threading.Lock()
-    shared = units_per_second([_naps("a", lock), _naps("b", lock)], duration_s=0.3)
-    assert shared["a"] == pytest.approx(alone / 2, rel=0.35)
-    assert shared["b"] == pytest.approx(alone / 2, rel=0.35)
+    shared = units_per_second([_naps("a", lock), _naps("b", lock)], duration_s=0.4)
+    assert 0.35 * alone < min(shared.values()) <= max(shared.values()) < 0.72 * alone
 
 
 def test_an_activity_that_fails_ends_all() -> None:
