@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+_BAR_WIDTH = 24
+_CLEAR = "\r\033[K"  # a terminal's line
 
 
 class Progress:
@@ -30,3 +34,28 @@ class Progress:
             file=sys.stderr,
             flush=True,
         )
+
+    @contextmanager
+    def bar(self, what: str) -> Iterator[Callable[[str, float], None]]:
+        """Run the body, which calls what it is given with its next part and how much is done, from 0 to 1.
+
+        A terminal shows a bar while the body runs; elsewhere one line says at the end how long it took.
+        """
+        live = self.enabled and sys.stderr.isatty()
+
+        def show(part: str, done: float) -> None:
+            if live:
+                full = round(_BAR_WIDTH * done)
+                line = f"protrain: {what} [{'#' * full}{'.' * (_BAR_WIDTH - full)}] {100 * done:3.0f}% {part}"
+                columns = shutil.get_terminal_size().columns
+                print(f"{_CLEAR}{line[: columns - 1]}", end="", file=sys.stderr, flush=True)
+
+        start = time.perf_counter()
+        show("", 0.0)
+        try:
+            yield show
+        finally:
+            if live:
+                print(_CLEAR, end="", file=sys.stderr, flush=True)
+        if self.enabled:
+            print(f"protrain: {what}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)

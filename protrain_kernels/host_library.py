@@ -1,8 +1,8 @@
 """Compiles ``host/kernels.c`` at first use and loads it with ctypes, whose calls release the GIL.
 
-The library lies in ``$PROTRAIN_CACHE`` (or ``~/.cache/protrain``), named by a hash of source, flags, compiler and CPU,
-and is moved there atomically: many processes may build at once, and a shared home serves unlike machines. Without a
-working compiler, or with ``PROTRAIN_HOST_KERNELS=aten``, separate torch operations do the work: the same bits, slower.
+The library lies in ProTrain's cache, named by a hash of source, flags, compiler and CPU, and is moved there atomically:
+many processes may build at once, and a shared home serves unlike machines. Without a working compiler, or with
+``PROTRAIN_HOST_KERNELS=aten``, separate torch operations do the work: the same bits, slower.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import subprocess
 import tempfile
 import warnings
 from pathlib import Path
+
+from protrain_kernels.cache import cache_folder
 
 SOURCE = Path(__file__).parent / "host" / "kernels.c"
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
@@ -124,12 +126,6 @@ def open_library(path: Path) -> ctypes.CDLL:
         function = getattr(loaded, name)
         function.argtypes, function.restype = types, None
     return loaded
-
-
-def cache_folder() -> Path:
-    """Where compiled libraries are kept."""
-    named = os.environ.get("PROTRAIN_CACHE")
-    return Path(named) if named else Path.home() / ".cache" / "protrain"
 
 
 def _cpu_model() -> str:

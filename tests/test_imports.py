@@ -22,7 +22,7 @@ ALLOWED = {
     "protrain.compilation": (),
     "protrain.planning": (*DATA, *PROFILES),
     "protrain.hardware": (*DATA, "protrain_kernels"),
-    "protrain.profiler": (*DATA, "protrain.batch", "protrain.compilation"),
+    "protrain.profiler": (*DATA, "protrain.batch", "protrain.compilation", "protrain_kernels.cache"),
     "protrain.engine": (
         *DATA,
         *PROFILES,

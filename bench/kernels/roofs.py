@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.kernels.timing import ColdCache, median_seconds
-from protrain.hardware.calibrate_host import dram_gbps
+from protrain.hardware.calibration.host_memory import dram_gbps
 from protrain.hardware.datasheet import of_card, pcie_gbps
 from protrain.hardware.nvml import gpu_facts
 
@@ -53,4 +53,4 @@ class Roofs:
         return _BYTES / 4 / max(up, down) / 1e9
 
     def _dram_gbps(self) -> float:
-        return dram_gbps(_BYTES, budget_s=2.0)
+        return dram_gbps(_BYTES, budget_s=2.0).median

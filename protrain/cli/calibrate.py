@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from typing import Any
 
+import torch
+
 import protrain
-from protrain.cli.options import Parser, add_output_options, emit
+from protrain.cli.options import Parser, add_output_options, emit, number
 from protrain.cli.prepare import choose_device
+from protrain.hardware.cache import Machine, cached
+from protrain.hardware.calibration import FULL_SECONDS, calibrate_twice, differences, report
+from protrain.hardware.profile import HardwareProfile
 from protrain.progress import Progress
 
 _EXAMPLE = """example:
   protrain calibrate --out machine.json
   protrain plan llama2-13b --hardware machine.json
+
+for a run of several processes, with the collectives:
+  torchrun --nproc-per-node 4 --no-python protrain calibrate
 """
+_DESCRIPTION = """Measure what the machine's device, link and host can do, alone and together, in under a minute.
+
+The profile is kept in $PROTRAIN_CACHE, $XDG_CACHE_HOME/protrain or ~/.cache/protrain; training and planning on this
+machine then go by it. Close other programs first."""
 
 
 def add_command(commands: Any) -> None:
     """Add `calibrate` to the subparsers ``commands``."""
     parser: Parser = commands.add_parser(
-        "calibrate",
-        help="measure this machine",
-        description="Measure what the machine's device, link and host can do.",
-        epilog=_EXAMPLE,
+        "calibrate", help="measure this machine", description=_DESCRIPTION, epilog=_EXAMPLE
     )
     parser.add_argument("--device", default=None, help="cuda or cpu (default: cuda when there is one)")
+    parser.add_argument(
+        "--seconds",
+        type=number(0, 600, open_ended=True),
+        default=FULL_SECONDS,
+        help="of measuring; less than the default also makes sizes smaller and figures rougher (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--repeat-check",
+        action="store_true",
+        default=False,
+        help="measure twice and name the figures that differ by more than 5%%",
+    )
     add_output_options(parser)
     parser.set_defaults(run=run_command)
 
@@ -32,6 +55,31 @@ def add_command(commands: Any) -> None:
 def run_command(args: argparse.Namespace) -> None:
     """Run `protrain calibrate`."""
     device = choose_device(args.device)
-    with Progress(enabled=True).stage("measuring"):
-        hardware = protrain.calibrate(device=device)
-    emit(hardware, args, hardware.table())
+    first_rank = os.environ.get("RANK", "0") == "0"
+    with Progress(enabled=first_rank).bar("measuring") as progress:
+        if args.repeat_check:
+            before, hardware = calibrate_twice(device, seconds=args.seconds, progress=progress)
+        else:
+            hardware = protrain.calibrate(device, seconds=args.seconds, progress=progress)
+    if not first_rank:
+        return
+    emit(hardware, args, report(hardware))
+    if args.repeat_check:
+        _say(_repeated(differences(before, hardware)))
+    _say(_kept(hardware, device))
+
+
+def _repeated(lines: list[str]) -> str:
+    if not lines:
+        return "both runs agree within 5% on every figure"
+    return "\n  ".join((f"the two runs differ by more than 5% in {len(lines)} figures:", *lines))
+
+
+def _kept(hardware: HardwareProfile, device: torch.device) -> str:
+    if cached(device) != hardware:
+        return "the profile was not kept: the cache is switched off, or can't be written"
+    return f"kept in {Machine.of(device).path}"
+
+
+def _say(text: str) -> None:
+    print(f"protrain: {text}", file=sys.stderr, flush=True)

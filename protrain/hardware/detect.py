@@ -1,4 +1,4 @@
-"""The machine at hand, not measured: sizes from the system, rates from its GPU's shipped profile or assumed."""
+"""The machine at hand: sizes from the system, rates from its calibration, its GPU's shipped profile, or assumed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from protrain.hardware.cache import cached, device_name
 from protrain.hardware.memory import available_host_bytes, usable_cores
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import of_gpu
@@ -18,7 +19,7 @@ _DEVICE_RESERVE_BYTES = 384 * 1024**2  # of the card: kernels loaded later, libr
 def detect(
     device: torch.device | str, *, device_memory: int | str | None = None, host_memory: int | str | None = None
 ) -> HardwareProfile:
-    """Profile of ``device`` and its host; takes no time.
+    """Profile of ``device`` and its host; takes no time. Rates are measured ones where the user has calibrated.
 
     Args:
         device: "cuda", "cuda:1" or "cpu". On a CPU the device is simulated: half of the available memory plays the
@@ -30,15 +31,14 @@ def detect(
         ValueError: a size cannot be read, or is more than the GPU has.
     """
     target = torch.device(device)
-    available = available_host_bytes()
-    if target.type == "cuda":
-        base = _gpu(target)
-        host_bytes = int(available * _HOST_SHARE)
-    elif target.type == "cpu":
-        base = _cpu(available // 2)
-        host_bytes = available // 2
-    else:
-        raise ValueError(f"device must be a CUDA GPU or the CPU, not {target}")
+    assumed = assume(target)
+    measured = cached(target)
+    base = (
+        assumed
+        if measured is None
+        else replace(measured, device_bytes=assumed.device_bytes, host_bytes=assumed.host_bytes)
+    )
+    host_bytes = base.host_bytes
     device_bytes = base.device_bytes
     if device_memory is not None:
         device_bytes = parse_bytes(device_memory, name="device_memory")
@@ -50,7 +50,21 @@ def detect(
             )
     if host_memory is not None:
         host_bytes = parse_bytes(host_memory, name="host_memory")
-    return replace(base, device_bytes=device_bytes, host_bytes=host_bytes, cpu_threads=usable_cores())
+    return replace(base, device_bytes=device_bytes, host_bytes=host_bytes)
+
+
+def assume(device: torch.device) -> HardwareProfile:
+    """Profile of ``device`` and its host without measured rates.
+
+    Raises:
+        ValueError: the device is neither a GPU nor the CPU.
+    """
+    available = available_host_bytes()
+    if device.type == "cuda":
+        return replace(_gpu(device), host_bytes=int(available * _HOST_SHARE), cpu_threads=usable_cores())
+    if device.type == "cpu":
+        return _cpu(available // 2)
+    raise ValueError(f"device must be a CUDA GPU or the CPU, not {device}")
 
 
 def _gpu(device: torch.device) -> HardwareProfile:
@@ -60,7 +74,8 @@ def _gpu(device: torch.device) -> HardwareProfile:
     name = torch.cuda.get_device_name(device)
     shipped = of_gpu(name)
     if shipped is not None:
-        return replace(shipped, name=name, device_bytes=usable, source="detected")
+        # Rates of another machine with this card; what looked wrong there is no matter here.
+        return replace(shipped, name=name, device_bytes=usable, source="detected", figures=(), warnings=())
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     # An Ampere to Hopper processor does 1 to 5 dense bf16 TFLOP/s; PCIe 4 x16; memory in proportion.
     return HardwareProfile(
@@ -85,7 +100,7 @@ def _cpu(device_bytes: int) -> HardwareProfile:
     cores = usable_cores()
     dram = min(80.0, 10.0 * cores)
     return HardwareProfile(
-        name=f"CPU with {cores} cores",
+        name=device_name(torch.device("cpu")),
         device_type="cpu",
         device_bytes=device_bytes,
         host_bytes=device_bytes,

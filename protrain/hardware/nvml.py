@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+_SM_CLOCK = 1
+_FAULTS = 0x08 | 0x20 | 0x40 | 0x80  # hardware slowdown, software and hardware thermal slowdown, power brake
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
@@ -17,10 +20,19 @@ class GpuFacts:
     pcie_width: int | None
     pcie_generation_max: int | None  # of card and slot together
     pcie_width_max: int | None
+    clock_mhz: int | None  # of the multiprocessors, now: read it under load
+    clock_max_mhz: int | None
+    throttled: bool  # now, by heat or by the hardware; a power limit alone is no fault
 
 
 def gpu_facts(device: torch.device) -> GpuFacts | None:
     """Facts of a CUDA ``device``; None without NVIDIA's library or driver."""
+    # By its identifier: CUDA_VISIBLE_DEVICES renumbers cards for CUDA and not for this library.
+    return card_facts(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+
+
+def card_facts(identifier: str) -> GpuFacts | None:
+    """Facts of the card that NVIDIA's library knows by ``identifier``; None without the library, driver or card."""
     try:
         import pynvml
     except ImportError:
@@ -30,7 +42,7 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
     except pynvml.NVMLError:
         return None
     try:
-        handle = _handle(pynvml, device)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(identifier)
         driver = pynvml.nvmlSystemGetDriverVersion()
         return GpuFacts(
             driver=driver if isinstance(driver, str) else driver.decode(),
@@ -38,6 +50,9 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
             pcie_width=_ask(pynvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
             pcie_generation_max=_ask(pynvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
             pcie_width_max=_ask(pynvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
+            clock_mhz=_ask(pynvml, "nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
+            clock_max_mhz=_ask(pynvml, "nvmlDeviceGetMaxClockInfo", handle, _SM_CLOCK),
+            throttled=bool((_ask(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0) & _FAULTS),
         )
     except pynvml.NVMLError:
         return None
@@ -53,14 +68,8 @@ def driver_version(device: torch.device) -> str:
     return facts.driver if facts else "unknown"
 
 
-def _handle(pynvml: Any, device: torch.device) -> Any:
-    # By its identifier: CUDA_VISIBLE_DEVICES renumbers cards for CUDA and not for this library.
-    identifier = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return pynvml.nvmlDeviceGetHandleByUUID(identifier)
-
-
-def _ask(pynvml: Any, name: str, handle: Any) -> int | None:
+def _ask(pynvml: Any, name: str, handle: Any, *more: int) -> int | None:
     try:
-        return int(getattr(pynvml, name)(handle)) or None
+        return int(getattr(pynvml, name)(handle, *more)) or None
     except pynvml.NVMLError:
         return None

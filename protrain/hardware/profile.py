@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from protrain.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure(Record):
+    """One measured rate, with its spread."""
+
+    name: str  # "h2d"
+    at: str  # what tells it from others of its name: size, threads or way; may be empty
+    unit: str  # "GB/s", "TFLOP/s", "G param/s"
+    median: float
+    p20: float
+    p80: float
+    datasheet: float | None  # what the maker promises; None where that isn't known
+
+    @property
+    def title(self) -> str:
+        """Name and place."""
+        return f"{self.name}, {self.at}" if self.at else self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contention(Record):
+    """What is left of the rate of each activity while all of them run: 1 is all, 0.5 half as fast as alone.
+
+    Activities are "h2d" and "d2h" (copies in large pieces), "host_adam", "matmul" and "streamed_adam" (the GPU on
+    states in host memory).
+    """
+
+    activities: tuple[str, ...]
+    shares: tuple[float, ...]  # in their order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +44,7 @@ class HardwareProfile(Record):
 
     ``source`` says where the figures come from: "measured", "shipped" or "detected" (sizes read from the
     system, rates assumed). On a CPU the device is simulated: ``device_bytes`` is the budget, and the rates are
-    those of host memory.
+    those of host memory. In a run of several processes rates are of one of them while all do the same.
     """
 
     name: str
@@ -30,3 +61,41 @@ class HardwareProfile(Record):
     host_adam_gparams: float  # 1e9 parameters a second, all threads
     device_adam_gparams: float
     source: str
+    # What only calibration knows.
+    host_adam_threads: int | None = None  # the fewest that reach host_adam_gparams
+    streamed_adam_gparams: float | None = None  # the device on states in host memory, by the better way
+    streamed_adam_copies: bool | None = None  # that way: double-buffered copies, or zero copy
+    flatten_gbps: float | None = None  # bytes read + written
+    pack_gbps: float | None = None  # bytes read + written
+    pinning_gbps: float | None = None  # 0: the driver refuses
+    all_gather_gbps: float | None = None  # received by one of several processes
+    reduce_scatter_gbps: float | None = None
+    contention: tuple[Contention, ...] = ()
+    figures: tuple[Figure, ...] = ()  # everything measured, by size and by threads
+    warnings: tuple[str, ...] = ()  # what looks wrong with the machine
+    # What it was measured with; empty where it wasn't.
+    driver: str = ""
+    torch_version: str = ""
+    processor: str = ""
+    world_size: int = 1
+
+    def share(self, activity: str, beside: Collection[str]) -> float:
+        """What is left of the rate of ``activity`` while those ``beside`` it run as well: 1 where nothing is known.
+
+        Of measured groups without others the one that leaves least counts: more company makes nothing faster.
+        """
+        present = {activity, *beside}
+        shares = [
+            group.shares[group.activities.index(activity)]
+            for group in self.contention
+            if activity in group.activities and present.issuperset(group.activities)
+        ]
+        return min(shares, default=1.0)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Rows of the printed table: what the planner reads, known values alone."""
+        return [
+            (name, value)
+            for name, value in super().rows()
+            if name not in ("contention", "figures", "warnings") and value not in ("None", "")
+        ]

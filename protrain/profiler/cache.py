@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import platform
 import sys
 import sysconfig
@@ -28,6 +27,7 @@ from protrain.compilation import CompiledForward
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.trace import profile
+from protrain_kernels.cache import cache_folder, keeps_measurements
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 _LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel")
@@ -41,7 +41,7 @@ def cached_profile(
 
     On a CPU a profile is quick, and its times belong to what else the machine does at that moment.
     """
-    if device.type != "cuda" or os.environ.get("PROTRAIN_CACHE", "1") == "0":
+    if device.type != "cuda" or not keeps_measurements():
         return profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)
     path = folder() / f"{fingerprint(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)}.json"
     with contextlib.suppress(ValueError, OSError):  # missing, or of an earlier form: made anew
@@ -59,8 +59,7 @@ def cached_profile(
 
 def folder() -> Path:
     """Where profiles are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "protrain" / "profiles"
+    return cache_folder() / "profiles"
 
 
 def fingerprint(

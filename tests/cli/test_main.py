@@ -150,7 +150,7 @@ def test_a_shipped_profile_plans_for_a_machine_that_is_elsewhere(capsys: pytest.
 
 def test_calibrate_measures_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "machine.json"
-    status, text, err = run(capsys, "calibrate", "--device", "cpu", "--json", "--out", str(out))
+    status, text, err = run(capsys, "calibrate", "--device", "cpu", "--seconds", "0.5", "--json", "--out", str(out))
     assert status == 0, err
     hardware = HardwareProfile.load(out)
     assert HardwareProfile.from_json(text) == hardware

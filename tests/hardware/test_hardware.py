@@ -1,13 +1,12 @@
-"""The machine: shipped profiles, what is read from the system, and what is measured."""
+"""The machine: shipped profiles, and what is read from the system."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
-from protrain.hardware import HardwareProfile, calibrate, detect, load, shipped_names
+from protrain.hardware import detect, load, shipped_names
 from protrain.hardware.memory import available_host_bytes, usable_cores
 
 GIB = 1024**3
@@ -95,24 +94,7 @@ def test_without_control_groups_the_system_decides(tmp_path: Path) -> None:
     assert available_host_bytes(tmp_path / "nothing") > 0
 
 
-def test_a_cpu_is_measured() -> None:
-    measured = calibrate("cpu")
-    assert measured.source == "measured"
-    assert measured.device_type == "cpu"
-    rates = [value for name, value in measured.to_dict().items() if name.endswith(("_gbps", "_tflops", "_gparams"))]
-    assert len(rates) == 8
-    assert all(0 < rate < 10_000 for rate in rates)
-    assert HardwareProfile.from_json(measured.to_json()) == measured
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_is_measured() -> None:
-    measured = calibrate("cuda")
-    assert measured.device_type == "cuda"
-    assert measured.matmul_tflops > 10
-    assert measured.h2d_gbps < measured.device_copy_gbps
-    assert measured.bidirectional_gbps < 1.1 * (measured.h2d_gbps + measured.d2h_gbps)
-    assert 0.5 < measured.device_adam_gparams * 26 / measured.device_copy_gbps < 1.2
+def test_a_card_has_no_more_memory_than_it_has() -> None:
     with pytest.raises(ValueError, match="is more than the"):
         detect("cuda", device_memory="9TiB")

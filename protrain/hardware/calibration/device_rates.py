@@ -1,0 +1,87 @@
+"""What a device computes and moves by itself: matrix products and copies, once its clocks have settled."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from protrain.hardware.calibration.effort import Effort
+from protrain.hardware.calibration.host_memory import random_tensor
+from protrain.hardware.calibration.timing import durations_s, figure_of, spread_of
+from protrain.hardware.datasheet import Datasheet
+from protrain.hardware.profile import Figure
+
+_SETTLED = 0.02  # two windows that agree this well
+_WINDOW_S = 0.25
+_MOST_WINDOWS = 12
+
+
+class Products:
+    """Square matrix products: bf16 on a GPU, fp32 on a CPU."""
+
+    def __init__(self, device: torch.device, effort: Effort) -> None:
+        self.device = device
+        if device.type == "cuda":
+            self.width = 8192 if effort.size > 0.25 else 4096
+        else:
+            self.width = 1024 if effort.size > 0.25 else 256
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._left, self._right = (
+            random_tensor(self.width**2, dtype, device).view(self.width, self.width) for _ in range(2)
+        )
+        self._out = torch.empty_like(self._left)
+
+    def run(self, count: int = 1) -> None:
+        """Queue ``count`` products."""
+        for _ in range(count):
+            torch.mm(self._left, self._right, out=self._out)
+
+    def settle(self, *, time_share: float) -> None:
+        """Compute until two windows in turn agree: a cold card clocks higher than it does in a long run.
+
+        Args:
+            time_share: of the usual window of a quarter of a second.
+        """
+        before = 0.0
+        for _ in range(_MOST_WINDOWS):
+            now = spread_of(durations_s(self.run, self.device, budget_s=_WINDOW_S * time_share)).median
+            if abs(now - before) < _SETTLED * now:
+                return
+            before = now
+
+    def figure(self, *, budget_s: float, sheet: Datasheet | None) -> Figure:
+        """Their rate, in TFLOP/s."""
+        durations = durations_s(self.run, self.device, budget_s=budget_s)
+        promised = None if sheet is None else sheet.matmul_tflops
+        return figure_of("matmul", durations, 2 * self.width**3 / 1e12, "TFLOP/s", datasheet=promised)
+
+    def load(self, seconds: float) -> None:
+        """Queue about ``seconds`` of work on a GPU, without waiting for it."""
+        begin = time.perf_counter()
+        self.run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        once_s = max(time.perf_counter() - begin, 1e-4)
+        self.run(int(seconds / once_s))
+
+
+def copy_figures(device: torch.device, size_bytes: int, *, budget_s: float, sheet: Datasheet | None) -> list[Figure]:
+    """Bytes read and written a second by a copy and by an elementwise kernel: the better one is the roof."""
+    source = random_tensor(size_bytes // 4, torch.float32, device)
+    target = (
+        torch.empty_like(source) if device.type == "cuda" else random_tensor(size_bytes // 4, torch.float32, device)
+    )
+    ways = {"copy": lambda: target.copy_(source), "kernel": lambda: torch.mul(source, 1.0, out=target)}
+    promised = None if sheet is None else sheet.memory_gbps
+    return [
+        figure_of(
+            "device copy",
+            durations_s(run, device, budget_s=budget_s / 2),
+            2 * size_bytes / 1e9,
+            "GB/s",
+            at=way,
+            datasheet=promised,
+        )
+        for way, run in ways.items()
+    ]

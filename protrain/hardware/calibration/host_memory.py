@@ -1,0 +1,122 @@
+"""Host memory as the engine maps it, filled with random values; its bandwidth; and how fast it is pinned."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from protrain.hardware.calibration.timing import durations_s, figure_of
+from protrain.hardware.profile import Figure
+
+CPU = torch.device("cpu")
+_TOUCHED_BYTES = 64 * 1024**2  # by one thread at a time
+_TOUCH_THREADS = 8
+_RANDOM_BLOCK = 1 << 20  # elements that repeat: drawing gigabytes of random numbers would take longer than measuring
+_PINNINGS = 3
+
+
+def map_host(elements: int, dtype: torch.dtype) -> Tensor:
+    """A zeroed 1-d tensor as the engine maps its host memory: huge pages advised, touched by many threads."""
+    count = elements * dtype.itemsize
+    mapped = mmap.mmap(-1, max(count, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)[:count]
+    with ThreadPoolExecutor(_TOUCH_THREADS) as pool:
+        list(pool.map(lambda start: _touch(memory[start : start + _TOUCHED_BYTES]), range(0, count, _TOUCHED_BYTES)))
+    return memory.view(dtype)
+
+
+def _touch(piece: Tensor) -> None:
+    ctypes.memset(piece.data_ptr(), 0, piece.numel())
+
+
+def fill_random(tensor: Tensor, *, positive: bool = False, scale: float = 1.0) -> Tensor:
+    """Fill a 1-d ``tensor`` in place: normal floats, uniform integers. Returns it.
+
+    Zeros would cost less power, hence clock faster, and a memory controller may treat them specially.
+    """
+    size = min(tensor.numel(), _RANDOM_BLOCK)
+    if tensor.dtype.is_floating_point:
+        block = torch.randn(size, device=tensor.device) * scale
+        block = (block.abs() if positive else block).to(tensor.dtype)
+    else:
+        limits = torch.iinfo(tensor.dtype)
+        block = torch.randint(limits.min, limits.max + 1, (size,), dtype=tensor.dtype, device=tensor.device)
+    for first in range(0, tensor.numel(), _RANDOM_BLOCK):
+        piece = tensor[first : first + _RANDOM_BLOCK]
+        piece.copy_(block[: piece.numel()])
+    return tensor
+
+
+def random_tensor(elements: int, dtype: torch.dtype, device: torch.device, *, positive: bool = False) -> Tensor:
+    """A random 1-d tensor: in memory of :func:`map_host` on the host."""
+    empty = map_host(elements, dtype) if device.type == "cpu" else torch.empty(elements, dtype=dtype, device=device)
+    return fill_random(empty, positive=positive)
+
+
+def dram_figures(size_bytes: int, *, budget_s: float) -> list[Figure]:
+    """What torch's threads move through the host's memory; ``size_bytes`` a tensor, far more than the caches.
+
+    By an update in place, which is what AdamW does, and by a triad, whose written lines are read first.
+    """
+    one, other, third = (random_tensor(size_bytes // 4, torch.float32, CPU) for _ in range(3))
+    update = durations_s(lambda: one.mul_(1.0), CPU, budget_s=budget_s / 2)
+    triad = durations_s(lambda: torch.add(third, one, alpha=0.5, out=other), CPU, budget_s=budget_s / 2)
+    return [
+        figure_of("host DRAM", update, 2 * size_bytes / 1e9, "GB/s", at="update in place"),
+        figure_of("host DRAM", triad, 4 * size_bytes / 1e9, "GB/s", at="triad"),
+    ]
+
+
+@contextlib.contextmanager
+def pinned(*tensors: Tensor, device: torch.device) -> Iterator[bool]:
+    """Register host ``tensors`` with the driver of ``device`` inside the context; whether it accepted all of them.
+
+    On a CPU there is nothing to do.
+    """
+    if device.type != "cuda":
+        yield True
+        return
+    registered: list[int] = []
+    accepted = True
+    try:
+        for tensor in tensors:
+            if not _register(tensor, device):
+                accepted = False
+                break
+            registered.append(tensor.data_ptr())
+        yield accepted
+    finally:
+        torch.cuda.synchronize(device)
+        for address in registered:
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _register(tensor: Tensor, device: torch.device) -> bool:
+    if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
+        return True
+    # The driver keeps the error for whoever asks next: the launch of a kernel that isn't at fault.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
+    return False
+
+
+def pinning_gbps(size_bytes: int, device: torch.device) -> Figure:
+    """How fast memory that was touched is registered with the driver; 0 when it refuses."""
+    memory = map_host(size_bytes, torch.uint8)
+    samples = []
+    for _ in range(_PINNINGS):
+        begin = time.perf_counter()
+        with pinned(memory, device=device) as accepted:
+            if not accepted:
+                return Figure(name="pinning", at="", unit="GB/s", median=0.0, p20=0.0, p80=0.0, datasheet=None)
+            samples.append(time.perf_counter() - begin)
+    return figure_of("pinning", samples, size_bytes / 1e9, "GB/s")

@@ -1,0 +1,58 @@
+"""The engine's other kernels, on the tensors of one transformer block: gradients into a chunk, activations packed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from protrain.hardware.calibration.host_memory import fill_random
+from protrain.hardware.calibration.timing import durations_s, figure_of
+from protrain.hardware.datasheet import Datasheet
+from protrain.hardware.profile import Figure
+from protrain_kernels import FlattenPlan, PackPlan, padded, tiles
+
+
+def _random(device: torch.device, *shape: int) -> Tensor:
+    tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    fill_random(tensor.view(-1))
+    return tensor
+
+
+def flatten_gbps(device: torch.device, hidden: int, *, budget_s: float, sheet: Datasheet | None) -> Figure:
+    """Bytes read and written a second by ``flatten`` with norm and finite check: a LLaMA block's bf16 gradients."""
+    wide = hidden * 7 // 2 // 128 * 128
+    shapes = [(hidden, hidden)] * 2 + [(hidden // 4, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
+    gradients = [_random(device, *shape) for shape in shapes] + [_random(device, hidden) for _ in range(2)]
+    offsets, starts, end, partials = [], [], 0, 0
+    for gradient in gradients:
+        offsets.append(end)
+        starts.append(partials)
+        end += padded(gradient.numel())
+        partials += tiles(gradient.numel())
+    chunk = torch.empty(end, dtype=torch.bfloat16, device=device)
+    squares = torch.empty(partials, device=device)
+    nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
+    plan = FlattenPlan(gradients, offsets, starts)
+    durations = durations_s(
+        lambda: plan.flatten(gradients, chunk, squares, nonfinite=nonfinite), device, budget_s=budget_s
+    )
+    moved = sum(gradient.nbytes for gradient in gradients) + chunk.nbytes
+    promised = None if sheet is None else sheet.memory_gbps
+    return figure_of("flatten", durations, moved / 1e9, "GB/s", datasheet=promised)
+
+
+def pack_gbps(device: torch.device, hidden: int, *, budget_s: float, sheet: Datasheet | None) -> Figure:
+    """Bytes read and written a second by ``pack``: what a block of 4096 tokens saves, with views and a mask."""
+    tokens = hidden
+    fused = _random(device, tokens, 3 * hidden)
+    saved = [
+        *(_random(device, tokens, hidden) for _ in range(6)),
+        *fused.split(hidden, dim=1),
+        *(_random(device, tokens, 7 * hidden // 2) for _ in range(2)),
+        _random(device, tokens, hidden) > 0,
+    ]
+    plan = PackPlan(saved)
+    buffer = torch.empty(plan.packed_bytes, dtype=torch.uint8, device=device)
+    durations = durations_s(lambda: plan.pack(saved, buffer), device, budget_s=budget_s)
+    promised = None if sheet is None else sheet.memory_gbps
+    return figure_of("pack", durations, (plan.unpacked_bytes + plan.packed_bytes) / 1e9, "GB/s", datasheet=promised)

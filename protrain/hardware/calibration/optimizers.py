@@ -1,0 +1,129 @@
+"""AdamW with the split master: on the host by number of threads, on the device, and by the device on host memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from protrain.hardware.calibration.host_memory import CPU, pinned, random_tensor
+from protrain.hardware.calibration.timing import durations_s, figure_of
+from protrain.hardware.datasheet import Datasheet
+from protrain.hardware.profile import Figure
+from protrain_kernels import AdamStaging, adam, adam_scalars, streamed_adam
+
+ADAM_BYTES = 26  # a parameter, bf16 with the split master
+_STREAMED_BYTES = 12  # a parameter, each way: the states without the gradient, which is on the device
+_STREAMED_SHARE = 4  # of a chunk's parameters is streamed: a link is many times slower than memory
+_ENOUGH = 0.97  # of the best rate: more threads than reach it are better left to others
+STEP = adam_scalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
+
+
+@dataclass(frozen=True)
+class AdamChunk:
+    """A chunk of model states with the split master, and its gradient; random, so that no step meets special values."""
+
+    weight: Tensor
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    grad: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, elements: int, *, grad_device: torch.device | None = None) -> AdamChunk:
+        """In memory of ``device``, with the gradient on another if given; ``elements`` is a multiple of 128."""
+        return cls(
+            random_tensor(elements, torch.bfloat16, device),
+            random_tensor(elements, torch.int16, device),
+            random_tensor(elements, torch.float32, device),
+            random_tensor(elements, torch.float32, device, positive=True),
+            random_tensor(elements, torch.bfloat16, device if grad_device is None else grad_device),
+        )
+
+    @property
+    def elements(self) -> int:
+        """Its parameters."""
+        return self.weight.numel()
+
+    def update(self, threads: int = 0) -> None:
+        """One AdamW step where the chunk lies."""
+        adam(self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad, STEP, threads=threads)
+
+    def figure(
+        self, name: str, device: torch.device, *, budget_s: float, threads: int = 0, sheet: Datasheet | None = None
+    ) -> Figure:
+        """The rate of :meth:`update`, in 1e9 parameters a second."""
+        return figure_of(
+            name,
+            durations_s(lambda: self.update(threads), device, budget_s=budget_s),
+            self.elements / 1e9,
+            "G param/s",
+            at=f"{threads} threads" if threads else "",
+            datasheet=None if sheet is None else sheet.memory_gbps / ADAM_BYTES,
+        )
+
+
+def thread_counts(threads: int) -> list[int]:
+    """What to try: powers of two up to ``threads``, all, and two fewer, as beside a GPU."""
+    powers = {1 << bit for bit in range(threads.bit_length())}
+    return sorted(powers | {threads, max(1, threads - 2)})
+
+
+def best_threads(by_threads: dict[int, Figure]) -> int:
+    """The fewest threads that reach 97% of the best rate."""
+    best = max(figure.median for figure in by_threads.values())
+    return min(count for count, figure in by_threads.items() if figure.median >= _ENOUGH * best)
+
+
+class StreamedChunk:
+    """States in pinned host memory that the device updates over the link, in either way of ``streamed_adam``."""
+
+    def __init__(self, device: torch.device, elements: int) -> None:
+        self.device = device
+        self.chunk = AdamChunk.on(CPU, max(128, elements // _STREAMED_SHARE // 128 * 128), grad_device=device)
+        self._staging = AdamStaging(device)
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[bool]:
+        """Pin the states inside the context; whether that was possible."""
+        chunk = self.chunk
+        states = (chunk.weight, chunk.master, chunk.exp_avg, chunk.exp_avg_sq)
+        with pinned(*states, device=self.device) as accepted:
+            yield accepted
+
+    def update(self, *, copies: bool) -> None:
+        """Queue one step on the current stream, which then waits for it."""
+        chunk = self.chunk
+        done = streamed_adam(
+            chunk.weight,
+            chunk.master,
+            chunk.exp_avg,
+            chunk.exp_avg_sq,
+            chunk.grad,
+            STEP,
+            staging=self._staging if copies else None,
+            device=self.device,
+        )
+        if done is not None:
+            torch.cuda.current_stream(self.device).wait_event(done)
+
+    def figures(self, *, budget_s: float, link_gbps: float | None) -> list[Figure]:
+        """Rates of the two ways, in 1e9 parameters a second."""
+        ways: dict[str, Callable[[], None]] = {
+            "copies": lambda: self.update(copies=True),
+            "zero copy": lambda: self.update(copies=False),
+        }
+        return [
+            figure_of(
+                "streamed AdamW",
+                durations_s(run, self.device, budget_s=budget_s / 2),
+                self.chunk.elements / 1e9,
+                "G param/s",
+                at=way,
+                datasheet=None if link_gbps is None else link_gbps / _STREAMED_BYTES,
+            )
+            for way, run in ways.items()
+        ]

@@ -1,0 +1,279 @@
+"""``calibrate``: everything that can be measured of this machine, in under a minute."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from protrain.hardware import cache
+from protrain.hardware.calibration.collectives import collective_figures
+from protrain.hardware.calibration.contention import Together, groups_on
+from protrain.hardware.calibration.device_rates import Products, copy_figures
+from protrain.hardware.calibration.doubts import (
+    clock_doubts,
+    link_doubts,
+    pinning_doubts,
+    size_doubts,
+    thread_doubts,
+)
+from protrain.hardware.calibration.effort import FULL_SECONDS, Effort
+from protrain.hardware.calibration.host_memory import CPU, dram_figures, pinning_gbps
+from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
+from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk, best_threads, thread_counts
+from protrain.hardware.calibration.ranks import Ranks, ranks_of_this_run
+from protrain.hardware.calibration.transfers import Transfers
+from protrain.hardware.datasheet import of_card, pcie_gbps
+from protrain.hardware.detect import assume
+from protrain.hardware.memory import usable_cores
+from protrain.hardware.nvml import gpu_facts
+from protrain.hardware.profile import Contention, Figure, HardwareProfile
+
+Progress = Callable[[str, float], object]
+_LOADED_S = 0.3  # of queued work under which the card is asked for its clocks and its link
+# Seconds of each stage in a full calibration of FULL_SECONDS; the groups of activities share the last.
+_MATMUL_S, _COPY_S, _TRANSFERS_S, _DRAM_S, _ADAM_S, _STREAMED_S, _KERNEL_S = 2.0, 0.5, 3.0, 1.5, 0.4, 1.5, 0.4
+_GROUP_S, _COLLECTIVE_S = 0.9, 0.4  # a group; a size
+_BY_SIZE = ("h2d", "d2h", "both ways", "all_gather", "reduce_scatter")
+
+
+def calibrate(
+    device: torch.device | str | None = None,
+    *,
+    seconds: float = FULL_SECONDS,
+    save: bool = True,
+    progress: Progress | None = None,
+) -> HardwareProfile:
+    """Measure ``device`` and its host; later calls that detect the machine use what was measured.
+
+    Takes about 40 s and up to 3 GiB of either memory; the machine should be idle. Under torchrun every process calls
+    it, all measure at once, and each gets the figures of the slowest.
+
+    Args:
+        device: "cuda", "cuda:1" or "cpu"; None is a GPU where there is one.
+        seconds: of measuring. Less than 30 makes sizes smaller as well, and figures rougher: a trial, with save=False.
+        save: keep the profile in the user's cache (``protrain.hardware.cache``).
+        progress: called with what is measured next, and how much is done, from 0 to 1.
+
+    Raises:
+        ValueError: ``seconds`` isn't positive, or the device is neither a GPU nor the CPU.
+    """
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"seconds must be more than 0, not {seconds!r}")
+    target = resolved(device)
+    base = assume(target)
+    with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(ranks_of_this_run(target))
+        if target.type == "cuda":
+            stack.enter_context(torch.cuda.device(target))
+            stack.callback(torch.cuda.empty_cache)  # what comes next may want all of the card
+        machine = cache.Machine.of(target)
+        threads = max(1, usable_cores() // ranks.on_this_host)
+        before = torch.get_num_threads()
+        stack.callback(torch.set_num_threads, before)
+        torch.set_num_threads(threads)
+        effort = Effort(
+            seconds=seconds,
+            host_room_bytes=base.host_bytes // ranks.on_this_host,
+            device_room_bytes=base.device_bytes,
+        )
+        measuring = Calibration(target, effort, ranks, threads=threads, progress=progress)
+        measuring.measure_all(torch_threads=before)
+        profile = measuring.profile(replace(base, source="measured", **vars(machine)))
+        del measuring
+    if save and os.environ.get("LOCAL_RANK", "0") == "0":  # on every host: they may not share a home
+        cache.store(profile, machine)
+    return profile
+
+
+def calibrate_twice(
+    device: torch.device | str | None = None, *, seconds: float = FULL_SECONDS, progress: Progress | None = None
+) -> tuple[HardwareProfile, HardwareProfile]:
+    """Two calibrations in a row, the second of which is kept: ``differences`` says how far they can be trusted.
+
+    The arguments are those of :func:`calibrate`; ``progress`` counts to 1 twice.
+    """
+    target = resolved(device)
+    with ranks_of_this_run(target):  # one process group for both: a second rendezvous would meet what the first left
+        first = calibrate(target, seconds=seconds, save=False, progress=progress)
+        return first, calibrate(target, seconds=seconds, progress=progress)
+
+
+def resolved(device: torch.device | str | None) -> torch.device:
+    """``device``, a GPU with its index: that of this process where none is given. None is a GPU where there is one."""
+    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if target.type != "cuda" or target.index is not None:
+        return target
+    local = os.environ.get("LOCAL_RANK")
+    return torch.device("cuda", int(local) if local is not None else torch.cuda.current_device())
+
+
+class Calibration:
+    """One run over everything, a stage at a time; what was found lies in its attributes."""
+
+    def __init__(
+        self, device: torch.device, effort: Effort, ranks: Ranks, *, threads: int, progress: Progress | None
+    ) -> None:
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        self.effort = effort
+        self.ranks = ranks
+        self.threads = threads
+        self.figures: list[Figure] = []
+        self.contention: list[Contention] = []
+        self.warnings = size_doubts(effort)
+        self._adam_threads = threads
+        self._sheet = of_card(torch.cuda.get_device_name(device)) if self.on_gpu else None
+        idle = gpu_facts(device) if self.on_gpu else None
+        self._link_gbps = None if idle is None else pcie_gbps(idle.pcie_generation_max, idle.pcie_width_max)
+        self._products = Products(device, effort)
+        self._progress = progress
+        self._done_s = 0.0
+        self._total_s = self._planned_s()
+
+    def _planned_s(self) -> float:
+        alone = _MATMUL_S + _COPY_S + _TRANSFERS_S + _DRAM_S + 2 * _KERNEL_S
+        optimizers = (len(thread_counts(self.threads)) + 1) * _ADAM_S + self.on_gpu * _STREAMED_S
+        collectives = len(self.effort.transfer_bytes) * _COLLECTIVE_S * (self.ranks.size > 1)
+        return alone + optimizers + len(groups_on(self.device)) * _GROUP_S + collectives
+
+    @contextlib.contextmanager
+    def _stage(self, what: str, full_s: float) -> Iterator[float]:
+        """A stage that takes ``full_s`` in a full calibration; yields the seconds that it has."""
+        if self._progress is not None:
+            self._progress(what, min(1.0, self._done_s / self._total_s))
+        self.ranks.start_together()
+        yield full_s * self.effort.time
+        self._done_s += full_s
+
+    def measure_all(self, *, torch_threads: int) -> None:
+        """Every stage in turn; buffers of one are gone before the next.
+
+        Args:
+            torch_threads: what torch was going to use.
+        """
+        self._device_alone()
+        pinned = [self._transfers()]
+        self._host(torch_threads=torch_threads)
+        self._optimizers_and_kernels()
+        pinned.append(self._together())
+        self._collectives()
+        self.warnings += pinning_doubts(pinned)
+        self.figures = self.ranks.slowest(self.figures)
+        self.contention = self.ranks.most_contended(self.contention)
+        self.warnings = self.ranks.union(self.warnings)
+        if self._progress is not None:
+            self._progress("done", 1.0)
+
+    def _device_alone(self) -> None:
+        with self._stage("matrix products", _MATMUL_S) as budget_s:
+            self._products.settle(time_share=min(1.0, self.effort.time))
+            matmul = self._products.figure(budget_s=budget_s / 2, sheet=self._sheet)
+            self._products.load(_LOADED_S)
+            self.warnings += clock_doubts(matmul, gpu_facts(self.device) if self.on_gpu else None)
+            self.figures.append(matmul)
+        with self._stage("device memory", _COPY_S) as budget_s:
+            size = self.effort.tensor_bytes
+            self.figures += copy_figures(self.device, size, budget_s=budget_s, sheet=self._sheet)
+
+    def _transfers(self) -> bool:
+        sizes = self.effort.transfer_bytes
+        transfers = Transfers(self.device, max(sizes))
+        with transfers.ready() as accepted:
+            for size in sizes:
+                with self._stage("copies between host and device", _TRANSFERS_S / len(sizes)) as budget_s:
+                    self.figures += transfers.figures(size, budget_s=budget_s, link_gbps=self._link_gbps)
+            if self.on_gpu:
+                transfers.load(_LOADED_S)
+                self.warnings += link_doubts(gpu_facts(self.device))
+        if self.on_gpu:
+            self.figures.append(pinning_gbps(self.effort.tensor_bytes, self.device))
+        return accepted
+
+    def _host(self, *, torch_threads: int) -> None:
+        with self._stage("host memory", _DRAM_S) as budget_s:
+            dram = dram_figures(self.effort.tensor_bytes, budget_s=budget_s)
+        chunk = AdamChunk.on(CPU, self.effort.adam_elements)
+        by_threads = {}
+        for count in thread_counts(self.threads):
+            with self._stage("AdamW on the host", _ADAM_S) as budget_s:
+                by_threads[count] = chunk.figure("host AdamW", CPU, budget_s=budget_s, threads=count)
+        self.figures += [*dram, *by_threads.values()]
+        self._adam_threads = best_threads(by_threads)
+        self.warnings += thread_doubts(
+            by_threads,
+            max(figure.median for figure in dram),
+            torch_threads=torch_threads,
+            cores=self.threads,
+            beside_gpu=self.on_gpu,
+        )
+
+    def _optimizers_and_kernels(self) -> None:
+        with self._stage("AdamW on the device", _ADAM_S) as budget_s:
+            chunk = AdamChunk.on(self.device, self.effort.adam_elements)
+            figure = chunk.figure("device AdamW", self.device, budget_s=budget_s, sheet=self._sheet)
+            self.figures.append(figure)
+            del chunk
+        if self.on_gpu:
+            with self._stage("AdamW on the device, states on the host", _STREAMED_S) as budget_s:
+                streamed = StreamedChunk(self.device, self.effort.adam_elements)
+                with streamed.ready() as accepted:
+                    if self.ranks.agree(accepted):
+                        self.figures += streamed.figures(budget_s=budget_s, link_gbps=self._link_gbps)
+                del streamed
+        for kernel in (flatten_gbps, pack_gbps):
+            with self._stage("flatten and pack", _KERNEL_S) as budget_s:
+                self.figures.append(kernel(self.device, self.effort.hidden, budget_s=budget_s, sheet=self._sheet))
+
+    def _together(self) -> bool:
+        # Beside a GPU two cores stay for launching and loading, as in the engine.
+        threads = max(1, self.threads - 2) if self.on_gpu else self.threads
+        together = Together(self.device, self.effort, self._products, threads=threads)
+        with together.ready() as accepted:
+            for group in groups_on(self.device) if self.ranks.agree(accepted) else ():
+                with self._stage(" + ".join(group), _GROUP_S) as budget_s:
+                    found = together.measure(group, duration_s=budget_s)
+                if found is not None:
+                    self.contention.append(found)
+        return accepted
+
+    def _collectives(self) -> None:
+        for size in self.effort.transfer_bytes if self.ranks.size > 1 else ():
+            with self._stage("collectives", _COLLECTIVE_S) as budget_s:
+                self.figures += collective_figures(self.ranks, size, budget_s=budget_s)
+
+    def profile(self, base: HardwareProfile) -> HardwareProfile:
+        """What was found, in place of the rates of ``base``."""
+        best = {name: self._decisive(name) for name in dict.fromkeys(figure.name for figure in self.figures)}
+        rates = {name: figure.median for name, figure in best.items()}
+        streamed = best.get("streamed AdamW")
+        return replace(
+            base,
+            matmul_tflops=rates["matmul"],
+            device_copy_gbps=rates["device copy"],
+            h2d_gbps=rates["h2d"],
+            d2h_gbps=rates["d2h"],
+            bidirectional_gbps=rates["both ways"],
+            host_dram_gbps=rates["host DRAM"],
+            host_adam_gparams=rates["host AdamW"],
+            device_adam_gparams=rates["device AdamW"],
+            host_adam_threads=self._adam_threads,
+            streamed_adam_gparams=None if streamed is None else streamed.median,
+            streamed_adam_copies=None if streamed is None else streamed.at == "copies",
+            flatten_gbps=rates["flatten"],
+            pack_gbps=rates["pack"],
+            pinning_gbps=rates.get("pinning"),
+            all_gather_gbps=rates.get("all_gather"),
+            reduce_scatter_gbps=rates.get("reduce_scatter"),
+            contention=tuple(self.contention),
+            figures=tuple(self.figures),
+            warnings=tuple(self.warnings),
+        )
+
+    def _decisive(self, name: str) -> Figure:
+        """By size the largest, which no cache holds; by way or threads the best."""
+        figures = [figure for figure in self.figures if figure.name == name]
+        return figures[-1] if name in _BY_SIZE else max(figures, key=lambda figure: figure.median)

@@ -1,0 +1,88 @@
+"""Copies between host and device: up, down and both at once, by size. On a CPU both sides are host memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from protrain.hardware.calibration.host_memory import CPU, pinned, random_tensor
+from protrain.hardware.calibration.timing import durations_s, figure_of
+from protrain.hardware.profile import Figure
+from protrain.quantities import format_bytes
+
+_STREAMED_BYTES = 64 * 1024**2  # of small copies in a row, so that starting and joining two streams costs nothing
+
+
+class Transfers:
+    """Two pairs of buffers and two streams, as the engine has them."""
+
+    def __init__(self, device: torch.device, size_bytes: int) -> None:
+        self.device = device
+        self._host = [random_tensor(size_bytes, torch.uint8, CPU) for _ in range(2)]
+        self._far = [random_tensor(size_bytes, torch.uint8, device) for _ in range(2)]
+        on_gpu = device.type == "cuda"
+        self._streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(2)]
+        self.size_bytes = size_bytes
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[bool]:
+        """Pin the host's side inside the context; whether that was possible."""
+        with pinned(*self._host, device=self.device) as accepted:
+            yield accepted
+
+    def up(self, size_bytes: int | None = None) -> None:
+        """Queue a copy to the device."""
+        self._far[0][:size_bytes].copy_(self._host[0][:size_bytes], non_blocking=True)
+
+    def down(self, size_bytes: int | None = None) -> None:
+        """Queue a copy to the host."""
+        self._host[1][:size_bytes].copy_(self._far[1][:size_bytes], non_blocking=True)
+
+    def both(self, size_bytes: int, count: int) -> None:
+        """Queue ``count`` copies each way, at once on a GPU."""
+        for stream, copy in zip(self._streams, (self.up, self.down), strict=True):
+            if stream is None:
+                for _ in range(count):
+                    copy(size_bytes)
+                continue
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                for _ in range(count):
+                    copy(size_bytes)
+        for stream in self._streams:
+            if stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def figures(self, size_bytes: int, *, budget_s: float, link_gbps: float | None) -> list[Figure]:
+        """Rates of the three ways at one size.
+
+        Args:
+            size_bytes: of one copy.
+            budget_s: of all three.
+            link_gbps: what the link carries one way by its specification.
+        """
+        count = max(1, min(_STREAMED_BYTES, self.size_bytes) // size_bytes)
+        twice = None if link_gbps is None else 2 * link_gbps
+        ways: list[tuple[str, Callable[[], None], int, float | None]] = [
+            ("h2d", lambda: self.up(size_bytes), size_bytes, link_gbps),
+            ("d2h", lambda: self.down(size_bytes), size_bytes, link_gbps),
+            ("both ways", lambda: self.both(size_bytes, count), 2 * count * size_bytes, twice),
+        ]
+        return [
+            figure_of(
+                name,
+                durations_s(run, self.device, budget_s=budget_s / 3),
+                moved / 1e9,
+                "GB/s",
+                at=format_bytes(size_bytes),
+                datasheet=promised,
+            )
+            for name, run, moved, promised in ways
+        ]
+
+    def load(self, seconds: float) -> None:
+        """Queue about ``seconds`` of copies to a GPU, without waiting, at no more than 64 GB/s."""
+        for _ in range(int(seconds * 64e9 / self.size_bytes) if self.device.type == "cuda" else 0):
+            self.up()

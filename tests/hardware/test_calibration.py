@@ -1,0 +1,277 @@
+"""Calibration for real, in small: what is measured, how it is timed, and what running together costs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from protrain.hardware import HardwareProfile, calibrate
+from protrain.hardware.calibration import differences
+from protrain.hardware.calibration.contention import Activity, groups_on, units_per_second
+from protrain.hardware.calibration.effort import Effort
+from protrain.hardware.calibration.host_memory import CPU, random_tensor
+from protrain.hardware.calibration.optimizers import AdamChunk, best_threads, thread_counts
+from protrain.hardware.calibration.timing import durations_s, figure_of, spread_of
+from protrain.hardware.memory import usable_cores
+from protrain.hardware.profile import Contention, Figure
+from protrain_kernels import padded
+
+GIB = 1024**3
+SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Run:
+    profile: HardwareProfile
+    parts: list[tuple[str, float]]
+    threads_restored: bool
+    kept: bool
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    parts: list[tuple[str, float]] = []
+    cache = tmp_path_factory.mktemp("cache")
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PROTRAIN_CACHE", str(cache))
+        profile = calibrate("cpu", seconds=SECONDS, save=False, progress=lambda part, done: parts.append((part, done)))
+    return Run(profile, parts, before == torch.get_num_threads(), (cache / "hardware").exists())
+
+
+def _figure(name: str, at: str, median: float) -> Figure:
+    return Figure(name=name, at=at, unit="GB/s", median=median, p20=median, p80=median, datasheet=None)
+
+
+def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
+    profile = on_cpu.profile
+    assert (profile.source, profile.device_type, profile.driver) == ("measured", "cpu", "none")
+    assert profile.torch_version == torch.__version__
+    names = {figure.name for figure in profile.figures}
+    assert names == {
+        *("matmul", "device copy", "h2d", "d2h", "both ways", "host DRAM"),
+        *("host AdamW", "device AdamW", "flatten", "pack"),
+    }
+    tried = [figure.at for figure in profile.figures if figure.name == "host AdamW"]
+    assert tried == [f"{count} threads" for count in thread_counts(usable_cores())]
+    assert all(0 < figure.p20 <= figure.median <= figure.p80 for figure in profile.figures)
+    assert profile.streamed_adam_gparams is profile.pinning_gbps is profile.all_gather_gbps is None
+    assert HardwareProfile.from_json(profile.to_json()) == profile
+
+
+def test_the_planner_gets_the_largest_size_and_the_best_way(on_cpu: Run) -> None:
+    profile = on_cpu.profile
+
+    def rates(name: str) -> list[float]:
+        return [figure.median for figure in profile.figures if figure.name == name]
+
+    for field, name in (("h2d_gbps", "h2d"), ("d2h_gbps", "d2h"), ("bidirectional_gbps", "both ways")):
+        assert len(rates(name)) > 1
+        assert getattr(profile, field) == rates(name)[-1]
+    for field, name in (("host_dram_gbps", "host DRAM"), ("host_adam_gparams", "host AdamW"), ("pack_gbps", "pack")):
+        assert getattr(profile, field) == max(rates(name))
+
+
+def test_what_runs_together_is_measured_together(on_cpu: Run) -> None:
+    groups = {group.activities: group.shares for group in on_cpu.profile.contention}
+    assert list(groups) == [group for group in groups_on(CPU) if len(group) > 1]
+    assert ("h2d", "d2h", "host_adam", "matmul") in groups
+    everything = groups["h2d", "d2h", "host_adam", "matmul"]
+    # Four activities that each keep a core or more busy can't all go on as if they were alone.
+    assert all(share > 0 for shares in groups.values() for share in shares)
+    assert min(everything) < 0.95
+
+
+def test_progress_reaches_the_end_and_settings_come_back(on_cpu: Run) -> None:
+    done = [share for _, share in on_cpu.parts]
+    assert done == sorted(done)
+    assert done[0] == 0.0
+    assert on_cpu.parts[-1] == ("done", 1.0)
+    assert done[-2] > 0.9, "the last stage starts near the end"
+    assert on_cpu.threads_restored
+    assert not on_cpu.kept, "save=False"
+
+
+def test_small_sizes_are_told(on_cpu: Run) -> None:
+    assert any("so little time that tensors of" in line for line in on_cpu.profile.warnings)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan")])
+def test_a_duration_that_is_none_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="seconds must be more than 0, not"):
+        calibrate("cpu", seconds=seconds)
+
+
+def test_a_device_that_is_neither_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be a CUDA GPU or the CPU, not meta"):
+        calibrate("meta")
+
+
+def test_the_differences_of_two_runs() -> None:
+    def profile(copy: float, share: float) -> HardwareProfile:
+        return HardwareProfile.from_dict(
+            {
+                **PLAIN.to_dict(),
+                "figures": [_figure("h2d", "1 MiB", copy).to_dict(), _figure("d2h", "1 MiB", 9.0).to_dict()],
+                "contention": [{"activities": ["h2d", "d2h"], "shares": [share, 1.0]}],
+            }
+        )
+
+    assert differences(profile(10.0, 0.5), profile(10.4, 0.51)) == []
+    assert differences(profile(10.0, 0.5), profile(9.0, 0.5)) == ["h2d, 1 MiB: 10, then 9 (-10.0%)"]
+    assert differences(profile(10.0, 0.5), profile(10.0, 0.6)) == ["share of h2d in h2d + d2h: 0.5, then 0.6 (+20.0%)"]
+
+
+def test_a_share_is_that_of_the_most_crowded_group_known() -> None:
+    groups = (
+        Contention(activities=("h2d", "host_adam"), shares=(0.8, 0.9)),
+        Contention(activities=("h2d", "d2h", "host_adam"), shares=(0.6, 0.7, 0.5)),
+    )
+    profile = HardwareProfile.from_dict({**PLAIN.to_dict(), "contention": [group.to_dict() for group in groups]})
+    assert profile.share("h2d", ["host_adam"]) == 0.8
+    assert profile.share("host_adam", ["h2d", "d2h", "matmul"]) == 0.5
+    assert profile.share("h2d", []) == profile.share("matmul", ["h2d"]) == 1.0
+
+
+PLAIN = HardwareProfile(
+    name="a card",
+    device_type="cuda",
+    device_bytes=GIB,
+    host_bytes=GIB,
+    cpu_threads=4,
+    matmul_tflops=1.0,
+    device_copy_gbps=1.0,
+    h2d_gbps=1.0,
+    d2h_gbps=1.0,
+    bidirectional_gbps=1.0,
+    host_dram_gbps=1.0,
+    host_adam_gparams=1.0,
+    device_adam_gparams=1.0,
+    source="measured",
+)
+
+
+def test_a_spread_is_a_median_and_two_quantiles() -> None:
+    spread = spread_of([5.0, 1.0, 3.0, 2.0, 4.0, 6.0])
+    assert (spread.p20, spread.median, spread.p80) == (2.0, 3.5, 5.0)
+    assert spread_of([7.0]).median == spread_of([7.0]).p80 == 7.0
+
+
+def test_a_rate_is_work_over_time() -> None:
+    durations = durations_s(lambda: time.sleep(0.005), CPU, budget_s=0.05)
+    assert len(durations) >= 5
+    figure = figure_of("naps", durations, 10.0, "naps/s", at="here", datasheet=4000.0)
+    assert 1000 < figure.median <= 2000
+    assert (figure.title, figure.unit, figure.datasheet) == ("naps, here", "naps/s", 4000.0)
+
+
+def _naps(name: str, lock: threading.Lock | None = None) -> Activity:
+    """Units of 10 ms that cost no core, so that a busy machine disturbs them little."""
+
+    def run() -> None:
+        with lock if lock is not None else contextlib.nullcontext():
+            time.sleep(0.01)
+        time.sleep(0.001)  # lets the other have the lock
+
+    return Activity(name=name, run=run)
+
+
+def test_what_shares_nothing_keeps_its_rate_and_what_shares_all_has_half() -> None:
+    alone = units_per_second([_naps("a")], duration_s=0.4)["a"]
+    assert 30 < alone < 91
+    apart = units_per_second([_naps("a"), _naps("b")], duration_s=0.4)
+    assert min(apart.values()) > 0.75 * alone
+    lock = threading.Lock()
+    shared = units_per_second([_naps("a", lock), _naps("b", lock)], duration_s=0.4)
+    assert 0.35 * alone < min(shared.values()) <= max(shared.values()) < 0.72 * alone
+
+
+def test_an_activity_that_fails_ends_all() -> None:
+    def fail() -> None:
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        units_per_second([_naps("a"), Activity(name="b", run=fail)], duration_s=60.0)
+    runs: list[int] = []
+
+    def fail_later() -> None:
+        runs.append(1)
+        if len(runs) > 5:
+            raise RuntimeError("later")
+
+    with pytest.raises(RuntimeError, match="later"):
+        units_per_second([_naps("a"), Activity(name="b", run=fail_later)], duration_s=60.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int16, torch.uint8])
+def test_what_is_measured_on_is_random(dtype: torch.dtype) -> None:
+    tensor = random_tensor(3_000_001, dtype, CPU)
+    assert tensor.numel() == 3_000_001
+    for piece in (tensor[:1000], tensor[1_500_000:1_501_000], tensor[-1000:]):
+        assert piece.unique().numel() > 100
+        assert torch.count_nonzero(piece) > 950
+    assert random_tensor(1000, torch.float32, CPU, positive=True).min() >= 0
+
+
+def test_a_chunk_is_updated_by_its_step() -> None:
+    chunk = AdamChunk.on(CPU, 1024)
+    before = chunk.weight.float() * 65536 + chunk.master.float()
+    chunk.update(threads=1)
+    after = chunk.weight.float() * 65536 + chunk.master.float()
+    assert torch.isfinite(chunk.exp_avg).all()
+    assert (before != after).float().mean() > 0.9
+
+
+def test_thread_counts_and_the_fewest_that_are_best() -> None:
+    assert thread_counts(1) == [1]
+    assert thread_counts(4) == [1, 2, 4]
+    assert thread_counts(16) == [1, 2, 4, 8, 14, 16]
+    rates = {1: 1.0, 2: 1.9, 4: 2.95, 8: 3.0}
+    assert best_threads({count: _figure("host AdamW", "", rate) for count, rate in rates.items()}) == 4
+
+
+def _effort(seconds: float = 30.0, host_gib: float = 64.0, device_gib: float = 64.0) -> Effort:
+    return Effort(seconds=seconds, host_room_bytes=int(host_gib * GIB), device_room_bytes=int(device_gib * GIB))
+
+
+def test_sizes_go_with_time_and_room() -> None:
+    full = _effort()
+    assert full.transfer_bytes == [2**bit * 1024**2 for bit in range(9)], "1 to 256 MiB"
+    assert full.tensor_bytes == GIB
+    shrink: list[Callable[[], Effort]] = [
+        lambda: _effort(seconds=3.0),
+        lambda: _effort(host_gib=1.2),
+        lambda: _effort(device_gib=1.2),
+    ]
+    for make in shrink:
+        assert make().size == pytest.approx(0.1)
+        assert make().transfer_bytes[-1] == 16 * 1024**2
+    assert _effort(seconds=90.0).size == 1.0
+    tiny = _effort(seconds=0.001)
+    assert (tiny.transfer_bytes, tiny.hidden, tiny.tensor_bytes) == ([1024**2], 128, 1024**2)
+    assert padded(tiny.adam_elements) == tiny.adam_elements
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured() -> None:
+    begin = time.perf_counter()
+    measured = calibrate("cuda", save=False)
+    assert time.perf_counter() - begin < 60
+    assert measured.device_type == "cuda"
+    assert measured.matmul_tflops > 10
+    assert measured.h2d_gbps < measured.device_copy_gbps
+    assert measured.bidirectional_gbps < 1.1 * (measured.h2d_gbps + measured.d2h_gbps)
+    assert 0.5 < measured.device_adam_gparams * 26 / measured.device_copy_gbps < 1.2
+    assert measured.streamed_adam_gparams is not None
+    assert 0 < measured.streamed_adam_gparams < measured.device_adam_gparams
+    assert measured.pinning_gbps
+    found = {group.activities for group in measured.contention}
+    assert found == {group for group in groups_on(torch.device("cuda")) if len(group) > 1}
+    assert 0.2 < measured.share("host_adam", ["h2d", "d2h"]) < 1.05
+    assert measured.share("matmul", ["h2d", "d2h"]) > 0.7

@@ -1,0 +1,171 @@
+"""What calibration warns about: the link, clocks, threads, and memory that can't be pinned."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from protrain.hardware.calibration.doubts import clock_doubts, link_doubts, pinning_doubts, thread_doubts
+from protrain.hardware.calibration.host_memory import pinned
+from protrain.hardware.nvml import GpuFacts, card_facts
+from protrain.hardware.profile import Figure
+
+UUID = "GPU-0b1c"
+
+
+class FakeError(Exception):
+    pass
+
+
+def _refuse(*arguments: object) -> int:
+    raise FakeError("not supported")
+
+
+def _fake(**answers: Callable[..., object]) -> types.ModuleType:
+    """A management library with one healthy card on a PCI Express 5 x16 link, but for ``answers``."""
+    module = types.ModuleType("pynvml")
+
+    def handle(identifier: str) -> str:
+        if identifier != UUID:
+            raise FakeError("no such card")
+        return "handle"
+
+    known: dict[str, Callable[..., object]] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetHandleByUUID": handle,
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+        "nvmlDeviceGetCurrPcieLinkGeneration": lambda card: 5,
+        "nvmlDeviceGetMaxPcieLinkGeneration": lambda card: 5,
+        "nvmlDeviceGetCurrPcieLinkWidth": lambda card: 16,
+        "nvmlDeviceGetMaxPcieLinkWidth": lambda card: 16,
+        "nvmlDeviceGetClockInfo": lambda card, kind: 1700,
+        "nvmlDeviceGetMaxClockInfo": lambda card, kind: 1980,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda card: 0x04,  # the power limit, as under any full load
+    }
+    vars(module).update({**known, **answers, "NVMLError": FakeError})
+    return module
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GpuFacts | None]:
+    """Facts of the fake card, with other answers."""
+
+    def facts(**answers: Callable[..., object]) -> GpuFacts | None:
+        monkeypatch.setitem(sys.modules, "pynvml", _fake(**answers))
+        return card_facts(UUID)
+
+    return facts
+
+
+def test_a_healthy_card_raises_no_doubt(library: Callable[..., GpuFacts]) -> None:
+    facts = library()
+    assert facts == GpuFacts(
+        driver="580.1",
+        pcie_generation=5,
+        pcie_width=16,
+        pcie_generation_max=5,
+        pcie_width_max=16,
+        clock_mhz=1700,
+        clock_max_mhz=1980,
+        throttled=False,
+    )
+    assert link_doubts(facts) == clock_doubts(STEADY, facts) == []
+
+
+def test_a_narrow_or_slow_link_is_told(library: Callable[..., GpuFacts]) -> None:
+    narrow = link_doubts(library(nvmlDeviceGetCurrPcieLinkWidth=lambda card: 8))
+    assert len(narrow) == 1
+    assert "runs at width x8 while it copies, and card and slot allow x16: check slot" in narrow[0]
+    slow = link_doubts(
+        library(nvmlDeviceGetCurrPcieLinkGeneration=lambda card: 3, nvmlDeviceGetCurrPcieLinkWidth=lambda card: 4)
+    )
+    assert len(slow) == 2
+    assert "runs at generation 3" in slow[0]
+
+
+def test_what_a_virtual_machine_hides_raises_no_doubt(library: Callable[..., GpuFacts]) -> None:
+    facts = library(
+        nvmlDeviceGetCurrPcieLinkWidth=_refuse,
+        nvmlDeviceGetMaxPcieLinkGeneration=_refuse,
+        nvmlDeviceGetCurrentClocksThrottleReasons=_refuse,
+    )
+    assert facts.pcie_width is facts.pcie_generation_max is None
+    assert link_doubts(facts) == clock_doubts(STEADY, facts) == []
+
+
+def test_without_the_library_its_driver_or_the_card_nothing_is_known(
+    library: Callable[..., GpuFacts | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert library(nvmlInit=_refuse) is None
+    assert library(nvmlDeviceGetHandleByUUID=_refuse) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert card_facts(UUID) is None
+    assert link_doubts(None) == clock_doubts(STEADY, None) == []
+
+
+def _rate(median: float, p20: float | None = None, p80: float | None = None) -> Figure:
+    return Figure(
+        name="matmul", at="", unit="TFLOP/s", median=median, p20=p20 or median, p80=p80 or median, datasheet=None
+    )
+
+
+STEADY = _rate(700.0, 695.0, 705.0)
+
+
+def test_a_card_that_slows_itself_down_is_told(library: Callable[..., GpuFacts]) -> None:
+    for fault in (0x08, 0x20, 0x40, 0x80):
+        facts = library(
+            nvmlDeviceGetCurrentClocksThrottleReasons=lambda card, fault=fault: fault,
+            nvmlDeviceGetClockInfo=lambda card, kind: 900,
+        )
+        (line,) = clock_doubts(STEADY, facts)
+        assert "slows itself down at 900 of 1980 MHz" in line
+    unknown = replace(facts, clock_mhz=None)
+    assert "slows itself down, by heat" in clock_doubts(STEADY, unknown)[0]
+
+
+def test_unstable_clocks_are_told() -> None:
+    (line,) = clock_doubts(_rate(700.0, 600.0, 710.0), None)
+    assert "clocks are unstable: matrix products ran at 600 to 710 TFLOP/s" in line
+
+
+def test_too_few_threads_are_told() -> None:
+    growing = {1: _rate(1.0), 2: _rate(2.0), 4: _rate(4.0)}
+    (line,) = thread_doubts(growing, 400.0, torch_threads=4, cores=4, beside_gpu=True)
+    assert "too few cores: AdamW on the host takes 104 of 400 GB/s of memory with all 4" in line
+    full = {1: _rate(3.0), 2: _rate(6.0), 4: _rate(6.1)}
+    for rates, dram, beside_gpu in ((full, 165.0, True), (growing, 110.0, True), (growing, 400.0, False)):
+        assert thread_doubts(rates, dram, torch_threads=4, cores=4, beside_gpu=beside_gpu) == []
+    (line,) = thread_doubts(full, 165.0, torch_threads=1, cores=4, beside_gpu=True)
+    assert "torch uses 1 of the 4 cores of this process: unset OMP_NUM_THREADS" in line
+
+
+def test_memory_that_cannot_be_pinned_is_told() -> None:
+    assert pinning_doubts([True, True]) == []
+    (line,) = pinning_doubts([True, False])
+    assert "raise the limit of locked memory (ulimit -l" in line
+
+
+def test_memory_is_given_back_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.zeros(8) for _ in range(3)]
+    refused = tensors[1].data_ptr()
+    given_back: list[int] = []
+    driver = types.SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: 1 if address == refused else 0,
+        cudaHostUnregister=given_back.append,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "ones", lambda *size, device: None)  # the launch that clears the driver's error
+    with pinned(*tensors, device=torch.device("cuda", 0)) as accepted:
+        assert not accepted
+        assert given_back == []
+    assert given_back == [tensors[0].data_ptr()]
+    with pinned(tensors[2], device=torch.device("cuda", 0)) as accepted:
+        assert accepted

@@ -1,0 +1,126 @@
+"""Calibrated profiles are found again on the machine that they were measured on, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protrain.hardware import HardwareProfile, detect
+from protrain.hardware.cache import Machine, cached, store
+from protrain.hardware.calibration import calibrate_twice
+from protrain.hardware.detect import assume
+from protrain_kernels.cache import cache_folder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("PROTRAIN_CACHE")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "protrain" / "hardware"
+
+
+def _measured(machine: Machine) -> HardwareProfile:
+    return replace(assume(CPU), source="measured", host_adam_gparams=0.123, **vars(machine))
+
+
+def test_detect_goes_by_what_was_calibrated_last(cache: Path) -> None:
+    assert detect("cpu").source == "detected"
+    first, second = calibrate_twice("cpu", seconds=0.1)
+    titles = [[figure.title for figure in profile.figures] for profile in (first, second)]
+    assert titles[0] == titles[1]
+    assert first.figures != second.figures
+    assert len(list(cache.iterdir())) == 1
+    found = detect("cpu", device_memory="24MiB")
+    assert (found.source, found.figures, found.contention) == ("measured", second.figures, second.contention)
+    assert found.host_adam_gparams == second.host_adam_gparams
+    assert found.device_bytes == 24 * 1024**2, "sizes are those of now"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"name": "NVIDIA B300"},
+        {"driver": "999.1"},
+        {"torch_version": "2.99.0"},
+        {"world_size": 2},
+        {"processor": "another"},
+        {"cpu_threads": 1024},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_another_machine_is_not_this_one(changed: dict[str, Any], cache: Path) -> None:
+    here = Machine.of(CPU)
+    other = replace(here, **changed)
+    store(_measured(other), other)
+    assert len(list(cache.iterdir())) == 1
+    assert cached(CPU) is None
+    # Nor does a file that was renamed to this machine's pass for its profile.
+    other.path.rename(here.path)
+    assert cached(CPU) is None
+    mine = _measured(here)
+    store(mine, here)
+    assert cached(CPU) == mine
+
+
+def test_a_run_of_two_processes_has_its_own_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Machine.of(CPU)
+    store(_measured(here), here)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cached(CPU) is None
+    assert detect("cpu").source == "detected"
+
+
+def test_a_file_that_cannot_be_read_counts_as_absent() -> None:
+    here = Machine.of(CPU)
+    store(_measured(here), here)
+    data = json.loads(here.path.read_text())
+    here.path.write_text(json.dumps({**data, "of_the_future": 1}))
+    assert cached(CPU) is None
+    here.path.write_text("{")
+    assert detect("cpu").source == "detected"
+
+
+def test_a_profile_of_the_earlier_form_loads() -> None:
+    whole = _measured(Machine.of(CPU)).to_dict()
+    later = [name for name in whole if name.startswith(("streamed", "pinning", "contention", "figures", "driver"))]
+    earlier = HardwareProfile.from_dict({name: value for name, value in whole.items() if name not in later})
+    assert (earlier.contention, earlier.streamed_adam_gparams, earlier.driver) == ((), None, "")
+
+
+def test_nothing_is_read_or_kept_where_the_cache_is_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Machine.of(CPU)
+    store(_measured(here), here)
+    monkeypatch.setenv("PROTRAIN_CACHE", "0")
+    assert cached(CPU) is None
+    here.path.unlink()
+    store(_measured(here), here)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_home_that_cannot_be_written_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path / "file" / "inside"))
+    here = Machine.of(CPU)
+    store(_measured(here), here)
+    assert cached(CPU) is None
+
+
+def test_the_folder_is_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder() == tmp_path / "protrain"
+    for switch in ("0", "1", ""):
+        monkeypatch.setenv("PROTRAIN_CACHE", switch)
+        assert cache_folder() == tmp_path / "protrain"
+    monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path / "mine"))
+    assert cache_folder() == tmp_path / "mine"
+    monkeypatch.delenv("PROTRAIN_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "protrain"

@@ -1,0 +1,75 @@
+"""The printed form of a calibration: every figure, its share of the datasheet where there is one, and warnings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from protrain.hardware import load
+from protrain.hardware.calibration import report
+from protrain.hardware.datasheet import of_card, pcie_gbps
+from protrain.hardware.profile import Contention, Figure
+
+
+def _figure(name: str, median: float, datasheet: float | None, at: str = "") -> Figure:
+    return Figure(name=name, at=at, unit="GB/s", median=median, p20=0.9 * median, p80=1.1 * median, datasheet=datasheet)
+
+
+PROFILE = replace(
+    load("h100"),
+    source="measured",
+    driver="580.1",
+    torch_version="2.13.0",
+    processor="a processor",
+    host_adam_threads=14,
+    figures=(
+        _figure("device copy", 3000.0, 3350.0, at="kernel"),
+        _figure("h2d", 55.0, 63.0, at="16.0 MiB"),
+        _figure("host DRAM", 170.0, None),
+    ),
+    contention=(Contention(activities=("h2d", "host_adam"), shares=(0.625, 0.5)),),
+    warnings=("something is odd",),
+)
+
+
+def test_each_figure_has_its_percent_where_a_datasheet_is_known() -> None:
+    lines = {line.split("  ")[0]: line for line in report(PROFILE).splitlines() if line}
+    assert lines["device copy"].split() == ["device", "copy", "kernel", "3,000", "2,700", "3,300", "GB/s", "89.6%"]
+    assert lines["h2d"].endswith("87.3%")
+    assert lines["host DRAM"].endswith("GB/s"), "no promise, no percent"
+    assert lines["h2d + host_adam"].endswith("h2d 62%, host_adam 50%")
+    assert report(PROFILE).splitlines()[-1] == "warning: something is odd"
+    assert "best with 14 threads" in report(PROFILE)
+    assert "driver 580.1, torch 2.13.0" in report(PROFILE)
+
+
+def test_without_contention_or_warnings_there_is_no_empty_table() -> None:
+    plain = report(replace(PROFILE, contention=(), warnings=()))
+    assert "together" not in plain
+    assert "warning" not in plain
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gbps", "matmul_tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 3350, 989),
+        ("NVIDIA H100 PCIe", 2000, 756),
+        ("NVIDIA H200", 4800, 989),
+        ("NVIDIA A100-SXM4-80GB", 2039, 312),
+        ("NVIDIA A100-PCIE-40GB", 1555, 312),
+        ("NVIDIA GeForce RTX 3090", 936, 71),
+        ("NVIDIA GeForce RTX 3090 Ti", 1008, 80),
+    ],
+)
+def test_cards_are_known_by_the_drivers_name(name: str, memory_gbps: float, matmul_tflops: float) -> None:
+    sheet = of_card(name)
+    assert sheet is not None
+    assert (sheet.memory_gbps, sheet.matmul_tflops) == (memory_gbps, matmul_tflops)
+
+
+def test_an_unknown_card_or_link_promises_nothing() -> None:
+    assert of_card("NVIDIA Future 1") is None
+    assert pcie_gbps(5, 16) == pytest.approx(63.0, rel=0.01)
+    assert pcie_gbps(4, 8) == pytest.approx(15.75, rel=0.01)
+    assert pcie_gbps(None, 16) is pcie_gbps(4, None) is pcie_gbps(9, 16) is None
