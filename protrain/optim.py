@@ -412,6 +412,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
         def on_host() -> None:
             chunk.offloaded.wait()
+            chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
             if scale is not None:
                 self._host_scale_ready.wait()
             update(gradients.host_gradient(chunk), None if scale is None else self._host_scale)

@@ -203,3 +203,4 @@ class BufferPool:
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
         self.fetches += 1
         self.streams.upload(buffer.memory[: chunk.elements], chunk.weight, after=buffer.free, done=buffer.loaded)
+        self.streams.upload_reached(chunk.uploaded)

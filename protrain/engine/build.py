@@ -56,8 +56,7 @@ def build_engine(
     layout = pack(profile, plan.chunk_elements)
     streams = streams_for(device)
     arena = Arena(pinned=device.type == "cuda")
-    marks = [streams.mark() for _ in layout.chunks]
-    chunks = make_chunks(layout, dtype, device, arena, n_persist=plan.n_persist, marks=marks)
+    chunks = make_chunks(layout, dtype, device, arena, streams, n_persist=plan.n_persist)
     named = dict(model.named_parameters())
     parameters = [named[record.name] for record in profile.parameters]
     members = make_members(profile, layout, chunks, parameters)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.engine.arena import Arena, aligned
-from protrain.engine.streams import Mark
+from protrain.engine.streams import Mark, Streams
 from protrain.engine.update import Job
 from protrain.errors import MisuseError
 from protrain.planning.layout import ChunkRecord, Layout
@@ -60,6 +60,7 @@ class Chunk:
     exp_avg_sq: Tensor | None
     grad: Tensor | None
     offloaded: Mark  # the last gradient offload into ``grad`` is complete
+    uploaded: Mark  # the last upload has read ``weight``
     members: list[Member] = field(default_factory=list)
     landing: Tensor | None = None  # host memory where offloaded gradients arrive: ``grad`` of a non-persistent chunk
     accumulator: Tensor | None = None  # fp32 gradients, once a step has had more than one backward
@@ -92,12 +93,12 @@ def state_sizes(record: ChunkRecord, dtype: torch.dtype) -> list[int]:
 
 
 def make_chunks(
-    layout: Layout, dtype: torch.dtype, device: torch.device, arena: Arena, *, n_persist: int, marks: list[Mark]
+    layout: Layout, dtype: torch.dtype, device: torch.device, arena: Arena, streams: Streams, *, n_persist: int
 ) -> list[Chunk]:
     """All chunks, states zeroed. The arena is reserved for the non-persistent ones in one piece."""
     arena.reserve(sum(aligned(size) for record in layout.chunks[n_persist:] for size in state_sizes(record, dtype)))
     chunks = []
-    for record, mark in zip(layout.chunks, marks, strict=True):
+    for record in layout.chunks:
         persistent = record.index < n_persist
         states: dict[str, Tensor] = {}
         memory = torch.zeros(sum(state_sizes(record, dtype)), dtype=torch.uint8, device=device) if persistent else None
@@ -120,7 +121,8 @@ def make_chunks(
                 exp_avg_sq=states.get("exp_avg_sq"),
                 grad=states.get("grad"),
                 landing=None if persistent else states.get("grad"),
-                offloaded=mark,
+                offloaded=streams.mark(),
+                uploaded=streams.mark(),
             )
         )
     return chunks

@@ -59,6 +59,9 @@ class Streams:
         """Copy device ``source`` into host ``target`` once ``after`` is reached, then place ``done``."""
         target.copy_(source)
 
+    def upload_reached(self, mark: Mark) -> None:
+        """Place ``mark`` at the current end of the upload stream."""
+
     def offload_reached(self, mark: Mark) -> None:
         """Place ``mark`` at the current end of the offload stream."""
 
@@ -107,6 +110,11 @@ class CudaStreams(Streams):
     @override
     def offload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
         self._copy(self.d2h, target, source, after, done)
+
+    @override
+    def upload_reached(self, mark: Mark) -> None:
+        assert isinstance(mark, _CudaMark)
+        mark.event.record(self.h2d)
 
     @override
     def offload_reached(self, mark: Mark) -> None:

@@ -139,7 +139,7 @@ class _Run:
             self._loaded[fetch.chunk] = self._do(
                 UP, f"chunk {fetch.chunk}", earliest, self._step.upload_ms[fetch.chunk]
             )
-        return max((self._loaded[chunk] for chunk in visit.chunks), default=0.0)
+        return max((self._loaded.get(chunk, 0.0) for chunk in visit.chunks), default=0.0)  # frozen ones may stay
 
     def _compute(self, visit: Visit, earliest: float) -> None:
         end = self._do(GPU, visit.name, earliest, visit.compute_ms)

@@ -65,6 +65,7 @@ def make_chunk(index: int, update: Job | None = None) -> Chunk:
         exp_avg_sq=None,
         grad=None,
         offloaded=streams.mark(),
+        uploaded=streams.mark(),
         update=update,
     )
 

@@ -164,6 +164,32 @@ def test_inputs_get_their_gradients(device: torch.device) -> None:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), str(spec)
 
 
+def test_an_evaluation_after_backward_has_the_old_weights(device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer) -> list[Tensor]:
+        outputs = []
+        torch.manual_seed(1)
+        for batch in batches():
+            inputs = batch[0].to(device)  # a copy from pageable memory would wait for what is to lag behind
+            default_loss(model, (inputs,)).backward()
+            model.eval()
+            if device.type == "cuda":
+                # The device lags behind: its uploads of weights come after the host could have updated them.
+                torch.cuda._sleep(100_000_000)
+            with torch.no_grad():
+                outputs.append(model(inputs))
+            model.train()
+            optimizer.step()
+            optimizer.zero_grad()
+        return outputs
+
+    plain = make()
+    expected = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
+    for spec in FEW_PLANS:
+        model = make()
+        found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device, dtype=torch.bfloat16))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), str(spec)
+
+
 @pytest.mark.parametrize("retain", [False, True])
 def test_several_backwards_of_one_forward(retain: bool, device: torch.device) -> None:
     def run(model: nn.Module, optimizer: Trainer) -> dict[str, Tensor]:

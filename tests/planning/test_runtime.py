@@ -93,6 +93,14 @@ def test_checkpointing_adds_a_forward() -> None:
     assert step_ms(profile, (CKPT, CKPT, NONE, NONE), 4, 0) - step_ms(profile, (NONE,) * 4, 4, 0) == pytest.approx(6.0)
 
 
+def test_frozen_chunks_stay_in_their_buffers() -> None:
+    profile = make_profile(3.0, 6.0)
+    frozen = tuple(replace(record, group=-1) for record in profile.parameters)
+    resident = step_ms(replace(profile, parameters=frozen), (NONE,) * 4, 0, 4)
+    assert resident == pytest.approx(4 * 9.0, rel=1e-4)
+    assert step_ms(replace(profile, parameters=frozen), (NONE,) * 4, 0, 1) > resident + MOVE
+
+
 def test_slow_blocks_hide_transfers_but_not_the_first_update() -> None:
     # Its gradient comes last: down, updated, up; the others follow under forward.
     expected = MOVE + UPDATE + MOVE + 4 * 9.0
