@@ -47,33 +47,30 @@ class States:
             weight = master.to(dtype)
         return cls(weight, master, normal(1e-4), normal(1e-4).square_(), normal(1e-3).to(dtype))
 
-    def to(self, device: torch.device) -> States:
-        """Copies on ``device``."""
-        master = None if self.master is None else self.master.to(device, copy=True)
-        own = (self.weight, self.exp_avg, self.exp_avg_sq, self.grad)
-        weight, exp_avg, exp_avg_sq, grad = (tensor.to(device, copy=True) for tensor in own)
-        return States(weight, master, exp_avg, exp_avg_sq, grad)
-
-    def on_host(self, arena: Arena) -> States:
-        """Copies in memory of ``arena``."""
-
-        def copied(tensor: Tensor) -> Tensor:
-            return arena.take(tensor.numel(), tensor.dtype).copy_(tensor)
-
-        master = None if self.master is None else copied(self.master)
-        return States(copied(self.weight), master, *map(copied, (self.exp_avg, self.exp_avg_sq, self.grad)))
-
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
         """In the order of ``protrain_kernels.adam``."""
         return self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad
 
+    def at(self, place: slice) -> States:
+        """Views of a part."""
+        return self._each(lambda tensor: tensor[place])
+
     def part(self, place: slice) -> States:
-        """Copies of a part."""
-        master = None if self.master is None else self.master[place].clone()
-        own = (self.weight, self.exp_avg, self.exp_avg_sq, self.grad)
-        weight, exp_avg, exp_avg_sq, grad = (tensor[place].clone() for tensor in own)
-        return States(weight, master, exp_avg, exp_avg_sq, grad)
+        """Copies of a part, the gradient where the weight is."""
+        return self._each(lambda tensor: tensor[place].to(self.weight.device, copy=True))
+
+    def to(self, device: torch.device) -> States:
+        """Copies on ``device``."""
+        return self._each(lambda tensor: tensor.to(device, copy=True))
+
+    def on_host(self, arena: Arena) -> States:
+        """Copies in memory of ``arena``."""
+        return self._each(lambda tensor: arena.take(tensor.numel(), tensor.dtype).copy_(tensor))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> States:
+        master = None if self.master is None else change(self.master)
+        return States(change(self.weight), master, change(self.exp_avg), change(self.exp_avg_sq), change(self.grad))
 
     def places(self) -> list[slice]:
         """Parts that a check compares: all of a small chunk, samples of a large one."""

@@ -14,7 +14,7 @@ import torch
 from bench.kernels.machine import this_machine
 from bench.kernels.roofs import Roofs
 from bench.kernels.rows import Row
-from bench.kernels.timing import ColdCache, host_timer
+from bench.kernels.timing import ColdCache, best_threads, host_timer
 
 ON_HOST = pytest.mark.benchmark(timer=host_timer, disable_gc=True)  # of tests that the host's clock times
 _LEAST_ROUNDS, _MOST_ROUNDS = 9, 100
@@ -53,7 +53,7 @@ class Recorder:
         bytes_moved: int,
         flops: int = 0,
         on_host: bool = False,
-        threads: int | None = None,
+        tune_threads: bool = False,
         run: Callable[[], object] | None,
         check: Callable[[], str],
         note: str = "",
@@ -70,7 +70,7 @@ class Recorder:
             bytes_moved: what the operator has to read and write, the same for every implementation.
             flops: floating-point operations of one call.
             on_host: whether the host's clock counts, of a test marked ``ON_HOST``; no cache is emptied then.
-            threads: of torch while ``run`` is timed.
+            tune_threads: whether to time ``run`` with the count of torch's threads that suits it best.
             run: one call; None where the verdict is all there is to know.
             check: says how the results agree with the reference, or raises AssertionError saying how they don't.
             note: what else there is to say.
@@ -95,8 +95,11 @@ class Recorder:
             return
         assert self._roofs is not None
         row["roof_gbps"] = self._roofs.measured_gbps(roof)
+        threads = best_threads(run) if tune_threads else torch.get_num_threads()
         with _torch_threads(threads):
             row |= self._figures(run, on_host)
+        if tune_threads:
+            row["note"] = f"{note}{'; ' if note else ''}{threads} threads, the fastest count"
         row["datasheet_gbps"] = self._roofs.datasheet_gbps(roof)
         done = Row(**row)
         self._rows.append(done)
@@ -139,9 +142,9 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def _torch_threads(count: int | None) -> Iterator[None]:
+def _torch_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
