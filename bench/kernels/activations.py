@@ -61,11 +61,11 @@ class _Gpt2Block(nn.Module):
         self.dropout = nn.Dropout(_DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, sequence, hidden]
-        heads = [
+        q, k, v = (
             part.view(*part.shape[:2], self._heads, -1).transpose(1, 2)
             for part in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
-        ]
-        attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        )
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.c_proj(attended.transpose(1, 2).reshape(x.shape)))
         wide = self.c_fc(self.ln_2(x))
         inner = math.sqrt(2.0 / math.pi) * (wide + 0.044715 * torch.pow(wide, 3.0))

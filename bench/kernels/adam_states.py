@@ -112,8 +112,9 @@ def expect_close(states: States, before: list[States], *, weight: bool = True) -
     return f"master within {worst:.0e}"
 
 
-def plain_step(weight: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> None:
+def plain_step(weight: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> None:
     """AdamW as one writes it in torch: 16-bit weight and gradient, fp32 master."""
+    assert master is not None
     g = grad.float()
     master.mul_(SCALARS.decay)
     exp_avg.mul_(BETA1).add_(g, alpha=1 - BETA1)

@@ -24,7 +24,7 @@ from bench.kernels.machine import this_machine
 from bench.kernels.recorder import Recorder
 from bench.kernels.report import can_draw, summary, table, write_results
 from bench.kernels.roofs import Roofs
-from bench.kernels.rows import Row, with_speedups
+from bench.kernels.rows import COMPILED, Row, with_speedups
 from bench.kernels.shapes import QUICK
 from bench.kernels.timing import ColdCache, device_timer
 
@@ -37,7 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--out", type=Path, metavar="FOLDER", help="write kernels.json, kernels.csv and roofline pictures to FOLDER"
     )
     group.addoption(
-        "--quick", action="store_true", help=f"one GPT-2 and one LLaMA shape ({', '.join(QUICK)}), and fewer rounds"
+        "--quick",
+        action="store_true",
+        help=f"only {', '.join(QUICK)}, without torch.compile, which is most of the time, and with fewer rounds",
     )
 
 
@@ -49,7 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--quick"):
-        left_out = [item for item in items if _shape(item) not in (None, *QUICK)]
+        left_out = [
+            item
+            for item in items
+            if _parameter(item, "shape") not in (None, *QUICK) or _parameter(item, "implementation") == COMPILED
+        ]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     for item in items:
@@ -57,10 +63,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.benchmark(timer=device_timer, disable_gc=True))
 
 
-def _shape(item: pytest.Item) -> str | None:
-    """The model that the item's operator takes its shape from; None where it has none."""
+def _parameter(item: pytest.Item, name: str) -> object:
+    """What a test is parametrised with; None where it has no such parameter."""
     callspec = getattr(item, "callspec", None)
-    return None if callspec is None else callspec.params.get("shape")
+    return None if callspec is None else callspec.params.get(name)
 
 
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
@@ -73,7 +79,7 @@ def pytest_benchmark_compare_machine_info(machine_info: dict[str, Any], compared
     here = machine_info["protrain"]["gpu"]
     if saved != here:
         raise pytest.UsageError(
-            f"the saved figures are of a {saved}, this machine has a {here}: compare figures of one kind of GPU"
+            f"the saved figures were taken on {saved}, this machine has {here}: compare figures of one kind of GPU"
         )
 
 
@@ -94,14 +100,15 @@ def recorder(
     request: pytest.FixtureRequest, benchmark: Any, roofs: Roofs | None, cold_cache: ColdCache | None
 ) -> Iterator[Recorder]:
     """Takes one row."""
-    budget_s = 0.15 if request.config.getoption("--quick") else 0.4
+    budget_s = 0.15 if request.config.getoption("--quick") else 0.25
     yield Recorder(benchmark, request.config.stash[_ROWS], roofs, cold_cache, budget_s=budget_s)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the next shape is another size
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    rows = with_speedups(config.stash[_ROWS])
+    recorded = config.stash[_ROWS]
+    rows = with_speedups(recorded)
     if not rows:
         return
     terminalreporter.section("kernels")

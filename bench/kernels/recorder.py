@@ -153,14 +153,14 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 def _host_seconds(run: Callable[[], object]) -> float:
     """Median time until ``run`` returns to an idle device."""
-    durations = []
-    for _ in range(15):
+    durations: list[float] = []
+    while len(durations) < _LONG_ROUNDS or (sum(durations) < _LONG_RUN_S and len(durations) < 3 * _LONG_ROUNDS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         run()
         durations.append(time.perf_counter() - begin)
     torch.cuda.synchronize()
-    return sorted(durations)[7]
+    return sorted(durations)[len(durations) // 2]
 
 
 def _device_extra_bytes(run: Callable[[], object]) -> int:

@@ -38,7 +38,7 @@ def tensor_shapes(name: str, *, whole: bool) -> list[tuple[int, ...]]:
     """
     if name == SMALL_TENSORS:
         draw = random.Random(0)
-        bf16 = [(draw.randint(1024, 100 * 1024) // 2,) for _ in range(200)]
+        bf16: list[tuple[int, ...]] = [(draw.randint(1024, 100 * 1024) // 2,) for _ in range(200)]
         return bf16 if whole else bf16[:4]
     shapes = block_parameters(SHAPES[name])
     return shapes if whole else [tuple(-(-size // _SHRINK) for size in shape) for shape in shapes]

@@ -65,5 +65,10 @@ class Places:
 
     def views(self) -> list[Tensor]:
         """The places as views of the chunk, each shaped as its tensor."""
-        pairs = zip(self.tensors, self.offsets, strict=True)
-        return [self.chunk[offset : offset + tensor.numel()].view(tensor.shape) for tensor, offset in pairs]
+        return views_of(self.chunk, self.tensors, self.offsets)
+
+
+def views_of(chunk: Tensor, tensors: list[Tensor], offsets: list[int]) -> list[Tensor]:
+    """The tensors' places as views of ``chunk``. Compiled functions make them inside: views passed in would alias."""
+    pairs = zip(tensors, offsets, strict=True)
+    return [chunk[offset : offset + tensor.numel()].view(tensor.shape) for tensor, offset in pairs]

@@ -16,15 +16,16 @@ from bench.kernels.recorder import Recorder
 from bench.kernels.roofs import DEVICE
 from bench.kernels.rows import COMPILED, EAGER, OURS
 from bench.kernels.shapes import MODELS, QUICK, SMALL_TENSORS
-from bench.kernels.tensors import Places
+from bench.kernels.tensors import Places, views_of
 from protrain_kernels import flatten_reference
 
 FOREACH = "torch._foreach_copy_ + _foreach_norm"
 FOREACH_ADD = "torch._foreach_add_ + _foreach_norm"
 
 
-def _plain(tensors: list[Tensor], views: list[Tensor], nonfinite: Tensor, *, add: bool) -> Tensor:
+def _plain(tensors: list[Tensor], chunk: Tensor, offsets: list[int], nonfinite: Tensor, *, add: bool) -> Tensor:
     """As one writes it in torch. Returns the norms of what the places hold."""
+    views = views_of(chunk, tensors, offsets)
     for tensor, view in zip(tensors, views, strict=True):
         if add:
             view.add_(tensor)
@@ -35,8 +36,9 @@ def _plain(tensors: list[Tensor], views: list[Tensor], nonfinite: Tensor, *, add
     return norms
 
 
-def _foreach(tensors: list[Tensor], views: list[Tensor], nonfinite: Tensor, *, add: bool) -> Tensor:
+def _foreach(tensors: list[Tensor], chunk: Tensor, offsets: list[int], nonfinite: Tensor, *, add: bool) -> Tensor:
     """The same with one call for all tensors. A norm is finite where the values are, short of an overflow."""
+    views = views_of(chunk, tensors, offsets)
     if add:
         torch._foreach_add_(views, tensors)
     else:
@@ -127,7 +129,6 @@ def _implementation(recorder: Recorder, places: Places, name: str, *, add: bool)
         plan = places.plan()
         ours = plan.flatten if recorder.device.type == "cuda" else plan.launch_flatten  # the CPU would run C
         return lambda: ours(places.tensors, places.chunk, places.partials, accumulate=add, nonfinite=places.nonfinite)
-    views = places.views()
     plain = _plain if name in (EAGER, COMPILED) else _foreach
     peer = compiled(recorder, plain) if name == COMPILED else plain
-    return lambda: peer(places.tensors, views, places.nonfinite, add=add)
+    return lambda: peer(places.tensors, places.chunk, places.offsets, places.nonfinite, add=add)

@@ -13,13 +13,13 @@ from bench.kernels.recorder import Recorder
 from bench.kernels.roofs import DEVICE
 from bench.kernels.rows import COMPILED, EAGER, OURS
 from bench.kernels.shapes import MODELS, SMALL_TENSORS
-from bench.kernels.tensors import Places
+from bench.kernels.tensors import Places, views_of
 
 FOREACH = "torch._foreach_copy_"
 
 
-def _plain(tensors: list[Tensor], views: list[Tensor]) -> None:
-    for tensor, view in zip(tensors, views, strict=True):
+def _plain(chunk: Tensor, tensors: list[Tensor], offsets: list[int]) -> None:
+    for tensor, view in zip(tensors, views_of(chunk, tensors, offsets), strict=True):
         tensor.copy_(view)
 
 
@@ -57,8 +57,8 @@ def _implementation(recorder: Recorder, places: Places, name: str) -> Callable[[
         plan = places.plan()
         ours = plan.unflatten if recorder.device.type == "cuda" else plan.launch_unflatten  # the CPU runs torch
         return lambda: ours(places.chunk, places.tensors)
-    views = places.views()
     if name == FOREACH:
+        views = places.views()
         return lambda: torch._foreach_copy_(places.tensors, views)
     plain = compiled(recorder, _plain) if name == COMPILED else _plain
-    return lambda: plain(places.tensors, views)
+    return lambda: plain(places.chunk, places.tensors, places.offsets)

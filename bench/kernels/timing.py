@@ -86,7 +86,7 @@ def best_threads(run: Callable[[], object]) -> int:
             if 2 * count >= whole:
                 torch.set_num_threads(count)
                 run()
-                taken_s[count] = min(_host_seconds(run) for _ in range(3))
+                taken_s[count] = min(_host_seconds(run) for _ in range(2))
     finally:
         torch.set_num_threads(whole)
     return min(taken_s, key=lambda count: taken_s[count])
