@@ -42,7 +42,7 @@ class Row(Record):
     speedup_over_compile: float | None = None
     speedup_over_best_peer: float | None = None
     best_peer: str | None = None
-    extra_memory_bytes: int | None = None  # beyond arguments and results
+    extra_memory_bytes: int | None = None  # that a call takes beyond its arguments
     note: str = ""
     machine: Machine
 

@@ -121,7 +121,7 @@ def _round_trip(tensors: list[Tensor], arena: Arena, name: str) -> Callable[[], 
 
         return ours
     if name == EAGER:  # the best that one can write: memory pinned before, one copy a tensor
-        hosts = [arena.take(tensor.numel(), tensor.dtype).view(tensor.shape) for tensor in tensors]
+        hosts = [_host_like(tensor, arena) for tensor in tensors]
         backs = [torch.empty_like(tensor) for tensor in tensors]
 
         def eager() -> list[Tensor]:
@@ -139,6 +139,12 @@ def _round_trip(tensors: list[Tensor], arena: Arena, name: str) -> Callable[[], 
         return [hooks.unpack_hook(item) for item in packed]
 
     return save_on_cpu
+
+
+def _host_like(tensor: Tensor, arena: Arena) -> Tensor:
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)  # there is nothing to pin
+    return arena.take(tensor.numel(), tensor.dtype).view(tensor.shape)
 
 
 def _copies(tensors: list[Tensor], name: str) -> Callable[[], list[Tensor]]:
