@@ -22,7 +22,7 @@ from protrain.engine.values import read_master, read_state, read_weight, write_m
 from protrain.errors import MisuseError
 from protrain.loss_scale import LossScale
 from protrain.planning.plan import Plan
-from protrain_kernels import AdamScalars, adam, adam_scalars
+from protrain_kernels import AdamScalars, adam_scalars
 
 _FORBIDDEN = ("amsgrad", "maximize", "differentiable")
 _STATES = ("exp_avg", "exp_avg_sq")
@@ -391,31 +391,19 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             if gradients.present[member.index]:
                 self._steps[member.index] += 1
 
-        def update(gradient: Tensor, factor: Tensor | None) -> None:
-            assert chunk.exp_avg is not None
-            assert chunk.exp_avg_sq is not None
-            for part, scalars in pieces:
-                adam(
-                    chunk.weight[part],
-                    None if chunk.master is None else chunk.master[part],
-                    chunk.exp_avg[part],
-                    chunk.exp_avg_sq[part],
-                    gradient[part],
-                    scalars,
-                    scale=factor,
-                    threads=engine.worker.threads,
-                )
-
+        threads = engine.worker.threads
         if chunk.persistent:
-            update(gradients.device_gradient(chunk), scale)
+            chunk.step(pieces, gradients.device_gradient(chunk), scale, threads=threads)
             return
+        gradient = gradients.host_gradient(chunk)
+        scale_ready, host_scale = (None, None) if scale is None else (self._host_scale_ready, self._host_scale)
 
-        def on_host() -> None:
+        def on_host() -> None:  # of the engine nothing: a model that is dropped must not wait for its last updates
             chunk.offloaded.wait()
             chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
-            if scale is not None:
-                self._host_scale_ready.wait()
-            update(gradients.host_gradient(chunk), None if scale is None else self._host_scale)
+            if scale_ready is not None:
+                scale_ready.wait()
+            chunk.step(pieces, gradient, host_scale, threads=threads)
 
         engine.buffers.invalidate(chunk)
         chunk.update = self._last_job = engine.worker.submit(on_host)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,15 @@ class LoadedModel:
         return self.model.config
 
 
-def load_model(name: str) -> LoadedModel:
-    """The model that MODEL names.
+def load_model(name: str, *, layers: int | None = None) -> LoadedModel:
+    """The model that MODEL names; ``layers``: a shape at another depth than its own.
 
     Raises:
         ValueError: There is no such shape or folder, it lacks weights, or transformers is not installed.
     """
     transformers = _transformers()
     if name in SHAPES:
-        shape = SHAPES[name]
+        shape = SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers)
         with protrain.empty_parameters():
             model = transformers.AutoModelForCausalLM.from_config(shape_config(shape))
         return LoadedModel(
@@ -51,6 +51,8 @@ def load_model(name: str) -> LoadedModel:
             sequence=shape.sequence,
             learning_rate=shape.learning_rate,
         )
+    if layers is not None:
+        raise ValueError(f"layers={layers}: only named shapes come at any depth ({', '.join(SHAPES)})")
     return _from_folder(name, transformers)
 
 

@@ -62,6 +62,8 @@ def build_engine(
     members = make_members(profile, layout, chunks, parameters)
     fill(members, model, blocks={block.name for block in profile.blocks}, weights=weights, device=device)
     _move_the_rest(model, {id(parameter) for parameter in parameters}, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what initialising took
     away = [chunk for chunk in chunks if not chunk.persistent]
     buffers = BufferPool(
         n_buffer=plan.n_buffer if away else 0,

@@ -21,6 +21,7 @@ from protrain.engine.update import Job
 from protrain.errors import MisuseError
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.profiler.model_profile import ModelProfile
+from protrain_kernels import AdamScalars, adam
 
 _TRANSFERRED = ("weight", "grad")  # the states of a non-persistent chunk that travel
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
@@ -74,6 +75,31 @@ class Chunk:
         if self.update is not None:
             self.update.wait()
             self.update = None
+
+    def step(
+        self, pieces: list[tuple[slice, AdamScalars]], gradient: Tensor, scale: Tensor | None, *, threads: int
+    ) -> None:
+        """AdamW on ``pieces``, runs of elements with the same hyperparameters, wherever the chunk lies.
+
+        Args:
+            pieces: the runs and what holds for them.
+            gradient: of the whole chunk, beside its states.
+            scale: factor on it, 0-d or one element, beside it.
+            threads: on the host.
+        """
+        assert self.exp_avg is not None
+        assert self.exp_avg_sq is not None
+        for part, scalars in pieces:
+            adam(
+                self.weight[part],
+                None if self.master is None else self.master[part],
+                self.exp_avg[part],
+                self.exp_avg_sq[part],
+                gradient[part],
+                scalars,
+                scale=scale,
+                threads=threads,
+            )
 
 
 def state_layout(trainable: bool, dtype: torch.dtype) -> dict[str, torch.dtype]:

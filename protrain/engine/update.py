@@ -49,6 +49,11 @@ class Job:
         if self._error is None:
             follower()
 
+    @property
+    def done(self) -> bool:
+        """Whether the work is over."""
+        return self._done.is_set()
+
     def wait(self) -> None:
         """Block until the work is done; raises what it raised."""
         self._done.wait()

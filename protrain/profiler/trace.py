@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import torch
@@ -200,6 +201,7 @@ def _durations(segments: list[Segment]) -> list[tuple[float, float]]:
 
 
 def _blocks(step: Step, durations: list[tuple[float, float]]) -> tuple[BlockRecord, ...]:
+    """What each block takes. Of blocks that are alike the median counts: a single time may hold a hiccup."""
     shared = Counter(key for use in step.blocks.values() for key in use.inputs)
     forward = dict.fromkeys(step.blocks, 0.0)
     backward = dict.fromkeys(step.blocks, 0.0)
@@ -208,6 +210,12 @@ def _blocks(step: Step, durations: list[tuple[float, float]]) -> tuple[BlockReco
             forward[segment.block] += whole
         elif segment.block is not None:
             backward[segment.block] += whole - recomputation
+    kinds: dict[object, list[str]] = {}
+    for path, use in step.blocks.items():
+        kinds.setdefault((use.flops, use.saved_bytes, use.saved_tensors, use.output_bytes), []).append(path)
+    for times in (forward, backward):
+        for alike in kinds.values():
+            times |= dict.fromkeys(alike, median(times[path] for path in alike))
     return tuple(
         BlockRecord(
             name=path,

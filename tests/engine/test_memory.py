@@ -277,6 +277,10 @@ def test_forwards_without_a_backward_leave_nothing(
 # -- dropping ----------------------------------------------------------------------------------------------------------
 
 
+def _wait(event: threading.Event) -> None:
+    event.wait()
+
+
 def _fail(engine: Engine) -> None:
     raise ArithmeticError("the error refers to this frame, and the frame to the engine")
 
@@ -292,16 +296,24 @@ def test_dropping_model_and_optimizer_frees_everything(
     train(model, optimizer, tiny_batch())
     scheduler.step()
     engine = optimizer._engine
-    engine.wait_for_updates()
+    going_on = threading.Event()
     if failed:
+        engine.wait_for_updates()
         job = engine.worker.submit(functools.partial(_fail, engine))
         with pytest.raises(ArithmeticError):
             job.wait()
         del job
     threads: list[threading.Thread] = [engine.worker._thread]
     gone = [weakref.ref(thing) for thing in (engine, engine.arena._segments[0], engine.buffers.buffers[0], model)]
-    del model, optimizer, scheduler, engine
-    gc.collect()
+    chunk = next(chunk for chunk in engine.chunks if not chunk.persistent)
+    engine.worker.submit(functools.partial(_wait, going_on))
+    model(**tiny_batch()).loss.backward()
+    optimizer.step()  # its updates come after that wait
+    assert chunk.update is not None
+    assert not chunk.update.done
+    del model, optimizer, scheduler, engine, chunk
+    threading.Timer(0.2, going_on.set).start()
+    gc.collect()  # waits for the updates and frees everything at once
     assert [reference() for reference in gone] == [None] * 4
     threads[0].join(timeout=10)
     assert not threads[0].is_alive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -342,3 +343,21 @@ def test_user_checkpoints_inside_a_block_work() -> None:
 
     traced = profile(nn.Sequential(Nested(), Nested()), (torch.randn(4, 8),))
     assert len(traced.blocks) == 2
+
+
+class _Slow(_Block):
+    """A block that may be held up."""
+
+    held_up_s = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.held_up_s)
+        return super().forward(x)
+
+
+def test_a_hiccup_in_one_of_many_alike_blocks_is_not_believed() -> None:
+    blocks = [_Slow() for _ in range(5)]
+    blocks[2].held_up_s = 0.05
+    found = profile(nn.Sequential(*blocks), (torch.randn(4, 8),))
+    assert len(found.blocks) == 5
+    assert max(block.forward_ms for block in found.blocks) < 25.0

@@ -1,0 +1,9 @@
+"""What the planner predicts, against what the machine does: ``python -m bench.planner``.
+
+cases     models, batches and limits; those that the models were tuned on and those held out
+draw      plans drawn at random from all that fit
+worker    one process per case: wraps, trains a few steps under each plan, measures
+accuracy  predictions made anew from the recorded profiles, beside what was measured
+regret    the chosen plan against others on the same machine
+picture   the scatter plot
+"""

@@ -1,0 +1,71 @@
+"""How far predictions are from measurements, over all points that ran: quantiles, tuned and held-out points apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bench.planner.results import CaseResult
+from protrain.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors(Record):
+    """Signed relative errors of predictions: 0.05 is 5% too much."""
+
+    points: int
+    time_within_5: float  # share of points
+    time_within_10: float
+    time_worst: float
+    paper_within_5: float
+    paper_within_10: float
+    paper_worst: float
+    device_median: float
+    device_lowest: float
+    device_highest: float
+    host_lowest: float
+    host_highest: float
+
+
+def errors_of(results: Iterable[CaseResult]) -> Errors | None:
+    """Over all points of ``results`` without an error; None when there is none."""
+    time, paper, device, host = [], [], [], []
+    for result in results:
+        for point in result.points:
+            if point.error:
+                continue
+            found = result.predict(point.plan)
+            time.append(found.step_ms / point.median_ms - 1)
+            paper.append(found.paper_ms / point.median_ms - 1)
+            device.append(found.device_bytes / point.reserved_bytes - 1)
+            host.append(found.host_bytes / max(1, point.host_bytes) - 1)
+    if not time:
+        return None
+    return Errors(
+        points=len(time),
+        time_within_5=_within(time, 0.05),
+        time_within_10=_within(time, 0.10),
+        time_worst=max(time, key=abs),
+        paper_within_5=_within(paper, 0.05),
+        paper_within_10=_within(paper, 0.10),
+        paper_worst=max(paper, key=abs),
+        device_median=sorted(device)[len(device) // 2],
+        device_lowest=min(device),
+        device_highest=max(device),
+        host_lowest=min(host),
+        host_highest=max(host),
+    )
+
+
+def table(results: Sequence[CaseResult]) -> str:
+    """Every point, then the quantiles."""
+    lines = [f"{result.case.name}  {result.row(point)}" for result in results for point in result.points]
+    for title, held_out in (("tuned", False), ("held out", True)):
+        found = errors_of(result for result in results if result.case.held_out is held_out)
+        if found is not None:
+            lines += ["", title, found.table()]
+    return "\n".join(lines)
+
+
+def _within(errors: list[float], limit: float) -> float:
+    return sum(abs(error) <= limit for error in errors) / len(errors)

@@ -1,0 +1,51 @@
+"""Plans drawn at random from all that fit, not only good ones: what is predicted must hold everywhere."""
+
+from __future__ import annotations
+
+import random
+
+from protrain.hardware import HardwareProfile
+from protrain.planning import MemoryModel, Plan, choose_chunk_elements, evaluate, pack
+from protrain.planning.search import block_modes
+from protrain.profiler.model_profile import ModelProfile
+
+_TRIES = 20_000
+
+
+def draw(
+    profile: ModelProfile, hardware: HardwareProfile, count: int, *, seed: int, step_during_backward: bool = False
+) -> list[Plan]:
+    """``count`` different plans, fewer where fewer fit. The same for the same seed, profile and limits.
+
+    Activations are chosen first, one kind of mode as likely as another, then the placement among what they leave room
+    for, so that small models do not yield everything persistent every time.
+    """
+    generator = random.Random(seed)
+    layout = pack(profile, choose_chunk_elements(profile))
+    memory = MemoryModel(profile, hardware, layout)
+    n_blocks, n_chunks = len(profile.blocks), len(layout.chunks)
+    found: dict[tuple[int, ...], Plan] = {}
+    for _ in range(_TRIES):
+        if len(found) == count:
+            break
+        n_swap = generator.choice([0, generator.randint(0, n_blocks)])
+        n_ckpt = generator.randint(0, n_blocks - n_swap)
+        n_persist = generator.randint(0, n_chunks)
+        least = memory.least_buffers(n_persist)
+        n_buffer = generator.randint(least, max(least, n_chunks - n_persist))
+        activations = memory.activations(block_modes(n_blocks, n_swap, n_ckpt))
+        fits = memory.device_bytes(n_persist, n_buffer, activations) <= hardware.device_bytes
+        if not fits or memory.host_bytes(n_persist, activations) > hardware.host_bytes:
+            continue
+        key = (n_persist, n_buffer, n_swap, n_ckpt)
+        if key not in found:
+            found[key] = evaluate(
+                profile,
+                hardware,
+                n_persist=n_persist,
+                n_buffer=n_buffer,
+                n_swap=n_swap,
+                n_ckpt=n_ckpt,
+                step_during_backward=step_during_backward,
+            )
+    return list(found.values())

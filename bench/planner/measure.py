@@ -1,0 +1,131 @@
+"""One plan on the machine: its step time and its memory."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import protrain
+from bench.planner.cases import Case
+from protrain.cli.models import load_model
+from protrain.compilation import compiled_blocks
+from protrain.errors import BudgetError
+from protrain.planning import Plan
+from protrain.profiler import ModelProfile, find_blocks
+from protrain.profiler.cache import cached_profile
+from protrain.records import Record
+
+_CLIP_NORM = 1.0
+_WARM_UP = 2  # steps: the first has nothing to overlap with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point(Record):
+    """A plan, and what it did. Bytes are 0 and times empty where the run failed."""
+
+    plan: Plan
+    step_ms: tuple[float, ...]  # of every timed step
+    allocated_bytes: int  # the allocator's peak
+    reserved_bytes: int  # the same with what fragmentation lost
+    host_bytes: int  # of the host arena
+    wrap_s: float
+    error: str = ""
+
+    @property
+    def median_ms(self) -> float:
+        """Of the timed steps."""
+        return statistics.median(self.step_ms)
+
+
+def build(case: Case) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+    """Model without memory, optimizer, and a batch of random tokens."""
+    loaded = load_model(case.shape, layers=case.layers)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(loaded.config.vocab_size, (case.batch, case.sequence), generator=generator)
+    optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-4, weight_decay=0.1)
+    return loaded.model, optimizer, {"input_ids": ids, "labels": ids}
+
+
+def profiled(case: Case, device: torch.device) -> ModelProfile:
+    """The profile that wrapping makes its plan from."""
+    model, optimizer, batch = build(case)
+    paths = find_blocks(model) if case.compile else []
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with compiled_blocks([model.get_submodule(path) for path in paths]):
+        return cached_profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
+
+
+def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int) -> Point:
+    """Wrap under ``plan`` (None: the planner's), train, and say what it took."""
+    gc.collect()
+    model, optimizer, batch = build(case)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    start = time.perf_counter()
+    wrapped, trainer = protrain.wrap(
+        model,
+        optimizer,
+        example_batch=batch,
+        device=device,
+        device_memory=case.device_memory,
+        host_memory=case.host_memory,
+        plan=plan,
+        compile=case.compile,
+        step_during_backward=not case.clip,
+        progress=False,
+    )
+    wrap_s = time.perf_counter() - start
+    error = ""
+    durations_ms: tuple[float, ...] = ()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        durations_ms = _train(wrapped, trainer, batch, device, clip=case.clip, steps=steps)
+    except (torch.OutOfMemoryError, BudgetError) as failure:
+        error = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
+    report = trainer.report()
+    return Point(
+        plan=trainer.plan,
+        step_ms=durations_ms,
+        allocated_bytes=report.device_bytes,
+        reserved_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else report.device_bytes,
+        host_bytes=report.host_bytes,
+        wrap_s=wrap_s,
+        error=error,
+    )
+
+
+def _train(
+    model: Any, optimizer: Any, batch: dict[str, torch.Tensor], device: torch.device, *, clip: bool, steps: int
+) -> tuple[float, ...]:
+    """Milliseconds between the beginnings of steps, by the device's own clock."""
+    starts: list[Any] = []
+    for _ in range(_WARM_UP + steps + 1):
+        starts.append(_now(device))
+        if len(starts) == _WARM_UP + steps + 1:
+            break
+        model(**batch).loss.backward()
+        if clip:
+            optimizer.clip_grad_norm_(_CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        times = [first.elapsed_time(second) for first, second in pairwise(starts)]
+    else:
+        times = [(second - first) * 1e3 for first, second in pairwise(starts)]
+    return tuple(times[_WARM_UP:])
+
+
+def _now(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

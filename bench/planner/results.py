@@ -1,0 +1,80 @@
+"""What was measured, and the predictions of today's models for it.
+
+A result holds the profile and the machine that plans were made from, so that a changed cost model is judged on recorded
+measurements without measuring again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bench.planner.cases import Case
+from bench.planner.measure import Point
+from protrain.hardware import HardwareProfile
+from protrain.planning import MemoryModel, Plan, RuntimeModel, pack
+from protrain.planning.paper import paper_step_ms
+from protrain.profiler import ModelProfile
+from protrain.records import Record
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult(Record):
+    """All points of one case; the first is the plan that the planner chose."""
+
+    case: Case
+    hardware: HardwareProfile
+    profile: ModelProfile
+    points: tuple[Point, ...]
+
+    def with_point(self, point: Point) -> CaseResult:
+        """One more."""
+        return replace(self, points=(*self.points, point))
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Time and memory of ``plan`` by the models as they are now."""
+        layout = pack(self.profile, plan.chunk_elements)
+        memory = MemoryModel(self.profile, self.hardware, layout)
+        runtime = RuntimeModel(self.profile, self.hardware, layout, update_in_backward=not self.case.clip)
+        activations = memory.activations(plan.block_modes)
+        return Prediction(
+            step_ms=runtime.step_ms(plan.block_modes, plan.n_persist, plan.n_buffer),
+            paper_ms=paper_step_ms(plan, self.profile, self.hardware, layout),
+            device_bytes=memory.device_bytes(plan.n_persist, plan.n_buffer, activations),
+            host_bytes=memory.host_bytes(plan.n_persist, activations),
+        )
+
+    def row(self, point: Point) -> str:
+        """One line about ``point``."""
+        if point.error:
+            return f"{point.plan}: {point.error}"
+        found, measured = self.predict(point.plan), point.median_ms
+        return (
+            f"{point.plan}: {found.step_ms:.0f} of {measured:.0f} ms ({found.step_ms / measured - 1:+.1%}; "
+            f"paper {found.paper_ms / measured - 1:+.1%}), device {found.device_bytes / GIB:.2f} of "
+            f"{point.reserved_bytes / GIB:.2f} GiB ({found.device_bytes / point.reserved_bytes - 1:+.1%}; allocated "
+            f"{point.allocated_bytes / GIB:.2f}), host {found.host_bytes / GIB:.2f} of "
+            f"{point.host_bytes / GIB:.2f} GiB, "
+            f"wrapped in {point.wrap_s:.1f} s"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Of one plan."""
+
+    step_ms: float
+    paper_ms: float
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results(Record):
+    """A whole run of the benchmark."""
+
+    command: str
+    device: str
+    versions: dict[str, str]
+    cases: tuple[CaseResult, ...]
