@@ -86,12 +86,6 @@ def narrow(value: tl.tensor, like: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def same_elements(one: tl.tensor, other: tl.tensor) -> tl.constexpr:
-    """Whether two pointers have one element type."""
-    return one.dtype.element_ty == other.dtype.element_ty
-
-
-@triton.jit
 def flatten_row(
     source: tl.tensor,
     target: tl.tensor,
@@ -116,7 +110,7 @@ def flatten_row(
             value = tl.load(target + target_offsets) + value
     if MASKED:
         value = tl.where(mask, value, 0.0)  # the padding: zero whatever the scale
-    if same_elements(source, target) and not HAS_SCALE and not ACCUMULATE:
+    if stored.dtype == target.dtype.element_ty and not HAS_SCALE and not ACCUMULATE:
         result = stored  # bit for bit, a NaN's payload too
         held = value
     else:
@@ -155,13 +149,24 @@ def flatten_tiles(
     source = typed(address, TYPE)
     whole = (tl.load(row + 5) != 0) & (address % 16 == 0) & (first + GROUP * ROWS * LANES <= numel)
     if whole:
-        source = tl.multiple_of(source, 16)
+        # A hint belongs to the operation that made the value: on a sum of this branch, the other one can't inherit it.
+        whole_source = tl.multiple_of(source + first, 16)
+        whole_target = target + first
         for group in range(0, ROWS, UNROLL):
             for step in tl.static_range(UNROLL):
-                offsets = first + (group + step) * LANES + place
+                offsets = (group + step) * LANES + place
                 mask = place < 0  # unused
                 held = flatten_row(
-                    source, target, offsets, offsets, mask, mask, factor, ACCUMULATE, HAS_SCALE, MASKED=False
+                    whole_source,
+                    whole_target,
+                    offsets,
+                    offsets,
+                    mask,
+                    mask,
+                    factor,
+                    ACCUMULATE,
+                    HAS_SCALE,
+                    MASKED=False,
                 )
                 lanes = lanes + held * held
                 if FINITE:
@@ -312,11 +317,13 @@ def unflatten_tiles(
     target = typed(address, TYPE)
     whole = (tl.load(row + 5) != 0) & (address % 16 == 0) & (first + GROUP * ROWS * LANES <= numel)
     if whole:
-        target = tl.multiple_of(target, 16)
+        whole_source = source + first
+        whole_target = tl.multiple_of(target + first, 16)  # see flatten_tiles
         for group in range(0, ROWS, UNROLL):
             for step in tl.static_range(UNROLL):
-                offsets = first + (group + step) * LANES + place
-                tl.store(target + offsets, unflattened(tl.load(source + offsets), source, target, factor, HAS_SCALE))
+                offsets = (group + step) * LANES + place
+                value = unflattened(tl.load(whole_source + offsets), source, target, factor, HAS_SCALE)
+                tl.store(whole_target + offsets, value)
     else:
         for step in range(ROWS):
             offsets = first + step * LANES + place
@@ -331,7 +338,7 @@ def unflattened(
     stored: tl.tensor, source: tl.tensor, target: tl.tensor, factor: tl.tensor, HAS_SCALE: tl.constexpr
 ) -> tl.tensor:
     """Loaded values scaled and cast to the target's type; untouched bits where that changes nothing."""
-    if same_elements(source, target) and not HAS_SCALE:
+    if stored.dtype == target.dtype.element_ty and not HAS_SCALE:
         return stored
     elif HAS_SCALE:
         return narrow(widen(stored) * factor, target)
