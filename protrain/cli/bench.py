@@ -48,7 +48,20 @@ Without a GPU the results are checked and nothing is timed.
     needs={"pytest": "pytest", "pytest_benchmark": "pytest-benchmark"},
     statuses={2: 130, 3: 1, 4: 2, 5: 2},  # pytest's: interrupted, internal error, usage, nothing to run
 )
-BENCHMARKS = (KERNELS,)
+PLANNER = Benchmark(
+    name="planner",
+    help="set predicted step times and memory against measured ones, for plans drawn at random",
+    epilog="""examples:
+  protrain bench planner --out results
+  protrain bench planner --read results
+
+Every option but --json is bench.planner's: `protrain bench planner OPTIONS` is `python -m bench.planner OPTIONS`.
+""",
+    words=("-m", "bench.planner"),
+    needs={},
+    statuses={2: 2},
+)
+BENCHMARKS = (KERNELS, PLANNER)
 
 
 class _ForwardingParser(Parser):

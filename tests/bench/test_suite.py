@@ -55,11 +55,22 @@ def test_figures_of_another_gpu_are_refused(tmp_path: Path) -> None:
 
 
 def test_help_shows_real_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["bench"], ["bench", "kernels"]):
+    examples = {(): "kernels --quick", ("kernels",): "kernels --quick", ("planner",): "planner"}
+    for words, example in examples.items():
         with pytest.raises(SystemExit) as stop:
-            main([*words, "--help"])
+            main(["bench", *words, "--help"])
         assert stop.value.code == 0
-        assert "  protrain bench kernels --quick --out results\n" in capsys.readouterr().out
+        assert f"  protrain bench {example} --out results\n" in capsys.readouterr().out
+
+
+def test_a_benchmark_that_is_a_module_runs_from_elsewhere(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "planner", "--part", "neither"])
+    assert stop.value.code == 2
+    assert "--part: invalid choice: 'neither'" in capfd.readouterr().err
 
 
 def test_a_bad_option_of_pytest_is_the_users_to_mend(capfd: pytest.CaptureFixture[str]) -> None:
