@@ -13,12 +13,13 @@ DEMO_FOLDER ?= runs/demo
 DEMO_STEPS ?= 400
 TEST_WORKERS ?= 2
 
-.PHONY: help demo test lint format types unit kernels clean
+.PHONY: help demo test lint format types unit kernels bench clean
 
 help:
 	@echo 'make demo     train a tiny model with offloading on this machine (about two minutes)'
 	@echo 'make test     lint, format check, types, tests'
 	@echo 'make kernels  compile every kernel for every target, no GPU needed'
+	@echo 'make bench    run the kernel benchmarks; without a GPU they check results and time nothing'
 	@echo 'make format   rewrite the sources in the format that the tests want'
 	@echo 'make clean    remove the virtual environment and caches'
 
@@ -45,6 +46,9 @@ unit: $(VENV)/.dev
 
 kernels: $(VENV)/.dev
 	$(RUN)/python -m protrain_kernels.compile
+
+bench: $(VENV)/.dev
+	$(RUN)/protrain bench kernels --quick
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo 'ProTrain needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python.' >&2; exit 2; }

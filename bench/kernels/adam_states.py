@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bench.kernels.peers import close, same_bits
+from protrain.engine.arena import Arena
 from protrain_kernels import adam_reference, adam_scalars, split
 
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, STEP = 1e-4, 0.9, 0.95, 1e-8, 0.1, 10
-SCALARS = adam_scalars(
-    lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY, step=STEP, decoupled=True
-)
+SCALARS = adam_scalars(lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY, step=STEP, decoupled=True)
 BYTES = {torch.bfloat16: 26, torch.float16: 28, torch.float32: 28}  # read and written a parameter
 FLOPS = 15  # a parameter, square root and quotient counted as one each
 _SLICE = 1 << 20  # elements that are compared at the start, in the middle and at the end
@@ -52,12 +52,25 @@ class States:
         """In the order of ``protrain_kernels.adam``."""
         return self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad
 
+    def at(self, place: slice) -> States:
+        """Views of a part."""
+        return self._each(lambda tensor: tensor[place])
+
     def part(self, place: slice) -> States:
-        """Copies of a part."""
-        master = None if self.master is None else self.master[place].clone()
-        own = (self.weight, self.exp_avg, self.exp_avg_sq, self.grad)
-        weight, exp_avg, exp_avg_sq, grad = (tensor[place].clone() for tensor in own)
-        return States(weight, master, exp_avg, exp_avg_sq, grad)
+        """Copies of a part, the gradient where the weight is."""
+        return self._each(lambda tensor: tensor[place].to(self.weight.device, copy=True))
+
+    def to(self, device: torch.device) -> States:
+        """Copies on ``device``."""
+        return self._each(lambda tensor: tensor.to(device, copy=True))
+
+    def on_host(self, arena: Arena) -> States:
+        """Copies in memory of ``arena``."""
+        return self._each(lambda tensor: arena.take(tensor.numel(), tensor.dtype).copy_(tensor))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> States:
+        master = None if self.master is None else change(self.master)
+        return States(change(self.weight), master, change(self.exp_avg), change(self.exp_avg_sq), change(self.grad))
 
     def places(self) -> list[slice]:
         """Parts that a check compares: all of a small chunk, samples of a large one."""
@@ -99,8 +112,9 @@ def expect_close(states: States, before: list[States], *, weight: bool = True) -
     return f"master within {worst:.0e}"
 
 
-def plain_step(weight: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> None:
+def plain_step(weight: Tensor, master: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> None:
     """AdamW as one writes it in torch: 16-bit weight and gradient, fp32 master."""
+    assert master is not None
     g = grad.float()
     master.mul_(SCALARS.decay)
     exp_avg.mul_(BETA1).add_(g, alpha=1 - BETA1)
@@ -113,36 +127,47 @@ def plain_step(weight: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tens
 class OptimizerStep:
     """A step of a torch optimizer on the fp32 master, with the casts that 16-bit training puts around it.
 
-    ``make(parameters, **hyperparameters)`` builds the optimizer; ``casts`` False leaves the 16-bit tensors out.
+    Args:
+        states: with an fp32 master.
+        make: ``make(parameters, **hyperparameters, **options)`` builds the optimizer.
+        grad: [n] float32, where the gradient is cast to; made when None.
+        casts: False leaves the 16-bit tensors out.
+        options: of the optimizer.
     """
 
-    def __init__(self, states: States, make: type[torch.optim.Optimizer], *, casts: bool = True, **options: object):
+    def __init__(
+        self,
+        states: States,
+        make: Callable[..., torch.optim.Optimizer],
+        *,
+        grad: Tensor | None = None,
+        casts: bool = True,
+        **options: object,
+    ) -> None:
         assert states.master is not None
         self._states, self._casts = states, casts
+        self._grad = torch.empty_like(states.master) if grad is None else grad
+        self._grad.copy_(states.grad)
         self._parameter = torch.nn.Parameter(states.master)
-        self._parameter.grad = states.grad.float()
+        self._parameter.grad = self._grad
         hyperparameters = {"lr": LR, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": WEIGHT_DECAY}
         self._optimizer = make([self._parameter], **hyperparameters, **options)
 
     def start(self) -> None:
-        """Make the optimizer's own states, then give it ours at the step before STEP."""
+        """Let the optimizer make its own states, then give it ours in their place, at the step before STEP."""
         kept = self._parameter.data.clone()
         self._optimizer.step()
         self._parameter.data.copy_(kept)
         own = self._optimizer.state[self._parameter]
-        own["exp_avg"].copy_(self._states.exp_avg)
-        own["exp_avg_sq"].copy_(self._states.exp_avg_sq)
-        # The same tensors from here on, so that a check sees what the optimizer did.
-        self._states.exp_avg, self._states.exp_avg_sq = own["exp_avg"], own["exp_avg_sq"]
+        own["exp_avg"], own["exp_avg_sq"] = self._states.exp_avg, self._states.exp_avg_sq
         for place in (own, self._optimizer.param_groups[0]):  # DeepSpeed counts for the group as well
             if "step" in place:
                 place["step"] = torch.full_like(place["step"], STEP - 1) if torch.is_tensor(place["step"]) else STEP - 1
 
     def __call__(self) -> None:
-        grad = self._parameter.grad
-        assert grad is not None
         if self._casts:
-            grad.copy_(self._states.grad)
+            self._grad.copy_(self._states.grad)
         self._optimizer.step()
         if self._casts:
+            assert self._states.master is not None
             self._states.weight.copy_(self._states.master)

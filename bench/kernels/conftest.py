@@ -1,7 +1,8 @@
 """The benchmark suite of the kernels: ``pytest bench/kernels``, which ``protrain bench kernels`` calls.
 
-pytest-benchmark holds the statistics; ``--benchmark-save``, ``--benchmark-compare`` and ``--benchmark-compare-fail`` work
-as always, except that figures of another GPU are refused. Without a CUDA device everything is checked and nothing timed.
+pytest-benchmark holds the statistics; ``--benchmark-save``, ``--benchmark-compare`` and ``--benchmark-compare-fail``
+work as always, except that figures of another GPU are refused. Without a CUDA device everything is checked and nothing
+timed.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ if not torch.cuda.is_available():
 
 from bench.kernels.machine import this_machine
 from bench.kernels.recorder import Recorder
-from bench.kernels.report import summary, table, write_results
+from bench.kernels.report import can_draw, summary, table, write_results
 from bench.kernels.roofs import Roofs
-from bench.kernels.rows import Row, with_speedups
+from bench.kernels.rows import COMPILED, Row, with_speedups
+from bench.kernels.shapes import QUICK
 from bench.kernels.timing import ColdCache, device_timer
 
 _ROWS = pytest.StashKey[list[Row]]()
@@ -32,7 +34,12 @@ _ROWS = pytest.StashKey[list[Row]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kernel benchmarks")
     group.addoption(
-        "--results", type=Path, metavar="FOLDER", help="write kernels.json, kernels.csv and roofline pictures to FOLDER"
+        "--out", type=Path, metavar="FOLDER", help="write kernels.json, kernels.csv and roofline pictures to FOLDER"
+    )
+    group.addoption(
+        "--quick",
+        action="store_true",
+        help=f"only {', '.join(QUICK)}, without torch.compile, which is most of the time, and with fewer rounds",
     )
 
 
@@ -42,10 +49,24 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.benchmark_columns = config.option.benchmark_columns or ["min", "median", "iqr", "rounds"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        left_out = [
+            item
+            for item in items
+            if _parameter(item, "shape") not in (None, *QUICK) or _parameter(item, "implementation") == COMPILED
+        ]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.get_closest_marker("benchmark") is None:
             item.add_marker(pytest.mark.benchmark(timer=device_timer, disable_gc=True))
+
+
+def _parameter(item: pytest.Item, name: str) -> object:
+    """What a test is parametrised with; None where it has no such parameter."""
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get(name)
 
 
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
@@ -58,7 +79,7 @@ def pytest_benchmark_compare_machine_info(machine_info: dict[str, Any], compared
     here = machine_info["protrain"]["gpu"]
     if saved != here:
         raise pytest.UsageError(
-            f"the saved figures are of a {saved}, this machine has a {here}: compare figures of one kind of GPU"
+            f"the saved figures were taken on {saved}, this machine has {here}: compare figures of one kind of GPU"
         )
 
 
@@ -79,19 +100,23 @@ def recorder(
     request: pytest.FixtureRequest, benchmark: Any, roofs: Roofs | None, cold_cache: ColdCache | None
 ) -> Iterator[Recorder]:
     """Takes one row."""
-    yield Recorder(benchmark, request.config.stash[_ROWS], roofs, cold_cache)
+    budget_s = 0.15 if request.config.getoption("--quick") else 0.25
+    yield Recorder(benchmark, request.config.stash[_ROWS], roofs, cold_cache, budget_s=budget_s)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the next shape is another size
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    rows = with_speedups(config.stash[_ROWS])
+    recorded = config.stash[_ROWS]
+    rows = with_speedups(recorded)
     if not rows:
         return
     terminalreporter.section("kernels")
     terminalreporter.write_line(table(rows))
     terminalreporter.write_line(summary(rows))
-    folder = config.getoption("--results", None)
+    folder = config.getoption("--out")
     if folder is not None:
         written = write_results(rows, folder)
         terminalreporter.write_line(f"wrote {', '.join(path.name for path in written)} to {folder}")
+        if not can_draw():
+            terminalreporter.write_line("no roofline pictures: they need matplotlib (pip install 'protrain[bench]')")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from bench.kernels.machine import this_machine
 from bench.kernels.roofs import Roofs
 from bench.kernels.rows import Row
-from bench.kernels.timing import ColdCache
+from bench.kernels.timing import ColdCache, best_threads, host_timer
 
-_BUDGET_S = 0.4
+ON_HOST = pytest.mark.benchmark(timer=host_timer, disable_gc=True)  # of tests that the host's clock times
 _LEAST_ROUNDS, _MOST_ROUNDS = 9, 100
+_LONG_RUN_S, _LONG_ROUNDS = 0.25, 5
 _WARMUP_ROUNDS = 2
 
 
@@ -28,13 +30,16 @@ class Recorder:
         timed: whether figures are taken.
     """
 
-    def __init__(self, benchmark: Any, rows: list[Row], roofs: Roofs | None, cold: ColdCache | None) -> None:
+    def __init__(
+        self, benchmark: Any, rows: list[Row], roofs: Roofs | None, cold: ColdCache | None, *, budget_s: float
+    ) -> None:
         self.device = torch.device("cpu" if roofs is None else "cuda")
         self.timed = roofs is not None and benchmark.enabled
         self._benchmark = benchmark
         self._rows = rows
         self._roofs = roofs
         self._cold = cold
+        self._budget_s = budget_s
 
     def measure(
         self,
@@ -48,7 +53,8 @@ class Recorder:
         bytes_moved: int,
         flops: int = 0,
         on_host: bool = False,
-        run: Callable[[], object],
+        tune_threads: bool = False,
+        run: Callable[[], object] | None,
         check: Callable[[], str],
         note: str = "",
     ) -> None:
@@ -63,8 +69,9 @@ class Recorder:
             roof: what limits the operator, a name of ``roofs``.
             bytes_moved: what the operator has to read and write, the same for every implementation.
             flops: floating-point operations of one call.
-            on_host: whether ``run`` works on host memory and returns when it is done.
-            run: one call.
+            on_host: whether the host's clock counts, of a test marked ``ON_HOST``; no cache is emptied then.
+            tune_threads: whether to time ``run`` with the count of torch's threads that suits it best.
+            run: one call; None where the verdict is all there is to know.
             check: says how the results agree with the reference, or raises AssertionError saying how they don't.
             note: what else there is to say.
         """
@@ -82,13 +89,17 @@ class Recorder:
             self._rows.append(Row(**row))
             self._skip_timing(lambda: None)
             pytest.fail(f"{implementation} is wrong, so it has no figure: {row['verdict']}", pytrace=False)
-        if not self.timed:
+        if run is None or not self.timed:
             self._rows.append(Row(**row))
-            self._skip_timing(run)
+            self._skip_timing(lambda: None)  # the check has called it
             return
         assert self._roofs is not None
-        row |= self._figures(run, on_host)
         row["roof_gbps"] = self._roofs.measured_gbps(roof)
+        threads = best_threads(run) if tune_threads else torch.get_num_threads()
+        with _torch_threads(threads):
+            row |= self._figures(run, on_host)
+        if tune_threads:
+            row["note"] = f"{note}{'; ' if note else ''}{threads} threads, the fastest count"
         row["datasheet_gbps"] = self._roofs.datasheet_gbps(roof)
         done = Row(**row)
         self._rows.append(done)
@@ -102,34 +113,54 @@ class Recorder:
         run()  # compiles
         torch.cuda.synchronize()
         extra = host_extra_bytes(run) if on_host else _device_extra_bytes(run)
+        host_s = None if on_host else _host_seconds(run)
+        if host_s is not None and self._cold is not None:
+            self._cold.cover(2 * host_s)
         begin = time.perf_counter()
         run()
         torch.cuda.synchronize()
-        rounds = int(min(max(_BUDGET_S / (time.perf_counter() - begin), _LEAST_ROUNDS), _MOST_ROUNDS))
         self._benchmark.pedantic(
-            run, setup=None if on_host else self._cold, rounds=rounds, warmup_rounds=_WARMUP_ROUNDS
+            run,
+            setup=None if on_host else self._cold,
+            rounds=self._rounds(time.perf_counter() - begin),
+            warmup_rounds=_WARMUP_ROUNDS,
         )
-        durations = self._benchmark.stats.stats.sorted_data
+        stats = self._benchmark.stats.stats
+        durations = stats.sorted_data
         return {
-            "median_ms": self._benchmark.stats.stats.median * 1e3,
+            "median_ms": stats.median * 1e3,
             "p20_ms": durations[int(0.2 * (len(durations) - 1))] * 1e3,
             "p80_ms": durations[-1 - int(0.2 * (len(durations) - 1))] * 1e3,
             "rounds": len(durations),
-            "host_us": None if on_host else _host_us(run),
+            "host_us": None if host_s is None else host_s * 1e6,
             "extra_memory_bytes": extra,
         }
 
+    def _rounds(self, run_s: float) -> int:
+        least = _LONG_ROUNDS if run_s > _LONG_RUN_S else _LEAST_ROUNDS
+        return int(min(max(self._budget_s / run_s, least), _MOST_ROUNDS))
 
-def _host_us(run: Callable[[], object]) -> float:
+
+@contextlib.contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _host_seconds(run: Callable[[], object]) -> float:
     """Median time until ``run`` returns to an idle device."""
-    durations = []
-    for _ in range(15):
+    durations: list[float] = []
+    while len(durations) < _LONG_ROUNDS or (sum(durations) < _LONG_RUN_S and len(durations) < 3 * _LONG_ROUNDS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         run()
         durations.append(time.perf_counter() - begin)
     torch.cuda.synchronize()
-    return sorted(durations)[7] * 1e6
+    return sorted(durations)[len(durations) // 2]
 
 
 def _device_extra_bytes(run: Callable[[], object]) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench.kernels.roofs import NO_ROOF
 from bench.kernels.rows import OURS, Row
 from protrain.hardware.datasheet import of_card
 from protrain.quantities import format_bytes
@@ -36,8 +38,8 @@ def table(rows: Sequence[Row]) -> str:
     for row, texts in zip(rows, cells, strict=True):
         if row.group != group:
             group = row.group
-            size = f"{format_bytes(row.bytes)} to move" if row.bytes else "nothing to move"
-            lines += ["", f"{row.operator}: {row.shape}, {row.dtype}; {size}, limited by {row.roof}"]
+            size = f"{format_bytes(row.bytes)} to move, limited by {row.roof}" if row.bytes else NO_ROOF
+            lines += ["", f"{row.operator}: {row.shape}, {row.dtype}; {size}"]
             lines.append("  " + _joined([name for name, _ in _COLUMNS], widths))
         lines.append("  " + _joined(texts, widths))
         if row.note:
@@ -74,18 +76,26 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_results(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """kernels.json, kernels.csv, and a picture for every operator that was timed. Returns what was written."""
+    """kernels.json, kernels.csv, and, with matplotlib, a picture for every operator that was timed.
+
+    Returns what was written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "kernels.json", folder / "kernels.csv"]
     write_json(rows, written[0])
     write_csv(rows, written[1])
     for operator in dict.fromkeys(row.operator for row in rows):
-        timed = [row for row in rows if row.operator == operator and row.median_ms is not None]
-        if timed:
+        timed = [row for row in rows if row.operator == operator and row.median_ms is not None and row.bytes]
+        if timed and can_draw():
             slug = re.sub(r"[^a-z0-9]+", "-", operator.lower()).strip("-")
             written.append(folder / f"roofline-{slug}.png")
             draw_roofline(timed, written[-1])
     return written
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is there."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw_roofline(rows: Sequence[Row], path: Path) -> None:

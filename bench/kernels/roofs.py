@@ -9,7 +9,8 @@ from protrain.hardware.calibration.host_memory import dram_gbps
 from protrain.hardware.datasheet import of_card, pcie_gbps
 from protrain.hardware.nvml import gpu_facts
 
-DEVICE, PCIE, DRAM = "device copy", "PCIe one way", "host DRAM"
+DEVICE, PCIE, PCIE_BOTH, DRAM = "device copy", "PCIe one way", "PCIe both ways at once", "host DRAM"
+NO_ROOF = "nothing to move"
 _BYTES = 1024**3
 
 
@@ -20,11 +21,16 @@ class Roofs:
         self._device = device
         self._measured: dict[str, float] = {}
 
-    def measured_gbps(self, roof: str) -> float:
-        """What the machine reaches now."""
+    def measured_gbps(self, roof: str) -> float | None:
+        """What the machine reaches now; None where nothing is moved."""
+        if roof == NO_ROOF:
+            return None
         if roof not in self._measured:
-            measure = {DEVICE: self._copy_gbps, PCIE: self._pcie_gbps, DRAM: self._dram_gbps}[roof]
-            self._measured[roof] = measure()
+            measures = {
+                **{DEVICE: self._copy_gbps, DRAM: self._dram_gbps},
+                **{PCIE: self._link_gbps, PCIE_BOTH: self._link_both_gbps},
+            }
+            self._measured[roof] = measures[roof]()
         return self._measured[roof]
 
     def datasheet_gbps(self, roof: str) -> float | None:
@@ -32,9 +38,10 @@ class Roofs:
         if roof == DEVICE:
             sheet = of_card(torch.cuda.get_device_name(self._device))
             return None if sheet is None else sheet.memory_gbps
-        if roof == PCIE:
+        if roof in (PCIE, PCIE_BOTH):
             facts = gpu_facts(self._device)
-            return None if facts is None else pcie_gbps(facts.pcie_generation_max, facts.pcie_width_max)
+            one_way = None if facts is None else pcie_gbps(facts.pcie_generation_max, facts.pcie_width_max)
+            return None if one_way is None else one_way * (2 if roof == PCIE_BOTH else 1)
         return None
 
     def _copy_gbps(self) -> float:
@@ -45,12 +52,26 @@ class Roofs:
         by_kernel = median_seconds(lambda: torch.mul(source, 1.0, out=target), setup=cold)
         return 2 * _BYTES / min(by_copy, by_kernel) / 1e9
 
-    def _pcie_gbps(self) -> float:
+    def _link_gbps(self) -> float:
         host = torch.zeros(_BYTES // 4, dtype=torch.uint8, pin_memory=True)
         target = torch.empty_like(host, device=self._device)
         up = median_seconds(lambda: target.copy_(host, non_blocking=True), setup=None)
         down = median_seconds(lambda: host.copy_(target, non_blocking=True), setup=None)
-        return _BYTES / 4 / max(up, down) / 1e9
+        return host.nbytes / max(up, down) / 1e9
+
+    def _link_both_gbps(self) -> float:
+        up, down = (torch.zeros(_BYTES // 4, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+        received, sent = (torch.zeros_like(up, device=self._device) for _ in range(2))
+        other = torch.cuda.Stream(self._device)
+
+        def copy() -> None:
+            other.wait_stream(torch.cuda.current_stream(self._device))
+            received.copy_(up, non_blocking=True)
+            with torch.cuda.stream(other):
+                down.copy_(sent, non_blocking=True)
+            torch.cuda.current_stream(self._device).wait_stream(other)
+
+        return (up.nbytes + down.nbytes) / median_seconds(copy, setup=None) / 1e9
 
     def _dram_gbps(self) -> float:
         return dram_gbps(_BYTES, budget_s=2.0).median

@@ -11,6 +11,7 @@ from protrain.records import Record
 OURS = "protrain"
 EAGER = "eager torch"
 COMPILED = "torch.compile"
+_ANOTHER_WAY = f"{OURS}, "  # starts the names of further ways of ours, which are no peers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Row(Record):
     speedup_over_compile: float | None = None
     speedup_over_best_peer: float | None = None
     best_peer: str | None = None
-    extra_memory_bytes: int | None = None  # beyond arguments and results
+    extra_memory_bytes: int | None = None  # that a call takes beyond its arguments
     note: str = ""
     machine: Machine
 
@@ -58,7 +59,7 @@ class Row(Record):
     @property
     def gbps(self) -> float | None:
         """Rate in GB/s."""
-        return None if self.median_ms is None else self.bytes / self.median_ms / 1e6
+        return None if self.median_ms is None or not self.bytes else self.bytes / self.median_ms / 1e6
 
     @property
     def percent_of_roof(self) -> float | None:
@@ -85,7 +86,11 @@ def with_speedups(rows: Sequence[Row]) -> list[Row]:
 def _with_speedups(row: Row, group: Sequence[Row]) -> Row:
     if row.implementation != OURS or row.median_ms is None:
         return row
-    peers = {peer.implementation: peer for peer in group if peer.median_ms is not None and peer is not row}
+    peers = {
+        peer.implementation: peer
+        for peer in group
+        if peer.median_ms is not None and peer is not row and not peer.implementation.startswith(_ANOTHER_WAY)
+    }
 
     def over(peer: Row | None) -> float | None:
         return None if peer is None or peer.median_ms is None else peer.median_ms / (row.median_ms or 1.0)

@@ -10,6 +10,7 @@ from protrain.cli.shapes import SHAPES, Shape
 # GPT-2 15B, 20B, 30B and 40B differ in depth alone, so one block stands for all.
 MODELS = ("gpt2-10b", "gpt2-20b", "opt-13b", "opt-30b", "llama2-13b", "llama2-34b", "mistral-7b")
 SMALL_TENSORS = "200 tensors of 1-100 KiB"
+QUICK = ("gpt2-10b", "llama2-13b", SMALL_TENSORS)
 _SHRINK = 64  # of every dimension where there is no GPU and only correctness is checked
 
 
@@ -37,7 +38,7 @@ def tensor_shapes(name: str, *, whole: bool) -> list[tuple[int, ...]]:
     """
     if name == SMALL_TENSORS:
         draw = random.Random(0)
-        bf16 = [(draw.randint(1024, 100 * 1024) // 2,) for _ in range(200)]
+        bf16: list[tuple[int, ...]] = [(draw.randint(1024, 100 * 1024) // 2,) for _ in range(200)]
         return bf16 if whole else bf16[:4]
     shapes = block_parameters(SHAPES[name])
     return shapes if whole else [tuple(-(-size // _SHRINK) for size in shape) for shape in shapes]

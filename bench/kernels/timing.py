@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from protrain.hardware.calibrate_host import thread_counts
+
 _FLUSHED_BYTES = 512 * 1024**2  # ten times the largest L2 cache
+_MOST_FLUSHES = 100  # some 20 ms
 
 
 class DeviceInstant:
@@ -39,14 +43,24 @@ def host_timer() -> float:
 
 
 class ColdCache:
-    """Empties the L2 cache by reading something else: reading leaves no dirty lines that the next kernel pays for."""
+    """Empties the L2 cache by reading something else: reading leaves no dirty lines that the next kernel pays for.
+
+    The device reads for as long as the host needs to launch what is timed next, so that launches don't count.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._other = torch.zeros(_FLUSHED_BYTES // 4, dtype=torch.int32, device=device)
         self._sum = torch.zeros((), dtype=torch.int32, device=device)
+        self._times = 1
+        self._seconds = median_seconds(self, setup=None)
+
+    def cover(self, host_s: float) -> None:
+        """From now on keep the device busy for ``host_s``, up to a limit."""
+        self._times = min(max(math.ceil(host_s / self._seconds), 1), _MOST_FLUSHES)
 
     def __call__(self) -> None:
-        torch.amax(self._other, dim=0, out=self._sum)
+        for _ in range(self._times):
+            torch.amax(self._other, dim=0, out=self._sum)
 
 
 def median_seconds(run: Callable[[], object], *, setup: Callable[[], object] | None, rounds: int = 20) -> float:
@@ -61,3 +75,24 @@ def median_seconds(run: Callable[[], object], *, setup: Callable[[], object] | N
         if round_ >= 2:
             durations.append(seconds)
     return float(sorted(durations)[rounds // 2])
+
+
+def best_threads(run: Callable[[], object]) -> int:
+    """The thread count of torch with which ``run``, on the host, is fastest: all of them or fewer, down to half."""
+    whole = torch.get_num_threads()
+    taken_s = {}
+    try:
+        for count in thread_counts(whole):
+            if 2 * count >= whole:
+                torch.set_num_threads(count)
+                run()
+                taken_s[count] = min(_host_seconds(run) for _ in range(2))
+    finally:
+        torch.set_num_threads(whole)
+    return min(taken_s, key=lambda count: taken_s[count])
+
+
+def _host_seconds(run: Callable[[], object]) -> float:
+    start = host_timer()
+    run()
+    return host_timer() - start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from protrain.cli import calibrate, plan, train
+from protrain.cli import bench, calibrate, plan, train
 from protrain.cli.loop import InterruptedRun
 from protrain.cli.options import Parser
 
@@ -14,7 +14,7 @@ def build_parser() -> Parser:
     """The parser of `protrain` and all its commands."""
     parser = Parser(prog="protrain", description="Train models larger than the GPU, placed by one automatic plan.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for module in (calibrate, plan, train):
+    for module in (calibrate, plan, train, bench):
         module.add_command(commands)
     return parser
 

@@ -1,0 +1,88 @@
+"""The Triton kernel, the C kernel and the torch reference of AdamW give the same bits, whatever bits they are given.
+
+Weights, moments and gradients are random bit patterns: subnormal, huge and tiny values, zeros of both signs, infinities
+and NaN (any NaN equals any other: machines choose its payload).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.kernels.adam_states import States
+from bench.kernels.peers import same_bits
+from bench.kernels.recorder import Recorder
+from bench.kernels.roofs import NO_ROOF
+from bench.kernels.rows import OURS
+from protrain_kernels import AdamScalars, adam, adam_reference, adam_scalars, padded
+from protrain_kernels.adam import launch_adam
+
+# NumPy, under Triton's interpreter, remarks on the infinities and NaN that this is about.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+ELEMENTS = {"cuda": 1_000_000_000, "cpu": 1_000_064}
+_PIECE = 1 << 26  # elements at a time
+# A weight decay and a step for each optimizer: AdamW at the 10th step, Adam's decay in the gradient at the first.
+STEPS = {
+    "AdamW": adam_scalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, decoupled=True),
+    "Adam": adam_scalars(lr=3e-2, beta1=0.9, beta2=0.999, eps=1e-12, weight_decay=0.01, step=1, decoupled=False),
+}
+
+
+def _any_bits(elements: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    low, high = torch.iinfo(integers).min, torch.iinfo(integers).max
+    drawn = torch.randint(low, high + 1, (elements,), generator=generator, device=generator.device, dtype=torch.int64)
+    return drawn.to(integers).view(dtype)
+
+
+def _random_bits(elements: int, dtype: torch.dtype, generator: torch.Generator) -> States:
+    master = None if dtype == torch.float32 else _any_bits(elements, torch.float32, generator)
+    if dtype == torch.bfloat16:
+        master = _any_bits(elements, torch.int16, generator)
+    return States(
+        _any_bits(elements, dtype, generator),
+        master,
+        _any_bits(elements, torch.float32, generator),
+        _any_bits(elements, torch.float32, generator).abs_(),
+        _any_bits(elements, dtype, generator),
+    )
+
+
+@pytest.mark.parametrize("optimizer", STEPS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+def test_bits(recorder: Recorder, dtype: torch.dtype, optimizer: str) -> None:
+    elements = ELEMENTS[recorder.device.type]
+    if (dtype, optimizer) != (torch.bfloat16, "AdamW"):
+        elements = padded(elements // 10)  # the one of training in full, the others in part
+
+    def check() -> str:
+        for seed, first in enumerate(range(0, elements, _PIECE)):
+            generator = torch.Generator(recorder.device).manual_seed(seed)
+            _check_piece(_random_bits(min(_PIECE, elements - first), dtype, generator), STEPS[optimizer])
+        return f"bits equal: Triton, C and torch on {elements:,} random bit patterns"
+
+    recorder.measure(
+        operator=f"{optimizer}, any bits",
+        shape=f"{elements:,} elements",
+        dtype=str(dtype).removeprefix("torch."),
+        implementation=OURS,
+        roof=NO_ROOF,
+        bytes_moved=0,
+        run=None,
+        check=check,
+    )
+
+
+def _check_piece(states: States, scalars: AdamScalars) -> None:
+    whole = slice(0, states.weight.numel())
+    by_triton, by_c, by_torch = states.part(whole), states.to(torch.device("cpu")), states
+    launch_adam(*by_triton.tensors, scalars)
+    adam(*by_c.tensors, scalars)
+    adam_reference(*by_torch.tensors, scalars)
+    for side, found in (("Triton", by_triton), ("C", by_c.to(states.weight.device))):
+        for name in ("weight", "master", "exp_avg", "exp_avg_sq"):
+            wanted = getattr(by_torch, name)
+            if wanted is not None:
+                same_bits(f"{name} of {side}", getattr(found, name), wanted)

@@ -1,0 +1,134 @@
+"""A block's gradients into one chunk, with squares for the norm and a finite check in the same pass.
+
+The sum over a step's squares and the root belong to clipping, once a step, and are in nobody's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.kernels.peers import close, compiled, same_bits
+from bench.kernels.recorder import Recorder
+from bench.kernels.roofs import DEVICE
+from bench.kernels.rows import COMPILED, EAGER, OURS
+from bench.kernels.shapes import MODELS, QUICK, SMALL_TENSORS
+from bench.kernels.tensors import Places, views_of
+from protrain_kernels import flatten_reference
+
+FOREACH = "torch._foreach_copy_ + _foreach_norm"
+FOREACH_ADD = "torch._foreach_add_ + _foreach_norm"
+
+
+def _plain(tensors: list[Tensor], chunk: Tensor, offsets: list[int], nonfinite: Tensor, *, add: bool) -> Tensor:
+    """As one writes it in torch. Returns the norms of what the places hold."""
+    views = views_of(chunk, tensors, offsets)
+    for tensor, view in zip(tensors, views, strict=True):
+        if add:
+            view.add_(tensor)
+        else:
+            view.copy_(tensor)
+    norms = torch.stack([torch.linalg.vector_norm(view, dtype=torch.float32) for view in views])
+    nonfinite.copy_(~norms.isfinite().all())
+    return norms
+
+
+def _foreach(tensors: list[Tensor], chunk: Tensor, offsets: list[int], nonfinite: Tensor, *, add: bool) -> Tensor:
+    """The same with one call for all tensors. A norm is finite where the values are, short of an overflow."""
+    views = views_of(chunk, tensors, offsets)
+    if add:
+        torch._foreach_add_(views, tensors)
+    else:
+        torch._foreach_copy_(views, tensors)
+    norms = torch.stack(torch._foreach_norm(views, 2, dtype=torch.float32))
+    nonfinite.copy_(~norms.isfinite().all())
+    return norms
+
+
+@pytest.mark.parametrize("implementation", [OURS, EAGER, COMPILED, FOREACH])
+@pytest.mark.parametrize("shape", [*MODELS, SMALL_TENSORS])
+def test_flatten(recorder: Recorder, shape: str, implementation: str) -> None:
+    _measure(recorder, shape, implementation, add=False)
+
+
+@pytest.mark.parametrize("implementation", [OURS, EAGER, COMPILED, FOREACH_ADD])
+@pytest.mark.parametrize("shape", QUICK)
+def test_flatten_accumulates(recorder: Recorder, shape: str, implementation: str) -> None:
+    _measure(recorder, shape, implementation, add=True)
+
+
+def _measure(recorder: Recorder, shape: str, implementation: str, *, add: bool) -> None:
+    chunk_dtype = torch.float32 if add else torch.bfloat16
+    places = Places.of(shape, chunk_dtype, recorder.device, whole=recorder.timed)
+    run = _implementation(recorder, places, implementation, add=add)
+
+    def check() -> str:
+        ours = implementation == OURS
+        if add:
+            places.chunk.fill_(1e-3)
+        elif ours:
+            places.chunk.fill_(torch.nan)  # what nobody writes must not look right
+        wanted, squares = places.chunk.clone(), torch.full_like(places.partials, torch.nan)
+        flag = torch.zeros_like(places.nonfinite)
+        flatten_reference(
+            places.tensors, wanted, places.offsets, squares, places.starts, accumulate=add, nonfinite=flag
+        )
+        norms = run()
+        _check_chunk(places, wanted, whole=ours or not add)
+        assert places.nonfinite.item() == 0, "finite gradients count as not finite"
+        if ours:
+            same_bits("partials", places.partials, squares)
+        else:
+            assert norms is not None
+            close("norm", norms.norm(), squares.double().sum().sqrt(), 1e-4)
+        _check_flag(places, run)
+        return "bits equal" if ours else "chunk equal, norm within 1e-04"
+
+    recorder.measure(
+        operator="flatten, fp32 accumulation" if add else "flatten, norm, finite check",
+        shape=shape if shape == SMALL_TENSORS else f"{shape} block",
+        dtype="bfloat16",
+        implementation=implementation,
+        version="" if implementation == OURS else torch.__version__,
+        roof=DEVICE,
+        # Read twice where values are added: the gradient, and the place that is written.
+        bytes_moved=(10 if add else 4) * places.elements + places.partials.nbytes,
+        flops=(3 if add else 2) * places.elements,
+        run=run,
+        check=check,
+    )
+
+
+def _check_chunk(places: Places, wanted: Tensor, *, whole: bool) -> None:
+    """``whole``: with the padding, which a peer leaves as it is."""
+    if whole:
+        same_bits("chunk", places.chunk, wanted)
+        return
+    for tensor, offset in zip(places.tensors, places.offsets, strict=True):
+        own = slice(offset, offset + tensor.numel())
+        same_bits("chunk", places.chunk[own], wanted[own])
+
+
+def _check_flag(places: Places, run: Callable[[], object]) -> None:
+    """An infinity in the last tensor must be seen."""
+    last = places.tensors[-1].view(-1)
+    kept = last[-1].clone()
+    last[-1] = torch.inf
+    run()
+    last[-1] = kept
+    assert places.nonfinite.item() == 1, "an infinity in the last gradient isn't seen"
+    places.nonfinite.zero_()
+    places.chunk.zero_()
+
+
+def _implementation(recorder: Recorder, places: Places, name: str, *, add: bool) -> Callable[[], Tensor | None]:
+    if name == OURS:
+        plan = places.plan()
+        ours = plan.flatten if recorder.device.type == "cuda" else plan.launch_flatten  # the CPU would run C
+        return lambda: ours(places.tensors, places.chunk, places.partials, accumulate=add, nonfinite=places.nonfinite)
+    plain = _plain if name in (EAGER, COMPILED) else _foreach
+    peer = compiled(recorder, plain) if name == COMPILED else plain
+    return lambda: peer(places.tensors, places.chunk, places.offsets, places.nonfinite, add=add)

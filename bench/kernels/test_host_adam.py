@@ -1,0 +1,154 @@
+"""AdamW on chunks in host memory, and what it leaves of the main thread's time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.kernels import adam_states
+from bench.kernels.adam_states import BYTES, FLOPS, SCALARS, OptimizerStep, States
+from bench.kernels.peers import compiled, installed
+from bench.kernels.recorder import ON_HOST, Recorder
+from bench.kernels.roofs import DRAM, NO_ROOF
+from bench.kernels.rows import COMPILED, EAGER, OURS
+from bench.kernels.shapes import QUICK, chunk_elements
+from protrain.engine.arena import Arena
+from protrain_kernels import adam
+
+pytestmark = ON_HOST
+
+SHAPES = ("gpt2-10b", "llama2-13b", "mistral-7b")
+FUSED = "torch.optim fused AdamW"
+FUSED_FP32 = "torch.optim fused AdamW, fp32 without casts"
+DEEPSPEED = "DeepSpeed CPUAdam"
+NOTHING = "nothing beside"
+_LAUNCHES = 2000
+
+
+@pytest.mark.parametrize("implementation", [OURS, EAGER, COMPILED, FUSED, FUSED_FP32, DEEPSPEED])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_host_adam(recorder: Recorder, shape: str, implementation: str) -> None:
+    if implementation == COMPILED and shape != SHAPES[0]:
+        pytest.skip("torch.compile for the host takes a minute and is compared at one shape")
+    elements = chunk_elements(shape, whole=recorder.timed)
+    states, fp32_grad = host_states(recorder, elements, split_master=implementation == OURS)
+    run, version = _implementation(recorder, states, fp32_grad, implementation)
+
+    def check() -> str:
+        if isinstance(run, OptimizerStep):
+            run.start()
+        before = [states.part(place) for place in states.places()]
+        run()
+        if implementation == OURS:
+            return adam_states.expect_bits(states, before)
+        return adam_states.expect_close(states, before, weight=implementation != FUSED_FP32)
+
+    recorder.measure(
+        operator="host adam",
+        shape=f"{shape} block",
+        dtype="bfloat16",
+        implementation=implementation,
+        version=version,
+        roof=DRAM,
+        bytes_moved=BYTES[torch.bfloat16] * elements,
+        flops=FLOPS * elements,
+        on_host=True,
+        tune_threads=True,
+        run=run,
+        check=check,
+    )
+
+
+def host_states(recorder: Recorder, elements: int, *, split_master: bool) -> tuple[States, Tensor]:
+    """States of ``elements`` parameters in host memory mapped as the engine does, and room for an fp32 gradient."""
+    arena = Arena(pinned=False)
+    # Drawn on the GPU where there is one: the host takes long to draw billions.
+    drawn = States.random(elements, torch.bfloat16, recorder.device, split_master=split_master)
+    return drawn.on_host(arena), arena.take(0 if split_master else elements, torch.float32)
+
+
+def _implementation(
+    recorder: Recorder, states: States, fp32_grad: Tensor, name: str
+) -> tuple[Callable[[], object], str]:
+    if name == OURS:
+        return lambda: adam(*states.tensors, SCALARS), ""
+    if name in (EAGER, COMPILED):
+        plain = compiled(recorder, adam_states.plain_step) if name == COMPILED else adam_states.plain_step
+        return lambda: plain(*states.tensors), torch.__version__
+    if name in (FUSED, FUSED_FP32):
+        casts = name == FUSED
+        return OptimizerStep(states, torch.optim.AdamW, grad=fp32_grad, casts=casts, fused=True), torch.__version__
+    if not recorder.timed:
+        pytest.skip(f"{name} is compared beside a GPU alone: it compiles for minutes")
+    module, version = installed("deepspeed", "deepspeed.ops.adam")
+    try:
+        return OptimizerStep(states, module.DeepSpeedCPUAdam, grad=fp32_grad, adamw_mode=True), version
+    except Exception as error:  # its kernel is compiled here, and that fails in many ways
+        pytest.skip(f"{name} {version} doesn't build: {' '.join(str(error).split())[:200]}")
+
+
+@pytest.mark.parametrize("implementation", [OURS, NOTHING, FUSED_FP32])
+def test_launches_beside_host_adam(recorder: Recorder, implementation: str) -> None:
+    """How fast the main thread launches kernels while a thread updates states on the host."""
+    if not recorder.timed:
+        pytest.skip("launches of GPU kernels need a GPU")
+    shape = QUICK[0]
+    threads = max(1, torch.get_num_threads() - 2)  # as the engine leaves cores to those that launch
+    small = torch.zeros(128, device=recorder.device)
+
+    def run() -> None:
+        for _ in range(_LAUNCHES):
+            small.add_(1.0)
+
+    def check() -> str:
+        small.zero_()
+        run()
+        assert bool((small == _LAUNCHES).all()), "launches were lost"
+        return "all launched"
+
+    with _beside(recorder, shape, implementation, threads):
+        recorder.measure(
+            operator=f"{_LAUNCHES} kernel launches beside host adam",
+            shape=f"{shape} block",
+            dtype="bfloat16",
+            implementation=implementation,
+            roof=NO_ROOF,
+            bytes_moved=0,
+            on_host=True,
+            run=run,
+            check=check,
+            note="" if implementation == NOTHING else f"host adam with {threads} threads in a thread of its own",
+        )
+
+
+@contextmanager
+def _beside(recorder: Recorder, shape: str, implementation: str, threads: int) -> Iterator[None]:
+    """One implementation's updates again and again in another thread."""
+    if implementation == NOTHING:
+        yield
+        return
+    elements = chunk_elements(shape, whole=True)
+    states, fp32_grad = host_states(recorder, elements, split_master=implementation == OURS)
+    run, _ = _implementation(recorder, states, fp32_grad, implementation)
+    running, ends = threading.Event(), threading.Event()
+
+    def work() -> None:
+        torch.set_num_threads(threads)  # of this thread and of new ones: OpenMP keeps the count by thread
+        while not ends.is_set():
+            run()
+            running.set()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        running.wait()
+        yield
+    finally:
+        ends.set()
+        worker.join()
+        torch.set_num_threads(torch.get_num_threads())  # new threads are to have the main thread's count again

@@ -1,0 +1,177 @@
+"""A block's saved activations: into one buffer and out of it, and to the host and back.
+
+Bytes count each distinct one once and a bool as a bit, for every implementation: views of one storage have to move
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.kernels.activations import saved_activations
+from bench.kernels.peers import same_bytes
+from bench.kernels.recorder import Recorder
+from bench.kernels.roofs import DEVICE, PCIE
+from bench.kernels.rows import EAGER, OURS
+from protrain.engine.arena import Arena
+from protrain.quantities import format_bytes
+from protrain_kernels import PackPlan
+
+SHAPES = ("gpt2-10b", "llama2-13b")
+FOREACH = "torch._foreach_copy_"
+SAVE_ON_CPU = "save_on_cpu"
+SAVE_ON_CPU_PINNED = "save_on_cpu, pinned"
+
+
+class Packer:
+    """Our kernels on given tensors: the public functions on a GPU, on a CPU the Triton kernels interpreted."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self.plan = PackPlan(tensors)
+        # Poisoned: a byte that nobody writes must not look right.
+        self.buffer = torch.full((self.plan.packed_bytes,), 0xA5, dtype=torch.uint8, device=self.plan.device)
+
+    def pack(self) -> None:
+        (self.plan.pack if self.buffer.is_cuda else self.plan.launch_pack)(self.tensors, self.buffer)
+
+    def unpack(self, buffer: Tensor) -> list[Tensor]:
+        if buffer.is_cuda:
+            return self.plan.unpack(buffer)
+        sizes = [memory.size_bytes for memory in self.plan._layout.memories]
+        memories = [torch.full((size,), 0x5A, dtype=torch.uint8) for size in sizes]
+        self.plan.launch_unpack(buffer, memories)
+        return self.plan.views(memories)
+
+
+@pytest.mark.parametrize("implementation", [OURS, EAGER, FOREACH])
+@pytest.mark.parametrize("direction", ["pack", "unpack"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pack(recorder: Recorder, shape: str, direction: str, implementation: str) -> None:
+    """On the device alone."""
+    tensors = saved_activations(shape, recorder.device, whole=recorder.timed)
+    packer = Packer(tensors)
+    run: Callable[[], object]
+    if implementation == OURS:
+        packer.pack()
+        run = packer.pack if direction == "pack" else lambda: packer.unpack(packer.buffer)
+    else:
+        run = _copies(tensors, implementation)
+
+    def check() -> str:
+        found = run() if direction == "unpack" or implementation != OURS else None
+        if found is None:
+            packer.buffer.fill_(0xA5)
+            packer.pack()
+            found = packer.unpack(packer.buffer)
+        assert isinstance(found, list)
+        return _expect_same(found, tensors, layouts=implementation == OURS)
+
+    recorder.measure(
+        operator=direction,
+        shape=f"{shape} block's activations",
+        dtype="mixed",
+        implementation=implementation,
+        version="" if implementation == OURS else torch.__version__,
+        roof=DEVICE,
+        bytes_moved=packer.plan.unpacked_bytes + packer.plan.packed_bytes,
+        run=run,
+        check=check,
+    )
+
+
+@pytest.mark.parametrize("implementation", [OURS, EAGER, SAVE_ON_CPU, SAVE_ON_CPU_PINNED])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_offload(recorder: Recorder, shape: str, implementation: str) -> None:
+    """To pinned host memory and back, one direction after the other."""
+    tensors = saved_activations(shape, recorder.device, whole=recorder.timed)
+    arena = Arena(pinned=recorder.device.type == "cuda")  # lives as long as the copies in it
+    packed_bytes = PackPlan(tensors).packed_bytes
+    run = _round_trip(tensors, arena, implementation)
+
+    recorder.measure(
+        operator="activations to the host and back",
+        shape=f"{shape} block's activations",
+        dtype="mixed",
+        implementation=implementation,
+        version="" if implementation == OURS else torch.__version__,
+        roof=PCIE,
+        bytes_moved=2 * packed_bytes,
+        run=run,
+        check=lambda: _expect_same(run(), tensors, layouts=implementation == OURS),
+        note=_note(tensors, packed_bytes) if implementation == OURS else "",
+    )
+
+
+def _round_trip(tensors: list[Tensor], arena: Arena, name: str) -> Callable[[], list[Tensor]]:
+    if name == OURS:
+        packer = Packer(tensors)
+        away = arena.take(packer.plan.packed_bytes, torch.uint8)
+        back = torch.empty_like(packer.buffer)
+
+        def ours() -> list[Tensor]:
+            packer.pack()
+            away.copy_(packer.buffer, non_blocking=True)
+            back.copy_(away, non_blocking=True)
+            return packer.unpack(back)
+
+        return ours
+    if name == EAGER:  # the best that one can write: memory pinned before, one copy a tensor
+        hosts = [_host_like(tensor, arena) for tensor in tensors]
+        backs = [torch.empty_like(tensor) for tensor in tensors]
+
+        def eager() -> list[Tensor]:
+            for tensor, host in zip(tensors, hosts, strict=True):
+                host.copy_(tensor, non_blocking=True)
+            for back, host in zip(backs, hosts, strict=True):
+                back.copy_(host, non_blocking=True)
+            return backs
+
+        return eager
+    hooks = torch.autograd.graph.save_on_cpu(pin_memory=name == SAVE_ON_CPU_PINNED)
+
+    def save_on_cpu() -> list[Tensor]:
+        packed = [hooks.pack_hook(tensor) for tensor in tensors]
+        return [hooks.unpack_hook(item) for item in packed]
+
+    return save_on_cpu
+
+
+def _host_like(tensor: Tensor, arena: Arena) -> Tensor:
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)  # there is nothing to pin
+    return arena.take(tensor.numel(), tensor.dtype).view(tensor.shape)
+
+
+def _copies(tensors: list[Tensor], name: str) -> Callable[[], list[Tensor]]:
+    """Every tensor copied into memory of its own: what packing and unpacking come to without a kernel for it."""
+    targets = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
+
+    def each() -> list[Tensor]:
+        for tensor, target in zip(tensors, targets, strict=True):
+            target.copy_(tensor)
+        return targets
+
+    def all_at_once() -> list[Tensor]:
+        torch._foreach_copy_(targets, tensors)
+        return targets
+
+    return all_at_once if name == FOREACH else each
+
+
+def _expect_same(found: list[Tensor], wanted: list[Tensor], *, layouts: bool) -> str:
+    """``layouts``: with strides, which a peer needn't keep."""
+    assert len(found) == len(wanted), f"{len(found)} tensors came back, not {len(wanted)}"
+    for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        same_bytes(f"tensor {index}", one, other)
+        assert not layouts or one.stride() == other.stride(), f"tensor {index}: stride {one.stride()}"
+    return "bytes and strides equal" if layouts else "bytes equal"
+
+
+def _note(tensors: list[Tensor], packed_bytes: int) -> str:
+    whole = format_bytes(sum(tensor.nbytes for tensor in tensors))
+    return f"{len(tensors)} tensors, {whole} as autograd sees them, {format_bytes(packed_bytes)} packed"

@@ -1,0 +1,139 @@
+"""`protrain bench`: measure parts of ProTrain against their peers.
+
+The benchmarks live in the repository's folder ``bench``, beside the results that they produced; the installed package
+doesn't carry them. Each runs in a process of its own: it decides how Triton runs before Triton is imported. A benchmark
+takes ``--out FOLDER`` and writes FOLDER/<its name>.json there, among other files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import protrain
+from protrain.cli.options import Parser
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """One command of `protrain bench`: words after the interpreter that run ``bench/<name>`` of a checkout."""
+
+    name: str
+    help: str
+    epilog: str
+    words: tuple[str, ...]  # "{place}" is the absolute path of bench/<name>
+    needs: dict[str, str]  # module -> package, which the extra `bench` brings
+    statuses: dict[int, int]  # exit status -> ours, where they differ
+
+
+KERNELS = Benchmark(
+    name="kernels",
+    help="time every kernel against the machine's roofs and against torch, after checking its results",
+    epilog="""examples:
+  protrain bench kernels --quick --out results
+  protrain bench kernels -k "flatten and gpt2" --benchmark-save=before
+  protrain bench kernels --benchmark-compare --benchmark-compare-fail=median:5%
+
+Every option but --json is pytest's: `protrain bench kernels OPTIONS` is `pytest bench/kernels OPTIONS`.
+Without a GPU the results are checked and nothing is timed.
+""",
+    words=("-m", "pytest", "{place}"),
+    needs={"pytest": "pytest", "pytest_benchmark": "pytest-benchmark"},
+    statuses={2: 130, 3: 1, 4: 2, 5: 2},  # pytest's: interrupted, internal error, usage, nothing to run
+)
+PLANNER = Benchmark(
+    name="planner",
+    help="set predicted step times and memory against measured ones, for plans drawn at random",
+    epilog="""examples:
+  protrain bench planner --out results
+  protrain bench planner --read results
+
+Every option but --json is bench.planner's: `protrain bench planner OPTIONS` is `python -m bench.planner OPTIONS`.
+""",
+    words=("-m", "bench.planner"),
+    needs={},
+    statuses={2: 2},
+)
+BENCHMARKS = (KERNELS, PLANNER)
+
+
+class _ForwardingParser(Parser):
+    """Keeps what it doesn't know, in order, as ``forwarded``: options of the benchmark itself."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        found.forwarded = unknown
+        return found, []
+
+
+def add_command(commands: Any) -> None:
+    """Add `bench` to the subparsers ``commands``."""
+    parser: Parser = commands.add_parser(
+        "bench",
+        help="measure parts of ProTrain against their peers",
+        description="Measure parts of ProTrain against their peers. Needs a checkout of the repository.",
+        epilog="example:\n  protrain bench kernels --quick --out results\n",
+    )
+    names = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True, parser_class=_ForwardingParser)
+    for benchmark in BENCHMARKS:
+        own = names.add_parser(
+            benchmark.name,
+            help=benchmark.help,
+            description=f"{benchmark.help[0].upper()}{benchmark.help[1:]}.",
+            epilog=benchmark.epilog,
+            usage=f"protrain bench {benchmark.name} [--out FOLDER] [--json] [OPTIONS]",
+        )
+        own.add_argument("--out", metavar="FOLDER", default=None, help="write JSON, CSV and pictures to FOLDER")
+        own.add_argument(
+            "--json", action="store_true", default=False, help="print JSON on standard output, the rest on the other"
+        )
+        own.set_defaults(run=run_command, chosen=benchmark)
+
+
+def run_command(args: Namespace) -> None:
+    """Run `protrain bench BENCHMARK`. Raises SystemExit with its status when that isn't 0."""
+    benchmark: Benchmark = args.chosen
+    place = find_benchmark(benchmark)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.out or (scratch if args.json else None)
+        out = [] if folder is None else ["--out", folder]
+        words = [word.format(place=place) for word in benchmark.words]
+        paths = [str(place.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        done = subprocess.run(
+            [sys.executable, *words, *out, *args.forwarded],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            stdout=sys.stderr if args.json else None,
+            check=False,
+        )
+        results = Path(folder or scratch, f"{benchmark.name}.json")
+        if args.json and results.exists():
+            print(results.read_text(), end="", flush=True)
+    if done.returncode:
+        raise SystemExit(benchmark.statuses.get(done.returncode, 1))
+
+
+def find_benchmark(benchmark: Benchmark) -> Path:
+    """Where ``bench/<name>`` of a checkout is: the one that is installed in place, or the current folder.
+
+    Raises:
+        ValueError: there is none, or a package that it needs isn't installed.
+    """
+    roots = [Path(protrain.__file__).resolve().parents[1], Path.cwd()]
+    places = [root / "bench" / benchmark.name for root in roots]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise ValueError(
+            f"bench/{benchmark.name} is in neither {' nor '.join(map(str, dict.fromkeys(roots)))}, and the installed "
+            "package doesn't carry it: run this from a checkout of the repository"
+        )
+    missing = [package for module, package in benchmark.needs.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ValueError(f"{benchmark.name} needs {' and '.join(missing)}: pip install 'protrain[bench]'")
+    return found
