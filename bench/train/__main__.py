@@ -26,7 +26,7 @@ from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
 from protrain.cli.models import check_sequence, load_model
 from protrain.cli.options import Parser, memory, number, whole
-from protrain.cli.summary import device_name, versions
+from protrain.cli.summary import versions
 
 _EXAMPLE = """example:
   python -m bench.train --model llama-7b --batch 8 --contestants protrain,floor,fsdp2 --out bench/results/h100
@@ -107,9 +107,7 @@ def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant
     def comparison() -> Comparison:
         return Comparison(
             command=command,
-            device=device_name(device),
             driver=_driver(),
-            cpu_threads=torch.get_num_threads(),
             commit=_commit(),
             versions=versions(),
             dtype=str(weight_dtype(device)).removeprefix("torch."),

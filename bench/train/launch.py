@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -60,8 +61,9 @@ def supervise(command: list[str], contestant: Contestant, out: Path, log: Path, 
                 time.sleep(_POLL_S)
         finally:
             late = process.poll() is None
-            if late:
-                os.killpg(process.pid, signal.SIGKILL)
+            if late or process.returncode < 0:  # killed alone, it leaves the compiler's processes behind
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     if out.exists():
         return replace(Outcome.load(out), host_used_bytes=available - least)

@@ -17,6 +17,8 @@ from bench.train.models import blocks_of, build_model, fill, parameter_groups, s
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job
 from bench.train.trainers import Trainer, adamw_options, count
 
+_HOST = "127.0.0.1"
+
 
 def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     """fully_shard of each block and of the rest, fp32 parameters in pinned host memory, fused AdamW on the CPU.
@@ -69,7 +71,6 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
             "optimizer": "torch.optim.AdamW(fused=True)",
             "compile": contestant.compile,
             "checkpointed_blocks": "all" if contestant.checkpoint else "none",
-            "threads": torch.get_num_threads(),
         },
     )
 
@@ -108,7 +109,6 @@ def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
             "optimizer": "torch.optim.AdamW(fused=True)",
             "compile": contestant.compile,
             "checkpointed_blocks": "all" if contestant.checkpoint else "none",
-            "threads": torch.get_num_threads(),
         },
     )
 
@@ -168,7 +168,7 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
 def _start_process_group(backend: str) -> None:
     """A world of this process alone, without a network."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves to nothing would stop gloo
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
-        os.environ.setdefault(name, value)
-    store = torch.distributed.HashStore()
+    store = torch.distributed.TCPStore(_HOST, 0, world_size=1, is_master=True)
+    # What torchrun would set: DeepSpeed looks for it.
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=_HOST, MASTER_PORT=str(store.port))
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -24,6 +24,7 @@ class Outcome(Record):
     parameters: int = 0
     first_loss: float = 0.0  # of the first timed step
     last_loss: float = 0.0
+    device: str = ""  # what it ran on
     clipped_steps: int = 0  # timed steps whose gradient norm was above the limit
     setup_s: float = 0.0  # until the first step: weights, planning, states
     device_allocated_bytes: int = 0  # peak of tensors in all steps
@@ -53,14 +54,17 @@ class Comparison(Record):
     """A whole run: one machine, one task, every contestant."""
 
     command: str
-    device: str
     driver: str
-    cpu_threads: int
     commit: str
     versions: dict[str, str]
     dtype: str
     task: Task
     outcomes: tuple[Outcome, ...]
+
+    @property
+    def device(self) -> str:
+        """The GPU, or the processor; "" when nobody ran."""
+        return next((outcome.device for outcome in self.outcomes if outcome.device), "")
 
     def speedups(self, own: Outcome) -> dict[str, float]:
         """By the name of each other contestant that ran: how many of ``own``'s steps go into one of its steps.

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo.utils
 from torch import Tensor
 
 from bench.train.peers import deepspeed_trainer, fsdp2_trainer, torchao_trainer
 from bench.train.results import Outcome
 from bench.train.task import Job
 from bench.train.trainers import Trainer, floor_trainer, protrain_trainer, resident_trainer
+from protrain.cli.summary import device_name
 from protrain.hardware.allocator import use_expandable_segments
 
 BUILDERS: dict[str, Callable[[Job, torch.device, Tensor], Trainer]] = {
@@ -72,12 +74,19 @@ def run(job: Job) -> Outcome:
         first_loss=losses[0],
         last_loss=losses[-1],
         clipped_steps=sum(norm > job.task.clip_norm for norm in norms),
+        device=device_name(device),
         setup_s=setup_s,
         device_allocated_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
         device_reserved_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0,
         host_resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         host_pinned_bytes=trainer.pinned_bytes() + _pinned_by_torch(device),
-        config=trainer.config,
+        config={
+            **trainer.config,
+            # One for all blocks; more would mean that the compiler gave some of them up.
+            "compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+            "host_threads": torch.get_num_threads(),
+            "allocator": "expandable_segments:True",
+        },
         plan=trainer.plan,
     )
 
