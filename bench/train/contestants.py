@@ -64,8 +64,8 @@ class Contestant(Record):
     def title(self) -> str:
         """For tables: what it is, and where it differs."""
         kind = KINDS[self.kind]
-        if self.kind == "floor":
-            return f"{kind.title} ({'compiled' if self.compile else 'eager'})"
+        if self.planned_by is not None:
+            return f"{kind.title} (as {self.planned_by.name})"
         parts = ["compiled" if self.compile else "eager"]
         if kind.can_keep and not self.checkpoint:
             parts.append("nothing checkpointed")

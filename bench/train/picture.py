@@ -27,6 +27,6 @@ def draw_bars(comparison: Comparison, path: Path) -> None:
     )
     axes.bar_label(bars, [f"{comparison.tokens_per_s(outcome):,.0f}" for outcome in ran], padding=3)
     axes.margins(x=0.12)
-    axes.set(xlabel="tokens/s", title=comparison.headline())
-    axes.title.set_fontsize(9)
+    axes.set(xlabel="tokens/s")
+    figure.suptitle(comparison.headline(), fontsize=9)
     figure.savefig(path, dpi=120)

@@ -41,6 +41,11 @@ def test_defaults_are_valid(names: str) -> None:
     assert [contestant.name for contestant in parse_all(names)] == names.split(",")
 
 
+def test_titles_tell_rows_apart() -> None:
+    rows = parse_all(f"{DEFAULT},floor-unclipped,protrain-eager-unclipped,floor-eager-unclipped,zero3params")
+    assert len({contestant.title for contestant in rows}) == len(rows)
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [
