@@ -7,7 +7,6 @@ updates inside backward). A floor checkpoints what the plan of the ProTrain row 
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import subprocess
 import sys
@@ -133,30 +132,21 @@ def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant
 
 
 def _driver() -> str:
-    """Version of the GPU's driver; "" without one."""
-    if not torch.cuda.is_available():
-        return ""
-    import pynvml
-
-    pynvml.nvmlInit()
-    return str(pynvml.nvmlSystemGetDriverVersion())
+    """Version of the GPU's driver; "unknown" without one."""
+    return _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
 
 
 def _commit() -> str:
     """Of the checkout that runs, with + when it was changed; "unknown" outside of one."""
-    root = Path(__file__).resolve().parent
+    return _answer("git", "--no-optional-locks", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+
+
+def _answer(*command: str) -> str:
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return described.stdout.strip()
+    return done.stdout.strip()
 
 
 if __name__ == "__main__":
