@@ -1,0 +1,12 @@
+"""A training step end to end, beside what others make of it on the same machine: ``python -m bench.train``.
+
+contestants  who takes part, in which variants, by name
+task         model, batch and steps that all of them get, and the tokens
+models       the same model for all: weights, compiled and checkpointed blocks
+trainers     ProTrain, the compute-only floor, resident weights
+peers        FSDP2, DeepSpeed, torchao
+worker       one contestant in a process of its own
+launch       starts workers; what ends one (no memory, no time) becomes a row
+results      rows, speedups, the printed table
+picture      the bar chart
+"""

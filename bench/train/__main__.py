@@ -1,0 +1,153 @@
+"""ProTrain beside FSDP2, DeepSpeed, torchao and the compute-only floor: one task, one machine, one run.
+
+Names of contestants may carry -eager (blocks not compiled), -kept (nothing checkpointed) and -unclipped (ProTrain then
+updates inside backward). A floor checkpoints what the plan of the ProTrain row with the same variants does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench.train.contestants import DEFAULT, DEFAULT_ON_CPU, KINDS, Contestant, parse_all
+from bench.train.launch import take_part
+from bench.train.picture import draw_bars
+from bench.train.results import Comparison, Outcome
+from bench.train.task import Task, make_tokens
+from bench.train.trainers import weight_dtype
+from protrain.cli.models import check_sequence, load_model
+from protrain.cli.options import Parser, memory, number, whole
+from protrain.cli.summary import versions
+
+_EXAMPLE = """example:
+  python -m bench.train --model llama-7b --batch 8 --contestants protrain,floor,fsdp2 --out bench/results/h100
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison: 0, 1 when a row of ProTrain's failed, 2 for an argument that the user can mend."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    on_gpu = torch.cuda.is_available()
+    try:
+        contestants = parse_all(args.contestants or (DEFAULT if on_gpu else DEFAULT_ON_CPU))
+        task = _task(args, on_gpu=on_gpu)
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if not on_gpu:
+        print("no GPU here: this checks that everything runs; the figures mean nothing", file=sys.stderr)
+    comparison = _compare(args, task, contestants, f"python -m bench.train {shlex.join(arguments)}")
+    print(comparison.table())
+    if args.out is not None:
+        try:
+            draw_bars(comparison, args.out / f"compare-{task.label}.png")
+        except ImportError:
+            print("no picture: pip install matplotlib", file=sys.stderr)
+    return 1 if any(one.error for one in comparison.outcomes if one.contestant.kind == "protrain") else 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="bench.train", description=__doc__, epilog=_EXAMPLE)
+    parser.add_argument("--contestants", default="", metavar="A,B", help=f"of {', '.join(KINDS)} (default: all)")
+    parser.add_argument("--model", default=None, help="a shape by name (default: llama-7b; without a GPU: tiny)")
+    parser.add_argument("--layers", type=whole(1), default=None, help="blocks (default: those of the shape)")
+    parser.add_argument("--batch", type=whole(1), default=None, help="sequences (default: 8; without a GPU: 2)")
+    parser.add_argument("--sequence", type=whole(2), default=None, help="tokens (default: 2048; without a GPU: 64)")
+    parser.add_argument("--steps", type=whole(3), default=10, help="timed steps (default: 10)")
+    parser.add_argument("--warm-up", type=whole(1), default=2, help="steps before them (default: 2)")
+    parser.add_argument("--clip", type=number(0, open_ended=True), default=1.0, help="norm to clip to (default: 1)")
+    parser.add_argument(
+        "--device-memory", type=memory, default=None, metavar="SIZE", help="for ProTrain to stay within"
+    )
+    parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="likewise, of the host")
+    parser.add_argument(
+        "--time-limit", type=number(1), default=3600.0, metavar="SECONDS", help="for the whole run (default: an hour)"
+    )
+    parser.add_argument(
+        "--contestant-limit", type=number(1), default=300.0, metavar="SECONDS", help="for each (default: 300)"
+    )
+    parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="for the JSON and the bar chart")
+    return parser
+
+
+def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
+    """ValueError when there is no such model, or it has fewer positions."""
+    task = Task(
+        model=args.model or ("llama-7b" if on_gpu else "tiny"),
+        layers=args.layers,
+        batch=args.batch or (8 if on_gpu else 2),
+        sequence=args.sequence or (2048 if on_gpu else 64),
+        steps=args.steps,
+        warm_up=args.warm_up,
+        clip_norm=args.clip,
+        device_memory=args.device_memory,
+        host_memory=args.host_memory,
+    )
+    check_sequence(load_model(task.model, layers=task.layers), task.sequence)
+    return task
+
+
+def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant, ...], command: str) -> Comparison:
+    until = time.monotonic() + args.time_limit
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    outcomes: list[Outcome] = []
+
+    def comparison() -> Comparison:
+        return Comparison(
+            command=command,
+            driver=_driver(),
+            commit=_commit(),
+            versions=versions(),
+            dtype=str(weight_dtype(device)).removeprefix("torch."),
+            task=task,
+            outcomes=tuple(outcomes),
+        )
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_tokens(task, folder / "tokens.pt")
+        for contestant in contestants:
+            limit_s = min(args.contestant_limit, until - time.monotonic())
+            if limit_s <= 0:
+                outcomes.append(Outcome(contestant=contestant, error="not begun: the time limit was reached"))
+            else:
+                print(f"{contestant.name} ...", end=" ", file=sys.stderr, flush=True)
+                outcomes.append(take_part(contestant, task, folder, limit_s=limit_s))
+                last = outcomes[-1]
+                print(last.error or f"{last.median_ms:.1f} ms, ready after {last.setup_s:.0f} s", file=sys.stderr)
+            if args.out is not None:  # after every one, so that a run that is cut off leaves what it has
+                comparison().save(args.out / f"compare-{task.label}.json")
+    return comparison()
+
+
+def _driver() -> str:
+    """Version of the GPU's driver; "unknown" without one."""
+    return _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+
+
+def _commit() -> str:
+    """Of the checkout that runs, with + when it was changed; "unknown" outside of one."""
+    return _answer("git", "--no-optional-locks", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+
+
+def _answer(*command: str) -> str:
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

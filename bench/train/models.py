@@ -1,0 +1,69 @@
+"""The same model for every contestant: weights filled piece by piece where they will live, blocks made alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bench.train.task import Task
+from protrain.cli.models import check_sequence, load_model
+from protrain.compilation import compiled_blocks
+from protrain.profiler import find_blocks
+
+
+def build_model(task: Task) -> Any:
+    """The model with its parameters on the meta device, and without key/value caches: in training they only cost."""
+    loaded = load_model(task.model, layers=task.layers)
+    check_sequence(loaded, task.sequence)
+    loaded.config.use_cache = False
+    return loaded.model.train()
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, those that ProTrain finds."""
+    return [model.get_submodule(path) for path in find_blocks(model)]
+
+
+def fill(model: Any, module: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Give the meta parameters of ``module``, a part of ``model``, memory on ``device`` and their start values.
+
+    What the model's own rules do not set stays NaN, and so does the loss, which the worker refuses.
+    """
+    made: dict[int, nn.Parameter] = {}  # a tied parameter is made once
+    for owner in module.modules():
+        fresh = False
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                values = torch.full(parameter.shape, float("nan"), dtype=dtype, device=device)
+                made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            owner._parameters[name] = made[id(parameter)]
+            fresh = True
+        if fresh:
+            with torch.no_grad():
+                model._init_weights(owner)
+
+
+def shape_blocks(blocks: Sequence[nn.Module], *, compile: bool, checkpointed: Sequence[bool]) -> None:
+    """Compile the forward of every block, as ProTrain does, and checkpoint those that are to be."""
+    if compile:
+        with compiled_blocks(blocks):
+            pass
+    for block, wanted in zip(blocks, checkpointed, strict=True):
+        if wanted:
+            # There is no dropout, so no random numbers to preserve.
+            forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            vars(block)["forward"] = forward
+
+
+def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's groups: matrices decay, vectors (norms, biases) do not."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]

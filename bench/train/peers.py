@@ -1,0 +1,174 @@
+"""The systems compared with, each as its own documentation has it used, with the choices that are fastest here.
+
+They come with fp32 masters, bf16 compute and exact clipping, like ProTrain. A world of one process throughout.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.train.models import blocks_of, build_model, fill, parameter_groups, shape_blocks
+from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job
+from bench.train.trainers import Trainer, adamw_options, count
+
+_HOST = "127.0.0.1"
+
+
+def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
+    """fully_shard of each block and of the rest, fp32 parameters in pinned host memory, fused AdamW on the CPU.
+
+    On a CPU there is nowhere to offload to: the same without the policy, to see that it runs.
+    """
+    from torch.distributed import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    task, contestant = job.task, job.contestant
+    on_gpu = device.type == "cuda"
+    _start_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    )  # norms of offloaded gradients are reduced on the CPU
+    mesh = init_device_mesh(device.type, (1,))
+    options: dict[str, Any] = {"mesh": mesh}
+    if on_gpu:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
+        # Nothing is reduced in a world of one, so bf16 until the cast to the parameters' fp32 loses no bit.
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = build_model(task)
+    parameters = count(model)
+    blocks = blocks_of(model)
+    shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
+    for block in blocks:  # made on the GPU, from where fully_shard takes it to the host: the model is never whole there
+        fill(model, block, device=device, dtype=torch.float32)
+        fully_shard(block, **options)
+    fill(model, model, device=device, dtype=torch.float32)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=WEIGHT_DECAY), fused=True, **adamw_options(task))
+
+    def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        norm: Any = None
+        if contestant.clip:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
+            norm = norm.full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    return Trainer(
+        step=step,
+        parameters=parameters,
+        config={
+            "fully_shard": "every block, then the rest; parameters float32",
+            "offload_policy": repr(options.get("offload_policy")),
+            "mp_policy": repr(options.get("mp_policy")),
+            "optimizer": "torch.optim.AdamW(fused=True)",
+            "compile": contestant.compile,
+            "checkpointed_blocks": "all" if contestant.checkpoint else "none",
+        },
+    )
+
+
+def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
+    """fp32 parameters on the GPU under autocast, their masters' states on the host; gradients leave inside backward.
+
+    bf16 parameters would have bf16 states, which is another training.
+    """
+    task, contestant = job.task, job.contestant
+    optimizer_class = importlib.import_module("torchao.optim").CPUOffloadOptimizer
+    model = build_model(task)
+    fill(model, model, device=device, dtype=torch.float32)
+    model.to(device)
+    blocks = blocks_of(model)
+    shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
+    options = {**adamw_options(task), "fused": True}
+    groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
+    optimizer = optimizer_class(groups, torch.optim.AdamW, offload_gradients=True, **options)
+
+    def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), None
+
+    return Trainer(
+        step=step,
+        parameters=count(model),
+        config={
+            "torchao": version("torchao"),
+            "parameters": "float32 on the device, autocast to bfloat16",
+            "offload_gradients": True,
+            "optimizer": "torch.optim.AdamW(fused=True)",
+            "compile": contestant.compile,
+            "checkpointed_blocks": "all" if contestant.checkpoint else "none",
+        },
+    )
+
+
+def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
+    """ZeRO with DeepSpeed's own CPU Adam on fp32 masters, bf16 weights."""
+    task, contestant = job.task, job.contestant
+    deepspeed = importlib.import_module("deepspeed")
+    _start_process_group("nccl")
+    zero: dict[str, Any] = {
+        "stage": 2 if contestant.kind == "zero2" else 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+    }
+    if contestant.kind == "zero3params":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": task.batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": task.clip_norm if contestant.clip else 0.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": task.learning_rate, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY},
+        },
+    }
+    model = build_model(task)
+    parameters = count(model)
+    fill(model, model, device=device, dtype=torch.bfloat16)
+    model.to(device)
+    blocks = blocks_of(model)
+    shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
+    groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+
+    def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        norm = engine.get_global_grad_norm() if contestant.clip else None
+        return loss.detach(), None if norm is None else torch.as_tensor(norm)
+
+    return Trainer(
+        step=step,
+        parameters=parameters,
+        config={
+            "deepspeed": version("deepspeed"),
+            **config,
+            "compile": contestant.compile,
+            "checkpointed_blocks": "all" if contestant.checkpoint else "none",
+        },
+    )
+
+
+def _start_process_group(backend: str) -> None:
+    """A world of this process alone, without a network."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves to nothing would stop gloo
+    store = torch.distributed.TCPStore(_HOST, 0, world_size=1, is_master=True)
+    # What torchrun would set: DeepSpeed looks for it.
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=_HOST, MASTER_PORT=str(store.port))
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -1,0 +1,128 @@
+"""Rows of the comparison, and what they say beside each other."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.train.contestants import Contestant
+from bench.train.task import Task
+from protrain.planning import Plan
+from protrain.records import Record
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Record):
+    """What one contestant did, or why it did not."""
+
+    contestant: Contestant
+    error: str = ""  # a reason in place of figures
+    step_ms: tuple[float, ...] = ()  # of every timed step, in order
+    parameters: int = 0
+    first_loss: float = 0.0  # of the first timed step
+    last_loss: float = 0.0
+    device: str = ""  # what it ran on
+    clipped_steps: int = 0  # timed steps whose gradient norm was above the limit
+    setup_s: float = 0.0  # until the first step: weights, planning, states
+    device_allocated_bytes: int = 0  # peak of tensors in all steps
+    device_reserved_bytes: int = 0  # peak of the caching allocator
+    host_resident_bytes: int = 0  # peak of the process
+    host_pinned_bytes: int = 0  # of that
+    host_used_bytes: int = 0  # by how much the machine's available memory fell at most, whoever took it
+    config: dict[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None  # ProTrain's
+
+    @property
+    def median_ms(self) -> float:
+        """Of the timed steps."""
+        return statistics.median(self.step_ms)
+
+    def quantile_ms(self, share: float) -> float:
+        """The time that ``share`` of the timed steps stay within, between neighbours in proportion."""
+        ordered = sorted(self.step_ms)
+        at = share * (len(ordered) - 1)
+        low = int(at)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Record):
+    """A whole run: one machine, one task, every contestant."""
+
+    command: str
+    driver: str
+    commit: str
+    versions: dict[str, str]
+    dtype: str
+    task: Task
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def device(self) -> str:
+        """The GPU, or the processor; "" when nobody ran."""
+        return next((outcome.device for outcome in self.outcomes if outcome.device), "")
+
+    def speedups(self, own: Outcome) -> dict[str, float]:
+        """By the name of each other contestant that ran: how many of ``own``'s steps go into one of its steps.
+
+        Of the floor it is the share of the attainable that ``own`` reaches.
+        """
+        return {
+            other.contestant.name: other.median_ms / own.median_ms
+            for other in self.outcomes
+            if not other.error and other is not own
+        }
+
+    def own_rows(self) -> list[Outcome]:
+        """ProTrain's rows that ran."""
+        return [one for one in self.outcomes if one.contestant.kind == "protrain" and not one.error]
+
+    def tokens_per_s(self, outcome: Outcome) -> float:
+        """Of the median step."""
+        return self.task.tokens_per_step / outcome.median_ms * 1e3
+
+    def tflops(self, outcome: Outcome) -> float:
+        """6 x parameters x tokens/s: what the model needs, recomputation and attention scores not counted."""
+        return 6 * outcome.parameters * self.tokens_per_s(outcome) / 1e12
+
+    def table(self) -> str:
+        """The comparison for people; one line per contestant, and a reason where there are no figures."""
+        own = self.own_rows()
+        head = ["", "ms/step (p20 to p80)", "tokens/s", "6NT TFLOP/s", "GPU GiB (reserved)", "host GiB", "clipped"]
+        rows = [[*head, *(f"/ {one.contestant.name}" for one in own)]]
+        failed = []
+        for outcome in self.outcomes:
+            if outcome.error:
+                failed.append(f"{outcome.contestant.name}: {outcome.error}")
+                continue
+            ratios = [self.speedups(one).get(outcome.contestant.name) for one in own]
+            rows.append(
+                [
+                    outcome.contestant.title,
+                    f"{outcome.median_ms:.1f} ({outcome.quantile_ms(0.2):.1f} to {outcome.quantile_ms(0.8):.1f})",
+                    f"{self.tokens_per_s(outcome):,.0f}",
+                    f"{self.tflops(outcome):.3g}",
+                    f"{outcome.device_allocated_bytes / GIB:.1f} ({outcome.device_reserved_bytes / GIB:.1f})",
+                    f"{max(outcome.host_used_bytes, outcome.host_resident_bytes) / GIB:.1f}",
+                    f"{outcome.clipped_steps}/{len(outcome.step_ms)}"
+                    if outcome.contestant.clip and outcome.contestant.kind != "floor"
+                    else "-",
+                    *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios),
+                ]
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([self.headline(), "", *lines, *([""] if failed else []), *failed])
+
+    def headline(self) -> str:
+        """What was trained, and where."""
+        sizes = {outcome.parameters for outcome in self.outcomes if outcome.parameters}
+        size = f"{max(sizes) / 1e9:.2f} B parameters, " if sizes else ""
+        return (
+            f"{self.task.label}: {size}{self.task.tokens_per_step:,} tokens a step, {self.dtype}, clipping to "
+            f"{self.task.clip_norm:g}, {self.device}"
+        )

@@ -1,0 +1,69 @@
+"""What every contestant gets: model, batch, steps, tokens and hyperparameters."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.train.contestants import Contestant
+from protrain.cli.data import byte_codec, find_documents, tokenize, training_batch
+from protrain.records import Record
+
+BETAS = (0.9, 0.95)
+EPSILON = 1e-8
+WEIGHT_DECAY = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Record):
+    """One training, whoever does it."""
+
+    model: str  # of protrain.cli.shapes
+    layers: int | None  # None: as many as the shape has
+    batch: int
+    sequence: int
+    steps: int  # timed
+    warm_up: int  # before them
+    clip_norm: float = 1.0
+    learning_rate: float = 1e-4
+    device_memory: str | None = None  # ProTrain's alone can be held to it
+    host_memory: str | None = None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of the whole batch."""
+        return self.batch * self.sequence
+
+    @property
+    def label(self) -> str:
+        """For file names."""
+        depth = "" if self.layers is None else f"-{self.layers}layers"
+        return f"{self.model}{depth}-{self.batch}x{self.sequence}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Record):
+    """What a worker is told."""
+
+    task: Task
+    contestant: Contestant
+    tokens: str  # file of make_tokens
+    planned_by: str | None  # file with the outcome of the ProTrain row that a floor follows
+    until: float  # time.time() after which no step is begun
+
+
+def make_tokens(task: Task, path: Path) -> None:
+    """Write [warm_up + steps, batch, sequence] int64 token ids: windows of Python's own sources, as bytes.
+
+    Text and not noise or zeros, because the GPU draws less power, and so runs faster, on data with fewer bits set.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        text = tokenize(find_documents(None), byte_codec(), Path(folder), held_out=0.0)
+        batches = [
+            training_batch(text, seed=0, step=step, micro_batch=0, batch=task.batch, sequence=task.sequence)
+            for step in range(task.warm_up + task.steps)
+        ]
+    torch.save(torch.stack(batches), path)

@@ -1,0 +1,188 @@
+"""ProTrain, the compute-only floor and resident weights, each as a function that does one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import protrain
+from bench.train.contestants import Contestant
+from bench.train.models import blocks_of, build_model, fill, parameter_groups, shape_blocks
+from bench.train.results import Outcome
+from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job, Task
+from protrain.planning import Plan
+from protrain.planning.plan import BlockMode
+
+Step = Callable[[Tensor], tuple[Tensor, Tensor | None]]  # token ids [batch, sequence] -> loss, gradient norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """A contestant that is ready."""
+
+    step: Step
+    parameters: int
+    config: dict[str, Any]  # everything that was chosen for it
+    plan: Plan | None = None
+    pinned_bytes: Callable[[], int] = field(default=lambda: 0)  # beside what torch's own allocator pins
+
+
+def weight_dtype(device: torch.device) -> torch.dtype:
+    """Of the weights that compute: bfloat16, and on a CPU float32."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def adamw_options(task: Task) -> dict[str, Any]:
+    """Hyperparameters of AdamW that all share; decay is in the groups."""
+    return {"lr": task.learning_rate, "betas": BETAS, "eps": EPSILON}
+
+
+def count(model: nn.Module) -> int:
+    """Parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def protrain_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
+    """ProTrain as its documentation says: one call, nothing set but the memory there is."""
+    task, contestant = job.task, job.contestant
+    model = build_model(task)
+    parameters = count(model)
+    groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
+    chosen: dict[str, Any] = {
+        "device_memory": task.device_memory,
+        "host_memory": task.host_memory,
+        "step_during_backward": not contestant.clip,
+        "compile": contestant.compile,
+    }
+    wrapped, optimizer = protrain.wrap(
+        model,
+        torch.optim.AdamW(groups, **adamw_options(task)),
+        example_batch={"input_ids": example, "labels": example},
+        device=device,
+        **chosen,
+    )
+
+    def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        loss = wrapped(input_ids=ids, labels=ids).loss
+        loss.backward()
+        norm = optimizer.clip_grad_norm_(task.clip_norm) if contestant.clip else None
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    return Trainer(
+        step=step,
+        parameters=parameters,
+        config={**chosen, "plan": str(optimizer.plan)},
+        plan=optimizer.plan,
+        pinned_bytes=lambda: optimizer.report().host_bytes,
+    )
+
+
+def floor_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
+    """Forward and backward with all weights resident and every gradient dropped at once: no trainer can be faster.
+
+    Blocks are checkpointed where the ProTrain row's plan checkpoints them. A swapped block is one that is kept here: it
+    computes the same.
+    """
+    assert job.planned_by is not None
+    plan = Outcome.load(Path(job.planned_by)).plan
+    assert plan is not None
+    model = build_model(job.task)
+    checkpointed = [mode is BlockMode.CKPT for mode in plan.block_modes]
+    fill(model, model, device=device, dtype=weight_dtype(device))
+    model.to(device)
+    shape_blocks(blocks_of(model), compile=job.contestant.compile, checkpointed=checkpointed)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)
+
+    def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach(), None
+
+    return Trainer(
+        step=step,
+        parameters=count(model),
+        config={
+            "weights": str(weight_dtype(device)),
+            "compile": job.contestant.compile,
+            "checkpointed_blocks": [index for index, wanted in enumerate(checkpointed) if wanted],
+            "blocks": len(checkpointed),
+            "optimizer": None,
+        },
+    )
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class MasterAdamW:
+    """torch's fused AdamW on fp32 masters of the weights, where those are: what one does when everything fits.
+
+    One optimizer for each part of the model, so that gradients are in fp32 for a part at a time.
+    """
+
+    def __init__(self, model: nn.Module, parts: list[nn.Module], task: Task) -> None:
+        known: set[int] = set()
+        self._parts: list[tuple[list[Tensor], list[Tensor], torch.optim.AdamW]] = []
+        for part in (*parts, model):
+            weights: list[Tensor] = [p for p in part.parameters() if id(p) not in known]
+            known.update(id(p) for p in weights)
+            masters: list[Tensor] = [nn.Parameter(p.detach().float()) for p in weights]
+            groups = [
+                {"params": [m for m in masters if (m.dim() > 1) is matrix], "weight_decay": decay}
+                for matrix, decay in ((True, WEIGHT_DECAY), (False, 0.0))
+            ]
+            optimizer = torch.optim.AdamW([g for g in groups if g["params"]], fused=True, **adamw_options(task))
+            self._parts.append((weights, masters, optimizer))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update, write the weights back, and drop all gradients."""
+        for weights, masters, optimizer in self._parts:
+            for weight, master in zip(weights, masters, strict=True):
+                assert weight.grad is not None
+                master.grad = weight.grad.float()
+                weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            torch._foreach_copy_(weights, masters)
+
+
+def resident_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
+    """Everything on the device, no offloading at all."""
+    task, contestant = job.task, job.contestant
+    model = build_model(task)
+    fill(model, model, device=device, dtype=weight_dtype(device))
+    model.to(device)
+    blocks = blocks_of(model)
+    optimizer = MasterAdamW(model, blocks, task)
+    shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
+
+    def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm) if contestant.clip else None
+        optimizer.step()
+        return loss.detach(), norm
+
+    return Trainer(
+        step=step,
+        parameters=count(model),
+        config=_block_config(contestant)
+        | {
+            "weights": str(weight_dtype(device)),
+            "optimizer": "torch.optim.AdamW(fused=True) on fp32 masters, on the device",
+        },
+    )
+
+
+def _block_config(contestant: Contestant) -> dict[str, Any]:
+    return {"compile": contestant.compile, "checkpointed_blocks": "all" if contestant.checkpoint else "none"}

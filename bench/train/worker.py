@@ -1,0 +1,136 @@
+"""One contestant in a process of its own: a CUDA context, an allocator and host memory that nothing has used before.
+
+python -m bench.train.worker JOB.json OUT.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch._dynamo.utils
+from torch import Tensor
+
+from bench.train.peers import deepspeed_trainer, fsdp2_trainer, torchao_trainer
+from bench.train.results import Outcome
+from bench.train.task import Job
+from bench.train.trainers import Trainer, floor_trainer, protrain_trainer, resident_trainer
+from protrain.cli.summary import device_name
+from protrain.hardware.allocator import use_expandable_segments
+
+BUILDERS: dict[str, Callable[[Job, torch.device, Tensor], Trainer]] = {
+    "protrain": protrain_trainer,
+    "floor": floor_trainer,
+    "resident": resident_trainer,
+    "fsdp2": fsdp2_trainer,
+    "zero2": deepspeed_trainer,
+    "zero3": deepspeed_trainer,
+    "zero3params": deepspeed_trainer,
+    "torchao": torchao_trainer,
+}
+
+
+def main() -> None:
+    """Run the contestant; what stops it is its outcome."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("job", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    job = Job.load(args.job)
+    try:
+        outcome = run(job)
+    except Exception as error:  # whatever a system says when it cannot do the task is a result
+        message = next((line for line in str(error).splitlines() if line.strip()), "")
+        outcome = Outcome(contestant=job.contestant, error=f"{type(error).__name__}: {message}"[:500])
+    outcome.save(args.out)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def run(job: Job) -> Outcome:
+    """Build the contestant, warm up, and time its steps."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        use_expandable_segments()  # ProTrain sets it; the others gain by it too
+    torch.manual_seed(0)
+    batches = torch.load(job.tokens).to(device)
+    start = time.perf_counter()
+    trainer = BUILDERS[job.contestant.kind](job, device, batches[0])
+    finish(device)
+    setup_s = time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    step_ms, losses, norms = train(job, trainer, batches, device)
+    return Outcome(
+        contestant=job.contestant,
+        step_ms=tuple(step_ms),
+        parameters=trainer.parameters,
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        clipped_steps=sum(norm > job.task.clip_norm for norm in norms),
+        device=device_name(device),
+        setup_s=setup_s,
+        device_allocated_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        device_reserved_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0,
+        host_resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        host_pinned_bytes=trainer.pinned_bytes() + _pinned_by_torch(device),
+        config={
+            **trainer.config,
+            # One for all blocks; more would mean that the compiler gave some of them up.
+            "compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+            "host_threads": torch.get_num_threads(),
+            "allocator": "expandable_segments:True",
+        },
+        plan=trainer.plan,
+    )
+
+
+def train(
+    job: Job, trainer: Trainer, batches: Tensor, device: torch.device
+) -> tuple[list[float], list[float], list[float]]:
+    """(milliseconds, loss, gradient norm) of every timed step; the norms are none without clipping.
+
+    A step ends when the compute stream is done with it. What a system still does then beside it (ProTrain's deferred
+    updates) the next step waits for, so in the steady state nothing is left out. Raises RuntimeError for a loss that is
+    not finite, and when the time was up before three steps were timed.
+    """
+    step_ms, losses, norms = [], [], []
+    finish(device)
+    before = time.perf_counter()
+    for index, ids in enumerate(batches):
+        if time.time() > job.until:
+            break
+        loss, norm = trainer.step(ids)
+        finish(device)
+        now = time.perf_counter()
+        if index >= job.task.warm_up:
+            step_ms.append((now - before) * 1e3)
+            losses.append(loss.item())
+            if norm is not None:
+                norms.append(norm.item())
+        before = time.perf_counter()
+    if not all(math.isfinite(loss) for loss in losses):
+        raise RuntimeError(f"the loss is not finite: {losses}")
+    if len(step_ms) < min(3, job.task.steps):
+        raise RuntimeError(f"only {len(step_ms)} steps were timed before the time was up")
+    return step_ms, losses, norms
+
+
+def finish(device: torch.device) -> None:
+    """Wait for the compute stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _pinned_by_torch(device: torch.device) -> int:
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)) if device.type == "cuda" else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""bench.train: names, rows for what fails, the arithmetic of the table, and a run of everything that a CPU can do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.train.__main__ import main
+from bench.train.contestants import DEFAULT, DEFAULT_ON_CPU, Contestant, parse, parse_all
+from bench.train.launch import supervise, take_part
+from bench.train.results import Comparison, Outcome
+from bench.train.task import Task
+from protrain.planning.plan import BlockMode
+
+TASK = Task(model="tiny", layers=2, batch=2, sequence=64, steps=4, warm_up=1)
+ONE = Contestant(kind="fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("name", "contestant"),
+    [
+        ("protrain", Contestant(kind="protrain")),
+        ("protrain-eager-unclipped", Contestant(kind="protrain", compile=False, clip=False)),
+        ("fsdp2-kept", Contestant(kind="fsdp2", checkpoint=False)),
+        ("fsdp2-eager-kept-unclipped", Contestant(kind="fsdp2", compile=False, checkpoint=False, clip=False)),
+        ("zero3", Contestant(kind="zero3", compile=False)),
+        ("torchao", Contestant(kind="torchao", clip=False)),
+    ],
+)
+def test_a_name_says_what_is_run(name: str, contestant: Contestant) -> None:
+    assert parse(name) == contestant
+    assert contestant.name == name
+
+
+@pytest.mark.parametrize("names", [DEFAULT, DEFAULT_ON_CPU])
+def test_defaults_are_valid(names: str) -> None:
+    assert [contestant.name for contestant in parse_all(names)] == names.split(",")
+
+
+def test_titles_tell_rows_apart() -> None:
+    rows = parse_all(f"{DEFAULT},floor-unclipped,protrain-eager-unclipped,floor-eager-unclipped,zero3params")
+    assert len({contestant.title for contestant in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("fsdp3", "there is no 'fsdp3'; known: protrain"),
+        ("protrain-kept", "protrain has no variant 'kept'; it has eager, unclipped"),
+        ("torchao-unclipped", "torchao has no variant 'unclipped'; it has eager, kept"),
+        ("fsdp2,fsdp2", "fsdp2 is there twice"),
+        ("floor", "floor checkpoints the blocks that protrain does: name that before it"),
+        ("protrain,floor-eager", "floor-eager checkpoints the blocks that protrain-eager does"),
+    ],
+)
+def test_wrong_names_are_refused(names: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--contestants", names])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_other_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, message in (
+        (["--model", "llama-8t"], "there is no model 'llama-8t'"),
+        (["--model", "gpt2", "--sequence", "2048"], "--sequence 2048 is longer than the 1024 positions"),
+        (["--steps", "2"], "--steps: must be at least 3"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(argv)
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def _supervised(tmp_path: Path, code: str, *, limit_s: float = 60.0) -> Outcome:
+    command = [sys.executable, "-c", code]
+    return supervise(command, ONE, tmp_path / "out.json", tmp_path / "log", limit_s=limit_s)
+
+
+def test_a_worker_that_the_system_kills_becomes_a_row(tmp_path: Path) -> None:
+    outcome = _supervised(tmp_path, f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    assert outcome == Outcome(contestant=ONE, error=outcome.error, host_used_bytes=outcome.host_used_bytes)
+    assert "killed by the system" in outcome.error
+
+
+def test_a_worker_that_crashes_becomes_a_row_with_its_last_words(tmp_path: Path) -> None:
+    assert _supervised(tmp_path, "raise SystemExit('no driver')").error == "exit status 1: no driver"
+    outcome = _supervised(tmp_path, f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})")
+    assert outcome.error == "died of SIGSEGV: it said nothing"
+
+
+def test_a_worker_that_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(late)!r}).touch()"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert _supervised(tmp_path, code, limit_s=1.5).error == "not done within 2 s"
+    waited = _supervised(tmp_path, "import time; time.sleep(4)")
+    assert waited.error.startswith("exit status 0")
+    assert not late.exists()
+
+
+def test_memory_that_goes_missing_while_a_worker_runs_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = iter([1000, 900, 300])
+    monkeypatch.setattr("bench.train.launch.available_host_bytes", lambda: next(seen, 800))
+    assert _supervised(tmp_path, "import time; time.sleep(1.5)").host_used_bytes == 700
+
+
+def test_what_needs_a_gpu_or_a_failed_plan_is_skipped_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert take_part(parse("torchao"), TASK, tmp_path, limit_s=9.0).error == "skipped: it needs a GPU"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("bench.train.launch.find_spec", lambda name: None)
+    skipped = take_part(parse("zero2"), TASK, tmp_path, limit_s=9.0)
+    assert skipped.error == "skipped: deepspeed is not installed (pip install deepspeed)"
+    Outcome(contestant=parse("protrain"), error="PlanError: no").save(tmp_path / "protrain.json")
+    assert take_part(parse("floor"), TASK, tmp_path, limit_s=9.0).error == "skipped: protrain has no plan to follow"
+
+
+def _outcome(name: str, *step_ms: float) -> Outcome:
+    return Outcome(contestant=parse(name), step_ms=step_ms, parameters=10**9)
+
+
+def test_ratios_are_of_medians_within_the_run() -> None:
+    own, inside = _outcome("protrain", 100.0, 90.0, 400.0), _outcome("protrain-unclipped", 80.0)
+    peer, failed = _outcome("fsdp2", 300.0, 200.0), Outcome(contestant=parse("zero2"), error="no memory")
+    comparison = Comparison(
+        command="",
+        driver="",
+        commit="",
+        versions={},
+        dtype="bfloat16",
+        task=TASK,
+        outcomes=(own, _outcome("floor", 95.0), inside, peer, failed),
+    )
+    assert comparison.speedups(own) == {"floor": 0.95, "protrain-unclipped": 0.8, "fsdp2": 2.5}
+    assert comparison.speedups(inside)["fsdp2"] == 3.125
+    assert comparison.tokens_per_s(own) == 1280.0
+    assert comparison.tflops(own) == pytest.approx(7.68)
+    assert own.quantile_ms(0.2) == pytest.approx(94.0)
+    assert own.quantile_ms(0.8) == pytest.approx(280.0)
+    table = comparison.table()
+    assert "100.0 (94.0 to 280.0)" in table
+    assert table.endswith("zero2: no memory")
+    assert Comparison.from_json(comparison.to_json()) == comparison
+
+
+def test_everything_that_a_cpu_can_do_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    names = "protrain-eager,floor-eager,resident-eager,fsdp2-eager,zero2"
+    options = [
+        "--layers",
+        "4",
+        "--batch",
+        "4",
+        "--sequence",
+        "256",
+        "--steps",
+        "5",
+        "--device-memory",
+        "40MiB",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(["--contestants", names, *options]) == 0
+    file = tmp_path / "compare-tiny-4layers-4x256.json"
+    comparison = Comparison.load(file)
+    rows = {outcome.contestant.name: outcome for outcome in comparison.outcomes}
+    assert ",".join(rows) == names
+    assert rows.pop("zero2").error == "skipped: it needs a GPU"
+    assert [outcome.error for outcome in rows.values()] == [""] * 4
+    assert {outcome.parameters for outcome in rows.values()} == {1_820_352}
+    for outcome in rows.values():
+        assert len(outcome.step_ms) == 5
+        assert min(outcome.step_ms) > 0
+        assert 4.0 < outcome.first_loss < 7.0  # the entropy of 256 equal bytes is 5.5
+        assert outcome.host_resident_bytes > 50 * 1024**2
+    floor = rows.pop("floor-eager")
+    for outcome in rows.values():
+        assert outcome.last_loss < outcome.first_loss, outcome.contestant.name
+        assert outcome.clipped_steps > 0
+    plan = rows["protrain-eager"].plan
+    assert plan is not None
+    checkpointed = [index for index, mode in enumerate(plan.block_modes) if mode is BlockMode.CKPT]
+    assert checkpointed  # the budget asks for it
+    assert floor.config["checkpointed_blocks"] == checkpointed
+    assert json.loads(file.read_text())["command"].startswith("python -m bench.train --contestants protrain-eager")
+    assert "/ protrain-eager" in capsys.readouterr().out
+    assert (tmp_path / "compare-tiny-4layers-4x256.png").stat().st_size > 5000
+
+
+def test_a_run_out_of_time_says_who_was_not_begun(tmp_path: Path) -> None:
+    assert main(["--contestants", "protrain-eager", "--time-limit", "1", "--out", str(tmp_path)]) == 1
+    comparison = Comparison.load(tmp_path / "compare-tiny-2x64.json")
+    assert "not done within" in comparison.outcomes[0].error or "not begun" in comparison.outcomes[0].error
