@@ -180,7 +180,7 @@ def _adam_variants(every: bool) -> Iterator[Variant]:
                 "wide_stores": 4 if weight == "bf16" else 3,
                 "divides": "root",
             }
-            what = f"{weight}, {grad} gradient{', scale' * scale}{', skip' * skip}{', l2' * l2}{', large' * large}"
+            what = f"{weight}, {grad} gradient{', scale' * bool(scale)}{', skip' * bool(skip)}{', l2' * bool(l2)}{', large' * bool(large)}"
             yield Variant(name=f"adam {what}", kernel=adam_kernel, **shared)
             if every or (scale == skip and not l2):
                 yield Variant(name=f"streamed adam {what}", kernel=streamed_adam_kernel, **shared)

@@ -14,22 +14,23 @@ class Datasheet:
     """Peak rates of one card."""
 
     matmul_tflops: float
+    fp32_tflops: float  # outside the tensor cores
     memory_gbps: float
 
 
 # Every word must be in the name that the driver gives; the first row that fits counts, so special ones come first.
 _CARDS: tuple[tuple[tuple[str, ...], Datasheet], ...] = (
-    (("H100", "PCIe"), Datasheet(matmul_tflops=756, memory_gbps=2000)),
-    (("H100", "NVL"), Datasheet(matmul_tflops=835, memory_gbps=3900)),
-    (("H100",), Datasheet(matmul_tflops=989, memory_gbps=3350)),
-    (("H200", "NVL"), Datasheet(matmul_tflops=835, memory_gbps=4800)),
-    (("H200",), Datasheet(matmul_tflops=989, memory_gbps=4800)),
-    (("A100", "PCIE", "40GB"), Datasheet(matmul_tflops=312, memory_gbps=1555)),
-    (("A100", "SXM4", "40GB"), Datasheet(matmul_tflops=312, memory_gbps=1555)),
-    (("A100", "PCIE", "80GB"), Datasheet(matmul_tflops=312, memory_gbps=1935)),
-    (("A100",), Datasheet(matmul_tflops=312, memory_gbps=2039)),
-    (("RTX 3090 Ti",), Datasheet(matmul_tflops=80, memory_gbps=1008)),
-    (("RTX 3090",), Datasheet(matmul_tflops=71, memory_gbps=936)),
+    (("H100", "PCIe"), Datasheet(matmul_tflops=756, fp32_tflops=51, memory_gbps=2000)),
+    (("H100", "NVL"), Datasheet(matmul_tflops=835, fp32_tflops=60, memory_gbps=3900)),
+    (("H100",), Datasheet(matmul_tflops=989, fp32_tflops=67, memory_gbps=3350)),
+    (("H200", "NVL"), Datasheet(matmul_tflops=835, fp32_tflops=60, memory_gbps=4800)),
+    (("H200",), Datasheet(matmul_tflops=989, fp32_tflops=67, memory_gbps=4800)),
+    (("A100", "PCIE", "40GB"), Datasheet(matmul_tflops=312, fp32_tflops=19.5, memory_gbps=1555)),
+    (("A100", "SXM4", "40GB"), Datasheet(matmul_tflops=312, fp32_tflops=19.5, memory_gbps=1555)),
+    (("A100", "PCIE", "80GB"), Datasheet(matmul_tflops=312, fp32_tflops=19.5, memory_gbps=1935)),
+    (("A100",), Datasheet(matmul_tflops=312, fp32_tflops=19.5, memory_gbps=2039)),
+    (("RTX 3090 Ti",), Datasheet(matmul_tflops=80, fp32_tflops=40, memory_gbps=1008)),
+    (("RTX 3090",), Datasheet(matmul_tflops=71, fp32_tflops=35.6, memory_gbps=936)),
 )
 _LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one direction, after line coding
 
