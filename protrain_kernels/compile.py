@@ -153,7 +153,7 @@ def _adam_variants(every: bool) -> Iterator[Variant]:
         ("fp16", "fp32", ("fp16", "fp32")),
         ("fp32", "fp32", ("fp32",)),
     ):
-        for grad, scale, skip, l2, large in product(grads, *[(False, True)] * 4):
+        for grad, (scale, skip, l2, large) in product(grads, product((False, True), repeat=4)):
             if not every and ((skip and not scale) or large):
                 continue
             shared: dict[str, Any] = {

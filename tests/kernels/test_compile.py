@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from protrain_kernels.compile import variants
 def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
     # Compiling needs the real jit, which an interpreted test process doesn't have.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     return subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=280, check=False
     )
@@ -47,6 +49,14 @@ for target in ("sm_90", "gfx942"):
     assert nvidia == "['fused multiply-add']"
     assert "loads of 16 bytes, not 99" in wide
     assert amd == "['fused multiply-add allowed']"
+
+
+def test_launches_find_their_variants_among_the_compiled() -> None:
+    """What real calls specialise on is in the list of what is compiled for every GPU."""
+    done = _python(str(Path(__file__).with_name("record_launches.py")))
+    assert done.returncode == 0, done.stderr
+    kernels = "adam flatten join pack split streamed_adam sum_of_squares unflatten unpack"
+    assert done.stdout.splitlines() == ["launched: " + " ".join(f"{name}_kernel" for name in kernels.split())]
 
 
 def test_a_bad_argument_is_one_clear_line() -> None:
