@@ -15,10 +15,10 @@ import torch
 
 from protrain_kernels import FlattenPlan, PackPlan, adam_scalars
 from protrain_kernels.adam import adam_arguments, launch_adam
-from protrain_kernels.compile import variants
 from protrain_kernels.split_master import launch_join, launch_split
 from protrain_kernels.streamed_adam import launch_zero_copy
 from protrain_kernels.sum_of_squares import launch_sum_of_squares
+from protrain_kernels.variants import variants
 
 BF16, FP16, FP32, I16, I32, U8 = (
     torch.bfloat16,

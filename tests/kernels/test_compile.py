@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protrain_kernels.compile import variants
+from protrain_kernels.variants import variants
 
 
 def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +35,8 @@ def test_defects_are_found() -> None:
     """A contracted Adam, and a wide load that isn't there, are told from sound code."""
     script = """
 import dataclasses, triton
-from protrain_kernels.compile import TARGETS, defects, variants
+from protrain_kernels.compile import TARGETS, defects
+from protrain_kernels.variants import variants
 variant = next(variants())
 for target in ("sm_90", "gfx942"):
     source = variant.source(TARGETS[target].backend)
