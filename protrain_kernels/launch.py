@@ -3,7 +3,8 @@
 [Note: launching] ``kernel[grid](...)`` binds, specialises and looks up its arguments in Python on every call. What it
 returns, the compiled kernel, launches without that: ``compiled[grid](...)``, the same in Triton 3.6 to 3.9. So the
 first launch of a specialisation goes through Triton, and later ones find its compiled kernel by a key of everything
-that Triton specialises on: types, constants, 16-byte alignment, and whether an integer is 1, a multiple of 16 or wide.
+that Triton specialises on: types, constants, 16-byte alignment, whether an integer is 1, a multiple of 16 or wide, and,
+for AMD, whether 31 bits address all of a tensor's storage.
 
 [Note: addresses] A kernel over many tensors reads their addresses from pinned host memory, which costs no copy and no
 allocation. A call takes the next slots of a ring; a quarter of the ring is reused only after an event that followed the
@@ -25,6 +26,8 @@ from protrain_kernels.checks import current_device
 SLOT = 16  # addresses: a slot's index is always a multiple of 16, so that Triton specialises on it once
 _SEGMENTS = 4
 _SEGMENT_ADDRESSES = 8192
+_TELLS_SIZE = torch.version.hip is not None
+_NARROW_BYTES = (1 << 31) - 1
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 _rings: dict[tuple[int, int], AddressRing] = {}
@@ -68,6 +71,8 @@ def launch(
             if isinstance(argument, torch.Tensor):
                 address = argument.data_ptr()
                 key += (argument.dtype, address % 16 == 0)
+                if _TELLS_SIZE:
+                    key.append(argument.untyped_storage().nbytes() <= _NARROW_BYTES)
                 # A device address needs no look-up by the launcher; that of host memory may differ on the device.
                 values.append(address if argument.is_cuda else argument)
             else:

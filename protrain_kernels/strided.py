@@ -60,9 +60,15 @@ def strided_offsets(row: tl.tensor, index: tl.tensor, DIMS: tl.constexpr, WIDE: 
             rest = rest // size
     else:
         rest = index.to(tl.int32)
-        for axis in tl.static_range(DIMS - 1, 0, -1):
-            size = tl.load(row + axis).to(tl.int32)
-            offsets += (rest % size).to(tl.int64) * tl.load(row + DIMS + axis)
-            rest = rest // size
+        if DIMS > 4:
+            for back in range(DIMS - 1):  # a loop, as above
+                size = tl.load(row + (DIMS - 1 - back)).to(tl.int32)
+                offsets += (rest % size).to(tl.int64) * tl.load(row + DIMS + (DIMS - 1 - back))
+                rest = rest // size
+        else:
+            for axis in tl.static_range(DIMS - 1, 0, -1):
+                size = tl.load(row + axis).to(tl.int32)
+                offsets += (rest % size).to(tl.int64) * tl.load(row + DIMS + axis)
+                rest = rest // size
         offsets += rest.to(tl.int64) * tl.load(row + DIMS)
     return offsets

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from protrain_kernels.compile import variants
+from protrain_kernels.variants import variants
 
 
 def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
     # Compiling needs the real jit, which an interpreted test process doesn't have.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     return subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=280, check=False
     )
@@ -33,7 +35,8 @@ def test_defects_are_found() -> None:
     """A contracted Adam, and a wide load that isn't there, are told from sound code."""
     script = """
 import dataclasses, triton
-from protrain_kernels.compile import TARGETS, defects, variants
+from protrain_kernels.compile import TARGETS, defects
+from protrain_kernels.variants import variants
 variant = next(variants())
 for target in ("sm_90", "gfx942"):
     source = variant.source(TARGETS[target].backend)
@@ -47,6 +50,14 @@ for target in ("sm_90", "gfx942"):
     assert nvidia == "['fused multiply-add']"
     assert "loads of 16 bytes, not 99" in wide
     assert amd == "['fused multiply-add allowed']"
+
+
+def test_launches_find_their_variants_among_the_compiled() -> None:
+    """What real calls specialise on is in the list of what is compiled for every GPU."""
+    done = _python(str(Path(__file__).with_name("record_launches.py")))
+    assert done.returncode == 0, done.stderr
+    kernels = "adam flatten join pack split streamed_adam sum_of_squares unflatten unpack"
+    assert done.stdout.splitlines() == ["launched: " + " ".join(f"{name}_kernel" for name in kernels.split())]
 
 
 def test_a_bad_argument_is_one_clear_line() -> None:

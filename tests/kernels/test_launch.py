@@ -84,6 +84,16 @@ def test_numbers_that_triton_does_not_tell_apart_share_a_kernel() -> None:
     assert len(kernel.through_triton) == 1
 
 
+def test_amd_tells_storages_of_more_than_31_bits_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = torch.empty(1 << 31, dtype=torch.uint8, device="meta")
+    for told, kernels in ((False, 1), (True, 2)):
+        monkeypatch.setattr(launch, "_TELLS_SIZE", told)
+        kernel = _Recorder()
+        for tensor in (large[:64], large[:64], torch.empty(64, dtype=torch.uint8, device="meta")):
+            launch.launch(kernel, 1, (tensor,), (), {})
+        assert len(kernel.through_triton) == kernels
+
+
 def test_the_interpreter_is_asked_every_time() -> None:
     kernel = _Recorder(interpreted=True)
     for _ in range(2):

@@ -1,0 +1,139 @@
+"""Prints launches whose specialisation isn't among what is compiled ahead of time, then the kernels that were launched.
+
+A script, since a test process interprets the kernels: ``python tests/kernels/record_launches.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+
+from protrain_kernels import FlattenPlan, PackPlan, adam_scalars
+from protrain_kernels.adam import adam_arguments, launch_adam
+from protrain_kernels.split_master import launch_join, launch_split
+from protrain_kernels.streamed_adam import launch_zero_copy
+from protrain_kernels.sum_of_squares import launch_sum_of_squares
+from protrain_kernels.variants import variants
+
+BF16, FP16, FP32, I16, I32, U8 = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.int16,
+    torch.int32,
+    torch.uint8,
+)
+NAMES = {BF16: "*i16", FP16: "*fp16", FP32: "*fp32", I16: "*i16", I32: "*i32", torch.int64: "*i64", U8: "*u8"}
+LARGE = 1 << 32
+
+known: dict[Any, set[object]] = defaultdict(set)
+launched: set[str] = set()
+
+
+def record(
+    kernel: Any, programs: int, arguments: Sequence[Any], constants: Sequence[Any], options: Any, device: Any = None
+) -> None:
+    """Stands in for ``launch``."""
+    found = {}
+    for parameter, argument in zip(kernel.params, arguments, strict=False):
+        if isinstance(argument, torch.Tensor):
+            multiple = argument.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment
+            found[parameter.name] = NAMES[argument.dtype] + ":16" * multiple
+        elif isinstance(argument, float):
+            found[parameter.name] = "fp32"
+        elif argument == 1 and not parameter.do_not_specialize:
+            found[parameter.name] = "constexpr"
+        else:
+            multiple = argument % 16 == 0 and not parameter.do_not_specialize
+            found[parameter.name] = ("i64" if argument >= 1 << 31 else "i32") + ":16" * multiple
+    names = kernel.arg_names[len(arguments) :]
+    values = dict(zip(names, constants, strict=True))
+    launched.add(kernel.fn.__name__)
+    if key(kernel, found | dict.fromkeys(names, "constexpr"), values) not in known[kernel]:
+        print("not compiled ahead of time:", kernel.fn.__name__, found, values)
+
+
+def key(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> object:
+    """What tells specialisations apart."""
+    if "pack" in kernel.fn.__name__:  # constants say what a block's activations are, in too many ways to list
+        return frozenset(signature.items())
+    return frozenset(signature.items()), frozenset(constants.items())
+
+
+def maybe(dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Nothing, and a scalar anywhere in its storage."""
+    return None, torch.zeros(8, dtype=dtype)[3:4]
+
+
+def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of any size: a large one has no memory."""
+    return torch.empty(numel, dtype=dtype, device="meta" if numel >= 1 << 20 else "cpu")
+
+
+def flatten_launches() -> None:
+    """Every type, choice and number of dimensions, and more positions than 31 bits count."""
+    shapes: Iterator[tuple[int, ...]] = iter([(256,), (8, 32), (2, 4, 32), (2, 2, 2, 32), (2,) * 8])
+    for shape in shapes:
+        step = [1]
+        for size in reversed(shape[1:]):
+            step.insert(0, step[0] * size + 1)
+        for types, chunk, scale in product(((BF16,), (FP16,), (FP32,), (BF16, FP32)), (BF16, FP16, FP32), maybe(FP32)):
+            tensors = [torch.zeros(5000, dtype=kind).as_strided(shape, step) for kind in types]
+            offsets = [256 * index for index in range(len(tensors))]
+            plan = FlattenPlan(tensors, offsets, offsets)
+            target = torch.zeros(512, dtype=chunk)
+            plan.launch_unflatten(target, tensors, scale=scale)
+            for accumulate, sums, finite in product((False, True), (None, torch.zeros(600)[1:]), maybe(I32)):
+                if not accumulate or chunk == FP32:
+                    plan.launch_flatten(tensors, target, sums, accumulate=accumulate, scale=scale, nonfinite=finite)
+    wide = torch.empty(1 << 16, (1 << 15) + 1, dtype=BF16, device="meta")[:, :-1]
+    FlattenPlan([wide], [0]).launch_flatten([wide], empty(1 << 31, BF16), None)
+
+
+def adam_launches() -> None:
+    """Every type and choice, below and beyond 2^31 parameters."""
+    for weight, grad_type, scale, skip, l2, numel in product(
+        (BF16, FP16, FP32), (None, FP32), maybe(FP32), maybe(I32), (0.0, 0.1), (128, LARGE)
+    ):
+        scalars = adam_scalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=l2, step=3, decoupled=False)
+        master = None if weight == FP32 else empty(numel, I16 if weight == BF16 else FP32)
+        exp_avg, exp_avg_sq, grad = empty(numel, FP32), empty(numel, FP32), empty(numel, grad_type or weight)
+        states = (empty(numel, weight), master, exp_avg, exp_avg_sq, grad)
+        launch_adam(*states, scalars, scale=scale, skip=skip)
+        arguments, flags = adam_arguments(*states, scalars, scale, skip)
+        launch_zero_copy(arguments, flags, 64, torch.device("cpu"))
+
+
+def other_launches() -> None:
+    """Lengths that Triton tells apart, and views that aren't aligned."""
+    for kind, numel, first in product((BF16, FP16, FP32), (1, 17, 32, LARGE), (0, 1)):
+        if numel < LARGE or not first:  # memory that isn't there has no alignment
+            launch_sum_of_squares(empty(numel + first, kind)[first:], torch.zeros(64)[first:])
+    for numel in (1, 17, 32, LARGE):
+        launch_split(empty(numel, FP32), empty(numel, BF16), empty(numel, I16))
+        launch_join(empty(numel, BF16), empty(numel, I16), empty(numel, FP32))
+    tensors = [torch.zeros(100), torch.zeros(100) > 0]
+    plan = PackPlan(tensors)
+    buffer = torch.zeros(plan.packed_bytes, dtype=U8)
+    plan.launch_pack(tensors, buffer)
+    plan.launch_unpack(buffer, [torch.zeros(memory.size_bytes, dtype=U8) for memory in plan._layout.memories])
+
+
+def main() -> None:
+    for variant in variants(every=True):
+        known[variant.kernel].add(key(variant.kernel, variant.signature(), variant.constants))
+    for module in ("adam", "flatten_plan", "pack", "split_master", "streamed_adam", "sum_of_squares"):
+        sys.modules[f"protrain_kernels.{module}"].__dict__["launch"] = record
+    flatten_launches()
+    adam_launches()
+    other_launches()
+    print("launched:", *sorted(launched))
+
+
+if __name__ == "__main__":
+    main()
