@@ -20,6 +20,7 @@ from torch import Tensor
 
 from protrain.engine.chunks import Chunk
 from protrain.engine.streams import Mark, Streams
+from protrain.engine.update import Job
 from protrain.planning.schedule import Schedule
 
 
@@ -51,6 +52,7 @@ class Buffer:
     def __init__(self, memory: Tensor, streams: Streams) -> None:
         self.memory = memory
         self.chunk: Chunk | None = None
+        self.awaited: Job | None = None  # the update that the upload of a queued chunk follows
         self.holders = 0  # units that use it now
         self.loaded: Mark = streams.mark()
         self.free: Mark = streams.mark()  # the last kernel that read the content is done
@@ -107,7 +109,7 @@ class BufferPool:
             self._assign(buffer, chunk)
         if buffer.state is Residency.QUEUED:
             chunk.wait_for_update()
-            self._issue(buffer, chunk)
+            self._issue(buffer, buffer.awaited)
         if buffer.state is Residency.LOADING:
             self.streams.compute_waits(buffer.loaded)
             buffer.state = Residency.PRESENT
@@ -178,7 +180,7 @@ class BufferPool:
                 # Whatever comes next on the compute stream must not overtake the upload that nobody waited for.
                 self.streams.compute_waits(buffer.loaded)
             del self._by_chunk[buffer.chunk.index]
-            buffer.chunk = None
+            buffer.chunk = buffer.awaited = None
             buffer.state = Residency.EMPTY
             if self.poison:
                 buffer.memory.fill_(float("nan"))
@@ -188,16 +190,20 @@ class BufferPool:
         buffer.chunk = chunk
         self._by_chunk[chunk.index] = buffer
         buffer.state = Residency.QUEUED if chunk.update is not None else Residency.LOADING
-        if chunk.update is None:
+        buffer.awaited = update = chunk.update
+        if update is None:
             self._upload(buffer, chunk)
         else:
-            chunk.update.when_done(lambda: self._issue(buffer, chunk))
+            update.when_done(lambda: self._issue(buffer, update))
 
-    def _issue(self, buffer: Buffer, chunk: Chunk) -> None:
-        """Upload a queued chunk once, whichever thread comes first."""
+    def _issue(self, buffer: Buffer, update: Job | None) -> None:
+        """Upload the chunk that is queued behind ``update``, once, whichever thread comes first.
+
+        The thread that carries out updates may be so late that the chunk is queued behind the next one by then.
+        """
         with self._lock:
-            if buffer.chunk is chunk and buffer.state is Residency.QUEUED:
-                self._upload(buffer, chunk)
+            if buffer.state is Residency.QUEUED and buffer.awaited is update and buffer.chunk is not None:
+                self._upload(buffer, buffer.chunk)
                 buffer.state = Residency.LOADING
 
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:

@@ -165,6 +165,21 @@ def test_a_chunk_whose_update_runs_is_uploaded_by_whoever_finishes_it() -> None:
     assert pool.fetches == 1
 
 
+def test_a_chunk_queued_again_waits_for_the_later_update() -> None:
+    earlier, later = Job(lambda: None), Job(lambda: None)
+    chunk = make_chunk(0, earlier)
+    schedule, pool = Schedule([0], [[0]]), make_pool(1)
+    pool.prefetch([chunk], schedule)
+    pool.invalidate(chunk)
+    chunk.update = later
+    pool.prefetch([chunk], schedule)
+    earlier.run()  # late: a step has passed meanwhile
+    assert pool.buffers[0].state is Residency.QUEUED
+    later.run()
+    assert pool.fetches == 1
+    assert pool.acquire(chunk, schedule).eq(1.0).all()
+
+
 def test_a_queued_chunk_that_was_given_up_is_not_uploaded() -> None:
     gate = threading.Event()
     worker = HostWorker(threads=1)

@@ -77,7 +77,7 @@ class Gates:
 @pytest.fixture
 def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gates]:
     gates = Gates()
-    monkeypatch.setattr("protrain.optim.adam", gates)
+    monkeypatch.setattr("protrain.engine.chunks.adam", gates)
     yield gates
     gates.open_all()  # the worker must end
 
