@@ -66,6 +66,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._norm_squared: Tensor | None = None
         self._coefficient: Tensor | None = None  # of clipping: 0-d fp32 on the device
         self._host_scale = engine.arena.take(1, torch.float32)
+        self._device_scale = engine.streams.lasting(torch.ones(1, dtype=torch.float32, device=engine.device))
         self._host_scale_ready = engine.streams.mark()
         self._last_job: Job | None = None
         self._device_bytes = device_bytes
@@ -338,14 +339,14 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             scale = inverse if scale is None else scale * inverse
         if scale is None:
             return None
-        scale = scale.reshape(1)
         if self._last_job is not None:
             self._last_job.wait()  # done long ago: the forward in between needed all of its chunks
         streams = self._engine.streams
+        self._device_scale.copy_(scale.reshape(1))  # a temporary could be gone before the copy to the host has run
         computed = streams.mark()
         streams.compute_reached(computed)
-        streams.offload(self._host_scale, scale, after=computed, done=self._host_scale_ready)
-        return scale
+        streams.offload(self._host_scale, self._device_scale, after=computed, done=self._host_scale_ready)
+        return self._device_scale
 
     def _runs(self, chunk: Chunk) -> list[tuple[int, int, int, int]]:
         """(start, stop, group, step) of neighbouring parameters that have a gradient and share hyperparameters."""

@@ -103,5 +103,7 @@ class _Segment:
 
 
 def _unpin(addresses: list[int]) -> None:
+    if addresses:
+        torch.cuda.synchronize()  # a copy may be on its way still
     for address in addresses:
         torch.cuda.cudart().cudaHostUnregister(address)

@@ -87,7 +87,8 @@ class BufferPool:
         start = float("nan") if poison else 0.0
         # One allocation each: saved tensors are recognised by the address of their storage.
         self.buffers = [
-            Buffer(torch.full((chunk_elements,), start, dtype=dtype, device=device), streams) for _ in range(n_buffer)
+            Buffer(streams.lasting(torch.full((chunk_elements,), start, dtype=dtype, device=device)), streams)
+            for _ in range(n_buffer)
         ]
         for buffer in self.buffers:
             streams.compute_reached(buffer.free)

@@ -265,7 +265,9 @@ class Gradients:
             self.streams.compute_waits(mark)  # before the allocator may hand the old memory out again
         # One allocation, so that both halves together can also carry one chunk in fp32.
         self._staging_elements = elements
-        self._staging_memory = torch.zeros(_STAGING_BUFFERS * elements, dtype=self.dtype, device=self.device)
+        self._staging_memory = self.streams.lasting(
+            torch.zeros(_STAGING_BUFFERS * elements, dtype=self.dtype, device=self.device)
+        )
         self._staging = list(self._staging_memory.view(_STAGING_BUFFERS, elements))
 
 

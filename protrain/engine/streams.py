@@ -3,7 +3,7 @@
 Three streams, each for a reason:
 
 - compute: the stream that is current when the engine is made. ALL device memory is allocated there, so that the caching
-  allocator has one free list and no ``record_stream`` is needed.
+  allocator has one free list; only memory that lives as long as the engine is marked for the other streams, once.
 - h2d: uploads (weights, swapped activations). Copy engines are FIFO and blind to priority, one per direction, so a
   stream of its own per direction is all that can overlap.
 - d2h: offloads (gradients, swapped activations).
@@ -71,6 +71,10 @@ class Streams:
     def offload_waits(self, mark: Mark) -> None:
         """Offloads issued from now on run after ``mark``."""
 
+    def lasting(self, memory: Tensor) -> Tensor:
+        """``memory``, which copies use; when it is freed nothing else gets it before they have run."""
+        return memory
+
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Run the body on the compute stream whatever thread this is."""
@@ -130,6 +134,12 @@ class CudaStreams(Streams):
     def offload_waits(self, mark: Mark) -> None:
         assert isinstance(mark, _CudaMark)
         self.d2h.wait_event(mark.event)
+
+    @override
+    def lasting(self, memory: Tensor) -> Tensor:
+        memory.record_stream(self.h2d)
+        memory.record_stream(self.d2h)
+        return memory
 
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Mark, done: Mark) -> None:
         assert isinstance(after, _CudaMark)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain.engine.streams import CudaStreams
+from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,
     FEW_PLANS,
@@ -188,6 +190,32 @@ def test_an_evaluation_after_backward_has_the_old_weights(device: torch.device) 
         model = make()
         found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device, dtype=torch.bfloat16))
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), str(spec)
+
+
+def test_what_a_late_copy_reads_is_still_there(device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer) -> list[Tensor]:
+        losses = []
+        torch.manual_seed(1)
+        for batch in batches():
+            loss = default_loss(model, batch)
+            loss.backward()
+            optimizer.clip_grad_norm_(0.1)
+            streams = optimizer._engine.streams if isinstance(optimizer, ProTrainOptimizer) else None
+            if isinstance(streams, CudaStreams):
+                with torch.cuda.stream(streams.d2h):  # copies to the host come late
+                    torch.cuda._sleep(50_000_000)
+            optimizer.step()
+            other = [torch.full((), float("nan"), device=device) for _ in range(64)]  # takes whatever was freed
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            del other
+        return losses
+
+    plain = make()
+    expected = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
+    model = make()
+    found = run(*wrap_under(FEW_PLANS[0], model, adamw(model), batches()[0], device=device, dtype=torch.bfloat16))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("retain", [False, True])
