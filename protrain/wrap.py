@@ -28,6 +28,7 @@ from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim import ProTrainOptimizer, check_supported
 from protrain.planning import Plan, check, search
+from protrain.planning.mismatch import refuse_other_model
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.cache import cached_profile
@@ -113,7 +114,13 @@ def wrap(
                 host_threads=max(1, hardware.cpu_threads - 2 if target.type == "cuda" else hardware.cpu_threads // 2),
                 weights=os.fspath(weights) if weights is not None else None,
             )
-    wrapped = ProTrainOptimizer(engine, optimizer, step_during_backward=step_during_backward, device_bytes=fixed_bytes)
+    wrapped = ProTrainOptimizer(
+        engine,
+        optimizer,
+        step_during_backward=step_during_backward,
+        device_bytes=fixed_bytes,
+        hardware=hardware,
+    )
     if optimizer.state:
         wrapped.load_state_dict(optimizer.state_dict())
         optimizer.state.clear()
@@ -180,6 +187,7 @@ def _plan(
     if plan is None:
         return search(profile, hardware, step_during_backward=step_during_backward)
     chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    refuse_other_model(chosen, profile)
     return check(chosen, profile, hardware, step_during_backward=step_during_backward)
 
 
