@@ -51,7 +51,7 @@ def phases(timeline: Timeline) -> tuple[Phase, ...]:
                 length_ms=end - begin,
                 compute_ms=busy,
                 waits_ms=waited,
-                limit=LIMITS[max(path, key=path.__getitem__)],
+                limit=LIMITS[max(path, key=path.__getitem__)] if any(path.values()) else WAITS[GPU],
             )
         )
     return tuple(result)
