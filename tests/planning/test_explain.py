@@ -60,8 +60,8 @@ SLOW_LINK: dict[str, Any] = {"h2d_gbps": 0.2, "d2h_gbps": 0.2, "bidirectional_gb
 
 
 def hand_made(profile: ModelProfile, hardware: HardwareProfile, **counts: int) -> Plan:
-    counts = {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_ckpt": len(profile.blocks), **counts}
-    return evaluate(profile, hardware, chunk_elements=N, **counts)
+    options: dict[str, Any] = {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_ckpt": len(profile.blocks), **counts}
+    return evaluate(profile, hardware, chunk_elements=N, **options)
 
 
 # -- phases ------------------------------------------------------------------------------------------------------------
