@@ -206,6 +206,26 @@ def test_a_folder_has_one_depth(tmp_path: Path, capsys: pytest.CaptureFixture[st
 # -- the file drives a run ---------------------------------------------------------------------------------------------
 
 
+def test_an_optimizer_explains_its_own_way_of_updating(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(Plan, "explain", lambda plan, *args, **options: asked.append(options))
+    for inside in (False, True):
+        loaded = load_model("tiny")
+        ids = torch.zeros(1, 8, dtype=torch.int64)
+        _, optimizer = protrain.wrap(
+            loaded.model,
+            adamw(loaded.model, 1e-3, 0.1),
+            example_batch={"input_ids": ids, "labels": ids},
+            device="cpu",
+            host_memory="1GiB",
+            device_memory="64MiB",
+            step_during_backward=inside,
+            progress=False,
+        )
+        optimizer.explain()
+    assert asked == [{"step_during_backward": False}, {"step_during_backward": True}]
+
+
 @pytest.fixture
 def plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     path = tmp_path / "plan.json"

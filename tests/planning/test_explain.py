@@ -97,6 +97,25 @@ def test_a_wait_is_blamed_on_what_led_to_it() -> None:
     assert after.compute_ms == 0.0
 
 
+def test_of_two_that_end_together_the_lane_itself_is_to_blame() -> None:
+    """The second upload waited for the first, whether or not its chunk's update was done by then."""
+    timeline = Timeline(
+        step_ms=10.0,
+        forward_end_ms=10.0,
+        backward_end_ms=10.0,
+        operations=(
+            operation(GPU, "forward a", 0.0, 1.0),
+            operation(UP, "weights 0", 1.0, 4.0),
+            operation(HOST, "update 1", 1.0, 4.0),
+            operation(UP, "weights 1", 4.0, 7.0),
+            operation(GPU, "forward b", 7.0, 10.0),
+        ),
+    )
+    forward = phases(timeline)[0]
+    assert forward.waits_ms["uploads"] == pytest.approx(6.0)
+    assert forward.limit == "uploads"
+
+
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("counts", [{}, {"n_swap": 2, "n_ckpt": 3}, {"n_persist": 3, "n_ckpt": 1}, {"n_persist": 6}])
 def test_computing_and_waiting_make_up_the_step(counts: dict[str, int], inside: bool) -> None:
@@ -245,6 +264,15 @@ def test_bytes_by_kind_add_up() -> None:
     assert (why.host_parts["weights"], why.host_parts["gradients"]) == (4 * N * 2, 4 * N * 2)
     assert why.host_parts["optimizer states"] == 4 * N * 10
     assert why.host_parts["swapped activations"] >= 2 * 400 * MIB
+
+
+def test_frozen_chunks_have_weights_alone() -> None:
+    traced, hardware = make_profile(), machine(8192)
+    frozen = tuple(replace(record, group=-1) for record in traced.parameters[:4])
+    traced = replace(traced, parameters=(*frozen, *traced.parameters[4:]))
+    parts = hand_made(traced, hardware).explain(traced, hardware).host_parts
+    assert (parts["weights"], parts["gradients"]) == (6 * N * 2, 2 * N * 2)
+    assert parts["optimizer states"] == 2 * N * 10
 
 
 def test_it_survives_json_and_prints_as_a_table() -> None:
