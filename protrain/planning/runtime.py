@@ -12,10 +12,11 @@ from operator import add
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.compute_times import compute_times
+from protrain.planning.contention import rates
 from protrain.planning.fetches import Fetches
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode
-from protrain.planning.simulate import Rates, Step, Visit, Work, simulate, timeline
+from protrain.planning.simulate import Step, Visit, Work, simulate, timeline
 from protrain.planning.timeline import Timeline
 from protrain.profiler.model_profile import ModelProfile
 
@@ -48,14 +49,7 @@ class RuntimeModel:
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, [chunk.trainable for chunk in layout.chunks])
         self._needed = held
         self._gradients, self._gradients_of_visit = self._gradients_by_visit()
-        host_adam_gbps = hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype]
-        self._rates = Rates(
-            both_ways=max(1.0, (hardware.h2d_gbps + hardware.d2h_gbps) / hardware.bidirectional_gbps),
-            dram_gbps=hardware.host_dram_gbps,
-            host_gbps=host_adam_gbps,
-            up_gbps=hardware.h2d_gbps,
-            down_gbps=hardware.d2h_gbps,
-        )
+        self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype])
         self._work: tuple[Modes, list[Work], list[float], float] | None = None  # of the modes asked for last
         self._visits_of: dict[tuple[int, int], list[Visit]] = {}  # by n_persist and n_buffer
         # For bounds: sums from the first chunk on.
@@ -186,12 +180,13 @@ class RuntimeModel:
             if profile.parameters[slot.parameter].group >= 0 and slot.parameter in left:
                 key = (left[slot.parameter], slot.chunk)
                 elements[key] = elements.get(key, 0) + slot.numel
+        flatten_gbps = hardware.flatten_gbps or hardware.device_copy_gbps
         gradients: list[tuple[int, float, float]] = []
         of_visit: list[list[int]] = [[] for _ in profile.calls]
         for (at, chunk), count in sorted(elements.items()):
             size = count * profile.element_bytes
             of_visit[at].append(len(gradients))
-            gradients.append((chunk, _ms(2 * size, hardware.device_copy_gbps), _ms(size, hardware.d2h_gbps)))
+            gradients.append((chunk, _ms(2 * size, flatten_gbps), _ms(size, hardware.d2h_gbps)))
         return gradients, of_visit
 
     def _step(self, modes: Modes, n_persist: int, n_buffer: int) -> Step:
