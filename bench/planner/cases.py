@@ -75,9 +75,8 @@ def random_limits(count: int, *, seed: int) -> list[Case]:
     generator = random.Random(seed)
     cases = []
     for _ in range(count):
-        shape, parameters_gib = generator.choice(
-            [("gpt2", 0.2), ("llama-1b", 0.12), ("llama-7b", 0.5), ("opt-13b", 0.7)]
-        )
+        weights = [("gpt2", 0.2), ("llama-1b", 0.12), ("llama-7b", 0.5), ("opt-13b", 0.7)]  # GiB a layer, about
+        shape, weights_gib = generator.choice(weights)
         layers = generator.randint(2, 12) if shape in ("gpt2", "llama-1b") else generator.randint(1, 4)
         sequence = generator.choice([256, 512, 777, 1024])
         limit = weights_gib * (1 + layers) * generator.uniform(0.8, 8) + generator.uniform(0.5, 6)
