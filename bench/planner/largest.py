@@ -26,7 +26,7 @@ from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import largest
 from protrain.planning.largest import Largest
-from protrain.planning.tables import columns, format_ms
+from protrain.planning.tables import aligned, format_ms
 from protrain.profiler import ModelProfile
 from protrain.quantities import format_bytes
 from protrain.records import Record
@@ -96,7 +96,7 @@ class Table(Record):
                 ]
             )
         title = f"one GPU, batch {self.batch} x {self.sequence} tokens"
-        return "\n".join([title, columns(rows), "", *(f"- {line}" for line in self.assumptions)])
+        return "\n".join([title, aligned(rows), "", *(f"- {line}" for line in self.assumptions)])
 
 
 MACHINES = (

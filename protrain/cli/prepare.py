@@ -11,6 +11,7 @@ from torch import nn
 
 import protrain
 from protrain.checkpoint import list_saves, load_checkpoint
+from protrain.chunked_loss import available as liger_installed
 from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
 from protrain.cli.job import JOB_FILE, TrainJob
 from protrain.cli.metrics import MetricsFile, ProgressLine
@@ -55,6 +56,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         weights=loaded.weights,
         step_during_backward=job.step_during_backward,
         compile=device.type == "cuda" if job.compile is None else job.compile,
+        chunked_loss=device.type == "cuda" and liger_installed() if job.chunked_loss is None else job.chunked_loss,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
     step = 0

@@ -5,9 +5,9 @@ from protrain.planning.frontier import Frontier, frontier
 from protrain.planning.largest import Largest, largest
 from protrain.planning.layout import ChunkRecord, Layout, Slot, choose_chunk_elements, pack
 from protrain.planning.memory import MemoryModel
-from protrain.planning.plan import BlockMode, Plan
+from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
-from protrain.planning.search import block_modes, check, evaluate, fingerprint, search
+from protrain.planning.search import check, evaluate, fingerprint, search
 
 __all__ = [
     "BlockMode",

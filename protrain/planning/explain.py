@@ -12,10 +12,10 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout, pack
 from protrain.planning.memory import MemoryModel, state_bytes
 from protrain.planning.phases import WAITS, Phase, phases
-from protrain.planning.plan import Plan
+from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
-from protrain.planning.search import block_modes, check, search
-from protrain.planning.tables import columns, format_change, format_ms
+from protrain.planning.search import check, search
+from protrain.planning.tables import aligned, format_change, format_ms
 from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
 from protrain.profiler.model_profile import ModelProfile
 from protrain.quantities import format_bytes
@@ -86,7 +86,7 @@ class Explanation(Record):
         ):
             rows.append([name, format_bytes(total), f"of {format_bytes(limit)}"])
             rows += [[f"  {part}", format_bytes(size)] for part, size in parts.items()]
-        return columns(rows)
+        return aligned(rows)
 
     def phase_table(self) -> str:
         """The phases, and what each waits for."""
@@ -96,7 +96,7 @@ class Explanation(Record):
             parts = [phase.compute_ms, *(phase.waits_ms[name] for name in waits)]
             shares = [f"{part / phase.length_ms:.0%}" if phase.length_ms else "-" for part in parts]
             rows.append([phase.name, format_ms(phase.length_ms), *shares, phase.limit])
-        return columns(rows)
+        return aligned(rows)
 
     def knob_table(self) -> str:
         """One step of each knob."""
@@ -121,7 +121,7 @@ class Explanation(Record):
                     f"infeasible: {', '.join(over)}" if over else "",
                 ]
             )
-        return columns(rows)
+        return aligned(rows)
 
     def better_table(self) -> str:
         """What more memory would buy."""
@@ -208,7 +208,8 @@ def _timeline(plan: Plan, runtime: RuntimeModel, hardware: HardwareProfile, layo
         return runtime.timeline(plan.block_modes, plan.n_persist, plan.n_buffer)
     times = runtime.times
     forward_ms = sum(times.forward) + sum(times.gap_forward)
-    backward_ms = times.total - forward_ms + runtime.recomputed_ms(plan.block_modes)
+    recomputed = (ms for ms, mode in zip(times.forward, plan.block_modes, strict=True) if mode is BlockMode.CKPT)
+    backward_ms = times.total - forward_ms + sum(recomputed)
     update_ms = sum(
         chunk.elements / (hardware.device_adam_gparams if index < plan.n_persist else hardware.host_adam_gparams) / 1e6
         for index, chunk in enumerate(layout.chunks)

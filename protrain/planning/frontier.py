@@ -9,7 +9,7 @@ from protrain.planning.layout import choose_chunk_elements, pack
 from protrain.planning.memory import Activations, MemoryModel
 from protrain.planning.plan import BlockMode, Plan
 from protrain.planning.search import search
-from protrain.planning.tables import columns, format_ms
+from protrain.planning.tables import aligned, format_ms
 from protrain.profiler.model_profile import ModelProfile
 from protrain.quantities import format_bytes
 from protrain.records import Record
@@ -41,7 +41,7 @@ class Frontier(Record):
             plan = point.plan
             used = [format_bytes(size) for size in (point.device_limit_bytes, plan.device_bytes, plan.host_bytes)]
             rows.append([*used, format_ms(plan.step_ms), f"{point.tokens_per_s:,.0f}", str(plan)])
-        return columns(rows)
+        return aligned(rows)
 
 
 def frontier(

@@ -18,7 +18,7 @@ from protrain.planning.infeasible import device_error, host_error
 from protrain.planning.plan import BlockMode, Plan
 from protrain.planning.runtime import RuntimeModel
 from protrain.planning.search import evaluate
-from protrain.planning.tables import columns, format_ms
+from protrain.planning.tables import aligned, format_ms
 from protrain.profiler.model_profile import ModelProfile
 from protrain.quantities import format_bytes
 from protrain.records import Record
@@ -49,7 +49,7 @@ class Largest(Record):
             ["memory", f"device {format_bytes(plan.device_bytes)}, host {format_bytes(plan.host_bytes)}"],
             ["one layer more", self.one_more or f"not tried: {MOST_LAYERS} layers are where the search ends"],
         ]
-        return columns(rows)
+        return aligned(rows)
 
 
 def largest(

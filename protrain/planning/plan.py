@@ -57,3 +57,18 @@ class Plan(Record):
         from protrain.planning.explain import explain  # it makes plans
 
         return explain(self, profile, hardware, step_during_backward=step_during_backward)
+
+
+def block_modes(n_blocks: int, n_swap: int, n_ckpt: int) -> tuple[BlockMode, ...]:
+    """Modes in execution order: swapped blocks early with checkpointed ones between them, untouched blocks last.
+
+    Recomputing the block between two swapped ones gives the link time for the transfer (paper section 3).
+    """
+    if min(n_swap, n_ckpt) < 0 or n_swap + n_ckpt > n_blocks:
+        raise ValueError(
+            f"n_swap={n_swap} and n_ckpt={n_ckpt} must not be negative, nor more than {n_blocks} blocks in all"
+        )
+    pairs = min(n_swap, n_ckpt)
+    early = [BlockMode.SWAP, BlockMode.CKPT] * pairs
+    early += [BlockMode.SWAP] * (n_swap - pairs) + [BlockMode.CKPT] * (n_ckpt - pairs)
+    return (*early, *[BlockMode.NONE] * (n_blocks - n_swap - n_ckpt))

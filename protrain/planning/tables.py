@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     """``rows`` of text in left-aligned columns, two spaces apart; a row may end early."""
     widths = [
         max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows), default=0))
