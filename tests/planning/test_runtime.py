@@ -245,7 +245,7 @@ def test_times_of_another_device_are_estimated() -> None:
     times = compute_times(profile, machine)
     assert times.forward[0] == pytest.approx(3 * 10_000_000 / 3020e6)  # memory-bound
     heavy = replace(profile, blocks=tuple(replace(block, forward_flops=10**13) for block in profile.blocks))
-    assert compute_times(heavy, machine).forward[0] == pytest.approx(1e13 / (0.6 * 700e9))
+    assert compute_times(heavy, machine).forward[0] == pytest.approx(1e13 / (0.75 * 700e9))
     assert compute_times(heavy, machine).backward[0] == pytest.approx(2 * compute_times(heavy, machine).forward[0])
     assert compute_times(replace(profile, device="cuda"), machine).forward == (3.0,) * 4
 
