@@ -7,6 +7,7 @@ from protrain.errors import BudgetError, CheckpointError, MisuseError, PlanError
 from protrain.hardware import HardwareProfile, calibrate
 from protrain.planning import Plan, search
 from protrain.profiler import ModelProfile, profile
+from protrain.tracing import trace
 from protrain.wrap import wrap
 
 __version__ = "0.1.0"
@@ -26,5 +27,6 @@ __all__ = [
     "profile",
     "save_checkpoint",
     "search",
+    "trace",
     "wrap",
 ]

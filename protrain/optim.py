@@ -67,7 +67,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         ]
         self._steps = [0] * len(engine.members)  # of each parameter: those without a gradient are skipped
         self._by_name = {member.name: member for member in engine.members}
-        self._during_backward = step_during_backward
+        self.step_during_backward = step_during_backward
         self._updated: set[int] = set()  # chunks updated in backward, awaiting step()
         self._loss_scale = LossScale() if engine.dtype is torch.float16 else None
         self._scaled = False  # this backward came through self.backward
@@ -78,7 +78,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._host_scale_ready = engine.streams.mark()
         self._last_job: Job | None = None
         self._device_bytes = device_bytes
-        self._hardware = hardware
+        self.hardware = hardware
         self._clock = StepClock()
         engine.backward_begins = self._backward_begins
         engine.gradients_arrived = self._gradients_arrived
@@ -109,7 +109,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             raise ValueError(f"norm_type must be 2.0, not {norm_type!r}")
         if not float(max_norm) > 0:
             raise ValueError(f"max_norm must be a positive number, not {max_norm!r}")
-        if self._during_backward:
+        if self.step_during_backward:
             raise MisuseError(
                 "clip_grad_norm_ after updates began: wrap with step_during_backward=False to clip, which overlaps too"
             )
@@ -133,7 +133,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._engine.abandon_backward()
-        if self._during_backward:
+        if self.step_during_backward:
             if not self._updated:
                 self._need_gradients("step()")
                 raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
@@ -186,7 +186,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def explain(self) -> Explanation:
         """What limits the plan, what each of its numbers would change, and what more memory would buy."""
-        return self.plan.explain(self._engine.profile, self._hardware, step_during_backward=self._during_backward)
+        return self.plan.explain(self._engine.profile, self.hardware, step_during_backward=self.step_during_backward)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -311,13 +311,13 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
             )
-        if self._during_backward:
+        if self.step_during_backward:
             self._check_hyperparameters()
         self._norm_squared = self._coefficient = None
 
     def _gradients_arrived(self, chunks: list[Chunk]) -> None:
         gradients = self._engine.gradients
-        if not self._during_backward or gradients.no_sync:
+        if not self.step_during_backward or gradients.no_sync:
             return
         for chunk in chunks:
             if all(member.index in gradients.delivered for member in chunk.members) and not self._engine.held(chunk):
@@ -325,7 +325,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 self._updated.add(chunk.index)
 
     def _backward_ends(self) -> None:
-        if not self._during_backward or self._engine.gradients.no_sync:
+        if not self.step_during_backward or self._engine.gradients.no_sync:
             return
         for chunk in self._engine.chunks:
             if chunk.index not in self._updated and self._runs(chunk):
@@ -420,7 +420,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             chunk.step(pieces, gradient, host_scale, threads=threads)
 
         engine.buffers.invalidate(chunk)
-        chunk.update = self._last_job = engine.worker.submit(on_host)
+        chunk.update = self._last_job = engine.worker.submit(on_host, f"update {chunk.index}")
 
     def _export(self, member: Member) -> dict[str, Tensor]:
         state = {"step": torch.tensor(float(self._steps[member.index]))}

@@ -21,6 +21,7 @@ FREE = frozenset(
         "step_during_backward",
         "threads",
         "checkpoint_every",
+        "trace",
         "keep",
         "evaluate_every",
         "evaluation_batches",
@@ -63,6 +64,7 @@ class TrainJob(Record):
     evaluation_batches: int = 8
     sample_tokens: int = 200  # 0: none
     log_every: int = 10
+    trace: str | None = None
     save_model: bool = True
 
     def __post_init__(self) -> None:

@@ -6,13 +6,14 @@ import math
 import shlex
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
+import protrain
 from protrain.cli.data import training_batch
 from protrain.cli.finish import finish
 from protrain.cli.job import TrainJob
@@ -22,6 +23,7 @@ from protrain.cli.run import Run
 from protrain.cli.summary import TrainSummary
 
 _WARMING_UP_STEPS = 5  # left out of reported times: allocators grow, caches fill
+_TRACED_FROM = 3  # steps into the run
 
 
 class InterruptedRun(Exception):
@@ -42,13 +44,21 @@ def train(job: TrainJob, folder: Path, *, resume: bool) -> TrainSummary:
     """
     run = prepare(job, folder, resume=resume)
     times = StepTimes(skip=_WARMING_UP_STEPS)
-    with stop_requests() as requested, ProgressLine("training", job.steps, done=run.step) as line:
+    line = ProgressLine("training", job.steps, done=run.step)
+    with stop_requests() as requested, line, ExitStack() as tracing:
         if resume:
             line.note(f"resumed at step {run.step}")
         report = _reporter(run, times, line)
         delayed = DelayedRead(run.device)
+        first_step = run.step
         while run.step < job.steps:
+            if job.trace and run.step == first_step + _TRACED_FROM:
+                tracing.enter_context(protrain.trace(run.optimizer, job.trace))
             loss, norm = _step(run)
+            if job.trace and run.step == first_step + _TRACED_FROM + 2:
+                tracing.close()
+                times.pause()
+                line.note(f"steps {run.step - 1} and {run.step} traced: {job.trace}")
             # The step before is read here, while this one runs.
             report(delayed.take())
             delayed.put(run.step, loss, norm)

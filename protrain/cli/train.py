@@ -100,6 +100,9 @@ def add_command(commands: Any) -> None:
     keeping.add_argument(
         "--log-every", type=whole(1), help=f"steps between lines outside a terminal {shown('log_every')}"
     )
+    keeping.add_argument(
+        "--trace", metavar="FILE", help="write a Perfetto trace of two steps, measured beside predicted; needs 5 steps"
+    )
     add_output_options(parser)
     parser.set_defaults(run=run_command)
 

@@ -194,7 +194,7 @@ class Gradients:
                     accumulator[start:stop], landing[start:stop], initialise=initialise, threads=self.worker.threads
                 )
 
-        chunk.accumulation = self.worker.submit(add)
+        chunk.accumulation = self.worker.submit(add, f"accumulate {chunk.index}")
 
     def _accumulated(self, chunk: Chunk) -> None:
         if chunk.accumulation is not None:

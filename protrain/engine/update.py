@@ -6,8 +6,10 @@ and release the GIL, so the main thread goes on launching.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -66,14 +68,15 @@ class HostWorker:
 
     def __init__(self, *, threads: int) -> None:
         self.threads = threads  # that a kernel may use
+        self.times: list[tuple[str, int, int]] | None = None  # (name, start, end in ns) of jobs, while they are wanted
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(self._queue,), name="protrain-host-worker", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, _end, self._queue, self._thread)
 
-    def submit(self, work: Callable[[], None]) -> Job:
+    def submit(self, work: Callable[[], None], name: str = "") -> Job:
         """Queue ``work`` behind everything submitted before."""
-        job = Job(work)
+        job = Job(work if self.times is None else functools.partial(_timed, work, name, self.times))
         self._queue.put(job)
         return job
 
@@ -84,6 +87,12 @@ class HostWorker:
     def close(self) -> None:
         """End the thread after what is queued."""
         self._finalizer()
+
+
+def _timed(work: Callable[[], None], name: str, times: list[tuple[str, int, int]]) -> None:
+    start = time.time_ns()
+    work()
+    times.append((name, start, time.time_ns()))
 
 
 def _end(jobs: queue.SimpleQueue[Job | None], thread: threading.Thread) -> None:

@@ -1,0 +1,200 @@
+"""What really happens in a step, beside what was predicted: a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+Three groups of rows: what torch.profiler sees (kernels by stream, host threads), the same by units and chunks as the
+planner names them, and the planner's own timeline of the step. The second is measured with events around every unit and
+copy, on top of the profiler; both cost the step a few percent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protrain.engine.engine import Engine
+from protrain.engine.streams import CudaStreams
+from protrain.engine.units import Unit
+from protrain.optim import ProTrainOptimizer
+from protrain.planning.explain import timeline_of
+from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP, Timeline
+
+_MEASURED, _PREDICTED = 1, 2  # process ids
+
+
+@contextmanager
+def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Trace the steps inside; at least two, so that one overlaps with the updates of the one before.
+
+    Args:
+        optimizer: what :func:`protrain.wrap` returned.
+        path: a JSON file, written when the body ends; a folder for it is made.
+    """
+    engine = optimizer._engine
+    recorder = _Recorder(engine)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if engine.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler, recorder.installed():
+        yield
+        engine.wait_for_updates()
+        engine.streams.synchronize()
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder) / "profiler.json"
+        profiler.export_chrome_trace(os.fspath(raw))
+        found = json.loads(raw.read_text())
+    base_us = found.get("baseTimeNanoseconds", 0) / 1e3
+    events = recorder.events()
+    predicted = timeline_of(
+        optimizer.plan, engine.profile, optimizer.hardware, step_during_backward=optimizer.step_during_backward
+    )
+    events += _predicted_events(predicted, max(recorder.step_starts_us(), default=0.0))
+    for event in events:
+        if "ts" in event:
+            event["ts"] -= base_us
+    found["traceEvents"] += [*_names(_MEASURED, "measured"), *_names(_PREDICTED, "predicted"), *events]
+    target.write_text(json.dumps(found))
+
+
+class _Recorder:
+    """Times of units, copies and host updates, taken by wrapping what the engine calls, for as long as it is installed.
+
+    A time is a CUDA event, or nanoseconds of the host's clock: on a CPU, and of the host optimizer.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._cuda = engine.device.type == "cuda"
+        self._spans: list[tuple[int, str, Any, Any]] = []  # lane, name, start, end
+        self._jobs: list[tuple[str, int, int]] = []
+        self._steps: list[Any] = []
+        self._backward: tuple[str, Any] | None = None
+        self._names = {}  # by address in host memory
+        for chunk in engine.chunks:
+            self._names[chunk.weight.data_ptr()] = f"weights {chunk.index}"
+            if chunk.landing is not None:
+                self._names[chunk.landing.data_ptr()] = f"gradients {chunk.index}"
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Record inside."""
+        engine = self._engine
+        engine.streams.synchronize()
+        self._anchor, self._anchor_ns = self._stamp(), time.time_ns()
+        engine.streams.synchronize()
+        patches: dict[tuple[Any, str], Callable[..., Any]] = {
+            (engine, "begin_forward"): self._begin_forward(engine.begin_forward),
+            (engine, "run_unit"): self._run_unit(engine.run_unit),
+            (engine, "enter_backward"): self._enter_backward(engine.enter_backward),
+            (engine, "_leave_unit"): self._leave_unit(engine._leave_unit),
+        }
+        if isinstance(engine.streams, CudaStreams):
+            patches[engine.streams, "_copy"] = self._copy(engine.streams._copy)
+        for (owner, name), function in patches.items():
+            vars(owner)[name] = function
+        engine.worker.times = self._jobs
+        try:
+            yield
+        finally:
+            for owner, name in patches:
+                del vars(owner)[name]
+            engine.worker.times = None
+
+    def step_starts_us(self) -> list[float]:
+        """When forwards began, in microseconds since 1970."""
+        return [self._us(stamp) for stamp in self._steps]
+
+    def events(self) -> list[dict[str, Any]]:
+        """All spans as trace events."""
+        found = [_span(_MEASURED, lane, name, self._us(start), self._us(end)) for lane, name, start, end in self._spans]
+        found += [_span(_MEASURED, HOST, name, start / 1e3, end / 1e3) for name, start, end in self._jobs if name]
+        return found
+
+    def _stamp(self, stream: Any = None) -> Any:
+        if not self._cuda:
+            return time.time_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream) if stream is not None else event.record()
+        return event
+
+    def _us(self, stamp: Any) -> float:
+        if not self._cuda:
+            return float(stamp / 1e3)
+        return float(self._anchor_ns / 1e3 + self._anchor.elapsed_time(stamp) * 1e3)
+
+    def _begin_forward(self, original: Callable[[], None]) -> Callable[[], None]:
+        def begin_forward() -> None:
+            self._steps.append(self._stamp())
+            original()
+
+        return begin_forward
+
+    def _run_unit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run_unit(unit: Unit, *rest: Any) -> Any:
+            start = self._stamp()
+            try:
+                return original(unit, *rest)
+            finally:
+                self._spans.append((GPU, f"forward {unit.label}", start, self._stamp()))
+
+        return run_unit
+
+    def _enter_backward(self, original: Callable[[Unit], None]) -> Callable[[Unit], None]:
+        def enter_backward(unit: Unit) -> None:
+            current = self._engine._current
+            original(unit)
+            if current is not unit:
+                self._backward = (f"backward {unit.label}", self._stamp())
+
+        return enter_backward
+
+    def _leave_unit(self, original: Callable[[], None]) -> Callable[[], None]:
+        def leave_unit() -> None:
+            original()
+            if self._backward is not None:
+                name, start = self._backward
+                self._spans.append((GPU, name, start, self._stamp()))
+                self._backward = None
+
+        return leave_unit
+
+    def _copy(self, original: Callable[..., None]) -> Callable[..., None]:
+        def copy(stream: Any, target: torch.Tensor, source: torch.Tensor, after: Any, done: Any) -> None:
+            up = target.is_cuda
+            stream.wait_event(after.event)
+            start = self._stamp(stream)
+            original(stream, target, source, after, done)
+            host = source if up else target
+            name = self._names.get(host.data_ptr(), "gradients" if not up else "activations")
+            self._spans.append((UP if up else DOWN, name, start, self._stamp(stream)))
+
+        return copy
+
+
+def _span(process: int, lane: int, name: str, start_us: float, end_us: float) -> dict[str, Any]:
+    return {"ph": "X", "pid": process, "tid": lane, "name": name, "ts": start_us, "dur": max(0.0, end_us - start_us)}
+
+
+def _predicted_events(timeline: Timeline, start_us: float) -> list[dict[str, Any]]:
+    return [
+        _span(_PREDICTED, op.lane, op.name, start_us + op.start_ms * 1e3, start_us + op.end_ms * 1e3)
+        for op in timeline.operations
+    ]
+
+
+def _names(process: int, name: str) -> list[dict[str, Any]]:
+    rows = [{"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"ProTrain, {name}"}}]
+    rows.append({"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process - 10}})
+    rows += [
+        {"ph": "M", "pid": process, "tid": lane, "name": "thread_name", "args": {"name": title}}
+        for lane, title in enumerate(LANES)
+    ]
+    return rows

@@ -1,0 +1,92 @@
+"""protrain.trace: every unit, copy and update of the steps inside, beside the prediction, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, wrap_under
+
+Batch = dict[str, Tensor]
+LOOP = Loop(max_norm=1.0, scheduler=False)
+
+
+def read(path: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Spans by process and row."""
+    events = json.loads(path.read_text())["traceEvents"]
+    named = [event for event in events if event["ph"] == "M" and event.get("pid") in (1, 2)]
+    processes = {event["pid"]: event["args"]["name"] for event in named if event["name"] == "process_name"}
+    rows = {(event["pid"], event["tid"]): event["args"]["name"] for event in named if event["name"] == "thread_name"}
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] == "X" and event.get("pid") in processes:
+            found.setdefault((processes[event["pid"]], rows[event["pid"], event["tid"]]), []).append(event)
+    return found
+
+
+def test_a_trace_has_every_unit_copy_and_update(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], tmp_path: Path, device: torch.device
+) -> None:
+    batches = [tiny_batch(seed=seed) for seed in range(5)]
+    losses = []
+    for traced in (False, True):
+        model = tiny_model("llama")
+        wrapped, optimizer = wrap_under(
+            Spec("some", "least", (SWAP, CKPT, NONE)), model, adamw(model), batches[0], device=device, key="traced"
+        )
+        values = LOOP.run(wrapped, optimizer, batches[:2])
+        if traced:
+            with protrain.trace(optimizer, tmp_path / "new" / "trace.json"):
+                values += LOOP.run(wrapped, optimizer, batches[2:4])
+        else:
+            values += LOOP.run(wrapped, optimizer, batches[2:4])
+        values += LOOP.run(wrapped, optimizer, batches[4:])
+        losses.append(values)
+    assert losses[0] == losses[1], "tracing changes nothing"
+    engine = optimizer._engine
+    assert not {"run_unit", "enter_backward", "_leave_unit", "begin_forward"} & set(vars(engine))
+    assert "_copy" not in vars(engine.streams)
+    assert engine.worker.times is None
+
+    rows = read(tmp_path / "new" / "trace.json")
+    spans = Counter(event["name"] for event in rows["ProTrain, measured", "GPU"])
+    used = [engine.units[unit].label for unit in engine.profile.calls]
+    assert spans == Counter({f"{phase} {label}": 2 for label in used for phase in ("forward", "backward")})
+    assert all(event["dur"] > 0 for event in rows["ProTrain, measured", "GPU"])
+    away = [chunk.index for chunk in engine.chunks if not chunk.persistent]
+    updates = Counter(event["name"] for event in rows["ProTrain, measured", "host optimizer"])
+    assert updates == Counter({f"update {chunk}": 2 for chunk in away})
+    assert rows["ProTrain, predicted", "GPU"]
+    assert rows["ProTrain, predicted", "host optimizer"]
+    if device.type == "cuda":
+        down = Counter(event["name"] for event in rows["ProTrain, measured", "device to host"])
+        assert all(down[f"gradients {chunk}"] >= 2 for chunk in away)
+        up = {event["name"] for event in rows["ProTrain, measured", "host to device"]}
+        assert {f"weights {chunk}" for chunk in away} <= up
+
+
+def test_an_error_inside_leaves_the_engine_as_it_was(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], tmp_path: Path
+) -> None:
+    model = tiny_model("gpt2")
+    spec = Spec("none", "least", (NONE,))
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=torch.device("cpu"), key="trace")
+
+    def fail() -> None:
+        with protrain.trace(optimizer, tmp_path / "trace.json"):
+            wrapped(**tiny_batch())
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    assert "run_unit" not in vars(optimizer._engine)
+    assert optimizer._engine.worker.times is None
+    assert len(LOOP.run(wrapped, optimizer, [tiny_batch()])) == 2
