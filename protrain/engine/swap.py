@@ -84,7 +84,12 @@ class HostSlots:
         return self.arena.take(size_bytes, torch.uint8), self.streams.mark()
 
     def give_back(self, region: Tensor, read: Mark) -> None:
-        """Make ``region`` free once ``read`` is reached."""
+        """Make ``region`` free once ``read`` is reached, for a frame that ends now.
+
+        What it has fetched and not used, as its backward failed or went elsewhere, is freed with it: whatever gets that
+        memory next must not be overwritten by the fetch.
+        """
+        self.streams.compute_waits(read)
         self._free.append((region, read))
 
 
