@@ -136,6 +136,7 @@ class SwapFrame(Frame):
             return super().rebuild(packed)
         storage = packed.storage
         if storage.device is None:
+            self.fetched = False  # others may still be there: a backward before this one did not need them
             self.fetch()
         if self.on_host:
             self.engine.streams.compute_waits(self.fetch_done)
@@ -156,10 +157,11 @@ class SwapFrame(Frame):
         streams = self.engine.streams
         allocated = streams.mark()
         missing = [storage for storage in self.storages.values() if storage.device is None]
+        for storage in self.storages.values():
+            storage.waiting = storage.users
         for storage in missing:
             storage.device = torch.empty(aligned(storage.size_bytes), dtype=torch.uint8, device=self.engine.device)
             self.engine.ledger.hold(storage.device)
-            storage.waiting = storage.users
         streams.compute_reached(allocated)
         streams.upload_waits(self.offload_done)
         for storage in missing:
