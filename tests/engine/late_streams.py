@@ -10,12 +10,14 @@ freed while neither knows of the copy's end is an error, as the allocator could 
 :class:`LateWorker` stands in for the host worker: updates run as late, as early, or as arbitrarily as their order
 allows, and what follows an update comes as late as the thread could be.
 
-Work of the compute stream itself runs at once. That it may run later than its issue shows in what the host knows.
+Work of the compute stream itself runs at once. That it may run later than its issue shows in what the host knows, and
+in :class:`Watch`: a copy must come after the last operation that used its device memory.
 """
 
 from __future__ import annotations
 
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,12 +28,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from protrain.engine.buffers import BufferPool
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.update import HostWorker, Job
 from protrain.optim import ProTrainOptimizer
+from protrain_kernels import flatten
 
 _UPLOAD, _OFFLOAD = 0, 1
 _NAMES = ("upload", "offload")
@@ -47,6 +52,7 @@ class _LateMark(Mark):
     def __init__(self, streams: LateStreams) -> None:
         self.streams = streams
         self.clock: Clock = (0, 0)  # of an event that was never recorded: nobody waits
+        self.operations = 0  # of the compute stream before it
 
     @override
     def wait(self) -> None:
@@ -116,9 +122,19 @@ class LateStreams(Streams):
         self.faults: list[str] = []  # those raised in finalizers would go unseen
         self.issued: list[int] = [0, 0]
         self._queues: list[Clock] = [(0, 0), (0, 0)]  # the end of either copy stream
+        self._reached = [0, 0]  # operations of the compute stream that either copy stream has waited for
         self._compute: Clock = (0, 0)
         self._pending: list[_Copy] = []  # in the order of issue, which is one that the marks allow
         self._lasting: dict[int, torch.UntypedStorage] = {}
+        self._operations = 0  # of the compute stream so far
+        self._used: dict[int, int] = {}  # by the address of a storage: the last of them that used it
+        self._copying = False
+
+    def used(self, tensor: Tensor) -> None:
+        """An operation of the compute stream reads or writes ``tensor``."""
+        if not self._copying:
+            self._operations += 1
+            self._used[tensor.untyped_storage().data_ptr()] = self._operations
 
     @override
     def mark(self) -> Mark:
@@ -127,7 +143,7 @@ class LateStreams(Streams):
     @override
     def compute_reached(self, mark: Mark) -> None:
         self._between()
-        _late(mark).clock = self._compute
+        _late(mark).clock, _late(mark).operations = self._compute, self._operations
 
     @override
     def compute_waits(self, mark: Mark) -> None:
@@ -151,19 +167,21 @@ class LateStreams(Streams):
 
     @override
     def upload_reached(self, mark: Mark) -> None:
-        _late(mark).clock = self._queues[_UPLOAD]
+        _late(mark).clock, _late(mark).operations = self._queues[_UPLOAD], self._reached[_UPLOAD]
 
     @override
     def offload_reached(self, mark: Mark) -> None:
-        _late(mark).clock = self._queues[_OFFLOAD]
+        _late(mark).clock, _late(mark).operations = self._queues[_OFFLOAD], self._reached[_OFFLOAD]
 
     @override
     def upload_waits(self, mark: Mark) -> None:
         self._queues[_UPLOAD] = _joined(self._queues[_UPLOAD], _late(mark).clock)
+        self._reached[_UPLOAD] = max(self._reached[_UPLOAD], _late(mark).operations)
 
     @override
     def offload_waits(self, mark: Mark) -> None:
         self._queues[_OFFLOAD] = _joined(self._queues[_OFFLOAD], _late(mark).clock)
+        self._reached[_OFFLOAD] = max(self._reached[_OFFLOAD], _late(mark).operations)
 
     @override
     def lasting(self, memory: Tensor) -> Tensor:
@@ -190,6 +208,7 @@ class LateStreams(Streams):
         device = source if direction == _OFFLOAD else target
         lasts = device.untyped_storage().data_ptr() in self._lasting
         clock = _joined(self._queues[direction], _late(after).clock)
+        reached = self._reached[direction] = max(self._reached[direction], _late(after).operations)
         self.issued[direction] += 1
         number = self.issued[direction]
         copy = _Copy(
@@ -200,7 +219,14 @@ class LateStreams(Streams):
             _Memory(target, keep=lasts or direction == _OFFLOAD),
         )
         self._queues[direction] = _late(done).clock = copy.clock
-        self._begin(copy)
+        _late(done).operations = reached
+        if self._used.get(device.untyped_storage().data_ptr(), 0) > reached:
+            self._fail(f"{copy} does not wait for the last operation that used its device memory")
+        self._copying = True
+        try:
+            self._begin(copy)
+        finally:
+            self._copying = False
         self._pending.append(copy)
 
     @torch.no_grad()
@@ -239,7 +265,9 @@ class LateStreams(Streams):
         if copy.taken is None and not copy.done:
             self._check_alive(copy)
             self._compare(copy.before, copy.source, f"device memory was rewritten while {copy} could read it")
+            self._copying = True
             copy.taken = copy.source.tensor().clone()
+            self._copying = False
 
     @torch.no_grad()
     def _run(self, copy: _Copy) -> None:
@@ -264,7 +292,9 @@ class LateStreams(Streams):
             copy.before = copy.source.bits().clone()
         assert brought is not None
         self._compare(copy.left, copy.target, f"the target of {copy} was written by something else meanwhile")
+        self._copying = True
         copy.target.tensor().copy_(brought)
+        self._copying = False
         copy.left, copy.taken, copy.done = None, None, True
 
     def _check_alive(self, copy: _Copy) -> None:
@@ -272,7 +302,10 @@ class LateStreams(Streams):
             self._fail(f"device memory was freed before {copy} was over: it could have been given away")
 
     def _compare(self, expected: Tensor | None, memory: _Memory, fault: str) -> None:
-        if expected is not None and not torch.equal(expected, memory.bits()):
+        self._copying = True
+        changed = expected is not None and not torch.equal(expected, memory.bits())
+        self._copying = False
+        if changed:
             self._fail(fault)
 
     def _fail(self, fault: str) -> None:
@@ -283,6 +316,21 @@ class LateStreams(Streams):
 def _late(mark: Mark) -> _LateMark:
     assert isinstance(mark, _LateMark)
     return mark
+
+
+class Watch(TorchDispatchMode):
+    """Tells ``streams`` which memory the operations inside use."""
+
+    def __init__(self, streams: LateStreams) -> None:
+        super().__init__()
+        self.streams = streams
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)) if not func.is_view else ():
+            if isinstance(leaf, Tensor):
+                self.streams.used(leaf)
+        return func(*args, **(kwargs or {}))
 
 
 class _LateJob(Job):
@@ -309,9 +357,10 @@ class LateWorker(HostWorker):
         self.schedule = schedule
         self.choice = choice
         self.followers: deque[Callable[[], None]] = deque()
-        self.pool: BufferPool | None = None  # whose lock the thread could be waiting for
+        self.pool: Callable[[], BufferPool | None] = lambda: None  # whose lock the thread could be waiting for
         self._jobs: deque[Job] = deque()
         self._busy = False
+        weakref.finalize(self, _finish, self._jobs, self.followers)  # as the thread does
 
     @override
     def submit(self, work: Callable[[], None]) -> Job:
@@ -332,9 +381,9 @@ class LateWorker(HostWorker):
 
     def come_in(self) -> None:
         """The thread gets on by chance, wherever the main thread is."""
-        if self.schedule == "random" and self.pool is not None and not self.pool._lock.locked() and not self._busy:
-            left = self.choice.choice((0, 0, 0, 1, 1, 2, 5))
-            for _ in range(left):
+        pool = self.pool()
+        if self.schedule == "random" and pool is not None and not pool._lock.locked() and not self._busy:
+            for _ in range(self.choice.choice((0, 0, 0, 1, 1, 2, 5))):
                 if self._jobs or self.followers:
                     self._next()
 
@@ -351,6 +400,19 @@ class LateWorker(HostWorker):
                 self._jobs.popleft().run()
         finally:
             self._busy = False
+
+
+def _finish(jobs: deque[Job], followers: deque[Callable[[], None]]) -> None:
+    while followers or jobs:
+        if followers:
+            followers.popleft()()
+        else:
+            jobs.popleft().run()
+
+
+def _come_in(worker: LateWorker | None) -> None:
+    if worker is not None:
+        worker.come_in()
 
 
 @dataclass
@@ -370,28 +432,33 @@ class Lateness:
     def applied(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lateness]:
         """Replace what the engine is built with; faults that no test saw are raised at the end."""
         choice = random.Random(self.seed)
-        workers: list[LateWorker] = []
 
         def make_streams(_: torch.device) -> LateStreams:
             self.streams.append(LateStreams(choice if self.seed is not None else None))
             return self.streams[-1]
 
         def make_worker(*, threads: int) -> LateWorker:
-            workers.append(LateWorker(threads=threads, schedule=self.schedule, choice=choice))
-            return workers[-1]
+            return LateWorker(threads=threads, schedule=self.schedule, choice=choice)
 
         begin = ProTrainOptimizer.__init__
 
         def made(optimizer: ProTrainOptimizer, engine: Any, *args: Any, **options: Any) -> None:
             begin(optimizer, engine, *args, **options)
-            engine.worker.pool = engine.buffers
-            engine.streams.between = engine.worker.come_in
+            worker = weakref.ref(engine.worker)
+            engine.worker.pool = weakref.ref(engine.buffers)
+            engine.streams.between = lambda: _come_in(worker())
+
+        def flattened(gradients: Any, target: Tensor, *args: Any, **options: Any) -> None:
+            for streams in self.streams:  # no operator of torch
+                streams.used(target)
+            flatten(gradients, target, *args, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr("protrain.engine.build.streams_for", make_streams)
             patch.setattr("protrain.engine.build.HostWorker", make_worker)
             patch.setattr(ProTrainOptimizer, "__init__", made)
+            patch.setattr("protrain.engine.gradients.flatten", flattened)
             yield self
         faults = [fault for streams in self.streams for fault in streams.faults]
         assert not faults, faults
-        assert all(min(streams.issued) > 0 for streams in self.streams) or not self.streams
+        assert all(sum(streams.issued[way] for streams in self.streams) for way in (_UPLOAD, _OFFLOAD)), "nothing moved"
