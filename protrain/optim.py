@@ -20,7 +20,9 @@ from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.update import Job
 from protrain.engine.values import read_master, read_state, read_weight, write_master, write_state, write_weight
 from protrain.errors import MisuseError
+from protrain.hardware import HardwareProfile
 from protrain.loss_scale import LossScale
+from protrain.planning.explain import Explanation
 from protrain.planning.plan import Plan
 from protrain_kernels import AdamScalars, adam_scalars
 
@@ -48,7 +50,13 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, *, step_during_backward: bool, device_bytes: int
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        *,
+        step_during_backward: bool,
+        device_bytes: int,
+        hardware: HardwareProfile,
     ) -> None:
         super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the same dicts: schedulers made before wrapping keep working
@@ -70,6 +78,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._host_scale_ready = engine.streams.mark()
         self._last_job: Job | None = None
         self._device_bytes = device_bytes
+        self._hardware = hardware
         self._clock = StepClock()
         engine.backward_begins = self._backward_begins
         engine.gradients_arrived = self._gradients_arrived
@@ -174,6 +183,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def report(self) -> Report:
         """Predicted and measured time and bytes so far."""
         return make_report(self._engine, self._clock, self._device_bytes)
+
+    def explain(self) -> Explanation:
+        """What limits the plan, what each of its numbers would change, and what more memory would buy."""
+        return self.plan.explain(self._engine.profile, self._hardware, step_during_backward=self._during_backward)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from protrain import batch as batches
+from protrain.chunked_loss import chunked_loss as chunked
 from protrain.compilation import compiled_blocks
 from protrain.engine.build import DTYPES, build_engine
 from protrain.engine.parameter import PresentParameter
@@ -28,6 +29,7 @@ from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim import ProTrainOptimizer, check_supported
 from protrain.planning import Plan, check, search
+from protrain.planning.mismatch import refuse_other_model
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.cache import cached_profile
@@ -49,6 +51,7 @@ def wrap(
     weights: str | os.PathLike[str] | None = None,
     step_during_backward: bool = False,
     compile: bool = False,
+    chunked_loss: bool = False,
     progress: bool = True,
 ) -> tuple[Model, ProTrainOptimizer]:
     """Make ``model`` and ``optimizer`` train within the memory there is, with the results of the plain loop.
@@ -70,6 +73,9 @@ def wrap(
         step_during_backward: start updates inside backward; not with clipping, float16, or a backward() without step().
         compile: compile the forward of the blocks, once for all of a kind (torch.compile). Same bits under every plan,
             but not those of ``compile=False``.
+        chunked_loss: compute the loss of a transformers causal language model piece by piece (Liger), so that its
+            logits are never whole; the output's ``logits`` are empty then. Same bits under every plan, but not those of
+            ``chunked_loss=False``.
         progress: print what is being done to standard error.
 
     Returns:
@@ -97,7 +103,7 @@ def wrap(
         use_expandable_segments()
     hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
     blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
-    with compiled_blocks(blocks):
+    with chunked(model, target) if chunked_loss else nullcontext(), compiled_blocks(blocks):
         with say.stage("profiling the model"):
             model_profile = cached_profile(model, example_batch, optimizer=optimizer, device=target, dtype=kind)
         with say.stage("planning"):
@@ -113,7 +119,13 @@ def wrap(
                 host_threads=max(1, hardware.cpu_threads - 2 if target.type == "cuda" else hardware.cpu_threads // 2),
                 weights=os.fspath(weights) if weights is not None else None,
             )
-    wrapped = ProTrainOptimizer(engine, optimizer, step_during_backward=step_during_backward, device_bytes=fixed_bytes)
+    wrapped = ProTrainOptimizer(
+        engine,
+        optimizer,
+        step_during_backward=step_during_backward,
+        device_bytes=fixed_bytes,
+        hardware=hardware,
+    )
     if optimizer.state:
         wrapped.load_state_dict(optimizer.state_dict())
         optimizer.state.clear()
@@ -180,6 +192,7 @@ def _plan(
     if plan is None:
         return search(profile, hardware, step_during_backward=step_during_backward)
     chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    refuse_other_model(chosen, profile)
     return check(chosen, profile, hardware, step_during_backward=step_during_backward)
 
 

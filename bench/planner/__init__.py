@@ -5,5 +5,6 @@ draw      plans drawn at random from all that fit
 worker    one process per case: wraps, trains a few steps under each plan, measures
 accuracy  predictions made anew from the recorded profiles, beside what was measured
 regret    the chosen plan against others on the same machine
+largest   the largest models of four families on the paper's machines, simulated: python -m bench.planner.largest
 picture   the scatter plot
 """

@@ -1,7 +1,9 @@
-"""Predicted against measured step time and memory, for plans drawn at random.
+"""What the planner says against what the machine does.
 
-python -m bench.planner --out bench/results/h100          measure and report
-python -m bench.planner --read bench/results/h100         report with today's models on recorded measurements
+python -m bench.planner --out bench/results/h100      predicted against measured, for plans drawn at random
+python -m bench.planner --kind regret --out ...       the chosen plan against others, on the machine
+python -m bench.planner --kind limits --out ...       chosen plans under random limits: none may run out of memory
+python -m bench.planner --read bench/results/h100     judge recorded measurements with today's models
 """
 
 from __future__ import annotations
@@ -17,33 +19,38 @@ from pathlib import Path
 
 import torch
 
-from bench.planner.accuracy import table
-from bench.planner.cases import CASES, SMOKE, Case
+import protrain
+from bench.planner import accuracy
+from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
 from bench.planner.picture import draw_scatter
 from bench.planner.results import CaseResult, Results
 from protrain.cli.summary import device_name, versions
+from protrain.hardware import detect
+from protrain.progress import Progress
 
-FILE = "planner.json"
+FILES = {"accuracy": "planner.json", "regret": "planner-regret.json", "limits": "planner-limits.json"}
+_TABLES = {"accuracy": accuracy.table, "regret": accuracy.regret_table, "limits": accuracy.limits_table}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; exit status 1 when a case could not be measured."""
     arguments = sys.argv[1:] if argv is None else argv
     args = _parser().parse_args(arguments)
+    failed: list[str] = []
     if args.read is not None:
-        results = Results.load(args.read / FILE if args.read.is_dir() else args.read)
-        failed: list[str] = []
+        results = Results.load(args.read / FILES[args.kind] if args.read.is_dir() else args.read)
     else:
         results, failed = _measure(args, f"python -m bench.planner {shlex.join(arguments)}")
-    print(table(results.cases))
+    print(_TABLES[args.kind](results.cases))
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         if args.read is None:
-            results.save(args.out / FILE)
-        try:
-            draw_scatter(results.cases, args.out / "planner.png")
-        except ImportError:
-            print("no picture: pip install matplotlib", file=sys.stderr)
+            results.save(args.out / FILES[args.kind])
+        if args.kind == "accuracy":
+            try:
+                draw_scatter(results.cases, args.out / "planner.png")
+            except ImportError:
+                print("no picture: pip install matplotlib", file=sys.stderr)
     for failure in failed:
         print(failure, file=sys.stderr)
     return 1 if failed else 0
@@ -53,31 +60,35 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bench.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help=f"folder for {FILE} and a scatter plot")
+    parser.add_argument("--kind", choices=tuple(FILES), default="accuracy", help="(default: accuracy)")
+    parser.add_argument("--out", type=Path, help="folder for the measurements and a scatter plot")
     parser.add_argument("--read", type=Path, metavar="FOLDER", help="measure nothing: judge what lies in FOLDER")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases by name")
-    parser.add_argument("--part", choices=("tuned", "held-out", "both"), default="both")
+    parser.add_argument("--part", choices=("tuned", "held-out", "both"), default="both", help="(default: both)")
     parser.add_argument("--host-memory", help="for a machine whose free memory is not all there is")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a plan (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the plans drawn")
+    parser.add_argument("--seed", type=int, default=0, help="of the plans and limits drawn")
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no plan after")
     return parser
 
 
 def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]]:
+    until = time.time() + args.time_limit
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         print("no GPU here: a few tiny plans as a check that everything runs; the figures mean nothing")
-    until = time.time() + args.time_limit
+    elif detect(device).source != "measured":
+        with Progress(enabled=True).stage("calibrating this machine first"):
+            protrain.calibrate(device)
     found, failed = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for case in _chosen(args, SMOKE if device.type == "cpu" else CASES):
+        for index, case in enumerate(_chosen(args, device)):
             if time.time() > until:
                 failed.append(f"{case.name}: not begun in time")
                 continue
-            source, out = Path(folder) / "case.json", Path(folder) / f"{case.name}.json"
+            source, out = Path(folder) / "case.json", Path(folder) / f"{index}.json"
             case.save(source)
-            worker = [sys.executable, "-m", "bench.planner.worker", str(source), str(out)]
+            worker = [sys.executable, "-m", "bench.planner.worker", str(source), str(out), "--kind", args.kind]
             options = ["--seed", str(args.seed), "--steps", str(args.steps), "--until", str(until)]
             status = subprocess.run([*worker, *options], check=False).returncode
             if out.exists():
@@ -88,9 +99,14 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
     return results, failed
 
 
-def _chosen(args: argparse.Namespace, cases: tuple[Case, ...]) -> list[Case]:
+def _chosen(args: argparse.Namespace, device: torch.device) -> list[Case]:
+    every: dict[str, list[Case]] = {
+        "accuracy": list(CASES),
+        "regret": list(REGRET),
+        "limits": random_limits(100, seed=args.seed),
+    }
     chosen = []
-    for case in cases:
+    for case in SMOKE if device.type == "cpu" else every[args.kind]:
         part = args.part == "both" or (args.part == "held-out") is case.held_out
         if part and re.search(args.only, case.name):
             chosen.append(case if args.host_memory is None else case.with_host_memory(args.host_memory))

@@ -67,5 +67,35 @@ def table(results: Sequence[CaseResult]) -> str:
     return "\n".join(lines)
 
 
+def regret_table(results: Sequence[CaseResult]) -> str:
+    """The chosen plan of each case beside the fastest that was found."""
+    lines = []
+    for result in results:
+        lines += [f"{result.case.name}  {result.row(point)}" for point in result.points]
+        found = regret(result)
+        if found is not None:
+            share, best = found
+            compared = f"{share:+.1%} over the fastest of {len(result.points)}, {best}"
+            lines.append(f"{result.case.name}: the chosen plan takes {compared}")
+    return "\n".join(lines)
+
+
+def regret(result: CaseResult) -> tuple[float, str] | None:
+    """How much longer the chosen plan takes than the fastest that ran, and which that is; None where it failed."""
+    ran = [point for point in result.points if not point.error]
+    if not ran or result.points[0].error:
+        return None
+    best = min(ran, key=lambda point: point.median_ms)
+    return ran[0].median_ms / best.median_ms - 1, str(best.plan)
+
+
+def limits_table(results: Sequence[CaseResult]) -> str:
+    """Chosen plans under limits, and how many ran out of memory."""
+    points = [(result, point) for result in results for point in result.points]
+    failed = sum(bool(point.error) for _, point in points)
+    lines = [f"{result.case.name}  {result.row(point)}" for result, point in points]
+    return "\n".join([*lines, "", f"{failed} of {len(points)} chosen plans ran out of memory"])
+
+
 def _within(errors: list[float], limit: float) -> float:
     return sum(abs(error) <= limit for error in errors) / len(errors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
 from protrain.records import Record
@@ -34,28 +35,64 @@ class Case(Record):
         return replace(self, host_memory=host_memory)
 
 
-def _held(shape: str, layers: int, batch: int, sequence: int, n_plans: int = 4, **options: bool) -> Case:
-    return Case(shape=shape, layers=layers, batch=batch, sequence=sequence, n_plans=n_plans, held_out=True, **options)
+def _tuned(shape: str, layers: int, batch: int, sequence: int, n_plans: int = 4) -> Case:
+    return Case(shape=shape, layers=layers, batch=batch, sequence=sequence, n_plans=n_plans)
 
 
-def _tuned(shape: str, layers: int, batch: int, sequence: int, n_plans: int = 4, **options: bool) -> Case:
-    return Case(shape=shape, layers=layers, batch=batch, sequence=sequence, n_plans=n_plans, **options)
+def _held(shape: str, layers: int, batch: int, sequence: int, n_plans: int = 4) -> Case:
+    return replace(_tuned(shape, layers, batch, sequence, n_plans), held_out=True)
 
 
 CASES = (
     _tuned("llama-7b", 8, 4, 2048),
     _tuned("gpt2-10b", 8, 8, 1024),
-    _tuned("opt-13b", 6, 4, 2048, clip=False),
-    _tuned("mistral-7b", 10, 2, 4096, compile=True),
+    replace(_tuned("opt-13b", 6, 4, 2048), clip=False),
+    replace(_tuned("mistral-7b", 10, 2, 4096), compile=True),
     _tuned("llama2-13b", 8, 8, 2048),
     _tuned("gpt2-10b", 48, 8, 1024, 2),
     _held("gpt2-15b", 4, 4, 1024),
     _held("llama-7b", 16, 8, 2048),
     _held("opt-13b", 8, 16, 1024),
-    _held("mistral-7b", 12, 1, 8192, clip=False),
-    _held("gpt2-10b", 16, 16, 1024, compile=True),
+    replace(_held("mistral-7b", 12, 1, 8192), clip=False),
+    replace(_held("gpt2-10b", 16, 16, 1024), compile=True),
     _held("llama-7b", 32, 8, 2048, 2),
     _held("opt-13b", 40, 4, 2048, 2),
     _held("llama2-13b", 40, 4, 1024, 2),
 )
+# What the machine must grant or refuse: small models under limits from tight to roomy, so that many are measured soon.
+REGRET = (
+    Case(shape="llama-7b", layers=4, batch=4, sequence=2048, n_plans=20, device_memory="12GiB"),
+    Case(shape="llama-7b", layers=6, batch=2, sequence=4096, n_plans=20, device_memory="24GiB"),
+    Case(shape="gpt2-10b", layers=6, batch=8, sequence=1024, n_plans=20, device_memory="16GiB"),
+    Case(shape="gpt2-10b", layers=4, batch=16, sequence=1024, n_plans=20, device_memory="20GiB", compile=True),
+    Case(shape="opt-13b", layers=4, batch=4, sequence=1024, n_plans=20, device_memory="14GiB", clip=False),
+    Case(shape="mistral-7b", layers=6, batch=1, sequence=8192, n_plans=20, device_memory="16GiB"),
+)
+
+
+def random_limits(count: int, *, seed: int) -> list[Case]:
+    """``count`` different models, batches and limits; some limits are below what any plan needs."""
+    generator = random.Random(seed)
+    cases = []
+    for _ in range(count):
+        weights = [("gpt2", 0.2), ("llama-1b", 0.12), ("llama-7b", 0.5), ("opt-13b", 0.7)]  # GiB a layer, about
+        shape, weights_gib = generator.choice(weights)
+        layers = generator.randint(2, 12) if shape in ("gpt2", "llama-1b") else generator.randint(1, 4)
+        sequence = generator.choice([256, 512, 777, 1024])
+        limit = weights_gib * (1 + layers) * generator.uniform(0.8, 8) + generator.uniform(0.5, 6)
+        cases.append(
+            Case(
+                shape=shape,
+                layers=layers,
+                batch=generator.choice([1, 2, 3, 4, 8, 16]),
+                sequence=sequence,
+                n_plans=0,
+                device_memory=f"{limit:.2f}GiB",
+                clip=generator.random() < 0.7,
+                held_out=True,
+            )
+        )
+    return cases
+
+
 SMOKE = (Case(shape="tiny", layers=4, batch=2, sequence=64, n_plans=2, device_memory="64MiB"),)

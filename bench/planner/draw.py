@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from protrain.hardware import HardwareProfile
-from protrain.planning import MemoryModel, Plan, choose_chunk_elements, evaluate, pack
-from protrain.planning.search import block_modes
+from protrain.planning import MemoryModel, Plan, block_modes, choose_chunk_elements, evaluate, pack
 from protrain.profiler.model_profile import ModelProfile
 
 _TRIES = 20_000

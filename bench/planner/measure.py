@@ -19,6 +19,7 @@ from protrain.errors import BudgetError
 from protrain.planning import Plan
 from protrain.profiler import ModelProfile, find_blocks
 from protrain.profiler.cache import cached_profile
+from protrain.quantities import parse_bytes
 from protrain.records import Record
 
 _CLIP_NORM = 1.0
@@ -59,6 +60,14 @@ def profiled(case: Case, device: torch.device) -> ModelProfile:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with compiled_blocks([model.get_submodule(path) for path in paths]):
         return cached_profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
+
+
+def forbid_more(case: Case, device: torch.device) -> None:
+    """Make the allocator refuse what ``device_memory`` of the case does not allow."""
+    if case.device_memory is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        limit = parse_bytes(case.device_memory, name="device_memory")
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
 
 
 def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int) -> Point:

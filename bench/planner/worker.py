@@ -8,43 +8,83 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from bench.planner.cases import Case
+from bench.planner.descent import descend
 from bench.planner.draw import draw
-from bench.planner.measure import measure, profiled
+from bench.planner.measure import Point, forbid_more, measure, profiled
 from bench.planner.results import CaseResult
 from protrain.errors import PlanError
-from protrain.hardware import detect
+from protrain.hardware import HardwareProfile, detect
+from protrain.planning import Plan
+from protrain.profiler import ModelProfile
 
 
 def main() -> None:
-    """Measure the planner's plan and others drawn at random; what is done stays when the time is up."""
+    """Measure the planner's plan and, by ``--kind``, others; what is done stays when the time is up."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("case", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--kind", choices=("accuracy", "regret", "limits"), default="accuracy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--until", type=float, default=float("inf"), help="no plan is begun after this time.time()")
     args = parser.parse_args()
     case = Case.load(args.case)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.kind == "limits" and device.type == "cuda":
+        forbid_more(case, device)
     profile = profiled(case, device)
     hardware = detect(device, device_memory=case.device_memory, host_memory=case.host_memory)
     result = CaseResult(case=case, hardware=hardware, profile=profile, points=())
-    plans = draw(profile, hardware, case.n_plans, seed=args.seed, step_during_backward=not case.clip)
-    for plan in (None, *plans):
-        if time.time() > args.until:
-            break
-        try:
-            point = measure(case, plan, device, steps=args.steps)
-        except PlanError as error:
+
+    def in_time() -> bool:
+        return time.time() < args.until
+
+    run = partial(measure, case, device=device, steps=args.steps)
+    inside = not case.clip
+    try:
+        for point in _points(args, case, profile, hardware, run, in_time=in_time, step_during_backward=inside):
+            result = result.with_point(point)
+            result.save(args.out)
+            print(f"{case.name}  {result.row(point)}", file=sys.stderr, flush=True)
+    except PlanError as error:
+        if args.kind != "limits":
             sys.exit(f"{case.name}: {error}")
-        result = result.with_point(point)
-        result.save(args.out)
-        print(f"{case.name}  {result.row(point)}", flush=True)
+        print(f"{case.name}  nothing fits, and nothing was tried: {str(error).splitlines()[0]}", file=sys.stderr)
+
+
+def _points(
+    args: argparse.Namespace,
+    case: Case,
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    run: Callable[[Plan | None], Point],
+    *,
+    in_time: Callable[[], bool],
+    step_during_backward: bool,
+) -> Iterator[Point]:
+    if args.kind == "regret":
+        yield from descend(
+            profile,
+            hardware,
+            run,
+            others=case.n_plans,
+            seed=args.seed,
+            step_during_backward=step_during_backward,
+            in_time=in_time,
+        )
+        return
+    yield run(None)
+    if args.kind == "accuracy":
+        for plan in draw(profile, hardware, case.n_plans, seed=args.seed, step_during_backward=step_during_backward):
+            if in_time():
+                yield run(plan)
 
 
 if __name__ == "__main__":

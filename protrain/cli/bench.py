@@ -2,7 +2,7 @@
 
 The benchmarks live in the repository's folder ``bench``, beside the results that they produced; the installed package
 doesn't carry them. Each runs in a process of its own: it decides how Triton runs before Triton is imported. A benchmark
-takes ``--out FOLDER`` and writes FOLDER/<its name>.json there, among other files.
+takes ``--out FOLDER`` and writes its JSON there, among other files.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Benchmark:
     help: str
     epilog: str
     words: tuple[str, ...]  # "{place}" is the absolute path of bench/<name>
+    writes: str  # pattern of the names of its JSON files
     needs: dict[str, str]  # module -> package, which the extra `bench` brings
     statuses: dict[int, int]  # exit status -> ours, where they differ
 
@@ -45,6 +46,7 @@ Every option but --json is pytest's: `protrain bench kernels OPTIONS` is `pytest
 Without a GPU the results are checked and nothing is timed.
 """,
     words=("-m", "pytest", "{place}"),
+    writes="kernels.json",
     needs={"pytest": "pytest", "pytest_benchmark": "pytest-benchmark"},
     statuses={2: 130, 3: 1, 4: 2, 5: 2},  # pytest's: interrupted, internal error, usage, nothing to run
 )
@@ -54,14 +56,29 @@ PLANNER = Benchmark(
     epilog="""examples:
   protrain bench planner --out results
   protrain bench planner --read results
+  protrain bench planner --kind regret --out results
 
 Every option but --json is bench.planner's: `protrain bench planner OPTIONS` is `python -m bench.planner OPTIONS`.
 """,
     words=("-m", "bench.planner"),
+    writes="planner*.json",
     needs={},
     statuses={2: 2},
 )
-BENCHMARKS = (KERNELS, PLANNER)
+TRAIN = Benchmark(
+    name="train",
+    help="train one model with ProTrain, with others and with no optimizer at all, in one run",
+    epilog="""examples:
+  protrain bench train --model llama-7b --batch 8 --contestants protrain,floor,fsdp2 --out results
+
+Every option but --json is bench.train's: `protrain bench train OPTIONS` is `python -m bench.train OPTIONS`.
+""",
+    words=("-m", "bench.train"),
+    writes="compare-*.json",
+    needs={"transformers": "transformers"},
+    statuses={2: 2},
+)
+BENCHMARKS = (KERNELS, PLANNER, TRAIN)
 
 
 class _ForwardingParser(Parser):
@@ -112,9 +129,9 @@ def run_command(args: Namespace) -> None:
             stdout=sys.stderr if args.json else None,
             check=False,
         )
-        results = Path(folder or scratch, f"{benchmark.name}.json")
-        if args.json and results.exists():
-            print(results.read_text(), end="", flush=True)
+        results = sorted(Path(folder or scratch).glob(benchmark.writes), key=lambda path: path.stat().st_mtime)
+        if args.json and results:
+            print(results[-1].read_text(), end="", flush=True)
     if done.returncode:
         raise SystemExit(benchmark.statuses.get(done.returncode, 1))
 

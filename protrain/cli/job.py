@@ -49,6 +49,7 @@ class TrainJob(Record):
     dtype: str | None = None
     seed: int = 0
     compile: bool | None = None
+    chunked_loss: bool | None = None
     held_out: float = 0.05
     device: str | None = None
     device_memory: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +13,23 @@ import protrain
 from protrain.cli.job import DTYPES
 from protrain.cli.models import check_sequence, load_model
 from protrain.cli.options import Parser, add_memory_options, add_output_options, emit, whole
+from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
+from protrain.cli.plan_text import timeline_text
 from protrain.cli.prepare import adamw, choose_device, choose_dtype
 from protrain.cli.shapes import SHAPES
 from protrain.hardware import HardwareProfile, detect, load
+from protrain.planning import frontier, largest
+from protrain.planning.explain import timeline_of
+from protrain.planning.tables import format_ms
+from protrain.profiler import ModelProfile
 from protrain.progress import Progress
 from protrain.quantities import parse_bytes
 
 _EXAMPLE = """example, for a machine that is elsewhere:
-  protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json
+  protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json --picture step.png
+what more or less memory would do, and how deep a model of this width could be there:
+  protrain plan llama2-13b --hardware rtx3090 --batch 4 --frontier
+  protrain plan llama2-13b --hardware rtx3090 --batch 4 --max-model
 """
 
 
@@ -35,6 +45,16 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--batch", type=whole(1), default=8, help="sequences in a batch (default: 8)")
     parser.add_argument("--sequence", type=whole(2), default=None, help="tokens in a sequence (default: of the model)")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights (default: bfloat16 on a GPU)")
+    parser.add_argument(
+        "--step-during-backward", action="store_true", default=False, help="plan for updates inside backward"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--frontier", action="store_true", default=False, help="the fastest plans under a dozen limits on device memory"
+    )
+    what.add_argument(
+        "--max-model", action="store_true", default=False, help="the deepest model of the width of MODEL that fits"
+    )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--hardware", metavar="FILE|NAME", default=None, help="a profile of `protrain calibrate`, or h100, h200, ..."
@@ -42,31 +62,87 @@ def add_command(commands: Any) -> None:
     machine.add_argument("--device", default=None, help="cuda or cpu (default: that of --hardware, or cuda if any)")
     add_memory_options(machine)
     add_output_options(parser)
+    parser.add_argument(
+        "--picture", metavar="FILE", type=Path, default=None, help="draw one step, or the frontier, to a .png or .svg"
+    )
     parser.set_defaults(run=run_command)
 
 
 def run_command(args: argparse.Namespace) -> None:
     """Run `protrain plan`."""
+    if args.picture is not None:
+        if args.max_model:
+            raise ValueError("--picture goes with a plan or --frontier: --max-model draws nothing")
+        check_picture(args.picture)
     hardware = _hardware(args)
-    loaded = load_model(args.model)
+    if args.max_model:
+        _max_model(args, hardware)
+        return
+    say = Progress(enabled=True)
+    with say.stage("profiling the model"):
+        profile = _profile(args, hardware)
+    if args.frontier:
+        with say.stage("planning under every limit"):
+            found = frontier(profile, hardware, step_during_backward=args.step_during_backward)
+        if args.picture is not None:
+            draw_frontier(found, args.picture)
+        emit(found, args, f"{_subject(profile, hardware)}\n\n{found.table()}")
+        return
+    with say.stage("planning"):
+        plan = protrain.search(profile, hardware, step_during_backward=args.step_during_backward)
+        timeline = timeline_of(plan, profile, hardware, step_during_backward=args.step_during_backward)
+    if args.picture is not None:
+        draw_timeline(timeline, f"{profile.model}, {hardware.name}, {plan}: {format_ms(plan.step_ms)}", args.picture)
+    sections = [("model", profile.table()), ("machine", hardware.table()), ("plan", plan.table())]
+    text = ""
+    if not args.json:  # an explanation takes several searches
+        with say.stage("explaining"):
+            why = plan.explain(profile, hardware, step_during_backward=args.step_during_backward)
+        sections += [("one step", timeline_text(timeline)), ("prediction", why.table())]
+        text = "\n\n".join(f"{title}\n{table}" for title, table in sections) + _how_sure(profile, hardware)
+    emit(plan, args, text)
+
+
+def _profile(args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None) -> ModelProfile:
+    loaded = load_model(args.model, layers=layers)
     sequence = args.sequence or loaded.sequence
     check_sequence(loaded, sequence)
     ids = torch.zeros(args.batch, sequence, dtype=torch.int64)
     device = torch.device(hardware.device_type)
-    say = Progress(enabled=True)
-    with say.stage("profiling the model"):
-        profile = protrain.profile(
-            loaded.model,
-            {"input_ids": ids, "labels": ids},
-            optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
-            # Another machine's times cannot be measured here: they follow from counted operations.
-            device=device if args.hardware is None else torch.device("meta"),
-            dtype=choose_dtype(args.dtype, device),
+    return protrain.profile(
+        loaded.model,
+        {"input_ids": ids, "labels": ids},
+        optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
+        # Another machine's times cannot be measured here: they follow from counted operations.
+        device=device if args.hardware is None else torch.device("meta"),
+        dtype=choose_dtype(args.dtype, device),
+    )
+
+
+def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
+    if args.model not in SHAPES:
+        raise ValueError(f"--max-model needs a shape that comes at any depth: one of {', '.join(SHAPES)}")
+    with Progress(enabled=True).stage("looking for the largest depth"):
+        found = largest(
+            lambda layers: _profile(args, hardware, layers),
+            hardware,
+            step_during_backward=args.step_during_backward,
         )
-    with say.stage("planning"):
-        plan = protrain.search(profile, hardware)
-    sections = [("model", profile), ("machine", hardware), ("plan", plan)]
-    emit(plan, args, "\n\n".join(f"{title}\n{record.table()}" for title, record in sections))
+    emit(found, args, f"the largest model of the width of {args.model} on {hardware.name}\n{found.table()}")
+
+
+def _subject(profile: ModelProfile, hardware: HardwareProfile) -> str:
+    return f"{profile.model}, {profile.n_parameters:,} parameters, {profile.tokens:,} tokens a step, on {hardware.name}"
+
+
+def _how_sure(profile: ModelProfile, hardware: HardwareProfile) -> str:
+    """What the times rest on, where that is not a measurement."""
+    if profile.device == hardware.device_type:
+        return ""
+    return (
+        "\n\nTimes of computing are estimated from counted operations and the machine's rates: "
+        "nothing was run on such a device."
+    )
 
 
 def _hardware(args: argparse.Namespace) -> HardwareProfile:

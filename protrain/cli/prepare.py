@@ -11,11 +11,13 @@ from torch import nn
 
 import protrain
 from protrain.checkpoint import list_saves, load_checkpoint
+from protrain.chunked_loss import available as liger_installed
 from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
 from protrain.cli.job import JOB_FILE, TrainJob
 from protrain.cli.metrics import MetricsFile, ProgressLine
 from protrain.cli.models import check_sequence, load_model
 from protrain.cli.run import CHECKPOINTS, Run
+from protrain.planning import Plan
 
 PLAN_FILE = "plan.json"
 
@@ -33,6 +35,9 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     loaded = load_model(job.model)
     sequence = job.sequence or loaded.sequence
     check_sequence(loaded, sequence)
+    plan = None if job.plan is None else Plan.load(job.plan)
+    if plan is not None:
+        check_tokens(plan, job.batch, sequence)
     tokens = _read(job, loaded.codec, folder)
     check_length(tokens, sequence=sequence)
 
@@ -47,10 +52,11 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         dtype=dtype,
         device_memory=job.device_memory,
         host_memory=job.host_memory,
-        plan=job.plan,
+        plan=plan,
         weights=loaded.weights,
         step_during_backward=job.step_during_backward,
         compile=device.type == "cuda" if job.compile is None else job.compile,
+        chunked_loss=device.type == "cuda" and liger_installed() if job.chunked_loss is None else job.chunked_loss,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
     step = 0
@@ -108,6 +114,15 @@ def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def check_tokens(plan: Plan, batch: int, sequence: int) -> None:
+    """ValueError when ``plan`` is for another batch than ``batch`` sequences of ``sequence`` tokens."""
+    if plan.tokens != batch * sequence:
+        raise ValueError(
+            f"--plan: it was made for {plan.tokens} tokens in a batch, and this run has {batch * sequence} "
+            f"({batch} x {sequence}); give --batch and --sequence of the plan, or make a plan for these"
+        )
 
 
 def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:

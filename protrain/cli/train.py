@@ -64,6 +64,11 @@ def add_command(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="compile the blocks (default: on a GPU; changes the last bits of the result)",
     )
+    steps.add_argument(
+        "--chunked-loss",
+        action=argparse.BooleanOptionalAction,
+        help="never hold all logits (default: on a GPU with liger-kernel; changes the last bits of the result)",
+    )
 
     placement = parser.add_argument_group("placement (never changes the result)")
     placement.add_argument("--device", help="cuda or cpu (default: cuda when there is one)")

@@ -1,14 +1,20 @@
 """The planner: chunk layout, memory model, runtime model and search. Pure Python: it never touches a device."""
 
+from protrain.planning.explain import Explanation, explain
+from protrain.planning.frontier import Frontier, frontier
+from protrain.planning.largest import Largest, largest
 from protrain.planning.layout import ChunkRecord, Layout, Slot, choose_chunk_elements, pack
 from protrain.planning.memory import MemoryModel
-from protrain.planning.plan import BlockMode, Plan
+from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
-from protrain.planning.search import block_modes, check, evaluate, fingerprint, search
+from protrain.planning.search import check, evaluate, fingerprint, search
 
 __all__ = [
     "BlockMode",
     "ChunkRecord",
+    "Explanation",
+    "Frontier",
+    "Largest",
     "Layout",
     "MemoryModel",
     "Plan",
@@ -18,7 +24,10 @@ __all__ = [
     "check",
     "choose_chunk_elements",
     "evaluate",
+    "explain",
     "fingerprint",
+    "frontier",
+    "largest",
     "pack",
     "search",
 ]

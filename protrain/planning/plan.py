@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from protrain.hardware.profile import HardwareProfile
+from protrain.profiler.model_profile import ModelProfile
 from protrain.records import Record
+
+if TYPE_CHECKING:
+    from protrain.planning.explain import Explanation
 
 
 class BlockMode(enum.Enum):
@@ -43,3 +49,26 @@ class Plan(Record):
             f"n_persist={self.n_persist}/{self.n_chunks} n_buffer={self.n_buffer} "
             f"n_swap={self.n_swap} n_ckpt={self.n_ckpt}/{len(self.block_modes)}"
         )
+
+    def explain(
+        self, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
+    ) -> Explanation:
+        """What limits this plan and what would change that: :func:`protrain.planning.explain.explain`."""
+        from protrain.planning.explain import explain  # it makes plans
+
+        return explain(self, profile, hardware, step_during_backward=step_during_backward)
+
+
+def block_modes(n_blocks: int, n_swap: int, n_ckpt: int) -> tuple[BlockMode, ...]:
+    """Modes in execution order: swapped blocks early with checkpointed ones between them, untouched blocks last.
+
+    Recomputing the block between two swapped ones gives the link time for the transfer (paper section 3).
+    """
+    if min(n_swap, n_ckpt) < 0 or n_swap + n_ckpt > n_blocks:
+        raise ValueError(
+            f"n_swap={n_swap} and n_ckpt={n_ckpt} must not be negative, nor more than {n_blocks} blocks in all"
+        )
+    pairs = min(n_swap, n_ckpt)
+    early = [BlockMode.SWAP, BlockMode.CKPT] * pairs
+    early += [BlockMode.SWAP] * (n_swap - pairs) + [BlockMode.CKPT] * (n_ckpt - pairs)
+    return (*early, *[BlockMode.NONE] * (n_blocks - n_swap - n_ckpt))

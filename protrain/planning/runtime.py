@@ -8,20 +8,30 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import accumulate
-from operator import add
+from typing import NamedTuple
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.compute_times import compute_times
+from protrain.planning.contention import OTHERS, rates
 from protrain.planning.fetches import Fetches
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode
-from protrain.planning.simulate import Rates, Step, Visit, Work, simulate, timeline
-from protrain.planning.timeline import Timeline
+from protrain.planning.simulate import Step, Visit, Work, simulate, timeline
+from protrain.planning.timeline import DOWN, HOST, UP, Timeline
 from protrain.profiler.model_profile import ModelProfile
 
 Modes = tuple[BlockMode, ...]
 
 _HOST_ADAM_BYTES = {"bfloat16": 26, "float16": 28, "float32": 28}  # DRAM traffic per parameter of one host update
+
+
+class Undisturbed(NamedTuple):
+    """The least of a step under a choice of block modes: all weights on the device and nothing else running."""
+
+    forward_ms: float
+    backward_ms: float
+    out_ms: float  # the link's work for swapped activations
+    back_ms: float
 
 
 class RuntimeModel:
@@ -48,22 +58,16 @@ class RuntimeModel:
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, [chunk.trainable for chunk in layout.chunks])
         self._needed = held
         self._gradients, self._gradients_of_visit = self._gradients_by_visit()
-        host_adam_gbps = hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype]
-        self._rates = Rates(
-            both_ways=max(1.0, (hardware.h2d_gbps + hardware.d2h_gbps) / hardware.bidirectional_gbps),
-            dram_gbps=hardware.host_dram_gbps,
-            host_gbps=host_adam_gbps,
-            up_gbps=hardware.h2d_gbps,
-            down_gbps=hardware.d2h_gbps,
-        )
-        self._work: tuple[Modes, list[Work], list[float], float] | None = None  # of the modes asked for last
+        self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype])
+        self._work: tuple[Modes, tuple[list[Work], list[float], float]] | None = None  # of the modes asked for last
         self._visits_of: dict[tuple[int, int], list[Visit]] = {}  # by n_persist and n_buffer
         # For bounds: sums from the first chunk on.
         self._forward_total = sum(self._forward_ms)
         self._backward_total = sum(self._backward_ms)
         self._flatten_all = sum(flatten for _, flatten, _ in self._gradients)
-        flattened = [sum(self._gradients[index][1] for index in visit) for visit in self._gradients_of_visit]
-        self._flatten_most = max(flattened, default=0.0)  # of one visit
+        self._flatten_of_visit = [
+            sum(self._gradients[index][1] for index in visit) for visit in self._gradients_of_visit
+        ]
         self._device_before = [0.0, *accumulate(self._device_update)]
         self._host_before = [0.0, *accumulate(self._host_update)]
         self._upload_before = [0.0, *accumulate(self._upload)]
@@ -72,6 +76,15 @@ class RuntimeModel:
         first_use = next((at for at, chunks in enumerate(held) if last_trainable in chunks), 0)
         self._forward_after_last = starts[-1] - starts[min(first_use, len(self._forward_ms))]
         self._last_trainable = last_trainable
+        used = {chunk for chunks in held for chunk in chunks}
+        n_chunks = len(layout.chunks)
+        self._used_from = [sum(chunk >= first for chunk in used) for first in range(n_chunks + 1)]
+        self._least_upload = [min(self._upload[first:], default=0.0) for first in range(n_chunks + 1)]
+        # What a millisecond of uploads or of offloads costs the host optimizer at least, both at once included.
+        loss = {present: 1.0 - rate for present, rate in self._rates[HOST].items()}
+        up, down = (loss[tuple(other == lane for other in OTHERS[HOST])] for lane in (UP, DOWN))
+        both = loss[tuple(other in (UP, DOWN) for other in OTHERS[HOST])]
+        self._slower_host = (min(up, max(0.0, both - down)), down)
 
     def step_ms(self, modes: Modes, n_persist: int, n_buffer: int, *, limit_ms: float = float("inf")) -> float:
         """Predicted time of one step in steady state, in milliseconds; if above ``limit_ms``, by how much is open."""
@@ -84,49 +97,81 @@ class RuntimeModel:
         """What runs where and when in that step, as on a GPU."""
         return timeline(self._step(modes, n_persist, n_buffer), self._rates)
 
-    def recomputed_ms(self, modes: Modes) -> float:
-        """What checkpointing adds to computing."""
-        return sum(t for t, mode in zip(self.times.forward, modes, strict=True) if mode is BlockMode.CKPT)
+    def undisturbed(self, modes: Modes) -> Undisturbed:
+        """Forward and backward as they would be with all weights on the device and every copy at full rate.
 
-    def swapping_ms(self, modes: Modes) -> tuple[float, float]:
-        """What swapping adds at least to forward and to backward.
-
-        A swapped block's activations have until the end of the next unit to go out, and from the start of the unit
-        before it, in backward, to come back. What the link takes longer than a block computes is waited for; one
-        swapped block may lie beside an outer unit, which may take longer than any block.
+        The GPU waits as it does in the engine: a swapped block's activations have until the end of the next unit to go
+        out, and come back one after the other, each from the start of the unit before it in backward.
         """
-        pairs = list(zip(self._profile.blocks, modes, strict=True))
-        sizes = sorted(block.saved_bytes for block, mode in pairs if mode is BlockMode.SWAP)[1:]
-        if not sizes:
-            return 0.0, 0.0
-        hardware, times = self._hardware, self.times
-        forward = max(times.forward)
-        backward = max(map(add, times.forward, times.backward)) + self._flatten_most
-        return (
-            sum(max(0.0, _ms(size, hardware.d2h_gbps) - forward) for size in sizes),
-            sum(max(0.0, _ms(size, hardware.h2d_gbps) - backward) for size in sizes),
+        if self._hardware.device_type == "cpu":
+            work, _, recomputed_ms = self._work_for(modes)
+            return Undisturbed(self._forward_total, self._backward_total + self._flatten_all + recomputed_ms, 0.0, 0.0)
+        work, swap_in, _ = self._work_for(modes)
+        n_visits = len(self._profile.calls)
+        gpu = link = unsettled = 0.0
+        for turn in work[:n_visits]:
+            gpu = max(gpu + turn.compute_ms, unsettled)
+            if turn.swap_ms:
+                unsettled = link = max(link, gpu) + turn.swap_ms
+        forward = max(gpu, unsettled)
+        gpu = link = 0.0
+        back: dict[int, float] = {}
+        for at, turn in enumerate(work[n_visits:]):
+            start, unit = gpu, self._visits[n_visits + at]
+            if turn.swap_ms:
+                if unit not in back:
+                    back[unit] = link = max(link, gpu) + swap_in[unit]
+                start = max(start, back.pop(unit))
+            if turn.swap_ahead >= 0:
+                back[turn.swap_ahead] = link = max(link, gpu) + swap_in[turn.swap_ahead]
+            gpu = start + turn.compute_ms + self._flatten_of_visit[at]
+        swapped = [unit for unit in self._profile.calls if swap_in[unit]]
+        return Undisturbed(
+            forward_ms=forward,
+            backward_ms=gpu,
+            out_ms=sum(turn.swap_ms for turn in work[:n_visits]),
+            back_ms=sum(swap_in[unit] for unit in swapped),
         )
 
-    def bound_ms(self, recomputed_ms: float, swapping_ms: tuple[float, float], n_persist: int, n_buffer: int) -> float:
-        """What the step takes at least, whatever overlaps, for choices of modes that add this much.
+    def bound_ms(self, step: Undisturbed, n_persist: int, n_buffer: int) -> float:
+        """What the step takes at least, whatever overlaps.
 
-        Each is a time that lanes need, at full rate, for work that must follow each other:
+        Each is a time that lanes need, at full rate but for the last, for work that must follow each other:
 
-        - the GPU computes, flattens and updates what is persistent;
+        - the GPU goes through forward and backward and updates what is persistent; in backward every chunk comes up
+          again that was in no buffer when it began, beside the swapped activations;
+        - every chunk that the host updates goes up once, and in backward again unless it is in one of the buffers;
         - from the norm, which is known when backward ends, the host updates all other chunks; the last of them is
-          needed in forward, and everything from there to the next norm comes after it (unless updates run in backward);
-        - every chunk that the host updates goes up once, and in backward again unless it is in one of the buffers.
+          needed in forward, and everything from there to the next norm comes after it (unless updates run in backward).
+          Weights that go up and swapped activations that go out meanwhile slow it down (see :meth:`_late_ms`).
         """
-        backward = self._backward_total + recomputed_ms + self._flatten_all + swapping_ms[1]
-        gpu = self._forward_total + swapping_ms[0] + backward + self._device_before[n_persist]
+        again = max(0, self._used_from[n_persist] - n_buffer) * self._least_upload[n_persist]
+        backward = max(step.backward_ms, step.back_ms + again)
+        gpu = step.forward_ms + backward + self._device_before[n_persist]
         if n_persist > self._last_trainable or self._hardware.device_type == "cpu":
             return gpu
         host = self._host_before[-1] - self._host_before[n_persist]
         up = self._upload_before[self._last_trainable + 1] - self._upload_before[n_persist]
-        up += max(0, len(self._upload) - n_persist - n_buffer) * min(self._upload[n_persist:])
         if self._in_backward:
-            return max(gpu, up, host)
-        return max(gpu, up, host + self._after_host_ms(recomputed_ms))
+            return max(gpu, up + again + step.back_ms, host)
+        return max(gpu, up + again + step.back_ms, host + self._late_ms(up, step.out_ms) + backward)
+
+    def _late_ms(self, up_ms: float, out_ms: float) -> float:
+        """At least, from when the undisturbed host optimizer would be done to the end of forward.
+
+        In the time of the host optimizer let u of ``up_ms`` and d of ``out_ms`` be done: it takes ``u * a + d * b``
+        more, after which forward takes ``after`` more; what is not done then follows, so that forward ends no earlier
+        than after ``up_ms - u`` and ``out_ms - d``. The least over u and d of the latest of the three is where all are
+        the same, or the first alone with u or d at 0.
+        """
+        after = self._upload[self._last_trainable] + self._forward_after_last
+        a, b = self._slower_host
+        late = after
+        for weights, activations in ((1, 1), (0, 1), (1, 0)):
+            met = (after + weights * a * up_ms + activations * b * out_ms) / (1 + weights * a + activations * b)
+            if (not weights or met <= up_ms) and (not activations or met <= out_ms):
+                late = max(late, met)
+        return late
 
     def _after_host_ms(self, recomputed_ms: float) -> float:
         """At least, from the last host update to the next norm."""
@@ -186,19 +231,18 @@ class RuntimeModel:
             if profile.parameters[slot.parameter].group >= 0 and slot.parameter in left:
                 key = (left[slot.parameter], slot.chunk)
                 elements[key] = elements.get(key, 0) + slot.numel
+        flatten_gbps = hardware.flatten_gbps or hardware.device_copy_gbps
         gradients: list[tuple[int, float, float]] = []
         of_visit: list[list[int]] = [[] for _ in profile.calls]
         for (at, chunk), count in sorted(elements.items()):
             size = count * profile.element_bytes
             of_visit[at].append(len(gradients))
-            gradients.append((chunk, _ms(2 * size, hardware.device_copy_gbps), _ms(size, hardware.d2h_gbps)))
+            gradients.append((chunk, _ms(2 * size, flatten_gbps), _ms(size, hardware.d2h_gbps)))
         return gradients, of_visit
 
     def _step(self, modes: Modes, n_persist: int, n_buffer: int) -> Step:
         n_visits = len(self._profile.calls)
-        if self._work is None or self._work[0] != modes:
-            self._work = (modes, *self._work_of(modes))
-        _, work, swap_in, recomputed_ms = self._work
+        work, swap_in, recomputed_ms = self._work_for(modes)
         visits = self._visits_of.get((n_persist, n_buffer))
         if visits is None:
             visits = self._visits_of[n_persist, n_buffer] = self._placed(n_persist, n_buffer)
@@ -233,6 +277,11 @@ class RuntimeModel:
             )
             for at, unit in enumerate(self._visits)
         ]
+
+    def _work_for(self, modes: Modes) -> tuple[list[Work], list[float], float]:
+        if self._work is None or self._work[0] != modes:
+            self._work = modes, self._work_of(modes)
+        return self._work[1]
 
     def _work_of(self, modes: Modes) -> tuple[list[Work], list[float], float]:
         """Work of every turn, time to fetch each unit's activations back, and all recomputation."""

@@ -1,10 +1,6 @@
 """The search: the four integers that make a step fastest within the memory there is (paper section 4).
 
-It leaves nothing out that could win. Block modes fix the activations, so per choice of modes only the placement of
-chunks is left; for one number of persistent chunks more buffers never make a step slower, so all that fit are taken.
-What is left is simulated (:mod:`protrain.planning.simulate`) unless a bound shows that it cannot win: choices of modes
-go in the order of what they add to computing, which no placement goes below, and placements in the order of
-``RuntimeModel.bound_ms``.
+It leaves nothing out that could win (:mod:`protrain.planning.columns`).
 """
 
 from __future__ import annotations
@@ -14,15 +10,14 @@ import json
 
 from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.columns import Columns
 from protrain.planning.infeasible import device_error, host_error
 from protrain.planning.layout import Layout, choose_chunk_elements, pack
 from protrain.planning.memory import Activations, MemoryModel
-from protrain.planning.plan import BlockMode, Plan
+from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
 from protrain.profiler.model_profile import ModelProfile
 
-# A placement whose bound is within this of the fastest step found isn't simulated: the prediction is no better.
-_GAIN = 0.003
 # Of plans within this of the fastest, the one with most persistent chunks and then fewest swapped blocks wins: what is
 # not moved cannot be late.
 _TOLERANCE = 0.005
@@ -35,7 +30,7 @@ def search(
     chunk_elements: int | None = None,
     step_during_backward: bool = False,
 ) -> Plan:
-    """The fastest plan for ``profile`` on ``hardware``, within 1%: see _GAIN and _TOLERANCE.
+    """The fastest plan for ``profile`` on ``hardware``, within 1%: see _TOLERANCE and Columns.
 
     Args:
         profile: of the model and the batch.
@@ -48,46 +43,10 @@ def search(
         ValueError: ``chunk_elements`` does not suit the model.
     """
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
-    memory, runtime = models.memory, models.runtime
-    n_blocks, n_chunks = len(profile.blocks), len(models.layout.chunks)
-    choices = []
-    for n_swap in range(n_blocks + 1):
-        for n_ckpt in range(n_blocks - n_swap + 1):
-            modes = block_modes(n_blocks, n_swap, n_ckpt)
-            recomputed_ms, swapping_ms = runtime.recomputed_ms(modes), runtime.swapping_ms(modes)
-            choices.append((recomputed_ms + sum(swapping_ms), n_swap, n_ckpt, recomputed_ms, swapping_ms))
-    choices.sort()
-    least_buffers = [memory.least_buffers(n_persist) for n_persist in range(n_chunks + 1)]
-    static = [memory.static_bytes(n_persist, n_buffer) for n_persist, n_buffer in enumerate(least_buffers)]
-    room = hardware.device_bytes - min(static)
-    fastest = float("inf")
-    found: list[tuple[float, int, int, int, int]] = []
-    for added_ms, n_swap, n_ckpt, recomputed_ms, swapping_ms in choices:
-        if runtime.times.total + added_ms >= fastest * (1 - _GAIN):
-            break
-        if memory.kept_bytes(n_swap + n_ckpt) > room:
-            continue
-        modes = block_modes(n_blocks, n_swap, n_ckpt)
-        activations = memory.activations(modes)
-        left = hardware.device_bytes - memory.margined_bytes(activations)
-        bounds = []
-        for n_persist in range(n_chunks, -1, -1):
-            if memory.host_bytes(n_persist, activations) > hardware.host_bytes:
-                break  # fewer persistent chunks need only more of it
-            if static[n_persist] <= left:
-                spare = (left - static[n_persist]) // memory.buffer_bytes
-                n_buffer = min(n_chunks - n_persist, least_buffers[n_persist] + spare)
-                bound_ms = runtime.bound_ms(recomputed_ms, swapping_ms, n_persist, n_buffer)
-                bounds.append((bound_ms, n_persist, n_buffer))
-        for bound_ms, n_persist, n_buffer in sorted(bounds):
-            if bound_ms >= fastest * (1 - _GAIN):
-                break
-            step_ms = runtime.step_ms(modes, n_persist, n_buffer, limit_ms=fastest * (1 + _TOLERANCE))
-            if step_ms < fastest * (1 + _TOLERANCE):
-                found.append((step_ms, n_persist, n_buffer, n_swap, n_ckpt))
-                fastest = min(fastest, step_ms)
+    found = Columns(profile, hardware, models.memory, models.runtime, tolerance=_TOLERANCE).walk()
     if not found:
         raise models.infeasible()
+    fastest = min(found)[0]
     close = [candidate for candidate in found if candidate[0] <= fastest * (1 + _TOLERANCE)]
     _, n_persist, n_buffer, n_swap, n_ckpt = min(close, key=lambda candidate: (-candidate[1], candidate[3], candidate))
     return models.plan(*models.more_persistent(n_persist, n_buffer, n_swap, n_ckpt, fastest * (1 + _TOLERANCE)))
@@ -144,21 +103,6 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
     fresh = models.plan(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, modes=plan.block_modes)
     models.check_fits(fresh)
     return fresh
-
-
-def block_modes(n_blocks: int, n_swap: int, n_ckpt: int) -> tuple[BlockMode, ...]:
-    """Modes in execution order: swapped blocks early with checkpointed ones between them, untouched blocks last.
-
-    Recomputing the block between two swapped ones gives the link time for the transfer (paper section 3).
-    """
-    if min(n_swap, n_ckpt) < 0 or n_swap + n_ckpt > n_blocks:
-        raise ValueError(
-            f"n_swap={n_swap} and n_ckpt={n_ckpt} must not be negative, nor more than {n_blocks} blocks in all"
-        )
-    pairs = min(n_swap, n_ckpt)
-    early = [BlockMode.SWAP, BlockMode.CKPT] * pairs
-    early += [BlockMode.SWAP] * (n_swap - pairs) + [BlockMode.CKPT] * (n_ckpt - pairs)
-    return (*early, *[BlockMode.NONE] * (n_blocks - n_swap - n_ckpt))
 
 
 def fingerprint(profile: ModelProfile) -> str:

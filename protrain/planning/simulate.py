@@ -8,22 +8,25 @@ The engine's order of issue is known (:mod:`protrain.planning.fetches` for uploa
 its lane is free and what it needs is there: a buffer given up, a chunk updated, a gradient offloaded, a norm known. The
 step after the first is the steady state.
 
-[Note: contention] Copies in both directions share the link and the root complex, copies and the host optimizer share
-the host's DRAM (not in the paper). The first pass runs every operation at its own full rate; the second stretches each
-by the share of its time in which others disturbed it in the first.
+[Note: contention] What runs at the same time shares the link, the root complex, the host's DRAM and the card's power
+(not in the paper). The first pass runs every operation at its own full rate; the second stretches each by what is left
+of its rate beside the others (:mod:`protrain.planning.contention`), for the part of its time in which they ran in the
+first, as if lanes were busy independently of each other within that time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from protrain.planning.contention import OTHERS, Rates
 from protrain.planning.fetches import Fetch
-from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
+from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP, Operation, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +46,6 @@ class Work(NamedTuple):
     compute_ms: float
     swap_ms: float  # saved activations out after a forward, in before a backward; 0: not swapped
     swap_ahead: int  # in backward: the unit whose activations it fetches ahead; -1: none
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """How operations that overlap slow each other down."""
-
-    both_ways: float  # factor on a copy while the other direction runs
-    dram_gbps: float
-    host_gbps: float  # of the host optimizer alone
-    up_gbps: float
-    down_gbps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +75,14 @@ def simulate(step: Step, rates: Rates, *, limit_ms: float = float("inf")) -> flo
     if first.step_ms >= limit_ms or not first.moves:
         return first.step_ms
     overlaps = [_Overlap(lane) for lane in first.intervals]
-    host = _host_stretches(overlaps, rates)
+    host = _stretches(HOST, overlaps, rates)
     if not step.update_in_backward:
         n_steady = len(host) // 2  # of one step
         updates = first.intervals[HOST][n_steady:]
         disturbed = sum((end - start) * s for (start, end), s in zip(updates, host[n_steady:], strict=True))
         if disturbed + step.after_host_ms >= limit_ms:
             return limit_ms
-    return _Run(step, stretch=[[], *_copy_stretches(overlaps, rates), host]).step_ms
+    return _Run(step, stretch=[*(_stretches(lane, overlaps, rates) for lane in (GPU, UP, DOWN)), host]).step_ms
 
 
 def timeline(step: Step, rates: Rates) -> Timeline:
@@ -98,8 +90,7 @@ def timeline(step: Step, rates: Rates) -> Timeline:
     run = _Run(step, labelled=True)
     if run.moves:
         overlaps = [_Overlap(lane) for lane in run.intervals]
-        host = _host_stretches(overlaps, rates)
-        run = _Run(step, stretch=[[], *_copy_stretches(overlaps, rates), host], labelled=True)
+        run = _Run(step, stretch=[_stretches(lane, overlaps, rates) for lane in range(len(LANES))], labelled=True)
     begin = run.begin_ms
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
@@ -154,7 +145,7 @@ class _Run:
         if earliest > start:
             start = earliest
         done = self.intervals[lane]
-        if self._stretch is not None and lane != GPU:
+        if self._stretch is not None:
             duration *= self._stretch[lane][len(done)]
         end = start + duration
         done.append((start, end))
@@ -232,26 +223,18 @@ class _Run:
             self._do(GPU, "update", chunk, 0.0, duration)
 
 
-def _copy_stretches(overlaps: list[_Overlap], rates: Rates) -> list[list[float]]:
-    """Of uploads and of offloads: per operation the factor on its duration. See [Note: contention]."""
-    result = []
-    for lane, other, alone in ((UP, DOWN, rates.up_gbps), (DOWN, UP, rates.down_gbps)):
-        own = overlaps[lane]
-        slower = 1 + overlaps[other].shares_of(own) * (rates.both_ways - 1)
-        # The host optimizer takes DRAM from copies only where both together ask for more than there is.
-        wanted = alone / slower + rates.host_gbps * overlaps[HOST].shares_of(own)
-        stretches: list[float] = (slower * np.clip(wanted / rates.dram_gbps, 1.0, 2.0)).tolist()
-        result.append(stretches)
-    return result
-
-
-def _host_stretches(overlaps: list[_Overlap], rates: Rates) -> list[float]:
-    """The same of host updates."""
-    own = overlaps[HOST]
-    copies = rates.up_gbps * overlaps[UP].shares_of(own) + rates.down_gbps * overlaps[DOWN].shares_of(own)
-    left = np.maximum(rates.dram_gbps - copies, 0.25 * rates.dram_gbps)
-    stretches: list[float] = np.maximum(1.0, rates.host_gbps / left).tolist()
-    return stretches
+def _stretches(lane: int, overlaps: list[_Overlap], rates: Rates) -> list[float]:
+    """Per operation of ``lane`` the factor on its duration. See [Note: contention]."""
+    own = overlaps[lane]
+    beside = [overlaps[other].shares_of(own) for other in OTHERS[lane]]
+    rate = np.zeros(len(own))
+    for present in product((False, True), repeat=len(beside)):
+        weight = np.ones(len(own))
+        for share, runs in zip(beside, present, strict=True):
+            weight *= share if runs else 1.0 - share
+        rate += weight * rates[lane][present]
+    factors: list[float] = (1.0 / rate).tolist()
+    return factors
 
 
 class _Overlap:
@@ -263,10 +246,13 @@ class _Overlap:
         self._lengths = self._ends - self._starts
         self._before = np.concatenate(([0.0], np.cumsum(self._lengths)))  # busy time before each operation
 
+    def __len__(self) -> int:
+        return len(self._lengths)
+
     def shares_of(self, others: _Overlap) -> NDArray[np.float64]:
         """Per operation of ``others`` the part of its time that this lane works, between 0 and 1."""
         lengths = np.maximum(others._lengths, 1e-9)
-        return (self._busy(others._ends) - self._busy(others._starts)) / lengths
+        return np.clip((self._busy(others._ends) - self._busy(others._starts)) / lengths, 0.0, 1.0)
 
     def _busy(self, until: NDArray[np.float64]) -> NDArray[np.float64]:
         if not self._starts.size:

@@ -1,0 +1,92 @@
+"""Is there a faster plan than the chosen one? Others drawn at random, then coordinate descent from the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from bench.planner.draw import draw
+from bench.planner.measure import Point
+from protrain.errors import PlanError
+from protrain.hardware import HardwareProfile
+from protrain.planning import Plan, evaluate
+from protrain.profiler import ModelProfile
+
+_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt")
+_BETTER = 0.995  # of the step time: less is noise
+
+
+def descend(
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    measure: Callable[[Plan | None], Point],
+    *,
+    others: int,
+    seed: int,
+    step_during_backward: bool,
+    in_time: Callable[[], bool],
+) -> Iterator[Point]:
+    """The chosen plan, ``others`` spread over what fits, and every neighbour on the way down from the fastest of them.
+
+    A neighbour differs by one in one knob; where it doesn't fit, the number of buffers gives way.
+    """
+    best = chosen = measure(None)
+    yield chosen
+    known = {_key(chosen.plan)}
+    for plan in draw(profile, hardware, others, seed=seed, step_during_backward=step_during_backward):
+        if not in_time():
+            return
+        if _key(plan) not in known:
+            known.add(_key(plan))
+            point = measure(plan)
+            yield point
+            best = _faster(best, point)
+    improved = True
+    while improved:
+        improved = False
+        for plan in _neighbours(best.plan, profile, hardware, step_during_backward=step_during_backward):
+            if _key(plan) in known:
+                continue
+            if not in_time():
+                return
+            known.add(_key(plan))
+            point = measure(plan)
+            yield point
+            if _faster(best, point) is point:
+                best, improved = point, True
+                break
+
+
+def _faster(best: Point, point: Point) -> Point:
+    if point.error:
+        return best
+    return point if best.error or point.median_ms < best.median_ms * _BETTER else best
+
+
+def _key(plan: Plan) -> tuple[int, ...]:
+    return plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt
+
+
+def _neighbours(
+    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool
+) -> Iterator[Plan]:
+    for knob in _KNOBS:
+        for change in (1, -1):
+            counts = dict(zip(_KNOBS, _key(plan), strict=True))
+            counts[knob] += change
+            for buffers in range(counts["n_buffer"], -1, -1):
+                try:
+                    yield evaluate(
+                        profile,
+                        hardware,
+                        n_persist=counts["n_persist"],
+                        n_buffer=min(buffers, plan.n_chunks - counts["n_persist"]),
+                        n_swap=counts["n_swap"],
+                        n_ckpt=counts["n_ckpt"],
+                        chunk_elements=plan.chunk_elements,
+                        step_during_backward=step_during_backward,
+                    )
+                    break
+                except PlanError:
+                    continue  # with one buffer less, perhaps
+                except ValueError:
+                    break  # a count out of range

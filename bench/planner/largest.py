@@ -1,0 +1,163 @@
+"""The largest models that have a plan on the paper's machines, simulated from the shipped profiles.
+
+python -m bench.planner.largest --out bench/results/simulated
+
+Nothing is run: these are depths that the memory model finds room for, and times that follow from counted operations.
+The paper's figures (arXiv 2406.08334, the largest model on one GPU of each kind) are sizes of whole models that were
+trained; which family they are of is not known here, so that one figure stands beside every family. Its rows of four
+GPUs are left out: plans are for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+import protrain
+from protrain.cli.models import load_model
+from protrain.cli.prepare import adamw
+from protrain.cli.summary import versions
+from protrain.errors import PlanError
+from protrain.hardware import HardwareProfile, load
+from protrain.planning import largest
+from protrain.planning.largest import Largest
+from protrain.planning.tables import aligned, format_ms
+from protrain.profiler import ModelProfile
+from protrain.quantities import format_bytes
+from protrain.records import Record
+
+FILE = "largest.json"
+GIB = 1024**3
+HOST_SHARE = 0.9  # what a plan may take of the host's memory, as where nothing is said about it
+ASSUMPTIONS = (
+    "14 bytes a parameter: bfloat16 weight and gradient, 16 bits more of the fp32 master, two fp32 moments",
+    f"a plan may take {HOST_SHARE:.0%} of the host's memory, and of the GPU's what the shipped profile gives as usable",
+    "every block checkpointed; depth is what varies, at the width of the named shape; attention as the fused kernel",
+    "rates of the shipped profiles: scaled from datasheets, not measured; times of layers from counted operations",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Record):
+    """One row of the paper's table."""
+
+    profile: str  # shipped
+    gpu: str
+    host_gib: int
+    paper_billions: float  # its largest model
+
+    def hardware(self) -> HardwareProfile:
+        """The shipped profile with this host."""
+        return replace(load(self.profile), host_bytes=int(self.host_gib * GIB * HOST_SHARE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Record):
+    """One family on one machine."""
+
+    machine: Machine
+    shape: str  # whose width it has
+    found: Largest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Record):
+    """All of it, with what it rests on."""
+
+    command: str
+    versions: dict[str, str]
+    batch: int
+    sequence: int
+    assumptions: tuple[str, ...]
+    rows_found: tuple[Row, ...]
+
+    def table(self) -> str:
+        """As text."""
+        rows = [["machine", "width of", "layers", "parameters", "paper", "step", "tokens/s", "device", "host", "plan"]]
+        for row in self.rows_found:
+            found, plan = row.found, row.found.plan
+            rows.append(
+                [
+                    f"{row.machine.gpu}, {row.machine.host_gib} GiB host",
+                    row.shape,
+                    str(found.layers),
+                    f"{found.parameters / 1e9:.1f} B",
+                    f"{row.machine.paper_billions:g} B",
+                    format_ms(plan.step_ms),
+                    f"{found.tokens_per_s:.3g}",
+                    format_bytes(plan.device_bytes),
+                    format_bytes(plan.host_bytes),
+                    str(plan),
+                ]
+            )
+        title = f"one GPU, batch {self.batch} x {self.sequence} tokens"
+        return "\n".join([title, aligned(rows), "", *(f"- {line}" for line in self.assumptions)])
+
+
+MACHINES = (
+    Machine(profile="rtx3090", gpu="RTX 3090 24 GB", host_gib=384, paper_billions=34),
+    Machine(profile="a100", gpu="A100 80 GB", host_gib=1024, paper_billions=75),
+)
+SHAPES = ("gpt2-40b", "opt-30b", "llama2-34b", "mistral-7b")
+
+
+def profile_of(shape: str, layers: int, *, batch: int, sequence: int) -> ModelProfile:
+    """The profile of ``shape`` at another depth, on the meta device."""
+    loaded = load_model(shape, layers=layers)
+    ids = torch.zeros(batch, sequence, dtype=torch.int64)
+    return protrain.profile(
+        loaded.model,
+        {"input_ids": ids, "labels": ids},
+        optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
+        device=torch.device("meta"),
+        dtype=torch.bfloat16,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command."""
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="bench.planner.largest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--sequence", type=int, default=1024, help="tokens; the paper's is the default")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="SHAPE", help="families, by a shape's width")
+    args = parser.parse_args(arguments)
+    rows = []
+    for machine in MACHINES:
+        for shape in args.shapes:
+
+            def profile_at(layers: int, shape: str = shape) -> ModelProfile:
+                return profile_of(shape, layers, batch=args.batch, sequence=args.sequence)
+
+            try:
+                found = largest(profile_at, machine.hardware())
+            except PlanError as error:
+                print(f"{machine.gpu}, {shape}: {error}", file=sys.stderr)
+                return 1
+            print(f"{machine.gpu}, {shape}: {found.parameters / 1e9:.1f} B", file=sys.stderr, flush=True)
+            rows.append(Row(machine=machine, shape=shape, found=found))
+    result = Table(
+        command=f"python -m bench.planner.largest {shlex.join(arguments)}",
+        versions=versions(),
+        batch=args.batch,
+        sequence=args.sequence,
+        assumptions=ASSUMPTIONS,
+        rows_found=tuple(rows),
+    )
+    print(result.table())
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        result.save(args.out / FILE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""The loss of a causal language model without its logits ever being whole, by Liger's kernels.
+
+For a batch of 65,536 tokens and 32,000 words, logits, their fp32 copy and both gradients are 25 GB. Liger's fused
+linear cross-entropy goes through them in pieces and leaves the gradients of the hidden states and of the weight.
+
+The model stays as it is. Its labels are put aside when its forward begins; its head computes the loss where it would
+compute logits, and hands on a placeholder; its loss function meets the placeholder and returns that loss. So the
+weight is used inside the head's own forward, where the engine has it on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PASSED_ON = ("num_items_in_batch", "shift_labels", "ignore_index")
+
+
+def available() -> bool:
+    """Whether Liger is installed."""
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+class _Head:
+    """What the three replaced functions of one model share during a forward."""
+
+    def __init__(self, model: Any, head: Any) -> None:
+        from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
+
+        self.compute = LigerForCausalLMLoss
+        self.head = head
+        self.model_forward = model.forward
+        self.head_forward = head.forward
+        self.loss_function = model.loss_function
+        self.signature = inspect.signature(model.forward)
+        self.options: dict[str, Any] | None = None  # labels and what else the loss needs
+        self.placeholder: Tensor | None = None
+        self.loss: Tensor | None = None
+
+    def run_model(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, with its labels put aside."""
+        given = self.signature.bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        if given.get("labels") is not None:
+            self.options = {name: given[name] for name in ("labels", *_PASSED_ON) if given.get(name) is not None}
+        try:
+            return self.model_forward(*args, **kwargs)
+        finally:
+            self.options = self.placeholder = self.loss = None
+
+    def run_head(self, hidden: Tensor) -> Tensor:
+        """The loss where logits would be computed; without labels the logits."""
+        if self.options is None:
+            return self.head_forward(hidden)
+        self.loss = self.compute(
+            hidden_states=hidden,
+            lm_head_weight=self.head.weight,
+            bias=getattr(self.head, "bias", None),
+            hidden_size=hidden.shape[-1],
+            accum_dtype=torch.float32,
+            **self.options,
+        )
+        self.placeholder = hidden.new_empty((*hidden.shape[:-1], 0))
+        return self.placeholder
+
+    def run_loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The loss that the head computed."""
+        if self.options is None:
+            return self.loss_function(logits, *args, **kwargs)
+        if logits is not self.placeholder:
+            raise ValueError(
+                "chunked_loss=True does not work with a model that changes its logits before the loss: leave it out"
+            )
+        return self.loss
+
+
+@contextmanager
+def chunked_loss(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Replace the loss of ``model``; undone when the body raises.
+
+    Whenever labels are given the output's ``logits`` have no elements.
+
+    Raises:
+        ValueError: Liger is not installed, the model is no causal language model of transformers, or there is no GPU.
+    """
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("chunked_loss=True needs a CUDA GPU: leave it out on a CPU")
+    if not available():
+        raise ValueError("chunked_loss=True needs the package liger-kernel: pip install 'protrain[liger]'")
+    kind: Any = model
+    find: Callable[[], Any] = getattr(kind, "get_output_embeddings", lambda: None)
+    head = find()
+    # By name: a model whose loss is its own, or shifted in another way, has another.
+    loss = getattr(getattr(kind, "loss_function", None), "__name__", "")
+    if not isinstance(head, nn.Linear) or loss != "ForCausalLMLoss":
+        raise ValueError(
+            f"chunked_loss=True works with causal language models of transformers, not with {type(model).__name__}: "
+            "leave it out"
+        )
+    shared = _Head(kind, head)
+    patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (kind, "forward", _like(shared.model_forward, shared.run_model)),
+        (head, "forward", _like(shared.head_forward, shared.run_head)),
+        (kind, "_loss_function", shared.run_loss),
+    )
+    before = [(vars(owner), name, vars(owner).get(name)) for owner, name, _ in patches]
+    for owner, name, function in patches:
+        vars(owner)[name] = function
+    try:
+        yield
+    except BaseException:
+        for attributes, name, value in before:
+            attributes.pop(name)
+            if value is not None:
+                attributes[name] = value
+        raise
+
+
+def _like(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` with the signature of ``original``, which libraries inspect."""
+    return functools.update_wrapper(functools.partial(method), original)

@@ -1,0 +1,100 @@
+"""Pictures of plans: the timeline of one step, and throughput against device memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from protrain.planning.frontier import Frontier
+from protrain.planning.timeline import LANES, Timeline
+
+GIB = 1024**3
+_COLORS = {
+    "forward": "tab:blue",
+    "backward": "tab:purple",
+    "flatten": "tab:gray",
+    "update": "tab:red",
+    "weights": "tab:green",
+    "activations": "tab:orange",
+    "gradients": "tab:olive",
+    "copies": "tab:cyan",
+}
+
+
+def check_picture(path: Path) -> None:
+    """ValueError when ``path`` can be no picture, before anything is worked out for it."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        raise ValueError("--picture needs the package matplotlib: pip install 'protrain[hf]'") from None
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in known:
+        raise ValueError(f"--picture: {path} must end in one of {', '.join(f'.{kind}' for kind in sorted(known))}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--picture: there is no folder {path.parent}")
+
+
+def draw_timeline(timeline: Timeline, title: str, path: Path) -> None:
+    """Lanes below each other, every operation a bar in the color of its kind, phases marked."""
+    figure, axes = _figure((15, 4.2))
+    seconds, unit = (1e3, "s") if timeline.step_ms >= 1e3 else (1.0, "ms")
+    kinds: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for operation in timeline.operations:
+        start, end = max(operation.start_ms, 0.0), min(operation.end_ms, timeline.step_ms)
+        if end > start:
+            kind = operation.name.partition(" ")[0]
+            kinds.setdefault((operation.lane, kind), []).append((start / seconds, (end - start) / seconds))
+    for (lane, kind), bars in kinds.items():
+        # A thin white edge tells neighbours apart; of hundreds it would be all there is to see.
+        edge = {"edgecolor": "white", "linewidth": 0.4} if len(bars) < 120 else {"linewidth": 0}
+        axes.broken_barh(bars, (len(LANES) - 1 - lane - 0.4, 0.8), facecolors=_COLORS[kind], **edge)
+    begin = 0.0
+    for name, end in (
+        ("forward", timeline.forward_end_ms),
+        ("backward", timeline.backward_end_ms),
+        ("after", timeline.step_ms),
+    ):
+        axes.axvline(end / seconds, color="black", linewidth=0.8, linestyle="--")
+        if end - begin > 0.05 * timeline.step_ms:
+            axes.text((begin + end) / 2 / seconds, len(LANES) - 0.45, name, ha="center", va="bottom")
+        begin = end
+    axes.set_yticks([len(LANES) - 1 - lane for lane in range(len(LANES))], LANES)
+    axes.set(xlim=(0, timeline.step_ms / seconds), ylim=(-0.6, len(LANES) - 0.1), xlabel=f"time, {unit}")
+    axes.set_title(title, fontsize=10)
+    shown = [kind for kind in _COLORS if any(kind == found for _, found in kinds)]
+    handles = [_patch(_COLORS[kind], kind) for kind in shown]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(shown), frameon=False)
+    _save(figure, path)
+
+
+def draw_frontier(frontier: Frontier, path: Path) -> None:
+    """Tokens a second by the limit on device memory."""
+    figure, axes = _figure((8, 4.5))
+    limits = [point.device_limit_bytes / GIB for point in frontier.points]
+    axes.plot(limits, [point.tokens_per_s for point in frontier.points], "o-", color="tab:blue")
+    axes.set(xlabel="device memory, GiB", ylabel="predicted tokens/s", ylim=(0, None))
+    axes.set_title(f"{frontier.model} on {frontier.machine}", fontsize=10)
+    axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def _figure(size: tuple[float, float]) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _patch(color: str, label: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=color, label=label)
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ValueError(f"--picture: cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,317 @@
+"""Why a plan takes the time it takes: what each phase waits for, what each knob would do, what more memory would buy.
+
+All of it comes from the models that the search uses; what a phase waits for is read from the simulated timeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.layout import Layout, pack
+from protrain.planning.memory import MemoryModel, state_bytes
+from protrain.planning.phases import WAITS, Phase, phases
+from protrain.planning.plan import BlockMode, Plan, block_modes
+from protrain.planning.runtime import RuntimeModel
+from protrain.planning.search import check, search
+from protrain.planning.tables import aligned, format_change, format_ms
+from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
+from protrain.profiler.model_profile import ModelProfile
+from protrain.quantities import format_bytes
+from protrain.records import Record
+
+MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # shares of the memory there is, on top of it
+_SAME = 0.005  # times this close are the same: the search itself prefers by other grounds within it
+KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(Record):
+    """One knob turned by one, all others as they are.
+
+    Where a number of buffers makes no sense beside the new number of persistent chunks, the nearest that does is taken.
+    """
+
+    knob: str
+    step: int  # 1 or -1
+    counts: tuple[int, ...]  # in the order of KNOBS
+    step_ms: float | None  # None: there is no such plan
+    device_bytes: int
+    host_bytes: int
+    device_over_bytes: int  # more than there is; 0: fits
+    host_over_bytes: int
+    impossible: str = ""  # why there is no such plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Better(Record):
+    """The fastest plan of a machine with more memory."""
+
+    memory: str  # "device" or "host"
+    more_bytes: int  # what the plan needs beyond what there is
+    step_ms: float
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation(Record):
+    """What a plan takes, what limits it, and what would change that."""
+
+    plan: Plan  # with the predictions that all of this is about
+    tokens_per_s: float
+    device_limit_bytes: int
+    host_limit_bytes: int
+    device_parts: dict[str, int]
+    host_parts: dict[str, int]
+    phases: tuple[Phase, ...]
+    changes: tuple[Change, ...]
+    here: Plan | None  # a faster plan that fits as it is; None: this one is the fastest
+    better: tuple[Better, ...]
+
+    def table(self) -> str:
+        """Everything as text."""
+        tables = (self.memory_table(), self.phase_table(), self.knob_table(), self.better_table())
+        return "\n\n".join((f"{self.plan}: {format_ms(self.plan.step_ms)}, {self.tokens_per_s:,.0f} tokens/s", *tables))
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def memory_table(self) -> str:
+        """Bytes by kind."""
+        rows = []
+        for name, total, limit, parts in (
+            ("device memory", self.plan.device_bytes, self.device_limit_bytes, self.device_parts),
+            ("host memory", self.plan.host_bytes, self.host_limit_bytes, self.host_parts),
+        ):
+            rows.append([name, format_bytes(total), f"of {format_bytes(limit)}"])
+            rows += [[f"  {part}", format_bytes(size)] for part, size in parts.items()]
+        return aligned(rows)
+
+    def phase_table(self) -> str:
+        """The phases, and what each waits for."""
+        waits = [name for name in WAITS.values() if any(phase.waits_ms[name] > 0 for phase in self.phases)]
+        rows = [["phase", "time", "computing", *(f"waiting for {name}" for name in waits), "limited by"]]
+        for phase in self.phases:
+            parts = [phase.compute_ms, *(phase.waits_ms[name] for name in waits)]
+            shares = [f"{part / phase.length_ms:.0%}" if phase.length_ms else "-" for part in parts]
+            rows.append([phase.name, format_ms(phase.length_ms), *shares, phase.limit])
+        return aligned(rows)
+
+    def knob_table(self) -> str:
+        """One step of each knob."""
+        rows = [["one more or less", "step time", "device memory", "host memory", ""]]
+        for change in self.changes:
+            at = getattr(self.plan, change.knob)
+            name = f"{change.knob} {at} -> {at + change.step}"
+            if change.step_ms is None:
+                rows.append([name, "-", "-", "-", change.impossible])
+                continue
+            over = [
+                f"{format_bytes(size)} too much {where} memory"
+                for size, where in ((change.device_over_bytes, "device"), (change.host_over_bytes, "host"))
+                if size
+            ]
+            rows.append(
+                [
+                    name,
+                    f"{format_ms(change.step_ms)} ({format_change(change.step_ms, self.plan.step_ms)})",
+                    _signed(change.device_bytes - self.plan.device_bytes),
+                    _signed(change.host_bytes - self.plan.host_bytes),
+                    f"infeasible: {', '.join(over)}" if over else "",
+                ]
+            )
+        return aligned(rows)
+
+    def better_table(self) -> str:
+        """What more memory would buy."""
+        lines = []
+        if self.here is not None:
+            lines.append(f"as it is: {self._compared(self.here)}")
+        for found in self.better:
+            lines.append(
+                f"with {format_bytes(found.more_bytes)} more {found.memory} memory: {self._compared(found.plan)}"
+            )
+        for memory in ("device", "host"):
+            if not any(found.memory == memory for found in self.better):
+                lines.append(f"up to twice the {memory} memory: no faster plan")
+        return "\n".join(lines)
+
+    def _compared(self, plan: Plan) -> str:
+        return f"{format_ms(plan.step_ms)} ({format_change(plan.step_ms, self.plan.step_ms)}), {plan}"
+
+
+def explain(
+    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
+) -> Explanation:
+    """What limits ``plan`` for ``profile`` on ``hardware``, and what would change that.
+
+    Raises:
+        ValueError: the plan was made for another model, or contradicts itself.
+        PlanError: it does not fit ``hardware``.
+    """
+    plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
+    layout = pack(profile, plan.chunk_elements)
+    memory = MemoryModel(profile, hardware, layout)
+    runtime = RuntimeModel(profile, hardware, layout, update_in_backward=step_during_backward)
+    here, better = _with_more(plan, profile, hardware, step_during_backward)
+    return Explanation(
+        plan=plan,
+        tokens_per_s=plan.tokens / plan.step_ms * 1e3,
+        device_limit_bytes=hardware.device_bytes,
+        host_limit_bytes=hardware.host_bytes,
+        device_parts=device_parts(plan, memory),
+        host_parts=host_parts(plan, memory),
+        phases=phases(_timeline(plan, runtime, hardware, layout)),
+        changes=tuple(_changes(plan, memory, runtime)),
+        here=here,
+        better=tuple(better),
+    )
+
+
+def timeline_of(
+    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
+) -> Timeline:
+    """One step of ``plan``. On a CPU, where all follows each other, forward, backward, copies and updates."""
+    layout = pack(profile, plan.chunk_elements)
+    runtime = RuntimeModel(profile, hardware, layout, update_in_backward=step_during_backward)
+    return _timeline(plan, runtime, hardware, layout)
+
+
+def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
+    """The device memory of ``plan`` by kind."""
+    static = memory.static_parts(plan.n_persist, plan.n_buffer)
+    activations = memory.activations(plan.block_modes)
+    parts = {**static, "activations": activations.peak_bytes}
+    parts["margin and workspaces"] = memory.margined_bytes(activations) - activations.peak_bytes
+    return parts
+
+
+def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
+    """The host memory of ``plan`` by kind."""
+    away = memory.layout.chunks[plan.n_persist :]
+    element = memory.profile.element_bytes
+    weights = sum(chunk.elements * element for chunk in away)
+    gradients = sum(chunk.elements * element for chunk in away if chunk.trainable)
+    activations = memory.activations(plan.block_modes)
+    parts = {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer states": sum(state_bytes(chunk, memory.profile.dtype) for chunk in away) - weights - gradients,
+        "swapped activations": activations.swapped_bytes,
+    }
+    return {**parts, "other": memory.host_bytes(plan.n_persist, activations) - sum(parts.values())}
+
+
+def _timeline(plan: Plan, runtime: RuntimeModel, hardware: HardwareProfile, layout: Layout) -> Timeline:
+    if hardware.device_type != "cpu":
+        return runtime.timeline(plan.block_modes, plan.n_persist, plan.n_buffer)
+    times = runtime.times
+    forward_ms = sum(times.forward) + sum(times.gap_forward)
+    recomputed = (ms for ms, mode in zip(times.forward, plan.block_modes, strict=True) if mode is BlockMode.CKPT)
+    backward_ms = times.total - forward_ms + sum(recomputed)
+    update_ms = sum(
+        chunk.elements / (hardware.device_adam_gparams if index < plan.n_persist else hardware.host_adam_gparams) / 1e6
+        for index, chunk in enumerate(layout.chunks)
+        if chunk.trainable
+    )
+    ends = [forward_ms, forward_ms + backward_ms, plan.step_ms - update_ms, plan.step_ms]
+    row = [
+        Operation(lane=lane, name=name, start_ms=start, end_ms=end)
+        for lane, name, start, end in zip(
+            (GPU, GPU, UP, HOST), ("forward", "backward", "copies", "update"), [0.0, *ends], ends, strict=False
+        )
+        if end > start
+    ]
+    return Timeline(step_ms=ends[3], forward_end_ms=ends[0], backward_end_ms=ends[1], operations=tuple(row))
+
+
+def _changes(plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Iterator[Change]:
+    n_chunks, n_blocks = plan.n_chunks, len(plan.block_modes)
+    hardware = memory.hardware
+    for knob in KNOBS:
+        for step in (1, -1):
+            counts = {name: getattr(plan, name) + (step if name == knob else 0) for name in KNOBS}
+            impossible = _impossible(counts, knob, n_chunks, n_blocks)
+            if not impossible:
+                least, most = memory.least_buffers(counts["n_persist"]), n_chunks - counts["n_persist"]
+                if knob == "n_buffer" and not least <= counts["n_buffer"] <= most:
+                    few = f"a unit holds up to {least} non-persistent chunks at once"
+                    impossible = few if counts["n_buffer"] < least else "every non-persistent chunk has a buffer"
+                counts["n_buffer"] = min(max(counts["n_buffer"], least), most)
+            change = Change(
+                knob=knob,
+                step=step,
+                counts=tuple(counts.values()),
+                step_ms=None,
+                device_bytes=0,
+                host_bytes=0,
+                device_over_bytes=0,
+                host_over_bytes=0,
+                impossible=impossible,
+            )
+            if not impossible:
+                n_persist, n_buffer, n_swap, n_ckpt = change.counts
+                modes = plan.block_modes
+                if knob in ("n_swap", "n_ckpt"):
+                    modes = block_modes(n_blocks, n_swap, n_ckpt)
+                activations = memory.activations(modes)
+                device_bytes = memory.device_bytes(n_persist, n_buffer, activations)
+                host_bytes = memory.host_bytes(n_persist, activations)
+                change = replace(
+                    change,
+                    step_ms=runtime.step_ms(modes, n_persist, n_buffer),
+                    device_bytes=device_bytes,
+                    host_bytes=host_bytes,
+                    device_over_bytes=max(0, device_bytes - hardware.device_bytes),
+                    host_over_bytes=max(0, host_bytes - hardware.host_bytes),
+                )
+            yield change
+
+
+def _impossible(counts: dict[str, int], knob: str, n_chunks: int, n_blocks: int) -> str:
+    """Why there is no such number; "" when there is."""
+    if counts[knob] < 0:
+        return "there is none to give up"
+    if counts["n_persist"] > n_chunks:
+        return "all chunks are persistent"
+    if counts["n_swap"] + counts["n_ckpt"] > n_blocks:
+        return "every block is swapped or checkpointed"
+    return ""
+
+
+def _with_more(
+    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool
+) -> tuple[Plan | None, list[Better]]:
+    """A faster plan that fits as it is, and the fastest ones with more memory, each faster than the one before."""
+
+    def fastest(device_bytes: int, host_bytes: int) -> Plan:
+        machine = replace(hardware, device_bytes=device_bytes, host_bytes=host_bytes)
+        return search(profile, machine, chunk_elements=plan.chunk_elements, step_during_backward=step_during_backward)
+
+    device, host = hardware.device_bytes, hardware.host_bytes
+    here = fastest(device, host)
+    best_ms = min(here.step_ms, plan.step_ms)
+    found = []
+    for memory in ("device", "host"):
+        known_ms = best_ms
+        most_ms = _grown(fastest, memory, device, host, MORE[-1]).step_ms
+        for share in MORE:
+            if most_ms >= known_ms * (1 - _SAME):
+                break  # nothing more to gain
+            better = _grown(fastest, memory, device, host, share)
+            if better.step_ms < known_ms * (1 - _SAME):
+                known_ms = better.step_ms
+                needed = better.device_bytes - device if memory == "device" else better.host_bytes - host
+                found.append(Better(memory=memory, more_bytes=needed, step_ms=known_ms, plan=better))
+    return here if here.step_ms < plan.step_ms * (1 - _SAME) else None, found
+
+
+def _grown(fastest: Callable[[int, int], Plan], memory: str, device: int, host: int, share: float) -> Plan:
+    if memory == "device":
+        return fastest(int(device * (1 + share)), host)
+    return fastest(device, int(host * (1 + share)))
+
+
+def _signed(size: int) -> str:
+    return "the same" if size == 0 else f"{'+' if size > 0 else '-'}{format_bytes(abs(size))}"

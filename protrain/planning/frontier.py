@@ -1,0 +1,90 @@
+"""Throughput against device memory: the fastest plan under every limit, from the least that works to all there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.layout import choose_chunk_elements, pack
+from protrain.planning.memory import Activations, MemoryModel
+from protrain.planning.plan import BlockMode, Plan
+from protrain.planning.search import search
+from protrain.planning.tables import aligned, format_ms
+from protrain.profiler.model_profile import ModelProfile
+from protrain.quantities import format_bytes
+from protrain.records import Record
+
+N_LIMITS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierPoint(Record):
+    """The fastest plan under one limit."""
+
+    device_limit_bytes: int
+    tokens_per_s: float
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier(Record):
+    """Plans by device memory, in ascending order of the limit."""
+
+    model: str
+    machine: str
+    points: tuple[FrontierPoint, ...]
+
+    def table(self) -> str:
+        """One line a limit."""
+        rows = [["device memory", "used", "host memory", "step time", "tokens/s", "plan"]]
+        for point in self.points:
+            plan = point.plan
+            used = [format_bytes(size) for size in (point.device_limit_bytes, plan.device_bytes, plan.host_bytes)]
+            rows.append([*used, format_ms(plan.step_ms), f"{point.tokens_per_s:,.0f}", str(plan)])
+        return aligned(rows)
+
+
+def frontier(
+    profile: ModelProfile, hardware: HardwareProfile, *, n_limits: int = N_LIMITS, step_during_backward: bool = False
+) -> Frontier:
+    """The fastest plans for ``profile`` under ``n_limits`` device limits in even ratios, the last of them all there is.
+
+    Where much of that would stay unused, the limits end with what the fastest plan uses, and all there is comes extra.
+
+    Raises:
+        PlanError: nothing fits ``hardware``.
+    """
+    whole = search(profile, hardware, step_during_backward=step_during_backward)
+    least = least_device_bytes(roomiest(profile, hardware)[0], hardware.host_bytes)
+    assert least is not None, "a plan fits, so the one that takes least does"
+    used = max(least, whole.device_bytes)
+    top = hardware.device_bytes if used > 0.9 * hardware.device_bytes else used
+    ratios = [(top / least) ** (index / (n_limits - 1)) for index in range(n_limits)]
+    limits = {min(top, max(least, round(least * ratio))) for ratio in ratios} | {hardware.device_bytes}
+    points = []
+    for limit in sorted(limits):
+        plan = search(profile, replace(hardware, device_bytes=limit), step_during_backward=step_during_backward)
+        points.append(FrontierPoint(device_limit_bytes=limit, tokens_per_s=plan.tokens / plan.step_ms * 1e3, plan=plan))
+    return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
+
+
+def roomiest(profile: ModelProfile, hardware: HardwareProfile) -> tuple[MemoryModel, Activations]:
+    """The memory model, and the activations that leave most room: of every block checkpointed.
+
+    Whatever else is done with a block adds to what the trace measured with all of them checkpointed.
+    """
+    memory = MemoryModel(profile, hardware, pack(profile, choose_chunk_elements(profile)))
+    return memory, memory.activations((BlockMode.CKPT,) * len(profile.blocks))
+
+
+def least_device_bytes(memory: MemoryModel, host_bytes: int) -> int | None:
+    """The least device memory of any plan that stays within ``host_bytes``; None when none does."""
+    activations = memory.activations((BlockMode.CKPT,) * len(memory.profile.blocks))
+    return min(
+        (
+            memory.device_bytes(n_persist, memory.least_buffers(n_persist), activations)
+            for n_persist in range(len(memory.layout.chunks) + 1)
+            if memory.host_bytes(n_persist, activations) <= host_bytes
+        ),
+        default=None,
+    )

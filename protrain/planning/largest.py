@@ -1,0 +1,175 @@
+"""The deepest model of a family that trains on a machine: which depth still has a plan, found in a handful of profiles.
+
+Whether anything fits is a question for the memory model alone: checkpointing every block leaves most room, and then
+only the number of persistent chunks is open. What is needed grows evenly with depth, so a straight line through two
+depths nearly hits the last that fits; the depths around it are tried until one fits and the next does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from protrain.errors import PlanError
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.frontier import roomiest
+from protrain.planning.infeasible import device_error, host_error
+from protrain.planning.plan import BlockMode, Plan
+from protrain.planning.runtime import RuntimeModel
+from protrain.planning.search import evaluate
+from protrain.planning.tables import aligned, format_ms
+from protrain.profiler.model_profile import ModelProfile
+from protrain.quantities import format_bytes
+from protrain.records import Record
+
+MOST_LAYERS = 512
+_GUESSES = 8  # tries by a straight line before plain bisection takes over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest(Record):
+    """The deepest model that fits."""
+
+    machine: str
+    layers: int
+    parameters: int
+    tokens_per_s: float
+    plan: Plan
+    one_more: str  # what stops one layer more; "" when the search stopped before anything did
+
+    def table(self) -> str:
+        """The result as text."""
+        plan = self.plan
+        rows = [
+            ["layers", str(self.layers)],
+            ["parameters", f"{self.parameters:,}"],
+            ["plan", str(plan)],
+            ["step", f"{format_ms(plan.step_ms)}, {self.tokens_per_s:,.4g} tokens/s"],
+            ["memory", f"device {format_bytes(plan.device_bytes)}, host {format_bytes(plan.host_bytes)}"],
+            ["one layer more", self.one_more or f"not tried: {MOST_LAYERS} layers are where the search ends"],
+        ]
+        return aligned(rows)
+
+
+def largest(
+    profile_of: Callable[[int], ModelProfile],
+    hardware: HardwareProfile,
+    *,
+    most_layers: int = MOST_LAYERS,
+    step_during_backward: bool = False,
+) -> Largest:
+    """The deepest model with a plan on ``hardware``.
+
+    Args:
+        profile_of: the profile of the model with so many layers.
+        hardware: the machine and its limits.
+        most_layers: where to stop looking.
+        step_during_backward: plan for updates inside backward.
+
+    Raises:
+        PlanError: not even one layer fits.
+    """
+    known: dict[int, _Need] = {}
+
+    def need(layers: int) -> _Need:
+        if layers not in known:
+            known[layers] = _need(profile_of(layers), hardware)
+        return known[layers]
+
+    low, high = 1, most_layers + 1  # high is taken not to fit
+    if not need(low).fits:
+        raise need(low).error
+    guess = 4
+    for tries in itertools.count(1):
+        if high - low == 1:
+            break
+        layers = min(max(guess, low + 1), high - 1)
+        low, high = (layers, high) if need(layers).fits else (low, layers)
+        guess = _guess(known, hardware) if tries < _GUESSES else (low + high) // 2
+    chosen = need(low)
+    plan = _fastest(chosen, hardware, step_during_backward)
+    return Largest(
+        machine=hardware.name,
+        layers=low,
+        parameters=chosen.profile.n_parameters,
+        tokens_per_s=plan.tokens / plan.step_ms * 1e3,
+        plan=plan,
+        one_more="" if high > most_layers else str(need(high).error),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Need:
+    """What one depth needs at least."""
+
+    profile: ModelProfile
+    device_bytes: int  # the least of any plan
+    states_bytes: int  # of all chunks, on the device or the host
+    fits: bool
+    error: PlanError  # what to say when it does not
+
+
+def _need(profile: ModelProfile, hardware: HardwareProfile) -> _Need:
+    memory, activations = roomiest(profile, hardware)
+    counts = range(len(memory.layout.chunks) + 1)
+    device = [memory.device_bytes(n, memory.least_buffers(n), activations) for n in counts]
+    inside = [n for n in counts if device[n] <= hardware.device_bytes]
+    smallest = min(counts, key=device.__getitem__)
+    most = max(inside, default=smallest)  # host memory falls with every persistent chunk
+    host_bytes = memory.host_bytes(most, activations)
+    return _Need(
+        profile=profile,
+        device_bytes=device[smallest],
+        states_bytes=memory.host_bytes(0, activations),
+        fits=bool(inside) and host_bytes <= hardware.host_bytes,
+        error=host_error(memory, most, activations)
+        if inside
+        else device_error(memory, smallest, memory.least_buffers(smallest), activations),
+    )
+
+
+def _guess(known: dict[int, _Need], hardware: HardwareProfile) -> int:
+    """The last depth that fits, by straight lines through the two deepest of those that were tried."""
+    first, second = sorted(known)[-2:]
+    room = {
+        "device": hardware.device_bytes,
+        "both": hardware.device_bytes + hardware.host_bytes,  # what one does not hold the other must
+    }
+    found = float(MOST_LAYERS)
+    for name, limit in room.items():
+        at, before = (
+            need.device_bytes + (need.states_bytes if name == "both" else 0) for need in (known[second], known[first])
+        )
+        if at > before:
+            found = min(found, second + (limit - at) * (second - first) / (at - before))
+    return int(max(found, 0))
+
+
+def _fastest(need: _Need, hardware: HardwareProfile, step_during_backward: bool) -> Plan:
+    """The fastest placement with every block checkpointed; at the limit there is little room for anything else."""
+    memory, activations = roomiest(need.profile, hardware)
+    layout = memory.layout
+    runtime = RuntimeModel(need.profile, hardware, layout, update_in_backward=step_during_backward)
+    modes = (BlockMode.CKPT,) * len(need.profile.blocks)
+    n_chunks = len(layout.chunks)
+    best: tuple[float, int, int] | None = None
+    for n_persist in range(n_chunks + 1):
+        least = memory.least_buffers(n_persist)
+        spare = hardware.device_bytes - memory.device_bytes(n_persist, least, activations)
+        if spare < 0 or memory.host_bytes(n_persist, activations) > hardware.host_bytes:
+            continue
+        n_buffer = min(n_chunks - n_persist, least + spare // memory.buffer_bytes)
+        found = (runtime.step_ms(modes, n_persist, n_buffer), -n_persist, n_buffer)
+        best = found if best is None else min(best, found)
+    assert best is not None, "this depth fits"
+    return evaluate(
+        need.profile,
+        hardware,
+        n_persist=-best[1],
+        n_buffer=best[2],
+        n_swap=0,
+        n_ckpt=len(modes),
+        chunk_elements=layout.chunk_elements,
+        step_during_backward=step_during_backward,
+    )

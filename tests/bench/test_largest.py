@@ -1,0 +1,43 @@
+"""The table of largest models: every machine and family, with the paper's figure and all that it assumes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.planner import largest as command
+from protrain.errors import PlanError
+from protrain.hardware import load
+from protrain.planning import search
+
+MIB = 1024**2
+
+
+def test_hosts_are_the_papers_less_what_a_plan_leaves() -> None:
+    for machine in command.MACHINES:
+        hardware = machine.hardware()
+        assert hardware.host_bytes == int(machine.host_gib * 1024**3 * 0.9)
+        assert hardware.device_bytes == load(machine.profile).device_bytes
+
+
+def test_a_table_is_made_of_depths_that_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "load", lambda name: replace(load(name), device_bytes=180 * MIB))
+    monkeypatch.setattr(command, "HOST_SHARE", 0.0001)
+    out = tmp_path / "results"
+    assert command.main(["--shapes", "tiny", "--sequence", "32", "--out", str(out)]) == 0
+    result = command.Table.load(out / command.FILE)
+    assert [row.machine for row in result.rows_found] == list(command.MACHINES)
+    assert result.assumptions == command.ASSUMPTIONS
+    for row in result.rows_found:
+        hardware = row.machine.hardware()
+        layers = row.found.layers
+        search(command.profile_of("tiny", layers, batch=1, sequence=32), hardware)
+        with pytest.raises(PlanError):
+            search(command.profile_of("tiny", layers + 1, batch=1, sequence=32), hardware)
+    printed = capsys.readouterr().out
+    for words in ("RTX 3090 24 GB, 384 GiB host", "34 B", "75 B", "14 bytes a parameter", "one GPU, batch 1 x 32"):
+        assert words in printed

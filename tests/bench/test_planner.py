@@ -1,0 +1,128 @@
+"""bench.planner: what it records can be judged anew, and its verdicts are those of the figures."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import protrain
+from bench.planner.__main__ import FILES, main
+from bench.planner.accuracy import errors_of, limits_table, regret, regret_table
+from bench.planner.cases import CASES, REGRET, SMOKE, random_limits
+from bench.planner.descent import descend
+from bench.planner.draw import draw
+from bench.planner.measure import Point, build
+from bench.planner.results import CaseResult, Results
+from protrain.hardware import HardwareProfile, load
+from protrain.planning import MemoryModel, Plan, pack
+from protrain.profiler import ModelProfile
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    model, optimizer, batch = build(SMOKE[0])
+    return protrain.profile(model, batch, optimizer=optimizer, device=torch.device("meta"), dtype=torch.bfloat16)
+
+
+def machine(device_bytes: int = 40 * 2**20) -> HardwareProfile:
+    return replace(load("h100"), device_bytes=device_bytes, host_bytes=2**30)
+
+
+def point(plan: Plan, ms: float, *, device: float = 1.0, error: str = "") -> Point:
+    return Point(
+        plan=plan,
+        step_ms=() if error else (ms, ms * 1.1, ms * 0.9),
+        allocated_bytes=int(plan.device_bytes / device),
+        reserved_bytes=int(plan.device_bytes / device),
+        host_bytes=plan.host_bytes,
+        wrap_s=0.1,
+        error=error,
+    )
+
+
+def test_plans_are_drawn_from_all_that_fit(profile: ModelProfile) -> None:
+    needed = MemoryModel(profile, machine(), pack(profile, 2**20))
+    assert needed.static_bytes(0, 1) < machine(2**28).device_bytes
+    plans = draw(profile, machine(2**28), 12, seed=3)
+    keys = {(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt) for plan in plans}
+    assert len(keys) == 12
+    assert all(plan.device_bytes <= 2**28 for plan in plans)
+    assert [str(plan) for plan in plans] == [str(plan) for plan in draw(profile, machine(2**28), 12, seed=3)]
+    assert len({plan.n_persist for plan in plans}) > 1
+    assert len({plan.n_ckpt for plan in plans}) > 1
+    assert draw(profile, machine(2**20), 2, seed=0) == [], "nothing fits"
+
+
+def test_errors_are_relative_to_what_was_measured(profile: ModelProfile) -> None:
+    hardware = machine(2**28)
+    plans = draw(profile, hardware, 4, seed=0)
+    result = CaseResult(case=SMOKE[0], hardware=hardware, profile=profile, points=())
+    predicted = [result.predict(plan) for plan in plans]
+    for plan, found, ratio in zip(plans, predicted, (1.0, 1.03, 0.93, 1.25), strict=True):
+        result = result.with_point(point(plan, found.step_ms / ratio, device=1.02))
+    result = result.with_point(point(plans[0], 1.0, error="OutOfMemoryError: no"))
+    errors = errors_of([result])
+    assert errors is not None
+    assert errors.points == 4
+    assert errors.time_within_5 == 0.5
+    assert errors.time_within_10 == 0.75
+    assert errors.time_worst == pytest.approx(0.25)
+    assert errors.device_median == pytest.approx(0.02, abs=1e-3)
+    assert errors_of([replace(result, points=())]) is None
+    assert "1 of 5 chosen plans ran out of memory" in limits_table([result])
+    assert "OutOfMemoryError: no" in limits_table([result])
+
+
+def test_regret_is_over_the_fastest_that_ran(profile: ModelProfile) -> None:
+    hardware = machine(2**28)
+    plans = draw(profile, hardware, 3, seed=0)
+    result = CaseResult(case=SMOKE[0], hardware=hardware, profile=profile, points=())
+    for plan, ms, error in zip(plans, (105.0, 100.0, 1.0), ("", "", "OutOfMemoryError"), strict=True):
+        result = result.with_point(point(plan, ms, error=error))
+    assert regret(result) == (pytest.approx(0.05), str(plans[1]))
+    assert "+5.0% over the fastest of 3" in regret_table([result])
+    assert regret(replace(result, points=result.points[2:])) is None
+
+
+def test_descent_finds_the_fastest_neighbour(profile: ModelProfile) -> None:
+    """A machine on which time falls with every block that is neither swapped nor checkpointed, and every chunk kept."""
+    hardware = machine(2**29)
+    measured: list[Plan] = []
+    start = draw(profile, hardware, 1, seed=random.Random(1).randint(0, 99))[0]
+
+    def measure(plan: Plan | None) -> Point:
+        plan = plan or start
+        measured.append(plan)
+        return point(plan, 1000.0 + 50 * (plan.n_swap + plan.n_ckpt) - 20 * plan.n_persist)
+
+    found = list(
+        descend(profile, hardware, measure, others=0, seed=0, step_during_backward=False, in_time=lambda: True)
+    )
+    best = min(found, key=lambda one: one.median_ms).plan
+    assert (best.n_persist, best.n_swap, best.n_ckpt) == (best.n_chunks, 0, 0)
+    assert len({str(plan) for plan in measured}) == len(measured), "nothing is measured twice"
+    few = list(descend(profile, hardware, measure, others=5, seed=0, step_during_backward=False, in_time=lambda: False))
+    assert len(few) == 1, "time is up: the chosen plan alone"
+
+
+def test_cases_have_names_of_their_own() -> None:
+    for cases in (CASES, REGRET, random_limits(100, seed=0)):
+        assert len({case.name for case in cases}) >= len(cases) - 2
+    assert {case.held_out for case in CASES} == {True, False}
+    assert sum(case.n_plans + 1 for case in CASES) >= 40
+
+
+def test_a_run_is_recorded_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--steps", "1", "--out", str(tmp_path)]) == 0
+    results = Results.load(tmp_path / FILES["accuracy"])
+    assert len(results.cases[0].points) == 3
+    assert (tmp_path / "planner.png").stat().st_size > 1000
+    capsys.readouterr()
+    assert main(["--read", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "time_within_5" in printed
+    assert results.cases[0].case.name in printed

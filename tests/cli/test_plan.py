@@ -1,0 +1,275 @@
+"""`protrain plan`: what it prints, draws and writes, and that what it writes drives a run or is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import protrain
+from protrain.cli.main import main
+from protrain.cli.models import load_model
+from protrain.cli.plan_picture import draw_timeline
+from protrain.cli.plan_text import COLUMNS, busy_shares, timeline_text
+from protrain.cli.prepare import adamw
+from protrain.planning import Frontier, Largest, Plan
+from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
+
+TINY = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32"]
+TIGHT = ["--device-memory", "150MiB", "--host-memory", "1GiB"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    try:
+        status = main(argv)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def make_timeline(step_ms: float = 10.0) -> Timeline:
+    """The device works all the time, uploads in the second quarter, the host in a tenth that began a step before."""
+    return Timeline(
+        step_ms=step_ms,
+        forward_end_ms=0.4 * step_ms,
+        backward_end_ms=0.98 * step_ms,
+        operations=(
+            Operation(lane=HOST, name="update 1", start_ms=-0.5 * step_ms, end_ms=0.1 * step_ms),
+            Operation(lane=GPU, name="forward a", start_ms=0.0, end_ms=0.4 * step_ms),
+            Operation(lane=UP, name="weights 1", start_ms=0.25 * step_ms, end_ms=0.5 * step_ms),
+            Operation(lane=GPU, name="backward a", start_ms=0.4 * step_ms, end_ms=1.0 * step_ms),
+            Operation(lane=HOST, name="update 2", start_ms=1.2 * step_ms, end_ms=1.5 * step_ms),
+        ),
+    )
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_timeline_shows_each_lane_at_its_time() -> None:
+    ruler, gpu, up, down, host, phases = timeline_text(make_timeline(), plain=True).splitlines()
+    start = gpu.index("#")
+    assert ruler.split() == ["0", "10", "ms"]
+    assert gpu.split() == ["GPU", "#" * COLUMNS, "100%"]
+    assert [up.index("#") - start, up.rindex("#") - start] == [25, 49]
+    assert "#" not in down
+    assert [host.index("#") - start, host.rindex("#") - start] == [0, 9]
+    assert [line.split()[-1] for line in (up, down, host)] == ["25%", "0%", "10%"]
+    assert phases.index("|forward") - start == 0
+    assert phases.index("|backward") - start == 40
+    assert "after" not in phases, "two columns hold no word"
+    assert max(map(len, timeline_text(make_timeline(), plain=True).splitlines())) <= 122
+
+
+def test_a_column_is_as_dark_as_its_lane_is_busy() -> None:
+    half = Operation(lane=UP, name="weights 1", start_ms=0.05, end_ms=0.10)  # of the first of 0.1 ms each
+    shares = busy_shares(
+        Timeline(step_ms=10.0, forward_end_ms=4.0, backward_end_ms=9.0, operations=(half,)),
+        UP,
+    )
+    assert shares[0] == pytest.approx(0.5)
+    assert sum(shares) == pytest.approx(0.5)
+
+
+def test_the_plan_is_printed_with_bytes_time_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, *TINY, "--device-memory", "134MiB")
+    assert status == 0, err
+    for words in (
+        "tokens/s",
+        "persistent chunks",
+        "activations",
+        "optimizer states",
+        "host optimizer  ",
+        "limited by",
+        "n_persist 0 -> 1",
+        "infeasible: ",
+        "more device memory: ",
+        "estimated from counted operations",
+    ):
+        assert words in out, words
+    lanes = [line for line in out.splitlines() if line.startswith("GPU  ")]
+    assert len(lanes) == 1
+    assert len(lanes[0]) > COLUMNS
+
+
+def test_updates_inside_backward_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = []
+    for extra in ([], ["--step-during-backward"]):
+        status, out, err = run(capsys, *TINY, "--device-memory", "134MiB", "--json", *extra)
+        assert status == 0, err
+        steps.append(json.loads(out)["step_ms"])
+    assert steps[1] < steps[0]
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def dark_pixels(path: Path) -> torch.Tensor:
+    from matplotlib import image
+
+    pixels = torch.tensor(image.imread(path))[..., :3]
+    return pixels.amin(dim=-1) < 0.9
+
+
+def test_a_picture_of_a_step_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "step.png"
+    status, _, err = run(capsys, *TINY, "--device-memory", "134MiB", "--json", "--picture", str(path))
+    assert status == 0, err
+    assert dark_pixels(path).float().mean() > 0.1
+
+
+def test_bars_lie_where_the_operations_are(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "step.svg"
+    draw_timeline(make_timeline(), "title", path)
+    text = path.read_text()
+    # One bar for each operation that falls into the step, none for the update after it.
+    bars = text.count('id="PolyCollection_') + text.count('id="FillBetweenPolyCollection_')
+    assert bars == 4
+    for color in ("#1f77b4", "#9467bd", "#2ca02c", "#d62728"):  # forward, backward, weights, update
+        assert color in text
+
+
+def test_eighty_blocks_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    kinds = [("forward", GPU, 0.0), ("weights", UP, 0.2), ("backward", GPU, 80.0), ("update", HOST, 80.1)]
+    operations = tuple(
+        Operation(lane=lane, name=f"{kind} {index}", start_ms=begin + index, end_ms=begin + index + 0.7)
+        for kind, lane, begin in kinds
+        for index in range(80)
+    )
+    path = tmp_path / "step.png"
+    draw_timeline(
+        Timeline(step_ms=161.0, forward_end_ms=80.0, backward_end_ms=160.0, operations=operations), "title", path
+    )
+    assert dark_pixels(path).float().mean() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--picture", "nowhere/step.png"], "--picture: there is no folder nowhere"),
+        (["--picture", "step.docx"], "--picture: step.docx must end in one of"),
+        (["--max-model", "--picture", "step.png"], "--picture goes with a plan or --frontier"),
+        (["--max-model", "--frontier"], "not allowed with argument"),
+    ],
+)
+def test_a_bad_picture_or_mode_is_one_line(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, *TINY, *argv)
+    assert (status, len(err.splitlines()), out) == (2, 1, ""), err
+    assert message in err
+
+
+# -- frontier and largest model ----------------------------------------------------------------------------------------
+
+
+def test_a_frontier_is_a_table_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture, out = tmp_path / "frontier.png", tmp_path / "frontier.json"
+    argv = [*TINY, *TIGHT, "--frontier", "--picture", str(picture), "--out", str(out)]
+    status, text, err = run(capsys, *argv)
+    assert status == 0, err
+    points = Frontier.load(out).points
+    assert len(points) >= 8
+    assert points[-1].device_limit_bytes == 150 * 1024**2
+    assert sum("n_persist=" in line for line in text.splitlines()) == len(points)
+    assert dark_pixels(picture).any()
+
+
+def test_the_largest_model_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--device-memory", "150MiB", "--host-memory", "20MiB"]
+    out = tmp_path / "largest.json"
+    status, text, err = run(capsys, *TINY, *limits, "--max-model", "--out", str(out))
+    assert status == 0, err
+    found = Largest.load(out)
+    assert found.plan.device_bytes <= 150 * 1024**2
+    assert f"{found.parameters:,}" in text
+    assert "one layer more" in text
+    assert "no plan fits the" in text
+    parameters = sum(parameter.numel() for parameter in load_model("tiny", layers=found.layers).model.parameters())
+    assert found.parameters == parameters
+
+
+def test_a_folder_has_one_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "plan", str(tmp_path), "--hardware", "rtx3090", "--max-model")
+    assert (status, "--max-model needs a shape that comes at any depth" in err) == (2, True)
+
+
+# -- the file drives a run ---------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_explains_its_own_way_of_updating(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(Plan, "explain", lambda plan, *args, **options: asked.append(options))
+    for inside in (False, True):
+        loaded = load_model("tiny")
+        ids = torch.zeros(1, 8, dtype=torch.int64)
+        _, optimizer = protrain.wrap(
+            loaded.model,
+            adamw(loaded.model, 1e-3, 0.1),
+            example_batch={"input_ids": ids, "labels": ids},
+            device="cpu",
+            host_memory="1GiB",
+            device_memory="64MiB",
+            step_during_backward=inside,
+            progress=False,
+        )
+        optimizer.explain()
+    assert asked == [{"step_during_backward": False}, {"step_during_backward": True}]
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    path = tmp_path / "plan.json"
+    argv = ["plan", "tiny", "--device", "cpu", "--batch", "2", "--sequence", "32", "--device-memory", "16MiB"]
+    status, _, err = run(capsys, *argv, "--json", "--out", str(path))
+    assert status == 0, err
+    return path
+
+
+def test_a_plan_feeds_wrap_which_explains_it(plan_file: Path) -> None:
+    loaded = load_model("tiny")
+    ids = torch.zeros(2, 32, dtype=torch.int64)
+    _, optimizer = protrain.wrap(
+        loaded.model,
+        adamw(loaded.model, 1e-3, 0.1),
+        example_batch={"input_ids": ids, "labels": ids},
+        device="cpu",
+        device_memory="16MiB",
+        host_memory="1GiB",
+        plan=plan_file,
+        progress=False,
+    )
+    plan = Plan.load(plan_file)
+    why = optimizer.explain()
+    assert why.plan == optimizer.plan
+    assert (why.plan.n_persist, why.plan.block_modes) == (plan.n_persist, plan.block_modes)
+    assert (why.device_limit_bytes, why.host_limit_bytes) == (16 * 1024**2, 1024**3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--batch", "4"], "made for 64 tokens in a batch, and this run has 128 (4 x 32)"),
+        (["--dtype", "bfloat16"], "its dtype differs, float32 in place of bfloat16"),
+        (["--model", "gpt2"], "made for another model than GPT2LMHeadModel: it has 4 blocks, this one 12"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused_naming_the_difference(
+    argv: list[str], message: str, plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("some text " * 200)
+    command = ["train", "--model", "tiny", "--device", "cpu", "--batch", "2", "--sequence", "32"]
+    command += ["--data", str(tmp_path / "text.txt"), "--folder", str(tmp_path / "run"), "--plan", str(plan_file)]
+    status, _, err = run(capsys, *command, *argv)
+    assert status == 2
+    assert message in err.splitlines()[-1]
+    assert not (tmp_path / "run" / "job.json").exists()

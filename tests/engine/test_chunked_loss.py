@@ -1,0 +1,137 @@
+"""wrap(chunked_loss=True): the usual loss to rounding, the same bits under every plan, and no logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from protrain.chunked_loss import chunked_loss
+from protrain.errors import PlanError
+from tests.engine.harness import FEW_PLANS, Loop, adamw, assert_same, plain_run, states, wrap_under
+
+pytest.importorskip("liger_kernel")
+Build = Callable[..., nn.Module]
+Batch = dict[str, Tensor]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(device: torch.device) -> None:
+    if device.type == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton is compiled for the GPU here")
+
+
+def _with_chunks(model: nn.Module, device: torch.device) -> nn.Module:
+    with chunked_loss(model, device):
+        return model
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral"])
+def test_loss_and_gradients_are_the_usual_ones(
+    tiny_model: Build, tiny_batch: Callable[..., Batch], family: str, device: torch.device
+) -> None:
+    batch = {name: value.to(device) for name, value in tiny_batch().items()}
+    batch["labels"][:, :3] = -100
+    models = [tiny_model(family).to(device) for _ in range(2)]
+    _with_chunks(models[1], device)
+    usual, ours = (model(**batch) for model in models)
+    assert usual.loss.item() == pytest.approx(ours.loss.item(), rel=1e-6)
+    assert ours.logits.shape == (*usual.logits.shape[:2], 0)
+    usual.loss.backward()
+    (3 * ours.loss).backward()
+    largest = max(float(p.grad.abs().max()) for p in models[0].parameters() if p.grad is not None)
+    for (name, first), second in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert first.grad is not None, name
+        assert second.grad is not None, name
+        torch.testing.assert_close(second.grad / 3, first.grad, rtol=1e-3, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_bits_are_the_same_under_every_plan(
+    tiny_model: Build, tiny_batch: Callable[..., Batch], family: str, device: torch.device
+) -> None:
+    batches = [tiny_batch(seed=seed) for seed in range(4)]
+    loop = Loop(max_norm=0.5)
+
+    def chunked() -> nn.Module:
+        return _with_chunks(tiny_model(family), device)
+
+    expected, final = plain_run(chunked, batches, loop=loop, device=device, dtype=torch.float32)
+    for spec in FEW_PLANS:
+        model = tiny_model(family)
+        wrapped, optimizer = wrap_under(
+            spec, model, adamw(model), batches[0], device=device, key=f"chunked {family}", chunked_loss=True
+        )
+        assert loop.run(wrapped, optimizer, batches) == expected, str(spec)
+        assert_same(states(wrapped, optimizer), final)
+
+
+def test_the_plan_knows_that_there_are_no_logits(device: torch.device) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def peak(chunked: bool) -> int:
+        config = transformers.LlamaConfig(
+            vocab_size=4096, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+        )
+        model = transformers.LlamaForCausalLM(config)
+        ids = torch.randint(4096, (4, 64))
+        _, optimizer = protrain.wrap(
+            model,
+            adamw(model),
+            example_batch={"input_ids": ids, "labels": ids},
+            device=device,
+            dtype=torch.float32,
+            chunked_loss=chunked,
+            progress=False,
+        )
+        return optimizer.plan.device_bytes
+
+    logits = 4 * 64 * 4096 * 4
+    assert peak(False) - peak(True) > logits
+
+
+def test_generation_and_logits_without_labels(
+    tiny_model: Build, tiny_batch: Callable[..., Batch], device: torch.device
+) -> None:
+    plain: Any = tiny_model("llama").to(device)
+    batch = {name: value.to(device) for name, value in tiny_batch().items()}
+    expected = plain(input_ids=batch["input_ids"]).logits
+    _with_chunks(plain, device)
+    plain(**batch)
+    assert torch.equal(plain(input_ids=batch["input_ids"]).logits, expected), "labels of the call before are forgotten"
+    assert plain.generate(batch["input_ids"][:1, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_left(
+    tiny_model: Build, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="causal language models of transformers, not with Sequential"):
+        protrain.wrap(plain, adamw(plain), example_batch=(torch.randn(2, 4),), device="cpu", chunked_loss=True)
+    model = tiny_model("llama")
+    before = dict(vars(model)), dict(vars(model.get_submodule("lm_head")))
+    with pytest.raises(PlanError):
+        protrain.wrap(
+            model, adamw(model), example_batch=tiny_batch(), device="cpu", device_memory="1KiB", chunked_loss=True
+        )
+    assert (dict(vars(model)), dict(vars(model.get_submodule("lm_head")))) == before
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="needs a CUDA GPU"):
+        protrain.wrap(model, adamw(model), example_batch=tiny_batch(), device="cpu", chunked_loss=True)
+
+
+def test_logits_that_are_changed_before_the_loss_are_refused(
+    tiny_model: Build, tiny_batch: Callable[..., Batch], device: torch.device
+) -> None:
+    model: Any = tiny_model("llama").to(device)
+    head = model.lm_head
+    _with_chunks(model, device)
+    forward = head.forward
+    head.forward = lambda hidden: forward(hidden) / 2  # as families with scaled logits do
+    with pytest.raises(ValueError, match="changes its logits"):
+        model(**{name: value.to(device) for name, value in tiny_batch().items()})

@@ -1,0 +1,293 @@
+"""Explanations: what phases wait for, what knobs do, what more memory buys; checked against the models themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from protrain.errors import PlanError
+from protrain.hardware import HardwareProfile, load
+from protrain.planning import Plan, evaluate, explain, search
+from protrain.planning.explain import KNOBS, Change, timeline_of
+from protrain.planning.phases import phases
+from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
+from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+
+MIB = 1024**2
+N = 8 * MIB  # elements of a chunk
+
+
+def make_profile(n: int = 6, *, saved: int = 400 * MIB, ms: float = 20.0, device: str = "cuda") -> ModelProfile:
+    """Equal blocks of one chunk each, as a trace on a GPU would give them."""
+    live = [saved // 16 * index for index in range(n)]
+    forward = [
+        SegmentRecord(phase="forward", block=i, live_bytes=live[i], peak_bytes=saved // 4, duration_ms=ms)
+        for i in range(n)
+    ]
+    backward = [
+        SegmentRecord(phase="backward", block=i, live_bytes=live[i], peak_bytes=saved, duration_ms=3 * ms)
+        for i in reversed(range(n))
+    ]
+    block: dict[str, Any] = {"saved_tensors": 10, "forward_peak_bytes": saved, "input_bytes": 0, "output_bytes": 0}
+    return ModelProfile(
+        model="M",
+        dtype="bfloat16",
+        device=device,
+        batch_shapes={"ids": (8, 128)},
+        tokens=1024,
+        buffer_bytes=0,
+        parameters=tuple(ParameterRecord(name=f"p{i}", shape=(N // 128, 128), group=0) for i in range(n)),
+        units=tuple(UnitRecord(name=f"u{i}", block=i, parameters=(i,)) for i in range(n)),
+        calls=tuple(range(n)),
+        blocks=tuple(
+            BlockRecord(
+                name=f"b{i}", saved_bytes=saved, forward_ms=ms, backward_ms=2 * ms, forward_flops=10**12, **block
+            )
+            for i in range(n)
+        ),
+        segments=(*forward, *backward),
+    )
+
+
+def machine(device_mib: int, host_mib: int = 4096, **changes: Any) -> HardwareProfile:
+    return replace(load("h100"), device_bytes=device_mib * MIB, host_bytes=host_mib * MIB, **changes)
+
+
+SLOW_HOST: dict[str, Any] = {"host_adam_gparams": 0.2}  # 42 ms a chunk, where a block computes 20
+SLOW_LINK: dict[str, Any] = {"h2d_gbps": 0.2, "d2h_gbps": 0.2, "bidirectional_gbps": 0.4}
+
+
+def hand_made(profile: ModelProfile, hardware: HardwareProfile, **counts: int) -> Plan:
+    options: dict[str, Any] = {"n_persist": 0, "n_buffer": 2, "n_swap": 0, "n_ckpt": len(profile.blocks), **counts}
+    return evaluate(profile, hardware, chunk_elements=N, **options)
+
+
+# -- phases ------------------------------------------------------------------------------------------------------------
+
+
+def operation(lane: int, name: str, start: float, end: float) -> Operation:
+    return Operation(lane=lane, name=name, start_ms=start, end_ms=end)
+
+
+def test_a_wait_is_blamed_on_what_led_to_it() -> None:
+    """Layer 1 waits for an upload of 2 ms that waited for an update of 6: three quarters are the host's."""
+    timeline = Timeline(
+        step_ms=20.0,
+        forward_end_ms=10.0,
+        backward_end_ms=18.0,
+        operations=(
+            operation(HOST, "update 0", -4.0, 2.0),
+            operation(GPU, "forward a", 0.0, 1.0),
+            operation(UP, "weights 0", 2.0, 4.0),
+            operation(GPU, "forward b", 4.0, 10.0),
+            operation(GPU, "backward b", 10.0, 12.0),
+            operation(DOWN, "gradients 0", 12.0, 16.0),
+            operation(GPU, "backward a", 16.0, 18.0),
+        ),
+    )
+    forward, backward, after = phases(timeline)
+    assert (forward.length_ms, forward.compute_ms) == (10.0, 7.0)
+    assert forward.waits_ms == pytest.approx({"uploads": 0.75, "offloads": 0.0, "host optimizer": 2.25, "nothing": 0.0})
+    assert forward.limit == "compute"  # 6 of 10 ms on the chain
+    assert backward.waits_ms["offloads"] == pytest.approx(4.0)
+    assert backward.compute_ms == pytest.approx(4.0)
+    assert after.waits_ms["nothing"] == pytest.approx(2.0)
+    assert after.compute_ms == 0.0
+
+
+def test_of_two_that_end_together_the_lane_itself_is_to_blame() -> None:
+    """The second upload waited for the first, whether or not its chunk's update was done by then."""
+    timeline = Timeline(
+        step_ms=10.0,
+        forward_end_ms=10.0,
+        backward_end_ms=10.0,
+        operations=(
+            operation(GPU, "forward a", 0.0, 1.0),
+            operation(UP, "weights 0", 1.0, 4.0),
+            operation(HOST, "update 1", 1.0, 4.0),
+            operation(UP, "weights 1", 4.0, 7.0),
+            operation(GPU, "forward b", 7.0, 10.0),
+        ),
+    )
+    forward = phases(timeline)[0]
+    assert forward.waits_ms["uploads"] == pytest.approx(6.0)
+    assert forward.limit == "uploads"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("counts", [{}, {"n_swap": 2, "n_ckpt": 3}, {"n_persist": 3, "n_ckpt": 1}, {"n_persist": 6}])
+def test_computing_and_waiting_make_up_the_step(counts: dict[str, int], inside: bool) -> None:
+    traced, hardware = make_profile(), machine(8192, **SLOW_HOST)
+    if counts.get("n_persist") == 6:
+        counts = {**counts, "n_buffer": 0}
+    plan = hand_made(traced, hardware, **counts)
+    why = explain(plan, traced, hardware, step_during_backward=inside)
+    for phase in why.phases:
+        assert phase.compute_ms + sum(phase.waits_ms.values()) == pytest.approx(phase.length_ms, abs=1e-6)
+    assert sum(phase.length_ms for phase in why.phases) == pytest.approx(why.plan.step_ms)
+    computing = sum(segment.duration_ms for segment in traced.segments) - 20.0 * (6 - plan.n_ckpt)
+    assert sum(phase.compute_ms for phase in why.phases) >= computing - 1e-6
+
+
+def test_the_critical_resource_is_the_one_that_is_slow() -> None:
+    traced = make_profile()
+    slow_host, slow_link, quick = machine(8192, **SLOW_HOST), machine(8192, **SLOW_LINK), machine(8192)
+
+    def forward_limit(hardware: HardwareProfile, **counts: int) -> str:
+        return explain(hand_made(traced, hardware, **counts), traced, hardware).phases[0].limit
+
+    assert forward_limit(slow_host) == "host optimizer"
+    assert forward_limit(slow_link) == "uploads"
+    assert forward_limit(slow_link, n_persist=6, n_buffer=0, n_swap=4, n_ckpt=0) == "offloads"
+    assert forward_limit(quick) == "compute"
+
+
+def test_on_a_cpu_nothing_overlaps() -> None:
+    traced = make_profile(device="cpu")
+    hardware = machine(8192, device_type="cpu", host_adam_gparams=1.0, device_adam_gparams=1.0)
+    plan = hand_made(traced, hardware)
+    timeline = timeline_of(plan, traced, hardware)
+    assert timeline.step_ms == plan.step_ms
+    assert timeline.busy_ms(GPU) == pytest.approx(sum(segment.duration_ms for segment in traced.segments))
+    assert timeline.busy_ms(HOST) == pytest.approx(6 * N / 1e6)
+    assert sum(timeline.busy_ms(lane) for lane in range(4)) == pytest.approx(plan.step_ms)
+    after = explain(plan, traced, hardware).phases[2]
+    assert after.compute_ms == 0.0
+    assert after.waits_ms["uploads"] + after.waits_ms["host optimizer"] == pytest.approx(after.length_ms)
+
+
+# -- knobs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_knob_does_what_the_plan_with_it_does() -> None:
+    traced, hardware = make_profile(), machine(16384, **SLOW_HOST)
+    plan = hand_made(traced, hardware, n_persist=2, n_swap=1, n_ckpt=2)
+    changes = explain(plan, traced, hardware).changes
+    assert [(change.knob, change.step) for change in changes] == [(knob, step) for knob in KNOBS for step in (1, -1)]
+    for change in changes:
+        other = hand_made(traced, hardware, **dict(zip(KNOBS, change.counts, strict=True)))
+        assert change.impossible == ""
+        assert getattr(other, change.knob) == getattr(plan, change.knob) + change.step
+        assert change.step_ms == pytest.approx(other.step_ms)
+        assert (change.device_bytes, change.host_bytes) == (other.device_bytes, other.host_bytes)
+        assert (change.device_over_bytes, change.host_over_bytes) == (0, 0)
+
+
+def found(changes: tuple[Change, ...], knob: str, step: int) -> Change:
+    return next(change for change in changes if (change.knob, change.step) == (knob, step))
+
+
+def test_an_infeasible_knob_says_by_how_many_bytes() -> None:
+    traced = make_profile()
+    roomy = machine(8192)
+    plan = hand_made(traced, roomy, n_persist=2)
+    exact = replace(roomy, device_bytes=plan.device_bytes, host_bytes=plan.host_bytes)
+    why = explain(plan, traced, exact)
+    more = hand_made(traced, roomy, n_persist=3)
+    fewer = hand_made(traced, roomy, n_persist=1)
+    assert found(why.changes, "n_persist", 1).device_over_bytes == more.device_bytes - plan.device_bytes > 0
+    assert found(why.changes, "n_persist", -1).host_over_bytes == fewer.host_bytes - plan.host_bytes > 0
+    assert found(why.changes, "n_buffer", 1).device_over_bytes == 2 * N  # one buffer of 16-bit weights
+    lines = {line.split(" ->")[0]: line for line in reversed(why.knob_table().splitlines())}
+    assert lines["n_persist 2"].endswith("infeasible: 112 MiB too much device memory")
+
+
+def test_impossible_knobs_say_why() -> None:
+    traced, hardware = make_profile(), machine(16384)
+    changes = explain(hand_made(traced, hardware, n_persist=6, n_buffer=0), traced, hardware).changes
+    assert found(changes, "n_persist", 1).impossible == "all chunks are persistent"
+    assert found(changes, "n_buffer", 1).impossible == "every non-persistent chunk has a buffer"
+    assert found(changes, "n_swap", -1).impossible == "there is none to give up"
+    assert found(changes, "n_ckpt", 1).impossible == "every block is swapped or checkpointed"
+    assert found(changes, "n_persist", -1).counts == (5, 1, 0, 6)  # with the buffer that it then needs
+    one = explain(hand_made(traced, hardware, n_persist=0, n_buffer=1), traced, hardware).changes
+    assert found(one, "n_buffer", -1).impossible == "a unit holds up to 1 non-persistent chunks at once"
+
+
+# -- what more memory buys ---------------------------------------------------------------------------------------------
+
+
+def test_more_memory_buys_what_the_search_finds_with_it() -> None:
+    traced, hardware = make_profile(), machine(1400, 2048, **SLOW_HOST)
+    why = explain(search(traced, hardware), traced, hardware)
+    assert why.here is None
+    device = [better for better in why.better if better.memory == "device"]
+    assert device
+    last_ms = why.plan.step_ms
+    for better in device:
+        assert better.step_ms < last_ms
+        last_ms = better.step_ms
+        needed = hardware.device_bytes + better.more_bytes
+        assert better.plan.device_bytes == needed
+        assert search(traced, replace(hardware, device_bytes=needed)).step_ms <= 1.005 * better.step_ms
+    assert f"({device[0].step_ms / why.plan.step_ms - 1:+.1%})" in why.better_table()
+
+
+def test_host_memory_is_named_where_it_is_what_lacks() -> None:
+    traced = make_profile(ms=200.0)
+    fast_link: dict[str, Any] = {"h2d_gbps": 500.0, "d2h_gbps": 500.0, "bidirectional_gbps": 1000.0}
+    hardware = machine(1400, 780, **fast_link)  # states take 673 MiB of the host, a swapped block 400
+    why = explain(search(traced, hardware), traced, hardware)
+    assert why.plan.n_swap == 0
+    host = [better for better in why.better if better.memory == "host"]
+    assert host
+    assert host[0].plan.n_swap > 0
+    assert host[0].plan.host_bytes == hardware.host_bytes + host[0].more_bytes
+
+
+def test_with_all_there_is_to_have_nothing_is_better() -> None:
+    traced, hardware = make_profile(), machine(65536)
+    why = explain(search(traced, hardware), traced, hardware)
+    assert (why.here, why.better) == (None, ())
+    assert "up to twice the device memory: no faster plan" in why.table()
+
+
+def test_a_plan_by_hand_learns_of_the_better_one() -> None:
+    traced, hardware = make_profile(), machine(8192, **SLOW_HOST)
+    why = explain(hand_made(traced, hardware), traced, hardware)
+    assert why.here == search(traced, hardware, chunk_elements=N)
+    assert why.here.step_ms < why.plan.step_ms
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_by_kind_add_up() -> None:
+    traced, hardware = make_profile(), machine(8192)
+    plan = hand_made(traced, hardware, n_persist=2, n_swap=2, n_ckpt=2)
+    why = plan.explain(traced, hardware)
+    assert sum(why.device_parts.values()) == plan.device_bytes
+    assert sum(why.host_parts.values()) == plan.host_bytes
+    assert why.device_parts["persistent chunks"] == 2 * N * 14
+    assert (why.host_parts["weights"], why.host_parts["gradients"]) == (4 * N * 2, 4 * N * 2)
+    assert why.host_parts["optimizer states"] == 4 * N * 10
+    assert why.host_parts["swapped activations"] >= 2 * 400 * MIB
+
+
+def test_frozen_chunks_have_weights_alone() -> None:
+    traced, hardware = make_profile(), machine(8192)
+    frozen = tuple(replace(record, group=-1) for record in traced.parameters[:4])
+    traced = replace(traced, parameters=(*frozen, *traced.parameters[4:]))
+    parts = hand_made(traced, hardware).explain(traced, hardware).host_parts
+    assert (parts["weights"], parts["gradients"]) == (6 * N * 2, 2 * N * 2)
+    assert parts["optimizer states"] == 2 * N * 10
+
+
+def test_it_survives_json_and_prints_as_a_table() -> None:
+    traced, hardware = make_profile(), machine(1400, **SLOW_HOST)
+    why = explain(search(traced, hardware), traced, hardware)
+    assert type(why).from_json(why.to_json()) == why
+    assert str(why) == why.table()
+    for words in ("tokens/s", "waiting for", "limited by", "n_persist 2 -> 3", "more device memory: "):
+        assert words in str(why)
+
+
+def test_a_plan_that_does_not_belong_is_refused() -> None:
+    traced, hardware = make_profile(), machine(8192)
+    plan = hand_made(traced, hardware)
+    with pytest.raises(ValueError, match="made for another model"):
+        explain(plan, make_profile(5), hardware)
+    with pytest.raises(PlanError):
+        explain(plan, traced, machine(256))
