@@ -70,11 +70,9 @@ class HostSlots:
         Raises:
             BudgetError: more forwards wait for their backward than the plan was made for.
         """
-        fitting = [slot for slot in self._free if slot[0].numel() >= size_bytes]
+        fitting = [(region.numel(), at) for at, (region, _) in enumerate(self._free) if region.numel() >= size_bytes]
         if fitting:
-            slot = min(fitting, key=lambda slot: slot[0].numel())
-            self._free = [other for other in self._free if other is not slot]
-            return slot
+            return self._free.pop(min(fitting)[1])  # in place: the collector may give back another one at any time
         if size_bytes > self.arena.free_bytes and self.arena.total_bytes + size_bytes > self.limit_bytes:
             raise BudgetError(
                 f"no host memory to swap another {format_bytes(size_bytes)} of activations to: "
