@@ -7,9 +7,6 @@ unchanged by then. Two kinds of waiting are told apart: what the compute stream 
 (the host may still be ahead of it), what a host thread has waited for is true of all memory. Device memory that is
 freed while neither knows of the copy's end is an error, as the allocator could have given it away.
 
-:class:`LateWorker` stands in for the host worker: updates run as late, as early, or as arbitrarily as their order
-allows, and what follows an update comes as late as the thread could be.
-
 Work of the compute stream itself runs at once. That it may run later than its issue shows in what the host knows, and
 in :class:`Watch`: a copy must come after the last operation that used its device memory.
 """
@@ -17,14 +14,11 @@ in :class:`Watch`: a copy must come after the last operation that used its devic
 from __future__ import annotations
 
 import random
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -32,11 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from protrain.engine.buffers import BufferPool
 from protrain.engine.streams import Mark, Streams
-from protrain.engine.update import HostWorker, Job
-from protrain.optim import ProTrainOptimizer
-from protrain_kernels import flatten
 
 _UPLOAD, _OFFLOAD = 0, 1
 _NAMES = ("upload", "offload")
@@ -222,14 +212,20 @@ class LateStreams(Streams):
         _late(done).operations = reached
         if self._used.get(device.untyped_storage().data_ptr(), 0) > reached:
             self._fail(f"{copy} does not wait for the last operation that used its device memory")
-        self._copying = True
-        try:
+        with self._own():
             self._begin(copy)
-        finally:
-            self._copying = False
         self._pending.append(copy)
 
-    @torch.no_grad()
+    @contextmanager
+    def _own(self) -> Iterator[None]:
+        """What is done inside is no operation of the compute stream."""
+        before, self._copying = self._copying, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._copying = before
+
     def _begin(self, copy: _Copy) -> None:
         """From its issue on a copy could run, unless another is to bring what it reads or to use what it writes."""
         read, write = True, True
@@ -259,20 +255,20 @@ class LateStreams(Streams):
                 self._run(copy)
         self.between()
 
-    @torch.no_grad()
     def _take(self, copy: _Copy) -> None:
         """Let an offload read; what it brings arrives on the host when the host has waited."""
         if copy.taken is None and not copy.done:
             self._check_alive(copy)
             self._compare(copy.before, copy.source, f"device memory was rewritten while {copy} could read it")
-            self._copying = True
-            copy.taken = copy.source.tensor().clone()
-            self._copying = False
+            with self._own():
+                copy.taken = copy.source.tensor().clone()
 
-    @torch.no_grad()
     def _run(self, copy: _Copy) -> None:
-        if copy.done:
-            return
+        if not copy.done:
+            with self._own():
+                self._carry_out(copy)
+
+    def _carry_out(self, copy: _Copy) -> None:
         for other in self._pending:
             if other is copy:
                 break
@@ -292,9 +288,7 @@ class LateStreams(Streams):
             copy.before = copy.source.bits().clone()
         assert brought is not None
         self._compare(copy.left, copy.target, f"the target of {copy} was written by something else meanwhile")
-        self._copying = True
         copy.target.tensor().copy_(brought)
-        self._copying = False
         copy.left, copy.taken, copy.done = None, None, True
 
     def _check_alive(self, copy: _Copy) -> None:
@@ -302,9 +296,8 @@ class LateStreams(Streams):
             self._fail(f"device memory was freed before {copy} was over: it could have been given away")
 
     def _compare(self, expected: Tensor | None, memory: _Memory, fault: str) -> None:
-        self._copying = True
-        changed = expected is not None and not torch.equal(expected, memory.bits())
-        self._copying = False
+        with self._own():
+            changed = expected is not None and not torch.equal(expected, memory.bits())
         if changed:
             self._fail(fault)
 
@@ -331,134 +324,3 @@ class Watch(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self.streams.used(leaf)
         return func(*args, **(kwargs or {}))
-
-
-class _LateJob(Job):
-    def __init__(self, work: Callable[[], None], worker: LateWorker) -> None:
-        super().__init__(work)
-        self._worker = worker
-
-    @override
-    def when_done(self, follower: Callable[[], None]) -> None:
-        # The thread may pause between the work and what follows it: others see the work done meanwhile.
-        super().when_done(follower if self.done else lambda: self._worker.followers.append(follower))
-
-    @override
-    def wait(self) -> None:
-        self._worker.run_until(self)
-        super().wait()
-
-
-class LateWorker(HostWorker):
-    """Host work in order, on the calling thread: when somebody waits ("late"), at once ("early"), or by chance."""
-
-    def __init__(self, *, threads: int, schedule: str, choice: random.Random) -> None:
-        self.threads = threads
-        self.schedule = schedule
-        self.choice = choice
-        self.followers: deque[Callable[[], None]] = deque()
-        self.pool: Callable[[], BufferPool | None] = lambda: None  # whose lock the thread could be waiting for
-        self._jobs: deque[Job] = deque()
-        self._busy = False
-        weakref.finalize(self, _finish, self._jobs, self.followers)  # as the thread does
-
-    @override
-    def submit(self, work: Callable[[], None]) -> Job:
-        job = _LateJob(work, self)
-        self._jobs.append(job)
-        if self.schedule == "early":
-            self._run_while(lambda: bool(self._jobs or self.followers))
-        self.come_in()
-        return job
-
-    @override
-    def close(self) -> None:
-        self._run_while(lambda: bool(self._jobs or self.followers))
-
-    def run_until(self, job: Job) -> None:
-        """Do everything up to ``job``, but not yet what follows it."""
-        self._run_while(lambda: not job.done)
-
-    def come_in(self) -> None:
-        """The thread gets on by chance, wherever the main thread is."""
-        pool = self.pool()
-        if self.schedule == "random" and pool is not None and not pool._lock.locked() and not self._busy:
-            for _ in range(self.choice.choice((0, 0, 0, 1, 1, 2, 5))):
-                if self._jobs or self.followers:
-                    self._next()
-
-    def _run_while(self, more: Callable[[], bool]) -> None:
-        while more():
-            self._next()
-
-    def _next(self) -> None:
-        self._busy = True
-        try:
-            if self.followers:
-                self.followers.popleft()()
-            else:
-                self._jobs.popleft().run()
-        finally:
-            self._busy = False
-
-
-def _finish(jobs: deque[Job], followers: deque[Callable[[], None]]) -> None:
-    while followers or jobs:
-        if followers:
-            followers.popleft()()
-        else:
-            jobs.popleft().run()
-
-
-def _come_in(worker: LateWorker | None) -> None:
-    if worker is not None:
-        worker.come_in()
-
-
-@dataclass
-class Lateness:
-    """Every engine built inside has late streams and a worker of this kind."""
-
-    schedule: str = "late"
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        self.streams: list[LateStreams] = []
-
-    def __str__(self) -> str:
-        return self.schedule if self.seed is None else f"{self.schedule}-{self.seed}"
-
-    @contextmanager
-    def applied(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lateness]:
-        """Replace what the engine is built with; faults that no test saw are raised at the end."""
-        choice = random.Random(self.seed)
-
-        def make_streams(_: torch.device) -> LateStreams:
-            self.streams.append(LateStreams(choice if self.seed is not None else None))
-            return self.streams[-1]
-
-        def make_worker(*, threads: int) -> LateWorker:
-            return LateWorker(threads=threads, schedule=self.schedule, choice=choice)
-
-        begin = ProTrainOptimizer.__init__
-
-        def made(optimizer: ProTrainOptimizer, engine: Any, *args: Any, **options: Any) -> None:
-            begin(optimizer, engine, *args, **options)
-            worker = weakref.ref(engine.worker)
-            engine.worker.pool = weakref.ref(engine.buffers)
-            engine.streams.between = lambda: _come_in(worker())
-
-        def flattened(gradients: Any, target: Tensor, *args: Any, **options: Any) -> None:
-            for streams in self.streams:  # no operator of torch
-                streams.used(target)
-            flatten(gradients, target, *args, **options)
-
-        with monkeypatch.context() as patch:
-            patch.setattr("protrain.engine.build.streams_for", make_streams)
-            patch.setattr("protrain.engine.build.HostWorker", make_worker)
-            patch.setattr(ProTrainOptimizer, "__init__", made)
-            patch.setattr("protrain.engine.gradients.flatten", flattened)
-            yield self
-        faults = [fault for streams in self.streams for fault in streams.faults]
-        assert not faults, faults
-        assert all(sum(streams.issued[way] for streams in self.streams) for way in (_UPLOAD, _OFFLOAD)), "nothing moved"

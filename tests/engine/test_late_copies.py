@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from protrain.engine.arena import Arena
+from protrain.engine.streams import Mark, Streams
+from protrain.engine.swap import HostSlots
 from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import (
     FEW_PLANS,
@@ -28,7 +31,8 @@ from tests.engine.harness import (
     states,
     wrap_under,
 )
-from tests.engine.late_streams import Lateness, LateStreams, Watch
+from tests.engine.late_streams import LateStreams, Watch
+from tests.engine.lateness import Lateness
 from tests.engine.plain_loop import prepare_plain
 
 CPU = torch.device("cpu")
@@ -344,9 +348,10 @@ def test_a_model_is_dropped_while_copies_are_on_their_way(lateness: Lateness) ->
             wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=CPU, key="late")
             default_loss(wrapped, batches()[0]).backward()
             optimizer.step()
-            loss = default_loss(wrapped, batches()[1])
+            with torch.no_grad():
+                default_loss(wrapped, batches()[1])  # leaves uploads behind
             streams = lateness.streams[-1]
-            del model, wrapped, optimizer, loss
+            del model, wrapped, optimizer
             gc.collect()
             streams.synchronize()
 
@@ -412,3 +417,23 @@ def test_swapped_activations_come_back_after_a_backward_that_skipped_some(latene
     for spec in (Spec("all", "least", (SWAP,)), Spec("none", "least", (SWAP, NONE))):
         model = blocks()
         assert_same(run(*wrap_under(spec, model, adamw(model), batch, device=CPU)), expected)
+
+
+class _Interrupted(list[Any]):
+    """Grows just after it was looked through, as when the garbage collector finds a frame then."""
+
+    given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(super().__iter__())
+        self.given += 1
+        self.append((torch.zeros(512, dtype=torch.uint8), Mark()))
+
+
+def test_a_region_given_back_while_another_is_taken_is_kept() -> None:
+    arena = Arena(pinned=False)
+    slots = HostSlots(arena, Streams(), limit_bytes=0)
+    free = slots._free = _Interrupted([(torch.zeros(256, dtype=torch.uint8), Mark())])
+    assert slots.take(256)[0].numel() == 256
+    assert free.given > 0
+    assert len(slots._free) == free.given
