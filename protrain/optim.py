@@ -355,6 +355,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if self._last_job is not None:
             self._last_job.wait()  # done long ago: the forward in between needed all of its chunks
         streams = self._engine.streams
+        streams.compute_waits(self._host_scale_ready)  # the copy of the step before may still read it
         self._device_scale.copy_(scale.reshape(1))  # a temporary could be gone before the copy to the host has run
         computed = streams.mark()
         streams.compute_reached(computed)

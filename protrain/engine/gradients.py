@@ -175,6 +175,7 @@ class Gradients:
     def _offload(self, chunk: Chunk, source: Tensor, ranges: list[tuple[int, int]], drained: Mark) -> None:
         assert chunk.landing is not None
         self._accumulated(chunk)  # the landing region is read by the addition before
+        chunk.wait_for_update()  # and by the update, which no forward has waited for when a graph is used again
         self.streams.compute_reached(self._filled)
         for start, stop in ranges:
             self.streams.offload(

@@ -70,11 +70,9 @@ class HostSlots:
         Raises:
             BudgetError: more forwards wait for their backward than the plan was made for.
         """
-        fitting = [slot for slot in self._free if slot[0].numel() >= size_bytes]
+        fitting = [(region.numel(), at) for at, (region, _) in enumerate(self._free) if region.numel() >= size_bytes]
         if fitting:
-            slot = min(fitting, key=lambda slot: slot[0].numel())
-            self._free = [other for other in self._free if other is not slot]
-            return slot
+            return self._free.pop(min(fitting)[1])  # in place: the collector may give back another one at any time
         if size_bytes > self.arena.free_bytes and self.arena.total_bytes + size_bytes > self.limit_bytes:
             raise BudgetError(
                 f"no host memory to swap another {format_bytes(size_bytes)} of activations to: "
@@ -84,7 +82,12 @@ class HostSlots:
         return self.arena.take(size_bytes, torch.uint8), self.streams.mark()
 
     def give_back(self, region: Tensor, read: Mark) -> None:
-        """Make ``region`` free once ``read`` is reached."""
+        """Make ``region`` free once ``read`` is reached, for a frame that ends now.
+
+        What it has fetched and not used, as its backward failed or went elsewhere, is freed with it: whatever gets that
+        memory next must not be overwritten by the fetch.
+        """
+        self.streams.compute_waits(read)
         self._free.append((region, read))
 
 
@@ -131,6 +134,7 @@ class SwapFrame(Frame):
             return super().rebuild(packed)
         storage = packed.storage
         if storage.device is None:
+            self.fetched = False  # others may still be there: a backward before this one did not need them
             self.fetch()
         if self.on_host:
             self.engine.streams.compute_waits(self.fetch_done)
@@ -151,10 +155,11 @@ class SwapFrame(Frame):
         streams = self.engine.streams
         allocated = streams.mark()
         missing = [storage for storage in self.storages.values() if storage.device is None]
+        for storage in self.storages.values():
+            storage.waiting = storage.users
         for storage in missing:
             storage.device = torch.empty(aligned(storage.size_bytes), dtype=torch.uint8, device=self.engine.device)
             self.engine.ledger.hold(storage.device)
-            storage.waiting = storage.users
         streams.compute_reached(allocated)
         streams.upload_waits(self.offload_done)
         for storage in missing:

@@ -1,0 +1,326 @@
+"""A GPU's freedom to be late, on the CPU and deterministic: copies and host updates at the worst moment allowed.
+
+On a GPU a copy may run at any time between its issue and the point where somebody waits for it, and tests on real
+hardware meet the harmful moments by luck alone. :class:`LateStreams` takes both extremes at once. From its issue on, a
+copy's target holds garbage, as it could be half written; its source is read only when somebody has waited, and must be
+unchanged by then. Two kinds of waiting are told apart: what the compute stream has waited for is true of device memory
+(the host may still be ahead of it), what a host thread has waited for is true of all memory. Device memory that is
+freed while neither knows of the copy's end is an error, as the allocator could have given it away.
+
+Work of the compute stream itself runs at once. That it may run later than its issue shows in what the host knows, and
+in :class:`Watch`: a copy must come after the last operation that used its device memory.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from protrain.engine.streams import Mark, Streams
+
+_UPLOAD, _OFFLOAD = 0, 1
+_NAMES = ("upload", "offload")
+_GARBAGE = 0xFF  # NaN in every floating-point type
+Clock = tuple[int, int]  # how many uploads and offloads are over
+
+
+def _joined(one: Clock, other: Clock) -> Clock:
+    return max(one[0], other[0]), max(one[1], other[1])
+
+
+class _LateMark(Mark):
+    def __init__(self, streams: LateStreams) -> None:
+        self.streams = streams
+        self.clock: Clock = (0, 0)  # of an event that was never recorded: nobody waits
+        self.operations = 0  # of the compute stream before it
+
+    @override
+    def wait(self) -> None:
+        self.streams.host_waits(self.clock)
+
+
+class _Memory:
+    """A tensor's memory, without keeping it alive unless told to."""
+
+    def __init__(self, tensor: Tensor, *, keep: bool) -> None:
+        storage = tensor.untyped_storage()
+        self._weak: Any = StorageWeakRef(storage)
+        self._kept = storage if keep else None
+        self._form = (int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        self._dtype = tensor.dtype
+        self.start = tensor.data_ptr()
+        self.stop = self.start + tensor.nbytes
+
+    @property
+    def alive(self) -> bool:
+        return not self._weak.expired()
+
+    def tensor(self) -> Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        assert storage is not None
+        empty: Any = torch.empty(0, dtype=self._dtype)
+        whole: Tensor = empty.set_(storage, *self._form)
+        return whole
+
+    def bits(self) -> Tensor:
+        return self.tensor().reshape(-1).view(torch.uint8)
+
+    def overlaps(self, other: _Memory) -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+
+@dataclass(eq=False)
+class _Copy:
+    direction: int
+    clock: Clock  # of its end: itself and all that comes before it
+    source: _Memory
+    target: _Memory
+    before: Tensor | None = None  # bits of the source when the copy could first have begun
+    left: Tensor | None = None  # bits that the target must still have when the copy ends
+    taken: Tensor | None = None  # what an offload has read; the host does not see it yet
+    done: bool = False
+    device_knows: bool = False  # the compute stream or the host has waited for it
+
+    @property
+    def device_memory(self) -> _Memory:
+        return self.target if self.direction == _UPLOAD else self.source
+
+    def within(self, clock: Clock) -> bool:
+        return self.clock[self.direction] <= clock[self.direction]
+
+    def __str__(self) -> str:
+        name, number = _NAMES[self.direction], self.clock[self.direction]
+        return f"{name} {number} of {self.source.stop - self.source.start} bytes"
+
+
+class LateStreams(Streams):
+    """Copies in the order that the engine asked for, and no earlier or later than it can rely on."""
+
+    def __init__(self, choice: random.Random | None = None) -> None:
+        self.choice = choice  # some copies run before anybody waits
+        self.between: Callable[[], None] = lambda: None  # called wherever the host's other thread could come in
+        self.faults: list[str] = []  # those raised in finalizers would go unseen
+        self.issued: list[int] = [0, 0]
+        self._queues: list[Clock] = [(0, 0), (0, 0)]  # the end of either copy stream
+        self._reached = [0, 0]  # operations of the compute stream that either copy stream has waited for
+        self._compute: Clock = (0, 0)
+        self._pending: list[_Copy] = []  # in the order of issue, which is one that the marks allow
+        self._lasting: dict[int, torch.UntypedStorage] = {}
+        self._operations = 0  # of the compute stream so far
+        self._used: dict[int, int] = {}  # by the address of a storage: the last of them that used it
+        self._copying = False
+
+    def used(self, tensor: Tensor) -> None:
+        """An operation of the compute stream reads or writes ``tensor``."""
+        if not self._copying:
+            self._operations += 1
+            self._used[tensor.untyped_storage().data_ptr()] = self._operations
+
+    @override
+    def mark(self) -> Mark:
+        return _LateMark(self)
+
+    @override
+    def compute_reached(self, mark: Mark) -> None:
+        self._between()
+        _late(mark).clock, _late(mark).operations = self._compute, self._operations
+
+    @override
+    def compute_waits(self, mark: Mark) -> None:
+        self._between()
+        self._compute = _joined(self._compute, _late(mark).clock)
+        for copy in self._pending:
+            if copy.within(self._compute) and not copy.device_knows:
+                if copy.direction == _UPLOAD:
+                    self._run(copy)
+                else:
+                    self._take(copy)
+                copy.device_knows = True
+
+    @override
+    def upload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
+        self._issue(_UPLOAD, target, source, after, done)
+
+    @override
+    def offload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
+        self._issue(_OFFLOAD, target, source, after, done)
+
+    @override
+    def upload_reached(self, mark: Mark) -> None:
+        _late(mark).clock, _late(mark).operations = self._queues[_UPLOAD], self._reached[_UPLOAD]
+
+    @override
+    def offload_reached(self, mark: Mark) -> None:
+        _late(mark).clock, _late(mark).operations = self._queues[_OFFLOAD], self._reached[_OFFLOAD]
+
+    @override
+    def upload_waits(self, mark: Mark) -> None:
+        self._queues[_UPLOAD] = _joined(self._queues[_UPLOAD], _late(mark).clock)
+        self._reached[_UPLOAD] = max(self._reached[_UPLOAD], _late(mark).operations)
+
+    @override
+    def offload_waits(self, mark: Mark) -> None:
+        self._queues[_OFFLOAD] = _joined(self._queues[_OFFLOAD], _late(mark).clock)
+        self._reached[_OFFLOAD] = max(self._reached[_OFFLOAD], _late(mark).operations)
+
+    @override
+    def lasting(self, memory: Tensor) -> Tensor:
+        self._lasting[memory.untyped_storage().data_ptr()] = memory.untyped_storage()
+        return memory
+
+    @override
+    def synchronize(self) -> None:
+        self.host_waits(_joined(self._compute, _joined(*self._queues)))
+
+    def host_waits(self, clock: Clock) -> None:
+        """A host thread has waited for what ``clock`` counts."""
+        self._between()
+        for copy in self._pending:
+            if copy.within(clock):
+                self._run(copy)
+                copy.device_knows = True
+                if copy.direction == _UPLOAD:
+                    self._compare(copy.before, copy.source, f"host memory was rewritten while {copy} could read it")
+        self._pending = [copy for copy in self._pending if not copy.within(clock)]
+
+    def _issue(self, direction: int, target: Tensor, source: Tensor, after: Mark, done: Mark) -> None:
+        self._between()
+        device = source if direction == _OFFLOAD else target
+        lasts = device.untyped_storage().data_ptr() in self._lasting
+        clock = _joined(self._queues[direction], _late(after).clock)
+        reached = self._reached[direction] = max(self._reached[direction], _late(after).operations)
+        self.issued[direction] += 1
+        number = self.issued[direction]
+        copy = _Copy(
+            direction,
+            (number, clock[1]) if direction == _UPLOAD else (clock[0], number),
+            # The host's memory lives until everything is over: it is unpinned only then.
+            _Memory(source, keep=lasts or direction == _UPLOAD),
+            _Memory(target, keep=lasts or direction == _OFFLOAD),
+        )
+        self._queues[direction] = _late(done).clock = copy.clock
+        _late(done).operations = reached
+        if self._used.get(device.untyped_storage().data_ptr(), 0) > reached:
+            self._fail(f"{copy} does not wait for the last operation that used its device memory")
+        with self._own():
+            self._begin(copy)
+        self._pending.append(copy)
+
+    @contextmanager
+    def _own(self) -> Iterator[None]:
+        """What is done inside is no operation of the compute stream."""
+        before, self._copying = self._copying, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._copying = before
+
+    def _begin(self, copy: _Copy) -> None:
+        """From its issue on a copy could run, unless another is to bring what it reads or to use what it writes."""
+        read, write = True, True
+        for other in self._pending:
+            brings, uses = other.target.overlaps(copy.source), other.source.overlaps(copy.target)
+            same = other.target.overlaps(copy.target)
+            if brings or uses or same:
+                if not other.within(copy.clock):
+                    self._fail(f"{copy} does not wait for {other}, which uses the same memory")
+                if other.direction == _UPLOAD and other.done and uses:
+                    self._compare(other.before, other.source, f"host memory was rewritten while {other} could read it")
+                    other.before = None
+                read = read and (other.done or not brings)
+                write = write and (other.done or not same) and (other.done or not uses or other.taken is not None)
+        if read:
+            copy.before = copy.source.bits().clone()
+        if write:
+            copy.target.bits().fill_(_GARBAGE)
+            copy.left = copy.target.bits().clone()
+
+    def _between(self) -> None:
+        for copy in self._pending:
+            self._check_alive(copy)
+        if self.choice is not None:
+            unfinished = [copy for copy in self._pending if not copy.done]
+            for copy in unfinished[: self.choice.randint(-2, len(unfinished))]:
+                self._run(copy)
+        self.between()
+
+    def _take(self, copy: _Copy) -> None:
+        """Let an offload read; what it brings arrives on the host when the host has waited."""
+        if copy.taken is None and not copy.done:
+            self._check_alive(copy)
+            self._compare(copy.before, copy.source, f"device memory was rewritten while {copy} could read it")
+            with self._own():
+                copy.taken = copy.source.tensor().clone()
+
+    def _run(self, copy: _Copy) -> None:
+        if not copy.done:
+            with self._own():
+                self._carry_out(copy)
+
+    def _carry_out(self, copy: _Copy) -> None:
+        for other in self._pending:
+            if other is copy:
+                break
+            if other.within(copy.clock):
+                needed = other.target.overlaps(copy.source) or other.target.overlaps(copy.target)
+                if other.direction == _UPLOAD or needed:
+                    self._run(other)
+                else:
+                    self._take(other)
+        if copy.direction == _OFFLOAD:
+            self._take(copy)
+            brought = copy.taken
+        else:
+            self._check_alive(copy)
+            self._compare(copy.before, copy.source, f"host memory was rewritten while {copy} could read it")
+            brought = copy.source.tensor()
+            copy.before = copy.source.bits().clone()
+        assert brought is not None
+        self._compare(copy.left, copy.target, f"the target of {copy} was written by something else meanwhile")
+        copy.target.tensor().copy_(brought)
+        copy.left, copy.taken, copy.done = None, None, True
+
+    def _check_alive(self, copy: _Copy) -> None:
+        if not copy.device_knows and not copy.device_memory.alive:
+            self._fail(f"device memory was freed before {copy} was over: it could have been given away")
+
+    def _compare(self, expected: Tensor | None, memory: _Memory, fault: str) -> None:
+        with self._own():
+            changed = expected is not None and not torch.equal(expected, memory.bits())
+        if changed:
+            self._fail(fault)
+
+    def _fail(self, fault: str) -> None:
+        self.faults.append(fault)
+        raise AssertionError(fault)
+
+
+def _late(mark: Mark) -> _LateMark:
+    assert isinstance(mark, _LateMark)
+    return mark
+
+
+class Watch(TorchDispatchMode):
+    """Tells ``streams`` which memory the operations inside use."""
+
+    def __init__(self, streams: LateStreams) -> None:
+        super().__init__()
+        self.streams = streams
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)) if not func.is_view else ():
+            if isinstance(leaf, Tensor):
+                self.streams.used(leaf)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,439 @@
+"""The engine's bits when copies and host updates come at the worst moment that its own ordering allows."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from protrain.engine.arena import Arena
+from protrain.engine.streams import Mark, Streams
+from protrain.engine.swap import HostSlots
+from protrain.optim import ProTrainOptimizer
+from tests.engine.harness import (
+    FEW_PLANS,
+    NONE,
+    SWAP,
+    Batch,
+    Loop,
+    Spec,
+    Trainer,
+    adamw,
+    assert_same,
+    default_loss,
+    seeded,
+    states,
+    wrap_under,
+)
+from tests.engine.late_streams import LateStreams, Watch
+from tests.engine.lateness import Lateness
+from tests.engine.plain_loop import prepare_plain
+
+CPU = torch.device("cpu")
+WIDTH = 16
+SPECS = (
+    *FEW_PLANS,
+    Spec("none", "middle", (SWAP,)),
+    Spec("none", "all", (SWAP, NONE), small=True),
+)
+KINDS = [Lateness("late"), Lateness("early"), *(Lateness("random", seed) for seed in range(2))]
+Run = Callable[[nn.Module, Any], Any]
+
+
+class Block(nn.Module):
+    """A residual block with dropout that can be told to fail in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(torch.tanh(self.first(self.norm(x))))
+        if self.fails and hidden.requires_grad:
+            hidden.register_hook(_fail)
+        return x + self.second(hidden)
+
+
+def _fail(_: Tensor) -> Tensor:
+    raise ArithmeticError("backward fails")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.leave = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+def make() -> nn.Module:
+    with seeded():
+        return Model()
+
+
+def batches(count: int = 4) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(16, 8, generator=generator),) for _ in range(count)]
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def lateness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lateness]:
+    """Engines of this test meet one kind of lateness."""
+    kind = Lateness(request.param.schedule, request.param.seed)
+    with kind.applied(monkeypatch):
+        yield kind
+
+
+_expected: dict[tuple[str, torch.dtype], Any] = {}
+
+
+def check(
+    lateness: Lateness,
+    run: Run,
+    name: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    tight: bool = False,
+    **options: Any,
+) -> None:
+    """What ``run`` returns, and the final states, are those of the plain loop under every plan."""
+    watched = lateness.schedule == "late"  # what it finds is the same for all kinds
+    if (name, dtype) not in _expected:
+        torch.manual_seed(1)
+        plain = make()
+        model, trainer = prepare_plain(plain, adamw(plain), device=CPU, dtype=dtype)
+        _expected[name, dtype] = run(model, trainer), states(model, trainer)
+    values, final = _expected[name, dtype]
+    for spec in SPECS:
+        fresh = make()
+        wrapped, optimizer = wrap_under(
+            spec, fresh, adamw(fresh), batches()[0], device=CPU, dtype=dtype, tight=tight, key="late", **options
+        )
+        torch.manual_seed(1)
+        with Watch(late_streams(optimizer)) if watched else nullcontext():
+            assert run(wrapped, optimizer) == values, str(spec)
+        assert_same(states(wrapped, optimizer), final)
+        late_streams(optimizer).synchronize()
+
+
+def late_streams(optimizer: ProTrainOptimizer) -> LateStreams:
+    streams = optimizer._engine.streams
+    assert isinstance(streams, LateStreams)
+    return streams
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+
+def two_forwards(model: nn.Module, batch: Batch) -> Tensor:
+    return default_loss(model, batch) + default_loss(model, (batch[0].flip(0),)) * 0.5
+
+
+def looked_at_between(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        before = default_loss(model, batch)
+    with torch.inference_mode():
+        model(batch[0][:2])
+    return default_loss(model, batch) * (1 + before)
+
+
+def looked_at_inside(model: nn.Module, batch: Batch) -> Tensor:
+    loss = default_loss(model, batch)
+    with torch.no_grad():
+        default_loss(model, (batch[0][:4],))
+    return loss
+
+
+def dropped(model: nn.Module, batch: Batch) -> Tensor:
+    default_loss(model, batch)
+    return default_loss(model, batch)
+
+
+LOOPS = {
+    "plain": Loop(),
+    "clipped": Loop(max_norm=0.1),
+    "two forwards": Loop(max_norm=0.5, loss=two_forwards),
+    "evaluation between": Loop(loss=looked_at_between),
+    "evaluation inside": Loop(loss=looked_at_inside),
+    "a forward dropped": Loop(loss=dropped),
+    "accumulation": Loop(max_norm=0.5, accumulate=2),
+    "accumulation without sync": Loop(accumulate=2, no_sync=True),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops(name: str, lateness: Lateness) -> None:
+    check(lateness, lambda model, optimizer: LOOPS[name].run(model, optimizer, batches(4)), name)
+
+
+@pytest.mark.parametrize("name", ["accumulation", "accumulation without sync"])
+def test_accumulation_in_host_memory(name: str, lateness: Lateness) -> None:
+    check(lateness, lambda model, optimizer: LOOPS[name].run(model, optimizer, batches(4)), name, tight=True)
+
+
+def test_float16_with_skipped_steps(lateness: Lateness) -> None:
+    loop = Loop(max_norm=0.5, loss=lambda model, batch: default_loss(model, batch) * 64)
+    check(lateness, lambda model, optimizer: loop.run(model, optimizer, batches(4)), "fp16", dtype=torch.float16)
+
+
+def test_updates_inside_backward(lateness: Lateness) -> None:
+    check(
+        lateness,
+        lambda model, optimizer: Loop(accumulate=2, no_sync=True).run(model, optimizer, batches(4)),
+        "accumulation inside backward",
+        step_during_backward=True,
+    )
+
+
+# -- what is done between the parts of a step --------------------------------------------------------------------------
+
+
+def evaluate_after_backward(model: nn.Module, optimizer: Trainer) -> list[float]:
+    values = []
+    for batch in batches():
+        default_loss(model, batch).backward()
+        optimizer.clip_grad_norm_(0.1)
+        with torch.no_grad():
+            values.append(float(default_loss(model, batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            values.append(float(default_loss(model, batch)))
+    return values
+
+
+def several_backwards(model: nn.Module, optimizer: Trainer) -> None:
+    for batch in batches():
+        first, second = default_loss(model, batch), default_loss(model, (batch[0].flip(1),))
+        second.backward(retain_graph=True)
+        first.backward()
+        second.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def backwards_without_step(model: nn.Module, optimizer: Trainer) -> None:
+    for number, batch in enumerate(batches(4)):
+        default_loss(model, batch).backward()
+        if number % 2:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def inputs_get_gradients(model: nn.Module, optimizer: Trainer) -> list[float]:
+    values = []
+    for batch in batches(4):
+        x = batch[0].clone().requires_grad_()
+        default_loss(model, (x,)).backward()
+        (other,) = torch.autograd.grad(model(x).float().sum(), [x])
+        assert x.grad is not None
+        values += [float(x.grad.sum()), float(other.sum())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return values
+
+
+def failures(model: nn.Module, optimizer: Trainer) -> list[float]:
+    values = []
+    block: Any = model.get_submodule("blocks.1")
+    for number, batch in enumerate(batches(4)):
+        if number in (1, 2):
+            block.fails = True
+            with pytest.raises(ArithmeticError, match="backward fails"):
+                default_loss(model, batch).backward()
+            block.fails = False
+            if number == 2:
+                with torch.no_grad():
+                    values.append(float(default_loss(model, batch)))
+            optimizer.zero_grad()
+        default_loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values
+
+
+def states_between(model: nn.Module, optimizer: Trainer) -> list[float]:
+    values = []
+    for batch in batches():
+        values.append(sum(float(value.sum()) for value in model.state_dict().values()))
+        default_loss(model, batch).backward()
+        values.append(sum(float(value.sum()) for value in model.state_dict().values()))
+        optimizer.step()
+        values.append(float(optimizer.export_parameter("blocks.2.first.weight")["exp_avg"].sum()))
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        optimizer.zero_grad()
+    return values
+
+
+BETWEEN: dict[str, Run] = {
+    run.__name__.replace("_", " "): run
+    for run in (
+        evaluate_after_backward,
+        several_backwards,
+        backwards_without_step,
+        inputs_get_gradients,
+        failures,
+        states_between,
+    )
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_between(name: str, lateness: Lateness) -> None:
+    check(lateness, BETWEEN[name], name)
+
+
+def test_steps_in_a_row(lateness: Lateness) -> None:
+    results = []
+    for spec in (Spec("all", "least", (NONE,)), *SPECS):
+        model = make()
+        wrapped, optimizer = wrap_under(
+            spec, model, adamw(model), batches()[0], device=CPU, dtype=torch.bfloat16, key="late"
+        )
+        torch.manual_seed(1)
+        for batch in batches(3):
+            default_loss(wrapped, batch).backward()
+            for max_norm in (0.5, 0.01):  # the second factor comes while updates with the first may still wait
+                optimizer.clip_grad_norm_(max_norm)
+                optimizer.step()
+            optimizer.zero_grad()
+        results.append(states(wrapped, optimizer))
+    for found in results[1:]:
+        assert_same(found, results[0])
+
+
+def test_edited_weights_reach_the_device(lateness: Lateness) -> None:
+    for spec in SPECS:
+        model = make()
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=CPU, key="late")
+        for batch in batches():
+            loss = default_loss(wrapped, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                default_loss(wrapped, batch)  # leaves uploads behind
+            with protrain.full_parameters(wrapped):
+                for parameter in wrapped.parameters():
+                    parameter.data.mul_(0.5)
+            weights = {name: value.clone() for name, value in wrapped.state_dict().items()}
+            plain = make().eval()
+            plain.load_state_dict(weights)
+            wrapped.eval()
+            with torch.no_grad():
+                assert torch.equal(wrapped(*batch), plain(*batch)), str(spec)
+            wrapped.train()
+
+
+def test_a_model_is_dropped_while_copies_are_on_their_way(lateness: Lateness) -> None:
+    for spec in SPECS:
+        for _ in range(2):
+            model = make()
+            wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=CPU, key="late")
+            default_loss(wrapped, batches()[0]).backward()
+            optimizer.step()
+            with torch.no_grad():
+                default_loss(wrapped, batches()[1])  # leaves uploads behind
+            streams = lateness.streams[-1]
+            del model, wrapped, optimizer
+            gc.collect()
+            streams.synchronize()
+
+
+class Shift(nn.Module):
+    """Saves nothing for its backward, so that the same graph can be used again after a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def test_a_backward_after_the_step_leaves_its_gradients_alone(lateness: Lateness) -> None:
+    def run(model: nn.Module, optimizer: Trainer) -> dict[str, Tensor]:
+        output = model(torch.zeros(4, WIDTH))
+        for gradient in (0.25, -3.0, 0.5):
+            output.backward(torch.full_like(output, gradient), retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        return states(model, optimizer)
+
+    plain = nn.Sequential(Shift(), Shift(), Shift())
+    expected = run(*prepare_plain(plain, adamw(plain), device=CPU, dtype=torch.float32))
+    model, batch = nn.Sequential(Shift(), Shift(), Shift()), (torch.zeros(4, WIDTH),)
+    for spec in (Spec("none", "all", (NONE,)), Spec("none", "least", (NONE,), small=True)):
+        model = nn.Sequential(Shift(), Shift(), Shift())
+        assert_same(run(*wrap_under(spec, model, adamw(model), batch, device=CPU)), expected)
+
+
+class Gated(nn.Module):
+    """A residual block with a parameter of which large results are saved: a backward to the input alone skips them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ torch.tanh(self.weight).sin())
+
+
+def test_swapped_activations_come_back_after_a_backward_that_skipped_some(lateness: Lateness) -> None:
+    def run(model: nn.Module, optimizer: Trainer) -> dict[str, Tensor]:
+        found: list[Tensor] = []
+        for batch in batches(3):
+            x = batch[0].repeat(1, WIDTH // 8).requires_grad_()
+            loss = model(x).float().square().mean()
+            found += torch.autograd.grad(loss, [x], retain_graph=True)
+            loss.backward()
+            assert x.grad is not None
+            found.append(x.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {f"gradient {at}": value for at, value in enumerate(found)} | states(model, optimizer)
+
+    def blocks() -> nn.Module:
+        return nn.Sequential(Gated(), Gated(), Gated(), Gated())
+
+    plain, batch = blocks(), (batches()[0][0].repeat(1, WIDTH // 8),)
+    expected = run(*prepare_plain(plain, adamw(plain), device=CPU, dtype=torch.float32))
+    for spec in (Spec("all", "least", (SWAP,)), Spec("none", "least", (SWAP, NONE))):
+        model = blocks()
+        assert_same(run(*wrap_under(spec, model, adamw(model), batch, device=CPU)), expected)
+
+
+class _Interrupted(list[Any]):
+    """Grows just after it was looked through, as when the garbage collector finds a frame then."""
+
+    given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(super().__iter__())
+        self.given += 1
+        self.append((torch.zeros(512, dtype=torch.uint8), Mark()))
+
+
+def test_a_region_given_back_while_another_is_taken_is_kept() -> None:
+    arena = Arena(pinned=False)
+    slots = HostSlots(arena, Streams(), limit_bytes=0)
+    free = slots._free = _Interrupted([(torch.zeros(256, dtype=torch.uint8), Mark())])
+    assert slots.take(256)[0].numel() == 256
+    assert free.given > 0
+    assert len(slots._free) == free.given
