@@ -15,6 +15,7 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def _versions() -> dict[str, Any]:
     own = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         own.update(path.read_bytes())
-    others = {name: module.__version__ for name in _LIBRARIES if (module := sys.modules.get(name)) is not None}
+    others = {name: version(name.replace("_", "-")) for name in _LIBRARIES if name in sys.modules}
     return {"python": platform.python_version(), "cuda": torch.version.cuda, "profiler": own.hexdigest(), **others}
 
 

@@ -56,7 +56,7 @@ class LateWorker(HostWorker):
         weakref.finalize(self, _finish, self._jobs, self.followers)  # as the thread does
 
     @override
-    def submit(self, work: Callable[[], None]) -> Job:
+    def submit(self, work: Callable[[], None], name: str = "") -> Job:
         job = _LateJob(work, self)
         self._jobs.append(job)
         if self.schedule == "early":
