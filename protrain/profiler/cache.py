@@ -15,7 +15,7 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,16 @@ def _versions() -> dict[str, Any]:
     own = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         own.update(path.read_bytes())
-    others = {name: version(name.replace("_", "-")) for name in _LIBRARIES if name in sys.modules}
+    others = {name: _version_of(name) for name in _LIBRARIES if name in sys.modules}
     return {"python": platform.python_version(), "cuda": torch.version.cuda, "profiler": own.hexdigest(), **others}
+
+
+def _version_of(module: str) -> str:
+    """By the module's own word, or by that of the package: nightly builds and some libraries have only one."""
+    own = getattr(sys.modules[module], "__version__", None)
+    with contextlib.suppress(PackageNotFoundError):
+        return str(own or version(module.replace("_", "-")))
+    return "unknown"
 
 
 def _settings() -> list[Any]:
