@@ -68,7 +68,7 @@ class Chunk:
     accumulator_on_host: bool = False
     accumulation: Job | None = None  # the last host addition that reads ``landing``
     update: Job | None = None  # the last update on the host; None when there was none
-    version: int = 0  # counts updates of the weight
+    version: int = 0  # counts changes of the weight
 
     def wait_for_update(self) -> None:
         """Block until the weight in host memory is that of the last step."""
@@ -100,6 +100,7 @@ class Chunk:
                 scale=scale,
                 threads=threads,
             )
+        self.version += 1
 
 
 def state_layout(trainable: bool, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -248,6 +248,7 @@ class Engine:
     def weights_changed(self, chunks: list[Chunk]) -> None:
         """Weights were written outside a step: what the device holds of them is out of date."""
         for chunk in chunks:
+            chunk.version += 1
             if not chunk.persistent:
                 self.buffers.invalidate(chunk)
         self.steps += 1

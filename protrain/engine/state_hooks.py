@@ -59,7 +59,7 @@ class StateHooks:
 
     def export(self, index: int) -> Tensor:
         """A CPU copy of a weight; the same tensor for tied names of one state_dict."""
-        key = (index, self.engine.steps)
+        key = (index, self.engine.members[index].chunk.version)
         copy = self._copies.get(key)
         if copy is None:
             copy = self._copies[key] = read_weight(self.engine.members[index])

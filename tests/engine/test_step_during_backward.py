@@ -137,3 +137,13 @@ def test_a_step_after_no_sync_alone_is_an_error(wrapped: Wrap, tiny_batch: Calla
         optimizer.step()
         results.append(states(model, optimizer))
     assert_same(results[1], results[0])
+
+
+def test_a_state_dict_after_backward_has_its_updates(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
+    model, optimizer = wrapped(SPECS[1], during=True)
+    before = model.state_dict()
+    optimizer.backward(model(**tiny_batch()).loss)
+    after = model.state_dict()  # while the one before is still held
+    optimizer.step()
+    assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
+    assert not any(torch.equal(after[name], value) for name, value in before.items() if value.ndim > 1)
