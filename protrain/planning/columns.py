@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.memory import Activations, MemoryModel
-from protrain.planning.plan import block_modes
-from protrain.planning.runtime import RuntimeModel
+from protrain.planning.plan import BlockMode, block_modes
+from protrain.planning.runtime import RuntimeModel, Undisturbed
 from protrain.profiler.model_profile import ModelProfile
 
 # What is at most this much faster than the fastest found isn't looked for: the prediction is no better.
@@ -36,10 +36,19 @@ class Candidate(NamedTuple):
     n_ckpt: int
 
 
+class _Choice(NamedTuple):
+    """A choice of block modes with a column's number of swapped blocks."""
+
+    n_ckpt: int
+    modes: tuple[BlockMode, ...]
+    activations: Activations
+    step: Undisturbed
+
+
 class _Column(NamedTuple):
     n_swap: int
     n_persist: int
-    activations: list[tuple[int, Activations]]  # by n_ckpt, ascending; the first fits
+    choices: list[_Choice]  # by n_ckpt, ascending; the first fits
     bound_ms: float  # no plan of the column is faster
 
 
@@ -87,21 +96,25 @@ class Columns:
     def _columns(self, n_swap: int) -> list[_Column]:
         """Those of ``n_swap`` that hold any plan that fits."""
         memory, hardware = self._memory, self._hardware
-        choices = [
-            (n_ckpt, memory.activations(block_modes(self._n_blocks, n_swap, n_ckpt)))
-            for n_ckpt in range(self._n_blocks - n_swap + 1)
-            if memory.kept_bytes(n_swap + n_ckpt) <= hardware.device_bytes
-        ]
+        choices = []
+        for n_ckpt in range(self._n_blocks - n_swap + 1):
+            if memory.kept_bytes(n_swap + n_ckpt) <= hardware.device_bytes:
+                modes = block_modes(self._n_blocks, n_swap, n_ckpt)
+                choices.append(_Choice(n_ckpt, modes, memory.activations(modes), self._runtime.undisturbed(modes)))
         columns = []
         for n_persist in range(self._n_chunks + 1):
             left = hardware.device_bytes - memory.static_bytes(n_persist, memory.least_buffers(n_persist))
-            first = next((at for at, (_, one) in enumerate(choices) if memory.margined_bytes(one) <= left), None)
+            fits = (at for at, one in enumerate(choices) if memory.margined_bytes(one.activations) <= left)
+            first = next(fits, None)
             if first is None:
                 break  # more persistent chunks need only more
-            n_ckpt, activations = choices[first]
-            if memory.host_bytes(n_persist, activations) <= hardware.host_bytes:
-                step = self._runtime.undisturbed(block_modes(self._n_blocks, n_swap, n_ckpt))
-                bound_ms = self._runtime.bound_ms(step, n_persist, self._n_chunks - n_persist)
+            if memory.host_bytes(n_persist, choices[first].activations) <= hardware.host_bytes:
+                # More checkpointed than swapped blocks only add; fewer give swapping room, which may take less.
+                last = max(first, n_swap - choices[0].n_ckpt)
+                bound_ms = min(
+                    self._runtime.bound_ms(one.step, n_persist, self._n_chunks - n_persist)
+                    for one in choices[first : last + 1]
+                )
                 columns.append(_Column(n_swap, n_persist, choices[first:], bound_ms))
         return columns
 
@@ -111,9 +124,7 @@ class Columns:
         least_buffers, all_buffers = memory.least_buffers(n_persist), self._n_chunks - n_persist
         room = self._hardware.device_bytes - memory.static_bytes(n_persist, least_buffers)
         before = -1
-        for n_ckpt, activations in column.activations:
-            modes = block_modes(self._n_blocks, n_swap, n_ckpt)
-            step = runtime.undisturbed(modes)
+        for n_ckpt, modes, activations, step in column.choices:
             if n_ckpt >= n_swap and not self._may_win(runtime.bound_ms(step, n_persist, all_buffers)):
                 return
             spare = room - memory.margined_bytes(activations)

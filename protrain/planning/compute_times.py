@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from protrain.hardware.profile import HardwareProfile
 from protrain.profiler.model_profile import ModelProfile
 
-_MATMUL_SHARE = 0.75  # of the matmul ceiling: what blocks of LLaMA and GPT-2 reach on an H100 without compilation
+_MATMUL_SHARE = 0.75  # of the matmul ceiling: blocks of LLaMA and GPT-2 10B, 8,192 tokens, eager, on an H100
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from protrain.engine.arena import Arena
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.swap import HostSlots
 from protrain.optim import ProTrainOptimizer
+from tests.engine import residual
 from tests.engine.harness import (
     FEW_PLANS,
     NONE,
@@ -27,7 +28,6 @@ from tests.engine.harness import (
     adamw,
     assert_same,
     default_loss,
-    seeded,
     states,
     wrap_under,
 )
@@ -46,49 +46,12 @@ KINDS = [Lateness("late"), Lateness("early"), *(Lateness("random", seed) for see
 Run = Callable[[nn.Module, Any], Any]
 
 
-class Block(nn.Module):
-    """A residual block with dropout that can be told to fail in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.drop(torch.tanh(self.first(self.norm(x))))
-        if self.fails and hidden.requires_grad:
-            hidden.register_hook(_fail)
-        return x + self.second(hidden)
-
-
-def _fail(_: Tensor) -> Tensor:
-    raise ArithmeticError("backward fails")
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.leave = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.leave(x)
-
-
 def make() -> nn.Module:
-    with seeded():
-        return Model()
+    return residual.make(WIDTH, depth=4)
 
 
 def batches(count: int = 4) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(16, 8, generator=generator),) for _ in range(count)]
+    return residual.batches(count)
 
 
 @pytest.fixture(params=KINDS, ids=str)
@@ -254,10 +217,10 @@ def failures(model: nn.Module, optimizer: Trainer) -> list[float]:
     block: Any = model.get_submodule("blocks.1")
     for number, batch in enumerate(batches(4)):
         if number in (1, 2):
-            block.fails = True
+            block.fails = "backward"
             with pytest.raises(ArithmeticError, match="backward fails"):
                 default_loss(model, batch).backward()
-            block.fails = False
+            block.fails = ""
             if number == 2:
                 with torch.no_grad():
                     values.append(float(default_loss(model, batch)))

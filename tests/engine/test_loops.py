@@ -25,60 +25,11 @@ from tests.engine.harness import (
     check_equal_to_plain,
     default_loss,
     plain_run,
-    seeded,
     states,
     wrap_under,
 )
 from tests.engine.plain_loop import prepare_plain
-
-WIDTH = 48
-
-
-class Block(nn.Module):
-    """A residual block with dropout that can be told to fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-        self.fails = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.drop(torch.tanh(self.first(self.norm(x))))
-        if self.fails == "forward":
-            raise ArithmeticError("forward fails")
-        if self.fails == "backward" and hidden.requires_grad:
-            hidden.register_hook(_fail)
-        return x + self.second(hidden)
-
-
-def _fail(_: Tensor) -> Tensor:
-    raise ArithmeticError("backward fails")
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(5))
-        self.leave = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.leave(x)
-
-
-def make() -> nn.Module:
-    with seeded():
-        return Model()
-
-
-def batches(count: int = 6) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(16, 8, generator=generator),) for _ in range(count)]
+from tests.engine.residual import batches, make
 
 
 def two_forwards(model: nn.Module, batch: Batch) -> Tensor:
@@ -143,6 +94,16 @@ def test_adam_with_coupled_weight_decay(device: torch.device) -> None:
     )
 
 
+def same_as_plain(run: Callable[[nn.Module, Trainer], list[Tensor]], device: torch.device) -> None:
+    """What ``run`` returns has the plain loop's bits under every plan."""
+    plain = make()
+    expected = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
+    for spec in FEW_PLANS:
+        model = make()
+        found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device, dtype=torch.bfloat16))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), str(spec)
+
+
 def test_inputs_get_their_gradients(device: torch.device) -> None:
     def run(model: nn.Module, optimizer: Trainer) -> list[Tensor]:
         gradients = []
@@ -158,12 +119,7 @@ def test_inputs_get_their_gradients(device: torch.device) -> None:
             optimizer.zero_grad()
         return gradients
 
-    plain = make()
-    expected = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
-    for spec in FEW_PLANS:
-        model = make()
-        found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device, dtype=torch.bfloat16))
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), str(spec)
+    same_as_plain(run, device)
 
 
 def test_an_evaluation_after_backward_has_the_old_weights(device: torch.device) -> None:
@@ -184,12 +140,7 @@ def test_an_evaluation_after_backward_has_the_old_weights(device: torch.device) 
             optimizer.zero_grad()
         return outputs
 
-    plain = make()
-    expected = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
-    for spec in FEW_PLANS:
-        model = make()
-        found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device, dtype=torch.bfloat16))
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), str(spec)
+    same_as_plain(run, device)
 
 
 def test_what_a_late_copy_reads_is_still_there(device: torch.device) -> None:
@@ -211,11 +162,7 @@ def test_what_a_late_copy_reads_is_still_there(device: torch.device) -> None:
             del other
         return losses
 
-    plain = make()
-    expected = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
-    model = make()
-    found = run(*wrap_under(FEW_PLANS[0], model, adamw(model), batches()[0], device=device, dtype=torch.bfloat16))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    same_as_plain(run, device)
 
 
 @pytest.mark.parametrize("retain", [False, True])

@@ -1,0 +1,55 @@
+"""A small residual model with dropout, any of whose blocks can be told to fail, and batches for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.engine.harness import Batch, seeded
+
+
+class Block(nn.Module):
+    """A residual block with dropout; ``fails`` may be "forward" or "backward"."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.drop = nn.Dropout(0.1)
+        self.fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(torch.tanh(self.first(self.norm(x))))
+        if self.fails == "forward":
+            raise ArithmeticError("forward fails")
+        if self.fails == "backward" and hidden.requires_grad:
+            hidden.register_hook(_fail)
+        return x + self.second(hidden)
+
+
+def _fail(_: Tensor) -> Tensor:
+    raise ArithmeticError("backward fails")
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.leave = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+def make(width: int = 48, depth: int = 5) -> nn.Module:
+    with seeded():
+        return Model(width, depth)
+
+
+def batches(count: int = 6) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(16, 8, generator=generator),) for _ in range(count)]
