@@ -2,7 +2,8 @@
 
    Every function cuts its range in blocks that fit the L1 cache, widens a block to fp32, computes in fp32 with separate
    multiplies and adds (build with -ffp-contract=off, never with -ffast-math), and narrows the result. The loops over a
-   block have no branches and no aliases, so compilers vectorise them; threads own contiguous runs of blocks. */
+   block have no branches and no aliases, so compilers vectorise them. Threads take runs of blocks as they get to them:
+   with equal shares for all, every call would last as long as the thread whose core is also the launching thread's. */
 
 #include <math.h>
 #include <stdint.h>
@@ -13,6 +14,7 @@
 
 enum { BF16 = 0, FP16 = 1, FP32 = 2 };
 enum { BLOCK = 512, LANES = 1024, ROWS = 16, TILE = LANES * ROWS, PADDING = 128 };
+enum { RUN = 32768, BLOCKS_OF_RUN = RUN / BLOCK, TILES_OF_RUN = RUN / TILE }; /* elements taken at a time */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
 static inline uint32_t bits_of(float value) {
@@ -113,7 +115,7 @@ static inline void join_block(const uint16_t *restrict weight, const int16_t *re
 
 void protrain_split(const float *master, uint16_t *weight, int16_t *remainder, int64_t count, int threads) {
     const int64_t blocks = (count + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(threads)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first = block * BLOCK;
         split_block(master + first, MIN(BLOCK, count - first), weight + first, remainder + first);
@@ -122,7 +124,7 @@ void protrain_split(const float *master, uint16_t *weight, int16_t *remainder, i
 
 void protrain_join(const uint16_t *weight, const int16_t *remainder, float *master, int64_t count, int threads) {
     const int64_t blocks = (count + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(threads)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first = block * BLOCK;
         join_block(weight + first, remainder + first, MIN(BLOCK, count - first), master + first);
@@ -156,7 +158,7 @@ void protrain_adam(void *weight, int weight_dtype, void *master, float *exp_avg,
                    int grad_dtype, int64_t count, const adam_scalars *scalars, int threads) {
     const adam_scalars s = *scalars;
     const int64_t blocks = (count + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(threads)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first = block * BLOCK, n = MIN(BLOCK, count - first);
         float joined[BLOCK], buffer[BLOCK];
@@ -227,7 +229,7 @@ static float lane_tree(float *lanes) {
 
 void protrain_sum_of_squares(const void *values, int dtype, int64_t count, float *partials, int threads) {
     const int64_t tiles = (count + TILE - 1) / TILE;
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(threads)
     for (int64_t tile = 0; tile < tiles; tile++) {
         float lanes[LANES] = {0}, row[LANES];
         const int64_t end = MIN(count, (tile + 1) * TILE);
@@ -247,7 +249,7 @@ void protrain_flatten(const void *source, int source_dtype, void *chunk, int chu
     const size_t chunk_itemsize = chunk_dtype == FP32 ? 4 : 2;
     const int copies = source_dtype == chunk_dtype && chunk_dtype != FP32 && !scale;
     int bad = 0;
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : bad)
+#pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(threads) reduction(| : bad)
     for (int64_t tile = 0; tile < tiles; tile++) {
         float lanes[LANES] = {0}, row[LANES];
         uint32_t largest = 0;
@@ -292,7 +294,7 @@ void protrain_flatten(const void *source, int source_dtype, void *chunk, int chu
 
 void protrain_accumulate(float *total, const void *grad, int dtype, int64_t count, int initialise, int threads) {
     const int64_t blocks = (count + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(threads)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first = block * BLOCK, n = MIN(BLOCK, count - first);
         float buffer[BLOCK];
