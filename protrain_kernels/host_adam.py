@@ -20,6 +20,7 @@ from protrain_kernels.host_library import library
 
 if TYPE_CHECKING:
     from protrain_kernels.adam import AdamScalars
+    from protrain_kernels.out_of_place_adam import AdamStates
 
 _DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _Scalars = ctypes.c_float * 10
@@ -58,6 +59,39 @@ def host_adam(
         weight.numel(),
         values,
         _threads(threads),
+    )
+    return True
+
+
+def host_adam_out_of_place(
+    old: AdamStates,
+    new: AdamStates,
+    grad: torch.Tensor,
+    scalars: AdamScalars,
+    *,
+    scale: torch.Tensor | None = None,
+    threads: int = 0,
+) -> bool:
+    """``adam_out_of_place`` on checked tensors. False, having done nothing, without a compiled library."""
+    compiled = library()
+    if compiled is None:
+        return False
+    values = _Scalars(*scalars.values, 1.0 if scale is None else scale.item())
+    compiled.protrain_adam_out_of_place(
+        old.weight.data_ptr(),
+        _DTYPE_CODES[old.weight.dtype],
+        None if old.master is None else old.master.data_ptr(),
+        old.exp_avg.data_ptr(),
+        old.exp_avg_sq.data_ptr(),
+        grad.data_ptr(),
+        _DTYPE_CODES[grad.dtype],
+        old.weight.numel(),
+        values,
+        _threads(threads),
+        new.weight.data_ptr(),
+        None if new.master is None else new.master.data_ptr(),
+        new.exp_avg.data_ptr(),
+        new.exp_avg_sq.data_ptr(),
     )
     return True
 

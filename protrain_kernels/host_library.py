@@ -38,6 +38,11 @@ _ARGUMENTS = {
         *(_pointer, _flag, _pointer, _pointer, _pointer),
         *(_pointer, _flag, _length, _pointer, _flag),
     ),
+    "protrain_adam_out_of_place": (
+        *(_pointer, _flag, _pointer, _pointer, _pointer),
+        *(_pointer, _flag, _length, _pointer, _flag),
+        *(_pointer, _pointer, _pointer, _pointer),
+    ),
     "protrain_sum_of_squares": (_pointer, _flag, _length, _pointer, _flag),
     "protrain_flatten": (
         *(_pointer, _flag, _pointer, _flag, _length, _pointer),

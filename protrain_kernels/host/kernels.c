@@ -8,12 +8,13 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX__)
 #include <immintrin.h>
 #endif
 
 enum { BF16 = 0, FP16 = 1, FP32 = 2 };
-enum { BLOCK = 512, LANES = 1024, ROWS = 16, TILE = LANES * ROWS, PADDING = 128 };
+enum { BLOCK = 512, PART = 128, LANES = 1024, ROWS = 16, TILE = LANES * ROWS, PADDING = 128 };
+/* PART: a block for a loop that also writes around the cache, which takes few streams at once well. */
 enum { RUN = 32768, BLOCKS_OF_RUN = RUN / BLOCK, TILES_OF_RUN = RUN / TILE }; /* elements taken at a time */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
@@ -137,19 +138,37 @@ typedef struct {
     float decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, step_size, scale;
 } adam_scalars;
 
+/* One element: p in fp32, its gradient, and both moments, which it returns by their pointers. */
+static inline float adam_element(float p, float g, float *restrict m, float *restrict v, const adam_scalars s,
+                                 const int l2) {
+    g = g * s.scale;
+    if (l2) g = g + p * s.l2;
+    p = p * s.decay;
+    *m = *m * s.beta1 + g * s.one_minus_beta1;
+    *v = *v * s.beta2 + (g * g) * s.one_minus_beta2;
+    const float denominator = sqrtf(*v) * s.inv_sqrt_bias_correction2 + s.eps;
+    return p - (*m / denominator) * s.step_size;
+}
+
 static inline void adam_block(float *restrict weight, const float *restrict grad, float *restrict exp_avg,
                               float *restrict exp_avg_sq, int64_t count, const adam_scalars s, const int l2) {
     for (int64_t i = 0; i < count; i++) {
-        float p = weight[i];
-        float g = grad[i] * s.scale;
-        if (l2) g = g + p * s.l2;
-        p = p * s.decay;
-        const float m = exp_avg[i] * s.beta1 + g * s.one_minus_beta1;
-        const float v = exp_avg_sq[i] * s.beta2 + (g * g) * s.one_minus_beta2;
-        const float denominator = sqrtf(v) * s.inv_sqrt_bias_correction2 + s.eps;
-        weight[i] = p - (m / denominator) * s.step_size;
+        float m = exp_avg[i], v = exp_avg_sq[i];
+        weight[i] = adam_element(weight[i], grad[i], &m, &v, s, l2);
         exp_avg[i] = m;
         exp_avg_sq[i] = v;
+    }
+}
+
+static inline void adam_block_to(const float *restrict weight, const float *restrict grad,
+                                 const float *restrict exp_avg, const float *restrict exp_avg_sq,
+                                 float *restrict new_weight, float *restrict new_exp_avg,
+                                 float *restrict new_exp_avg_sq, int64_t count, const adam_scalars s, const int l2) {
+    for (int64_t i = 0; i < count; i++) {
+        float m = exp_avg[i], v = exp_avg_sq[i];
+        new_weight[i] = adam_element(weight[i], grad[i], &m, &v, s, l2);
+        new_exp_avg[i] = m;
+        new_exp_avg_sq[i] = v;
     }
 }
 
@@ -174,6 +193,73 @@ void protrain_adam(void *weight, int weight_dtype, void *master, float *exp_avg,
             adam_block(p, g, exp_avg + first, exp_avg_sq + first, n, s, 0);
         if (weight_dtype == BF16) split_block(p, n, (uint16_t *)weight + first, (int16_t *)master + first);
         if (weight_dtype == FP16) narrow_halves(p, n, (uint16_t *)weight + first);
+    }
+}
+
+/* Around the cache, which would read from memory first what is overwritten as a whole. */
+static inline void write_out(void *target, const void *source, int64_t bytes) {
+    int64_t done = 0;
+#if defined(__AVX512F__)
+    if (((uintptr_t)target & 63) == 0)
+        for (; done + 64 <= bytes; done += 64)
+            _mm512_stream_si512((__m512i *)((char *)target + done), _mm512_loadu_si512((const char *)source + done));
+#elif defined(__AVX__)
+    if (((uintptr_t)target & 31) == 0)
+        for (; done + 32 <= bytes; done += 32)
+            _mm256_stream_si256((__m256i *)((char *)target + done),
+                                _mm256_loadu_si256((const __m256i *)((const char *)source + done)));
+#endif
+    memcpy((char *)target + done, (const char *)source + done, (size_t)(bytes - done));
+}
+
+/* Other threads must not see later stores before those of write_out. */
+static inline void written_out(void) {
+#if defined(__AVX__)
+    _mm_sfence();
+#endif
+}
+
+/* protrain_adam that leaves its states as they are and writes the new ones elsewhere: as much traffic. */
+void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void *master, const float *exp_avg,
+                                const float *exp_avg_sq, const void *grad, int grad_dtype, int64_t count,
+                                const adam_scalars *scalars, int threads, void *new_weight, void *new_master,
+                                float *new_exp_avg, float *new_exp_avg_sq) {
+    const adam_scalars s = *scalars;
+    const int64_t blocks = (count + PART - 1) / PART;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(dynamic, RUN / PART) nowait
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t first = block * PART, n = MIN(PART, count - first);
+            float joined[PART], buffer[PART], p[PART], m[PART], v[PART];
+            uint16_t half[PART];
+            int16_t remainder[PART];
+            const float *old = (const float *)(weight_dtype == FP32 ? weight : master) + first;
+            if (weight_dtype == BF16) {
+                join_block((const uint16_t *)weight + first, (const int16_t *)master + first, n, joined);
+                old = joined;
+            }
+            const float *g = widened(grad, grad_dtype, first, n, buffer);
+            if (s.l2 != 0.0f)
+                adam_block_to(old, g, exp_avg + first, exp_avg_sq + first, p, m, v, n, s, 1);
+            else
+                adam_block_to(old, g, exp_avg + first, exp_avg_sq + first, p, m, v, n, s, 0);
+            write_out(new_exp_avg + first, m, n * 4);
+            write_out(new_exp_avg_sq + first, v, n * 4);
+            if (weight_dtype == FP32) {
+                write_out((float *)new_weight + first, p, n * 4);
+                continue;
+            }
+            if (weight_dtype == BF16) {
+                split_block(p, n, half, remainder);
+                write_out((int16_t *)new_master + first, remainder, n * 2);
+            } else {
+                narrow_halves(p, n, half);
+                write_out((float *)new_master + first, p, n * 4);
+            }
+            write_out((uint16_t *)new_weight + first, half, n * 2);
+        }
+        written_out();
     }
 }
 
