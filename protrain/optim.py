@@ -17,14 +17,13 @@ from torch import Tensor
 from protrain.engine.chunks import Chunk, Member
 from protrain.engine.engine import Engine
 from protrain.engine.report import Report, StepClock, make_report
-from protrain.engine.update import Job
+from protrain.engine.updates import Scale, Updates
 from protrain.engine.values import read_master, read_state, read_weight, write_master, write_state, write_weight
 from protrain.errors import MisuseError
 from protrain.hardware import HardwareProfile
 from protrain.loss_scale import LossScale
 from protrain.planning.explain import Explanation
 from protrain.planning.plan import Plan
-from protrain_kernels import AdamScalars, adam_scalars
 
 _FORBIDDEN = ("amsgrad", "maximize", "differentiable")
 _STATES = ("exp_avg", "exp_avg_sq")
@@ -61,11 +60,11 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the same dicts: schedulers made before wrapping keep working
         self._engine = engine
-        self._decoupled = [
+        decoupled = [
             isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
             for group in self.param_groups
         ]
-        self._steps = [0] * len(engine.members)  # of each parameter: those without a gradient are skipped
+        self._updates = Updates(engine, self.param_groups, decoupled)
         self._by_name = {member.name: member for member in engine.members}
         self.step_during_backward = step_during_backward
         self._updated: set[int] = set()  # chunks updated in backward, awaiting step()
@@ -73,10 +72,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._scaled = False  # this backward came through self.backward
         self._norm_squared: Tensor | None = None
         self._coefficient: Tensor | None = None  # of clipping: 0-d fp32 on the device
-        self._host_scale = engine.arena.take(1, torch.float32)
-        self._device_scale = engine.streams.lasting(torch.ones(1, dtype=torch.float32, device=engine.device))
-        self._host_scale_ready = engine.streams.mark()
-        self._last_job: Job | None = None
         self._device_bytes = device_bytes
         self.hardware = hardware
         self._clock = StepClock()
@@ -142,13 +137,12 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._clock.tick()
             return result
         self._need_gradients("step()")
-        self._check_hyperparameters()
+        self._updates.check_hyperparameters()
         if self._loss_scale is not None and not self._loss_scale.update(bool(torch.isfinite(self._sum_of_squares()))):
             self._clock.tick()
             return result
-        scale = self._gradient_scale()
-        for chunk in self._engine.chunks:
-            self._update(chunk, scale)
+        used = 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used
+        self._updates.step(self._gradient_scale(used), supposed=used)
         self._engine.steps += 1
         self._clock.tick()
         return result
@@ -182,7 +176,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def report(self) -> Report:
         """Predicted and measured time and bytes so far."""
-        return make_report(self._engine, self._clock, self._device_bytes)
+        return make_report(self._engine, self._clock, self._updates.tally, self._device_bytes)
 
     def explain(self) -> Explanation:
         """What limits the plan, what each of its numbers would change, and what more memory would buy."""
@@ -199,7 +193,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         state: dict[int, dict[str, Tensor]] = {}
         with self._engine.quiet():
             for member in self._trainable():
-                if self._steps[member.index] or member.chunk.master is not None:  # no step, but bits to keep
+                if self._updates.steps[member.index] or member.chunk.master is not None:  # no step, but bits to keep
                     state[numbers[id(member.parameter)]] = self._export(member)
         packed = []
         for group in self.param_groups:
@@ -301,6 +295,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def _forget_gradients(self) -> None:
         self._engine.gradients.reset()
+        self._updates.forget()
         self._norm_squared = self._coefficient = None
 
     def _backward_begins(self) -> None:
@@ -312,24 +307,31 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
             )
         if self.step_during_backward:
-            self._check_hyperparameters()
+            self._updates.check_hyperparameters()
+        if not self._engine.gradients.no_sync:
+            self._updates.backward_begins()
         self._norm_squared = self._coefficient = None
 
     def _gradients_arrived(self, chunks: list[Chunk]) -> None:
         gradients = self._engine.gradients
-        if not self.step_during_backward or gradients.no_sync:
+        self._updates.gradients_changed(chunks)
+        if gradients.no_sync:
             return
         for chunk in chunks:
-            if all(member.index in gradients.delivered for member in chunk.members) and not self._engine.held(chunk):
-                self._update(chunk, None)
+            if not all(member.index in gradients.delivered for member in chunk.members):
+                continue
+            if not self.step_during_backward:
+                self._updates.begin_early(chunk, 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.scale)
+            elif not self._engine.held(chunk):
+                self._updates.carry_out(chunk, None)
                 self._updated.add(chunk.index)
 
     def _backward_ends(self) -> None:
         if not self.step_during_backward or self._engine.gradients.no_sync:
             return
         for chunk in self._engine.chunks:
-            if chunk.index not in self._updated and self._runs(chunk):
-                self._update(chunk, None)
+            if chunk.index not in self._updated and self._updates.has_gradients(chunk):
+                self._updates.carry_out(chunk, None)
                 self._updated.add(chunk.index)
         self._forget_gradients()
 
@@ -344,94 +346,23 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             norm = norm / self._loss_scale.scale
         return norm if self._coefficient is None else norm * self._coefficient
 
-    def _gradient_scale(self) -> Tensor | None:
-        """What gradients are multiplied with (clipping, loss scale): one fp32 on the device and in host memory."""
-        scale = self._coefficient
+    def _gradient_scale(self, unscaling: float) -> Scale | None:
+        """What gradients are multiplied with: clipping, and ``unscaling`` for the loss scale."""
+        factor = self._coefficient
         if self._loss_scale is not None:
-            inverse = torch.full((), 1.0 / self._loss_scale.used, dtype=torch.float32, device=self._engine.device)
-            scale = inverse if scale is None else scale * inverse
-        if scale is None:
-            return None
-        if self._last_job is not None:
-            self._last_job.wait()  # done long ago: the forward in between needed all of its chunks
-        streams = self._engine.streams
-        streams.compute_waits(self._host_scale_ready)  # the copy of the step before may still read it
-        self._device_scale.copy_(scale.reshape(1))  # a temporary could be gone before the copy to the host has run
-        computed = streams.mark()
-        streams.compute_reached(computed)
-        streams.offload(self._host_scale, self._device_scale, after=computed, done=self._host_scale_ready)
-        return self._device_scale
-
-    def _runs(self, chunk: Chunk) -> list[tuple[int, int, int, int]]:
-        """(start, stop, group, step) of neighbouring parameters that have a gradient and share hyperparameters."""
-        runs: list[tuple[int, int, int, int]] = []
-        for member in chunk.members:
-            if member.group < 0 or not self._engine.gradients.present[member.index]:
-                continue
-            stop = member.offset + -(-member.numel // 128) * 128
-            key = (member.group, self._steps[member.index] + 1)
-            if runs and runs[-1][1] == member.offset and runs[-1][2:] == key:
-                runs[-1] = (runs[-1][0], stop, *key)
-            else:
-                runs.append((member.offset, stop, *key))
-        return runs
-
-    def _scalars(self, group_index: int, step: int) -> AdamScalars:
-        group = self.param_groups[group_index]
-        return adam_scalars(
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            step=step,
-            decoupled=self._decoupled[group_index],
-        )
-
-    def _check_hyperparameters(self) -> None:
-        """ValueError for a wrong one before anything is updated: it must not leave half a step behind."""
-        for group_index in range(len(self.param_groups)):
-            self._scalars(group_index, 1)
-
-    def _update(self, chunk: Chunk, scale: Tensor | None) -> None:
-        """Update one chunk: on the device at once when it is persistent, else by the host worker."""
-        runs = self._runs(chunk)
-        if not runs:
-            return
-        engine, gradients = self._engine, self._engine.gradients
-        pieces = []
-        for start, stop, group_index, step in runs:
-            pieces.append((slice(start, stop), self._scalars(group_index, step)))
-        for member in chunk.members:
-            if gradients.present[member.index]:
-                self._steps[member.index] += 1
-
-        threads = engine.worker.threads
-        if chunk.persistent:
-            chunk.step(pieces, gradients.device_gradient(chunk), scale, threads=threads)
-            return
-        gradient = gradients.host_gradient(chunk)
-        scale_ready, host_scale = (None, None) if scale is None else (self._host_scale_ready, self._host_scale)
-
-        def on_host() -> None:  # of the engine nothing: a model that is dropped must not wait for its last updates
-            chunk.offloaded.wait()
-            chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
-            if scale_ready is not None:
-                scale_ready.wait()
-            chunk.step(pieces, gradient, host_scale, threads=threads)
-
-        engine.buffers.invalidate(chunk)
-        chunk.update = self._last_job = engine.worker.submit(on_host, f"update {chunk.index}")
+            inverse = torch.full((), unscaling, dtype=torch.float32, device=self._engine.device)
+            factor = inverse if factor is None else factor * inverse
+        return None if factor is None else self._updates.publish(factor)
 
     def _export(self, member: Member) -> dict[str, Tensor]:
-        state = {"step": torch.tensor(float(self._steps[member.index]))}
+        state = {"step": torch.tensor(float(self._updates.steps[member.index]))}
         state |= {name: read_state(member, name) for name in _STATES}
         if member.chunk.master is not None:
             state["master"] = read_master(member)
         return state
 
     def _import(self, member: Member, tensors: dict[str, Any]) -> None:
-        self._steps[member.index] = int(tensors.get("step", 0))
+        self._updates.steps[member.index] = int(tensors.get("step", 0))
         for name in _STATES:
             write_state(member, name, tensors.get(name, 0.0))
         if "master" in tensors:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from protrain.engine.chunks import Chunk
 from protrain.engine.streams import Mark, Streams
-from protrain.engine.update import Job
+from protrain.engine.worker import Job
 from protrain.planning.schedule import Schedule
 
 

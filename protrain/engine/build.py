@@ -20,7 +20,7 @@ from protrain.engine.state_hooks import StateHooks
 from protrain.engine.streams import streams_for
 from protrain.engine.swap import ALIGNMENT_BYTES, HostSlots
 from protrain.engine.units import make_units
-from protrain.engine.update import HostWorker
+from protrain.engine.worker import HostWorker
 from protrain.planning.layout import pack
 from protrain.planning.plan import BlockMode, Plan
 from protrain.planning.schedule import Schedule
@@ -56,7 +56,7 @@ def build_engine(
     layout = pack(profile, plan.chunk_elements)
     streams = streams_for(device)
     arena = Arena(pinned=device.type == "cuda")
-    chunks = make_chunks(layout, dtype, device, arena, streams, n_persist=plan.n_persist)
+    chunks = make_chunks(layout, dtype, device, arena, streams, n_persist=plan.n_persist, n_speculate=plan.n_speculate)
     named = dict(model.named_parameters())
     parameters = [named[record.name] for record in profile.parameters]
     members = make_members(profile, layout, chunks, parameters)

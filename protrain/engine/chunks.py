@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from protrain.engine.arena import Arena, aligned
 from protrain.engine.streams import Mark, Streams
-from protrain.engine.update import Job
+from protrain.engine.worker import Job
 from protrain.errors import MisuseError
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.profiler.model_profile import ModelProfile
-from protrain_kernels import AdamScalars, adam
+from protrain_kernels import AdamScalars, AdamStates, adam, adam_out_of_place
 
 _TRANSFERRED = ("weight", "grad")  # the states of a non-persistent chunk that travel
+Piece = tuple[slice, AdamScalars]  # elements of a chunk, and what holds for them in a step
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
 
 
@@ -68,6 +69,8 @@ class Chunk:
     accumulator_on_host: bool = False
     accumulation: Job | None = None  # the last host addition that reads ``landing``
     update: Job | None = None  # the last update on the host; None when there was none
+    spare: AdamStates | None = None  # where the states after a step are made before it is certain
+    early: Job | None = None  # the last such update
     version: int = 0  # counts changes of the weight
 
     def wait_for_update(self) -> None:
@@ -76,9 +79,14 @@ class Chunk:
             self.update.wait()
             self.update = None
 
-    def step(
-        self, pieces: list[tuple[slice, AdamScalars]], gradient: Tensor, scale: Tensor | None, *, threads: int
-    ) -> None:
+    def wait_for_landing(self) -> None:
+        """Block until no update reads ``landing``."""
+        if self.early is not None:
+            self.early.wait()
+            self.early = None
+        self.wait_for_update()
+
+    def step(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
         """AdamW on ``pieces``, runs of elements with the same hyperparameters, wherever the chunk lies.
 
         Args:
@@ -102,6 +110,39 @@ class Chunk:
             )
         self.version += 1
 
+    def step_aside(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
+        """The same into ``spare``. ``pieces`` are all of the chunk."""
+        assert self.spare is not None
+        for part, scalars in pieces:
+            adam_out_of_place(
+                _part(self.states, part),
+                _part(self.spare, part),
+                gradient[part],
+                scalars,
+                scale=scale,
+                threads=threads,
+            )
+
+    def adopt(self) -> None:
+        """Take the states that :meth:`step_aside` made; the old ones are spare now."""
+        assert self.spare is not None
+        before = self.states
+        self.weight, self.master, self.exp_avg, self.exp_avg_sq = self.spare
+        self.spare = before
+        self.version += 1
+
+    @property
+    def states(self) -> AdamStates:
+        """Of a trainable chunk."""
+        assert self.exp_avg is not None
+        assert self.exp_avg_sq is not None
+        return AdamStates(self.weight, self.master, self.exp_avg, self.exp_avg_sq)
+
+
+def _part(states: AdamStates, part: slice) -> AdamStates:
+    master = None if states.master is None else states.master[part]
+    return AdamStates(states.weight[part], master, states.exp_avg[part], states.exp_avg_sq[part])
+
 
 def state_layout(trainable: bool, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """State name -> dtype of a chunk, in the order in which they lie in memory."""
@@ -119,11 +160,30 @@ def state_sizes(record: ChunkRecord, dtype: torch.dtype) -> list[int]:
     return [record.elements * kind.itemsize for kind in state_layout(record.trainable, dtype).values()]
 
 
+def spare_sizes(record: ChunkRecord, dtype: torch.dtype) -> list[int]:
+    """Bytes of each state that an update writes."""
+    kinds = state_layout(record.trainable, dtype)
+    return [record.elements * kind.itemsize for name, kind in kinds.items() if record.trainable and name != "grad"]
+
+
 def make_chunks(
-    layout: Layout, dtype: torch.dtype, device: torch.device, arena: Arena, streams: Streams, *, n_persist: int
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    arena: Arena,
+    streams: Streams,
+    *,
+    n_persist: int,
+    n_speculate: int,
 ) -> list[Chunk]:
-    """All chunks, states zeroed. The arena is reserved for the non-persistent ones in one piece."""
-    arena.reserve(sum(aligned(size) for record in layout.chunks[n_persist:] for size in state_sizes(record, dtype)))
+    """All chunks, states zeroed. The arena is reserved for the non-persistent ones in one piece.
+
+    The first ``n_speculate`` of those have room for a second copy of what an update writes.
+    """
+    away = layout.chunks[n_persist:]
+    sizes = [size for record in away for size in state_sizes(record, dtype)]
+    sizes += [size for record in away[:n_speculate] for size in spare_sizes(record, dtype)]
+    arena.reserve(sum(map(aligned, sizes)))
     chunks = []
     for record in layout.chunks:
         persistent = record.index < n_persist
@@ -136,6 +196,15 @@ def make_chunks(
             else:
                 states[name] = memory[start : start + record.elements * kind.itemsize].view(kind)
                 start += record.elements * kind.itemsize
+        spare = None
+        if record.trainable and 0 <= record.index - n_persist < n_speculate:
+            kinds = state_layout(record.trainable, dtype)
+            copies = {
+                name: arena.take(record.elements, kind, transferred=name in _TRANSFERRED)
+                for name, kind in kinds.items()
+                if name != "grad"
+            }
+            spare = AdamStates(copies["weight"], copies.get("master"), copies["exp_avg"], copies["exp_avg_sq"])
         chunks.append(
             Chunk(
                 index=record.index,
@@ -150,6 +219,7 @@ def make_chunks(
                 landing=None if persistent else states.get("grad"),
                 offloaded=streams.mark(),
                 uploaded=streams.mark(),
+                spare=spare,
             )
         )
     return chunks

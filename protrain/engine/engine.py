@@ -34,7 +34,7 @@ from protrain.engine.saved import Copy, WeightView, storage_address
 from protrain.engine.streams import Streams
 from protrain.engine.swap import HostSlots, Swaps
 from protrain.engine.units import Unit
-from protrain.engine.update import HostWorker
+from protrain.engine.worker import HostWorker
 from protrain.planning.plan import Plan
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile

@@ -21,7 +21,7 @@ from protrain.engine.arena import Arena, aligned
 from protrain.engine.chunks import Chunk, Member
 from protrain.engine.parameter import take_gradient
 from protrain.engine.streams import Mark, Streams
-from protrain.engine.update import HostWorker
+from protrain.engine.worker import HostWorker
 from protrain.errors import PlanError
 from protrain_kernels import flatten, host_accumulate, sum_of_squares, tiles
 
@@ -175,7 +175,7 @@ class Gradients:
     def _offload(self, chunk: Chunk, source: Tensor, ranges: list[tuple[int, int]], drained: Mark) -> None:
         assert chunk.landing is not None
         self._accumulated(chunk)  # the landing region is read by the addition before
-        chunk.wait_for_update()  # and by the update, which no forward has waited for when a graph is used again
+        chunk.wait_for_landing()  # and by updates, which no forward has waited for when a graph is used again
         self.streams.compute_reached(self._filled)
         for start, stop in ranges:
             self.streams.offload(

@@ -15,6 +15,7 @@ from protrain.records import Record
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine
+    from protrain.engine.updates import Tally
 
 _KEPT_STEPS = 200
 
@@ -32,6 +33,8 @@ class Report(Record):
     host_bytes: int  # of the host arena
     predicted_host_bytes: int
     fetches: int  # chunk uploads issued
+    early_updates: int  # done inside backward before step() was called
+    redone_updates: int  # of those that a clipped or otherwise unforeseen step had done again
 
 
 class StepClock:
@@ -49,7 +52,7 @@ class StepClock:
         self._last = now
 
 
-def make_report(engine: Engine, clock: StepClock, device_bytes: int) -> Report:
+def make_report(engine: Engine, clock: StepClock, tally: Tally, device_bytes: int) -> Report:
     """The report of ``engine``; ``device_bytes`` is what lies on the device for good."""
     if engine.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(engine.device)
@@ -65,4 +68,6 @@ def make_report(engine: Engine, clock: StepClock, device_bytes: int) -> Report:
         host_bytes=engine.arena.total_bytes,
         predicted_host_bytes=engine.plan.host_bytes,
         fetches=engine.buffers.fetches,
+        early_updates=tally.adopted + tally.redone,
+        redone_updates=tally.redone,
     )

@@ -110,10 +110,18 @@ class MemoryModel:
         """Saved activations of the blocks from ``first_kept`` on: what those hold at once when they are untouched."""
         return self._kept[first_kept]
 
-    def host_bytes(self, n_persist: int, activations: Activations) -> int:
+    def host_bytes(self, n_persist: int, activations: Activations, n_speculate: int = 0) -> int:
         """Predicted host memory of the engine."""
-        chunks = self._persistent[-1] - self._persistent[n_persist]
+        chunks = self._persistent[-1] - self._persistent[n_persist] + self.spare_bytes(n_persist, n_speculate)
         return chunks + activations.swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
+
+    def spare_bytes(self, n_persist: int, n_speculate: int) -> int:
+        """Second copies of what updates of ``n_speculate`` chunks write."""
+        return sum(
+            state_bytes(chunk, self.profile.dtype) - chunk.elements * self.profile.element_bytes
+            for chunk in self.layout.chunks[n_persist : n_persist + n_speculate]
+            if chunk.trainable
+        )
 
     def activations(self, modes: tuple[BlockMode, ...]) -> Activations:
         """What the step takes beside model states when blocks are treated as ``modes`` says."""

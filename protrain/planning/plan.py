@@ -42,12 +42,14 @@ class Plan(Record):
     device_bytes: int  # predicted peak
     host_bytes: int  # predicted, all host memory of the engine
     step_ms: float  # predicted
+    n_speculate: int = 0  # chunks after the persistent ones that are updated before step() where host memory has room
     transient_bytes: int  # the part of device_bytes that is neither chunks, buffers, staging nor saved activations
 
     def __str__(self) -> str:
         return (
             f"n_persist={self.n_persist}/{self.n_chunks} n_buffer={self.n_buffer} "
             f"n_swap={self.n_swap} n_ckpt={self.n_ckpt}/{len(self.block_modes)}"
+            + (f" n_speculate={self.n_speculate}" if self.n_speculate else "")
         )
 
     def explain(

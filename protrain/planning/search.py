@@ -60,18 +60,19 @@ def evaluate(
     n_buffer: int,
     n_swap: int,
     n_ckpt: int,
+    n_speculate: int = 0,
     chunk_elements: int | None = None,
     step_during_backward: bool = False,
 ) -> Plan:
-    """The plan of these four integers, with its predictions: how to make a plan by hand.
+    """The plan of these integers, with its predictions: how to make a plan by hand.
 
     Raises:
         ValueError: a count is out of range; the message says the range.
         PlanError: the plan does not fit ``hardware``.
     """
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
-    models.check_counts(n_persist, n_buffer, n_swap, n_ckpt)
-    plan = models.plan(n_persist, n_buffer, n_swap, n_ckpt)
+    models.check_counts(n_persist, n_buffer, n_swap, n_ckpt, n_speculate)
+    plan = models.plan(n_persist, n_buffer, n_swap, n_ckpt, n_speculate=n_speculate)
     models.check_fits(plan)
     return plan
 
@@ -99,8 +100,12 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
             f"checkpointed; the model has {len(profile.blocks)} blocks and the plan says n_swap={plan.n_swap}, "
             f"n_ckpt={plan.n_ckpt}"
         )
-    models.check_counts(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt)
-    fresh = models.plan(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, modes=plan.block_modes)
+    models.check_counts(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_speculate)
+    fresh = models.plan(
+        *(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt),
+        n_speculate=plan.n_speculate,
+        modes=plan.block_modes,
+    )
     models.check_fits(fresh)
     return fresh
 
@@ -124,12 +129,20 @@ class _Models:
     ) -> None:
         self.profile = profile
         self.hardware = hardware
+        self.in_backward = step_during_backward
         self.layout: Layout = pack(profile, chunk_elements or choose_chunk_elements(profile))
         self.memory = MemoryModel(profile, hardware, self.layout)
         self.runtime = RuntimeModel(profile, hardware, self.layout, update_in_backward=step_during_backward)
 
     def plan(
-        self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, *, modes: tuple[BlockMode, ...] | None = None
+        self,
+        n_persist: int,
+        n_buffer: int,
+        n_swap: int,
+        n_ckpt: int,
+        *,
+        n_speculate: int = 0,
+        modes: tuple[BlockMode, ...] | None = None,
     ) -> Plan:
         """The plan with its predictions."""
         profile, memory = self.profile, self.memory
@@ -146,7 +159,8 @@ class _Models:
             model=fingerprint(profile),
             tokens=profile.tokens,
             device_bytes=memory.device_bytes(n_persist, n_buffer, activations),
-            host_bytes=memory.host_bytes(n_persist, activations),
+            host_bytes=memory.host_bytes(n_persist, activations, n_speculate),
+            n_speculate=n_speculate,
             step_ms=self.runtime.step_ms(modes, n_persist, n_buffer),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )
@@ -166,7 +180,7 @@ class _Models:
                 return more, buffers, n_swap, n_ckpt
         return n_persist, n_buffer, n_swap, n_ckpt
 
-    def check_counts(self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int) -> None:
+    def check_counts(self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int = 0) -> None:
         """ValueError for a count out of range."""
         n_chunks = len(self.layout.chunks)
         if not 0 <= n_persist <= n_chunks:
@@ -177,6 +191,10 @@ class _Models:
                 f"n_buffer must be {least} to {most} when {n_persist} of {n_chunks} chunks are persistent, not "
                 f"{n_buffer}: a unit holds up to {least} non-persistent chunks at once"
             )
+        if not 0 <= n_speculate <= most:
+            raise ValueError(f"n_speculate must be 0 to {most}, the number of chunks in host memory, not {n_speculate}")
+        if n_speculate and self.in_backward:
+            raise ValueError("n_speculate must be 0 with step_during_backward=True: no update waits for step() then")
         block_modes(len(self.profile.blocks), n_swap, n_ckpt)
 
     def check_fits(self, plan: Plan) -> None:

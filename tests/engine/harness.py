@@ -35,10 +35,11 @@ class Spec:
     buffers: str  # "least", "middle" or "all"
     modes: tuple[BlockMode, ...]  # repeated over the blocks
     small: bool = False  # chunks as small as the largest parameter allows, so that a unit spreads over several
+    early: bool = False  # updates begin before step() is called
 
     def __str__(self) -> str:
-        size = "-small" if self.small else ""
-        return f"{self.persist}-{self.buffers}-{''.join(mode.value[0] for mode in self.modes)}{size}"
+        marks = ("-small" if self.small else "") + ("-early" if self.early else "")
+        return f"{self.persist}-{self.buffers}-{''.join(mode.value[0] for mode in self.modes)}{marks}"
 
 
 PLANS = (
@@ -47,26 +48,26 @@ PLANS = (
     Spec("all", "least", (SWAP,)),
     Spec("all", "least", (NONE, SWAP, CKPT)),
     Spec("some", "least", (NONE,)),
-    Spec("some", "middle", (CKPT,)),
+    Spec("some", "middle", (CKPT,), early=True),
     Spec("some", "all", (SWAP, CKPT, NONE), small=True),
     Spec("some", "least", (SWAP,), small=True),
     Spec("none", "least", (NONE,)),
     Spec("none", "least", (CKPT,)),
-    Spec("none", "least", (SWAP,)),
-    Spec("none", "least", (CKPT, NONE, SWAP), small=True),
+    Spec("none", "least", (SWAP,), early=True),
+    Spec("none", "least", (CKPT, NONE, SWAP), small=True, early=True),
     Spec("none", "middle", (SWAP, SWAP, NONE), small=True),
     Spec("none", "all", (CKPT, NONE)),
 )
 FEW_PLANS = (
     Spec("none", "least", (NONE,)),
-    Spec("none", "least", (CKPT,), small=True),
+    Spec("none", "least", (CKPT,), small=True, early=True),
     Spec("some", "least", (SWAP, CKPT)),
     Spec("all", "least", (CKPT, SWAP, NONE)),
 )
 
 
-def make_plan(spec: Spec, profile: ModelProfile, device: torch.device) -> Plan:
-    """The plan that ``spec`` means for the model of ``profile``."""
+def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, early: bool = True) -> Plan:
+    """The plan that ``spec`` means for the model of ``profile``; with ``early`` its updates may be early."""
     hardware = protrain.hardware.detect(device, device_memory="4GiB", host_memory="4GiB")
     largest = max(padded(parameter.numel) for parameter in profile.parameters)
     chunk_elements = largest if spec.small else choose_chunk_elements(profile)
@@ -82,6 +83,7 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device) -> Plan:
         n_buffer={"least": least, "middle": (least + most) // 2, "all": most}[spec.buffers],
         n_swap=modes.count(SWAP),
         n_ckpt=modes.count(CKPT),
+        n_speculate=most if spec.early and early else 0,
         chunk_elements=chunk_elements,
     )
     return check(dataclasses.replace(plan, block_modes=modes), profile, hardware)
@@ -112,7 +114,7 @@ def wrap_under(
         profile = protrain.profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
     if key:
         _profiles[key, dtype, device] = profile
-    plan = make_plan(spec, profile, device)
+    plan = make_plan(spec, profile, device, early=not options.get("step_during_backward"))
     return protrain.wrap(
         model,
         optimizer,

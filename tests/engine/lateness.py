@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from protrain.engine.buffers import BufferPool
-from protrain.engine.update import HostWorker, Job
+from protrain.engine.worker import HostWorker, Job
 from protrain.optim import ProTrainOptimizer
 from protrain_kernels import flatten
 from tests.engine.late_streams import LateStreams

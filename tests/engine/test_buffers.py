@@ -17,7 +17,7 @@ import protrain
 from protrain.engine.buffers import LEGAL, BufferPool, Residency
 from protrain.engine.chunks import Chunk
 from protrain.engine.streams import Streams
-from protrain.engine.update import HostWorker, Job
+from protrain.engine.worker import HostWorker, Job
 from protrain.planning import evaluate
 from protrain.planning.schedule import FAR, Schedule
 from tests.engine.harness import CKPT, NONE, Spec, adamw, wrap_under

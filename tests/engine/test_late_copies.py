@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 WIDTH = 16
 SPECS = (
     *FEW_PLANS,
-    Spec("none", "middle", (SWAP,)),
+    Spec("none", "middle", (SWAP,), early=True),
     Spec("none", "all", (SWAP, NONE), small=True),
 )
 KINDS = [Lateness("late"), Lateness("early"), *(Lateness("random", seed) for seed in range(2))]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from protrain.engine.arena import Arena
 from protrain.engine.ledger import SimulatedLedger
-from protrain.engine.update import HostWorker
+from protrain.engine.worker import HostWorker
 from protrain.errors import BudgetError
 from protrain.loss_scale import LossScale
 
@@ -124,7 +124,7 @@ def test_the_thread_ends_with_its_owner() -> None:
 def test_the_interpreters_exit_waits_for_queued_work(tmp_path: Path) -> None:
     program = f"""
 import pathlib, time
-from protrain.engine.update import HostWorker
+from protrain.engine.worker import HostWorker
 worker = HostWorker(threads=1)
 worker.submit(lambda: time.sleep(0.3))
 worker.submit(lambda: pathlib.Path({str(tmp_path / "done")!r}).touch())

@@ -1,0 +1,215 @@
+"""AdamW on the chunks of an engine: on the device, by the host worker, and by the host worker in advance.
+
+[Note: early updates] Whether a step clips, is skipped, or has other hyperparameters is known when step() is called. By
+then the host could have done its updates beside backward. So where the plan gives a chunk room for a second copy of its
+states, its update is done as soon as its gradient has arrived, from the old copy to the new, as if nothing were to be
+clipped. step() has the host worker look whether everything was as supposed: the copies change places, which costs
+nothing, or the update is done from the old copy, which nobody has touched. Either way the bits are those of an update
+at step(). After a step that was not as supposed the next one does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from protrain.engine.chunks import Chunk, Piece
+from protrain.engine.engine import Engine
+from protrain.engine.streams import Mark
+from protrain.engine.worker import Job
+from protrain_kernels import AdamScalars, adam_scalars
+
+
+class Scale(NamedTuple):
+    """The factor on gradients (clipping, loss scale): one fp32."""
+
+    on_device: Tensor
+    on_host: Tensor
+    ready: Mark  # on_host is
+
+
+@dataclass
+class Tally:
+    """How early updates have turned out. Written by the host worker."""
+
+    as_supposed: bool = True  # the last step
+    adopted: int = 0
+    redone: int = 0
+
+
+@dataclass(eq=False)
+class _Early:
+    """An update done, or about to be, before its step."""
+
+    pieces: list[Piece]
+    factor: float
+    done: bool = False
+    dropped: bool = False  # nobody will want it
+    version: int = -1  # of the weight that it began from
+
+
+class Updates:
+    """Every update of one engine. ``groups`` are the optimizer's, read anew at every step."""
+
+    def __init__(self, engine: Engine, groups: list[dict[str, Any]], decoupled: Sequence[bool]) -> None:
+        self.steps = [0] * len(engine.members)  # of each parameter: those without a gradient are skipped
+        self.tally = Tally()
+        self._engine = engine
+        self._groups = groups
+        self._decoupled = decoupled
+        self._early: dict[int, _Early] = {}  # by chunk
+        self._backwards = 0  # since the last step, without those that only accumulate
+        self._usual_backwards = 1
+        self._last_job: Job | None = None
+        self._host_scale = engine.arena.take(1, torch.float32)
+        self._device_scale = engine.streams.lasting(torch.ones(1, dtype=torch.float32, device=engine.device))
+        self._scale_ready = engine.streams.mark()
+
+    def check_hyperparameters(self) -> None:
+        """ValueError for a wrong one before anything is updated: it must not leave half a step behind."""
+        for group_index in range(len(self._groups)):
+            self._scalars(group_index, 1)
+
+    def has_gradients(self, chunk: Chunk) -> bool:
+        """Whether an update of ``chunk`` would do anything."""
+        return any(self._engine.gradients.present[member.index] for member in chunk.members)
+
+    def publish(self, factor: Tensor) -> Scale:
+        """``factor``, 0-d on the device, for the device and the host."""
+        if self._last_job is not None:
+            self._last_job.wait()  # done long ago: the forward in between needed all of its chunks
+        streams = self._engine.streams
+        streams.compute_waits(self._scale_ready)  # the copy of the step before may still read it
+        self._device_scale.copy_(factor.reshape(1))  # a temporary could be gone before the copy to the host has run
+        computed = streams.mark()
+        streams.compute_reached(computed)
+        streams.offload(self._host_scale, self._device_scale, after=computed, done=self._scale_ready)
+        return Scale(self._device_scale, self._host_scale, self._scale_ready)
+
+    # -- in advance ----------------------------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """A backward that does not only accumulate."""
+        self._backwards += 1
+
+    def gradients_changed(self, chunks: list[Chunk]) -> None:
+        """What was done with their gradients is worth nothing any more."""
+        for chunk in chunks:
+            self._drop(chunk.index)
+
+    def begin_early(self, chunk: Chunk, factor: float) -> None:
+        """Update ``chunk``, whose gradient is complete, if there is room; ``factor`` is what is supposed.
+
+        Not in a backward that is not the usual number of them into its step: another may follow.
+        """
+        if chunk.spare is None or not self.tally.as_supposed or self._backwards != self._usual_backwards:
+            return
+        try:
+            pieces = self._pieces(chunk)
+        except ValueError:  # a wrong hyperparameter: step() says so, unless it is mended until then
+            return
+        if sum(part.stop - part.start for part, _ in pieces) != chunk.elements:
+            return  # the rest of the other copy would not be what it is in this one
+        early = self._early[chunk.index] = _Early(pieces, factor)
+        gradient = self._engine.gradients.host_gradient(chunk)
+        scale = None if factor == 1.0 else torch.tensor([factor])
+        threads = self._engine.worker.threads
+
+        def on_host() -> None:  # of the engine nothing, as in carry_out
+            if not early.dropped:
+                chunk.offloaded.wait()
+                chunk.uploaded.wait()
+                early.version = chunk.version
+                chunk.step_aside(pieces, gradient, scale, threads=threads)
+                early.done = True
+
+        chunk.early = self._engine.worker.submit(on_host, f"early update {chunk.index}")
+
+    def forget(self) -> None:
+        """Gradients are gone, and what was done with them."""
+        for index in list(self._early):
+            self._drop(index)
+        self._backwards = 0
+
+    def _drop(self, index: int) -> None:
+        early = self._early.pop(index, None)
+        if early is not None:
+            early.dropped = True
+
+    # -- for good ------------------------------------------------------------------------------------------------------
+
+    def step(self, scale: Scale | None, supposed: float) -> None:
+        """Update every parameter that has a gradient; ``supposed`` is what early updates took for the scale."""
+        for chunk in self._engine.chunks:
+            self.carry_out(chunk, scale, supposed)
+        self._usual_backwards = max(1, self._backwards)
+        self._backwards = 0
+
+    def carry_out(self, chunk: Chunk, scale: Scale | None, supposed: float = 1.0) -> None:
+        """Update one chunk: on the device at once when it is persistent, else by the host worker."""
+        pieces = self._pieces(chunk)
+        if not pieces:
+            return
+        engine, gradients = self._engine, self._engine.gradients
+        for member in chunk.members:
+            if gradients.present[member.index]:
+                self.steps[member.index] += 1
+        threads = engine.worker.threads
+        if chunk.persistent:
+            on_device = None if scale is None else scale.on_device
+            chunk.step(pieces, gradients.device_gradient(chunk), on_device, threads=threads)
+            return
+        gradient = gradients.host_gradient(chunk)
+        early, tally = self._early.pop(chunk.index, None), self.tally
+
+        def on_host() -> None:  # of the engine nothing: a model that is dropped must not wait for its last updates
+            chunk.offloaded.wait()
+            chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
+            if scale is not None:
+                scale.ready.wait()
+            factor = 1.0 if scale is None else scale.on_host.item()
+            tally.as_supposed = factor == supposed
+            if early is not None and _holds(early, pieces, factor, chunk.version):
+                chunk.adopt()
+                tally.adopted += 1
+            else:
+                chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
+                tally.redone += early is not None
+
+        engine.buffers.invalidate(chunk)
+        chunk.update = self._last_job = engine.worker.submit(on_host, f"update {chunk.index}")
+
+    def _pieces(self, chunk: Chunk) -> list[Piece]:
+        """Neighbouring parameters that have a gradient and share hyperparameters and the number of steps."""
+        runs: list[tuple[int, int, int, int]] = []
+        for member in chunk.members:
+            if member.group < 0 or not self._engine.gradients.present[member.index]:
+                continue
+            stop = member.offset + -(-member.numel // 128) * 128
+            key = (member.group, self.steps[member.index] + 1)
+            if runs and runs[-1][1] == member.offset and runs[-1][2:] == key:
+                runs[-1] = (runs[-1][0], stop, *key)
+            else:
+                runs.append((member.offset, stop, *key))
+        return [(slice(start, stop), self._scalars(group, step)) for start, stop, group, step in runs]
+
+    def _scalars(self, group_index: int, step: int) -> AdamScalars:
+        group = self._groups[group_index]
+        return adam_scalars(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=step,
+            decoupled=self._decoupled[group_index],
+        )
+
+
+def _holds(early: _Early, pieces: list[Piece], factor: float, version: int) -> bool:
+    """Whether an early update did what a step now asks for."""
+    return early.done and early.factor == factor and early.version == version and early.pieces == pieces

@@ -1,0 +1,208 @@
+"""Updates before step(): adopted when the step is as supposed, done again from untouched states when it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import protrain
+from protrain.optim import ProTrainOptimizer
+from tests.engine import residual
+from tests.engine.harness import (
+    CKPT,
+    NONE,
+    Batch,
+    Loop,
+    Spec,
+    Trainer,
+    adamw,
+    assert_same,
+    default_loss,
+    make_plan,
+    states,
+    wrap_under,
+)
+from tests.engine.plain_loop import prepare_plain
+
+SPEC = Spec("none", "least", (NONE, CKPT), early=True)
+STEPS = 6
+Run = Callable[[nn.Module, Any, list[Batch]], Any]
+
+
+def trained(
+    run: Run, device: torch.device, *, spec: Spec = SPEC, dtype: torch.dtype = torch.bfloat16
+) -> tuple[ProTrainOptimizer, int]:
+    """What ``run`` trained, whose bits are those of the plain loop; and the number of chunks in host memory."""
+    data = residual.batches(STEPS)
+    model, again = residual.make(), residual.make()
+    plain, trainer = prepare_plain(model, adamw(model), device=device, dtype=dtype)
+    wrapped, optimizer = wrap_under(spec, again, adamw(again), data[0], device=device, dtype=dtype)
+    torch.manual_seed(1)
+    expected = run(plain, trainer, data)
+    torch.manual_seed(1)
+    assert run(wrapped, optimizer, data) == expected
+    assert_same(states(wrapped, optimizer), states(plain, trainer))
+    plan = optimizer.plan
+    assert plan.n_speculate == plan.n_chunks - plan.n_persist > 0
+    return optimizer, plan.n_speculate
+
+
+def counts(optimizer: ProTrainOptimizer) -> tuple[int, int]:
+    report = optimizer.report()
+    return report.early_updates, report.redone_updates
+
+
+def clipping(max_norm: float | None, **options: Any) -> Run:
+    return lambda model, optimizer, data: Loop(max_norm=max_norm, **options).run(model, optimizer, data)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("max_norm", [None, 1e6], ids=["no-clipping", "never-clipped"])
+def test_all_are_adopted_when_nothing_is_clipped(
+    device: torch.device, dtype: torch.dtype, max_norm: float | None
+) -> None:
+    optimizer, n_chunks = trained(clipping(max_norm), device, dtype=dtype)
+    assert counts(optimizer) == (STEPS * n_chunks, 0)
+
+
+def test_one_step_is_done_again_when_all_are_clipped(device: torch.device) -> None:
+    optimizer, n_chunks = trained(clipping(1e-3), device)
+    assert counts(optimizer) == (n_chunks, n_chunks)
+
+
+def test_some_are_done_again_when_some_steps_are_clipped(device: torch.device) -> None:
+    norms: list[float] = []
+
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> list[float]:
+        norms.clear()
+        for index, batch in enumerate(data):
+            default_loss(model, batch).backward()
+            norms.append(float(optimizer.clip_grad_norm_(1e-3 if index in (2, 3) else 1e6)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    optimizer, n_chunks = trained(run, device)
+    # Steps 0, 1, 2 (redone), none in 3 and 4, for the step before was clipped, and 5.
+    assert counts(optimizer) == (4 * n_chunks, n_chunks)
+
+
+def test_with_persistent_chunks_as_well(device: torch.device) -> None:
+    optimizer, n_chunks = trained(clipping(1e6), device, spec=Spec("some", "least", (NONE,), small=True, early=True))
+    assert counts(optimizer) == (STEPS * n_chunks, 0)
+
+
+def test_accumulation_begins_in_the_last_backward(device: torch.device) -> None:
+    optimizer, n_chunks = trained(clipping(1e6, accumulate=2), device)
+    # The first step cannot know that a second backward follows: what was begun is dropped.
+    assert counts(optimizer) == ((STEPS // 2 - 1) * n_chunks, 0)
+    optimizer, n_chunks = trained(clipping(1e6, accumulate=2, no_sync=True), device)
+    assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
+
+
+def test_hyperparameters_changed_after_backward(device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
+        for batch in data:
+            default_loss(model, batch).backward()
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+            optimizer.step()
+            optimizer.zero_grad()
+
+    optimizer, n_chunks = trained(run, device)
+    assert counts(optimizer) == (STEPS * n_chunks, STEPS * n_chunks)
+
+
+def test_a_wrong_hyperparameter_is_said_by_step(device: torch.device) -> None:
+    data, model = residual.batches(2), residual.make()
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device)
+    before = states(wrapped, optimizer)
+    optimizer.param_groups[0]["lr"] = -1.0
+    default_loss(wrapped, data[0]).backward()
+    with pytest.raises(ValueError, match="lr must be finite and at least 0"):
+        optimizer.step()
+    assert_same(states(wrapped, optimizer), before)
+
+
+def test_gradients_forgotten_without_a_step(device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
+        for index, batch in enumerate(data):
+            default_loss(model, batch).backward()
+            if index % 2:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    optimizer, n_chunks = trained(run, device)
+    assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
+
+
+def test_states_between_backward_and_step_are_those_before(device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> list[float]:
+        values = []
+        for batch in data:
+            default_loss(model, batch).backward()
+            values += [float(value.double().sum()) for _, value in sorted(states(model, optimizer).items())]
+            with torch.no_grad():
+                values.append(float(default_loss(model.eval(), batch)))
+            model.train()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values
+
+    optimizer, n_chunks = trained(run, device)
+    assert counts(optimizer) == (STEPS * n_chunks, 0)
+
+
+def test_edits_between_backward_and_step_count(device: torch.device) -> None:
+    data, results = residual.batches(3), []
+    for spec in (SPEC, dataclasses.replace(SPEC, early=False)):
+        model = residual.make()
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+        torch.manual_seed(1)
+        for batch in data:
+            default_loss(wrapped, batch).backward()
+            with protrain.full_parameters(wrapped):
+                for parameter in wrapped.parameters():
+                    parameter.data.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((states(wrapped, optimizer), counts(optimizer)))
+    assert_same(results[0][0], results[1][0])
+    early, redone = results[0][1]
+    assert early == redone > 0
+    assert results[1][1] == (0, 0)
+
+
+def test_host_memory_is_as_planned(device: torch.device) -> None:
+    data, model = residual.batches(1), residual.make(width=256)
+    profile = protrain.profile(model, data[0], optimizer=adamw(model), device=device, dtype=torch.bfloat16)
+    with_room, without = (make_plan(SPEC, profile, device, early=early) for early in (True, False))
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    assert 12 * elements <= with_room.host_bytes - without.host_bytes <= 12.1 * elements
+    _, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    report = optimizer.report()
+    assert 0 <= report.predicted_host_bytes - report.host_bytes <= 2 * 1024**2
+
+
+def test_plans_that_contradict_themselves_are_refused(device: torch.device) -> None:
+    data, model = residual.batches(1), residual.make()
+    profile = protrain.profile(model, data[0], optimizer=adamw(model), device=device)
+    plan = make_plan(SPEC, profile, device)
+    for wrong, inside, message in (
+        (plan, True, "n_speculate must be 0 with step_during_backward=True"),
+        (dataclasses.replace(plan, n_speculate=99), False, "n_speculate must be 0 to"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            protrain.wrap(
+                model,
+                adamw(model),
+                example_batch=data[0],
+                device=device,
+                plan=wrong,
+                step_during_backward=inside,
+            )
