@@ -136,7 +136,7 @@ def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant
                 print(f"{contestant.name} ...", end=" ", file=sys.stderr, flush=True)
                 outcomes.append(take_part(contestant, task, folder, limit_s=limit_s))
                 last = outcomes[-1]
-                print(last.error or f"{last.median_ms:.1f} ms, ready after {last.setup_s:.0f} s", file=sys.stderr)
+                print(last.failure or f"{last.median_ms:.1f} ms, ready after {last.setup_s:.0f} s", file=sys.stderr)
             if args.out is not None:  # after every one, so that a run that is cut off leaves what it has
                 comparison().save(args.out / f"compare-{task.label}.json")
     return comparison()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
@@ -147,7 +149,12 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
     blocks = blocks_of(model)
     shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
     groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    head = model.get_output_embeddings()
+    gathers_for_loss = task.chunked_loss and zero["stage"] == 3
+    with outputs_kept(head) if gathers_for_loss else nullcontext():
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    if gathers_for_loss:  # its gradient comes out of the loss, before any of the head's own hooks
+        deepspeed.zero.register_external_parameter(model, head.weight)
 
     def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
         loss = engine(input_ids=ids, labels=ids).loss
@@ -166,6 +173,19 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
             **config,
         },
     )
+
+
+@contextmanager
+def outputs_kept(head: nn.Module) -> Iterator[None]:
+    """What ``head`` returns is handed on as it is, whatever hooks that are registered in the body make of it.
+
+    ZeRO-3's replace each output by another tensor, through which backward gathers the weight. The chunked loss knows
+    its placeholder by identity, and backward does not pass through that.
+    """
+    outputs: list[Tensor] = []
+    head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    yield
+    head.register_forward_hook(lambda module, inputs, output: outputs.pop())
 
 
 def _start_process_group(backend: str) -> None:

@@ -38,7 +38,9 @@ class Outcome(Record):
 
     @property
     def failure(self) -> str:
-        """The error, with the memory that had been taken by then, as far as it is known."""
+        """The error, with the memory that had been taken by then as far as it is known; "" when there is none."""
+        if not self.error:
+            return ""
         memory = []
         if self.host_available_bytes:
             memory.append(f"host {self.host_used_bytes / GIB:.1f} of {self.host_available_bytes / GIB:.1f} GiB")
