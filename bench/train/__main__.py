@@ -19,11 +19,13 @@ import torch
 
 from bench.train.contestants import DEFAULT, DEFAULT_ON_CPU, KINDS, Contestant, parse_all
 from bench.train.launch import take_part
+from bench.train.models import fit_positions, replace_loss
 from bench.train.picture import draw_bars
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
-from protrain.cli.models import check_sequence, load_model
+from protrain.chunked_loss import available as liger_installed
+from protrain.cli.models import load_model
 from protrain.cli.options import Parser, memory, number, whole
 from protrain.cli.summary import versions
 
@@ -68,6 +70,12 @@ def _parser() -> Parser:
     parser.add_argument("--warm-up", type=whole(1), default=2, help="steps before them (default: 2)")
     parser.add_argument("--clip", type=number(0, open_ended=True), default=1.0, help="norm to clip to (default: 1)")
     parser.add_argument(
+        "--chunked-loss",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Liger's loss for all, logits never whole (default: on a GPU, if liger-kernel is installed)",
+    )
+    parser.add_argument(
         "--device-memory", type=memory, default=None, metavar="SIZE", help="for ProTrain to stay within"
     )
     parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="likewise, of the host")
@@ -82,7 +90,7 @@ def _parser() -> Parser:
 
 
 def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
-    """ValueError when there is no such model, or it has fewer positions."""
+    """ValueError when there is no such model, it has fewer positions, or its loss cannot be chunked here."""
     task = Task(
         model=args.model or ("llama-7b" if on_gpu else "tiny"),
         layers=args.layers,
@@ -90,11 +98,14 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
         sequence=args.sequence or (2048 if on_gpu else 64),
         steps=args.steps,
         warm_up=args.warm_up,
+        chunked_loss=on_gpu and liger_installed() if args.chunked_loss is None else args.chunked_loss,
         clip_norm=args.clip,
         device_memory=args.device_memory,
         host_memory=args.host_memory,
     )
-    check_sequence(load_model(task.model, layers=task.layers), task.sequence)
+    loaded = load_model(task.model, layers=task.layers)
+    fit_positions(loaded, task.sequence)
+    replace_loss(loaded.model, task, torch.device("cuda" if on_gpu else "cpu"))  # of a copy: to see that it can be
     return task
 
 
@@ -125,7 +136,7 @@ def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant
                 print(f"{contestant.name} ...", end=" ", file=sys.stderr, flush=True)
                 outcomes.append(take_part(contestant, task, folder, limit_s=limit_s))
                 last = outcomes[-1]
-                print(last.error or f"{last.median_ms:.1f} ms, ready after {last.setup_s:.0f} s", file=sys.stderr)
+                print(last.failure or f"{last.median_ms:.1f} ms, ready after {last.setup_s:.0f} s", file=sys.stderr)
             if args.out is not None:  # after every one, so that a run that is cut off leaves what it has
                 comparison().save(args.out / f"compare-{task.label}.json")
     return comparison()

@@ -66,16 +66,18 @@ def supervise(command: list[str], contestant: Contestant, out: Path, log: Path, 
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     if out.exists():
-        return replace(Outcome.load(out), host_used_bytes=available - least)
+        return replace(Outcome.load(out), host_used_bytes=available - least, host_available_bytes=available)
     if late:
         error = f"not done within {limit_s:.0f} s"
     elif process.returncode == -signal.SIGKILL:
-        error = "killed by the system, which does so when host memory runs out"
+        error = "killed (SIGKILL): out of host memory?"
     elif process.returncode < 0:
         error = f"died of {signal.Signals(-process.returncode).name}: {_last_line(log)}"
     else:
         error = f"exit status {process.returncode}: {_last_line(log)}"
-    return Outcome(contestant=contestant, error=error, host_used_bytes=available - least)
+    return Outcome(
+        contestant=contestant, error=error, host_used_bytes=available - least, host_available_bytes=available
+    )
 
 
 def _cannot(contestant: Contestant, folder: Path) -> str:

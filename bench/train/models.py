@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.train.task import Task
-from protrain.cli.models import check_sequence, load_model
+from protrain.chunked_loss import chunked_loss
+from protrain.cli.models import LoadedModel, check_sequence, load_model
 from protrain.compilation import compiled_blocks
 from protrain.profiler import find_blocks
 
@@ -19,9 +20,32 @@ from protrain.profiler import find_blocks
 def build_model(task: Task) -> Any:
     """The model with its parameters on the meta device, and without key/value caches: in training they only cost."""
     loaded = load_model(task.model, layers=task.layers)
-    check_sequence(loaded, task.sequence)
+    fit_positions(loaded, task.sequence)
     loaded.config.use_cache = False
     return loaded.model.train()
+
+
+def fit_positions(loaded: LoadedModel, sequence: int) -> None:
+    """Let a model train on ``sequence`` tokens where its positions are computed and no table ends.
+
+    Unscaled rotary embeddings are: what their configuration calls the most positions is what a released model was
+    trained with, which random weights were not. ValueError for all others that have fewer than ``sequence``.
+    """
+    config = loaded.config
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if rotary.get("rope_type") == "default":
+        config.max_position_embeddings = max(sequence, config.max_position_embeddings)
+    check_sequence(loaded, sequence)
+
+
+def replace_loss(model: nn.Module, task: Task, device: torch.device) -> None:
+    """The loss that ProTrain gets from ``wrap(chunked_loss=True)``, where the task asks for it.
+
+    Before anything is sharded: the head's own forward then computes it, inside the hooks that gather its weight.
+    """
+    if task.chunked_loss:
+        with chunked_loss(model, device):
+            pass
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.train.models import blocks_of, build_model, fill, parameter_groups, shape_blocks
+from bench.train.models import blocks_of, build_model, fill, parameter_groups, replace_loss, shape_blocks
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job
-from bench.train.trainers import Trainer, adamw_options, count
+from bench.train.trainers import Trainer, adamw_options, block_config, count, model_config
 
 _HOST = "127.0.0.1"
 
@@ -40,6 +42,7 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
         # Nothing is reduced in a world of one, so bf16 until the cast to the parameters' fp32 loses no bit.
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = build_model(task)
+    replace_loss(model, task, device)
     parameters = count(model)
     blocks = blocks_of(model)
     shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
@@ -65,12 +68,12 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
         step=step,
         parameters=parameters,
         config={
+            **model_config(model, task),
+            **block_config(contestant),
             "fully_shard": "every block, then the rest; parameters float32",
             "offload_policy": repr(options.get("offload_policy")),
             "mp_policy": repr(options.get("mp_policy")),
             "optimizer": "torch.optim.AdamW(fused=True)",
-            "compile": contestant.compile,
-            "checkpointed_blocks": "all" if contestant.checkpoint else "none",
         },
     )
 
@@ -83,6 +86,7 @@ def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     task, contestant = job.task, job.contestant
     optimizer_class = importlib.import_module("torchao.optim").CPUOffloadOptimizer
     model = build_model(task)
+    replace_loss(model, task, device)
     fill(model, model, device=device, dtype=torch.float32)
     model.to(device)
     blocks = blocks_of(model)
@@ -103,12 +107,12 @@ def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
         step=step,
         parameters=count(model),
         config={
+            **model_config(model, task),
+            **block_config(contestant),
             "torchao": version("torchao"),
             "parameters": "float32 on the device, autocast to bfloat16",
             "offload_gradients": True,
             "optimizer": "torch.optim.AdamW(fused=True)",
-            "compile": contestant.compile,
-            "checkpointed_blocks": "all" if contestant.checkpoint else "none",
         },
     )
 
@@ -138,13 +142,19 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
         },
     }
     model = build_model(task)
+    replace_loss(model, task, device)
     parameters = count(model)
     fill(model, model, device=device, dtype=torch.bfloat16)
     model.to(device)
     blocks = blocks_of(model)
     shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
     groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    head = model.get_output_embeddings()
+    gathers_for_loss = task.chunked_loss and zero["stage"] == 3
+    with outputs_kept(head) if gathers_for_loss else nullcontext():
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    if gathers_for_loss:  # its gradient comes out of the loss, before any of the head's own hooks
+        deepspeed.zero.register_external_parameter(model, head.weight)
 
     def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
         loss = engine(input_ids=ids, labels=ids).loss
@@ -157,12 +167,25 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
         step=step,
         parameters=parameters,
         config={
+            **model_config(model, task),
+            **block_config(contestant),
             "deepspeed": version("deepspeed"),
             **config,
-            "compile": contestant.compile,
-            "checkpointed_blocks": "all" if contestant.checkpoint else "none",
         },
     )
+
+
+@contextmanager
+def outputs_kept(head: nn.Module) -> Iterator[None]:
+    """What ``head`` returns is handed on as it is, whatever hooks that are registered in the body make of it.
+
+    ZeRO-3's replace each output by another tensor, through which backward gathers the weight. The chunked loss knows
+    its placeholder by identity, and backward does not pass through that.
+    """
+    outputs: list[Tensor] = []
+    head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    yield
+    head.register_forward_hook(lambda module, inputs, output: outputs.pop())
 
 
 def _start_process_group(backend: str) -> None:

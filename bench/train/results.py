@@ -32,8 +32,21 @@ class Outcome(Record):
     host_resident_bytes: int = 0  # peak of the process
     host_pinned_bytes: int = 0  # of that
     host_used_bytes: int = 0  # by how much the machine's available memory fell at most, whoever took it
+    host_available_bytes: int = 0  # of the machine, when the worker started; 0: none was started
     config: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None  # ProTrain's
+
+    @property
+    def failure(self) -> str:
+        """The error, with the memory that had been taken by then as far as it is known; "" when there is none."""
+        if not self.error:
+            return ""
+        memory = []
+        if self.host_available_bytes:
+            memory.append(f"host {self.host_used_bytes / GIB:.1f} of {self.host_available_bytes / GIB:.1f} GiB")
+        if self.device_reserved_bytes:
+            memory.append(f"GPU {self.device_reserved_bytes / GIB:.1f} GiB")
+        return self.error + (f" [memory taken: {', '.join(memory)}]" if memory else "")
 
     @property
     def median_ms(self) -> float:
@@ -93,11 +106,11 @@ class Comparison(Record):
         """The comparison for people; one line per contestant, and a reason where there are no figures."""
         own = self.own_rows()
         head = ["", "ms/step (p20 to p80)", "tokens/s", "6NT TFLOP/s", "GPU GiB (reserved)", "host GiB", "clipped"]
-        rows = [[*head, *(f"/ {one.contestant.name}" for one in own)]]
+        rows = [[*head, *(f"{one.contestant.name} is faster" for one in own)]]
         failed = []
         for outcome in self.outcomes:
             if outcome.error:
-                failed.append(f"{outcome.contestant.name}: {outcome.error}")
+                failed.append(f"{outcome.contestant.name}: {outcome.failure}")
                 continue
             ratios = [self.speedups(one).get(outcome.contestant.name) for one in own]
             rows.append(
@@ -111,7 +124,7 @@ class Comparison(Record):
                     f"{outcome.clipped_steps}/{len(outcome.step_ms)}"
                     if outcome.contestant.clip and outcome.contestant.kind != "floor"
                     else "-",
-                    *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios),
+                    *("" if ratio is None else f"{ratio:.2f} times" for ratio in ratios),
                 ]
             )
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -122,7 +135,8 @@ class Comparison(Record):
         """What was trained, and where."""
         sizes = {outcome.parameters for outcome in self.outcomes if outcome.parameters}
         size = f"{max(sizes) / 1e9:.2f} B parameters, " if sizes else ""
+        loss = "chunked loss" if self.task.chunked_loss else "whole logits"
         return (
-            f"{self.task.label}: {size}{self.task.tokens_per_step:,} tokens a step, {self.dtype}, clipping to "
+            f"{self.task.label}: {size}{self.task.tokens_per_step:,} tokens a step, {self.dtype}, {loss}, clipping to "
             f"{self.task.clip_norm:g}, {self.device}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import protrain
 from bench.train.contestants import Contestant
-from bench.train.models import blocks_of, build_model, fill, parameter_groups, shape_blocks
+from bench.train.models import blocks_of, build_model, fill, parameter_groups, replace_loss, shape_blocks
 from bench.train.results import Outcome
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job, Task
 from protrain.planning import Plan
@@ -58,6 +59,7 @@ def protrain_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
         "host_memory": task.host_memory,
         "step_during_backward": not contestant.clip,
         "compile": contestant.compile,
+        "chunked_loss": task.chunked_loss,
     }
     wrapped, optimizer = protrain.wrap(
         model,
@@ -78,7 +80,7 @@ def protrain_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
     return Trainer(
         step=step,
         parameters=parameters,
-        config={**chosen, "plan": str(optimizer.plan)},
+        config={**model_config(model, task), **chosen, "plan": str(optimizer.plan)},
         plan=optimizer.plan,
         pinned_bytes=lambda: optimizer.report().host_bytes,
     )
@@ -94,6 +96,7 @@ def floor_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     plan = Outcome.load(Path(job.planned_by)).plan
     assert plan is not None
     model = build_model(job.task)
+    replace_loss(model, job.task, device)
     checkpointed = [mode is BlockMode.CKPT for mode in plan.block_modes]
     fill(model, model, device=device, dtype=weight_dtype(device))
     model.to(device)
@@ -110,6 +113,7 @@ def floor_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
         step=step,
         parameters=count(model),
         config={
+            **model_config(model, job.task),
             "weights": str(weight_dtype(device)),
             "compile": job.contestant.compile,
             "checkpointed_blocks": [index for index, wanted in enumerate(checkpointed) if wanted],
@@ -160,6 +164,7 @@ def resident_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
     """Everything on the device, no offloading at all."""
     task, contestant = job.task, job.contestant
     model = build_model(task)
+    replace_loss(model, task, device)
     fill(model, model, device=device, dtype=weight_dtype(device))
     model.to(device)
     blocks = blocks_of(model)
@@ -176,13 +181,24 @@ def resident_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
     return Trainer(
         step=step,
         parameters=count(model),
-        config=_block_config(contestant)
-        | {
+        config={
+            **model_config(model, task),
+            **block_config(contestant),
             "weights": str(weight_dtype(device)),
             "optimizer": "torch.optim.AdamW(fused=True) on fp32 masters, on the device",
         },
     )
 
 
-def _block_config(contestant: Contestant) -> dict[str, Any]:
+def model_config(model: Any, task: Task) -> dict[str, Any]:
+    """What a row says of the model itself."""
+    return {
+        "chunked_loss": task.chunked_loss,
+        **({"liger-kernel": version("liger-kernel")} if task.chunked_loss else {}),
+        "max_position_embeddings": getattr(model.config, "max_position_embeddings", None),
+    }
+
+
+def block_config(contestant: Contestant) -> dict[str, Any]:
+    """What a row says of the blocks, where no plan decides."""
     return {"compile": contestant.compile, "checkpointed_blocks": "all" if contestant.checkpoint else "none"}

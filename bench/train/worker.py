@@ -11,6 +11,7 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo.utils
@@ -42,19 +43,20 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
     job = Job.load(args.job)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        outcome = run(job)
+        outcome = run(job, device)
     except Exception as error:  # whatever a system says when it cannot do the task is a result
         message = next((line for line in str(error).splitlines() if line.strip()), "")
-        outcome = Outcome(contestant=job.contestant, error=f"{type(error).__name__}: {message}"[:500])
+        text = f"{type(error).__name__}: {message}"[:500]
+        outcome = Outcome(contestant=job.contestant, error=text, **peaks(device))
     outcome.save(args.out)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def run(job: Job) -> Outcome:
+def run(job: Job, device: torch.device) -> Outcome:
     """Build the contestant, warm up, and time its steps."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         use_expandable_segments()  # ProTrain sets it; the others gain by it too
@@ -76,9 +78,7 @@ def run(job: Job) -> Outcome:
         clipped_steps=sum(norm > job.task.clip_norm for norm in norms),
         device=device_name(device),
         setup_s=setup_s,
-        device_allocated_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
-        device_reserved_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0,
-        host_resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **peaks(device),
         host_pinned_bytes=trainer.pinned_bytes() + _pinned_by_torch(device),
         config={
             **trainer.config,
@@ -89,6 +89,16 @@ def run(job: Job) -> Outcome:
         },
         plan=trainer.plan,
     )
+
+
+def peaks(device: torch.device) -> dict[str, Any]:
+    """The most memory of this process: of the device since its statistics were reset, of the host since it began."""
+    on_gpu = device.type == "cuda"
+    return {
+        "device_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else 0,
+        "device_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else 0,
+        "host_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
 
 
 def train(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,17 @@ from bench.train.__main__ import main
 from bench.train.contestants import DEFAULT, DEFAULT_ON_CPU, Contestant, parse, parse_all
 from bench.train.launch import supervise, take_part
 from bench.train.results import Comparison, Outcome
-from bench.train.task import Task
+from bench.train.task import Job, Task
 from protrain.planning.plan import BlockMode
 
 TASK = Task(model="tiny", layers=2, batch=2, sequence=64, steps=4, warm_up=1)
 ONE = Contestant(kind="fsdp2")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For workers: threads that wait for a core which another process has make each of these small steps seconds."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.mark.parametrize(
@@ -70,12 +77,54 @@ def test_other_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -
     for argv, message in (
         (["--model", "llama-8t"], "there is no model 'llama-8t'"),
         (["--model", "gpt2", "--sequence", "2048"], "--sequence 2048 is longer than the 1024 positions"),
+        (["--model", "opt-13b", "--sequence", "4096"], "--sequence 4096 is longer than the 2048 positions"),
         (["--steps", "2"], "--steps: must be at least 3"),
     ):
         with pytest.raises(SystemExit) as stop:
             main(argv)
         assert stop.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_chunked_loss_that_cannot_be_is_refused_before_anyone_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(SystemExit) as stop:
+        main(["--chunked-loss"])
+    assert stop.value.code == 2
+    assert "chunked_loss=True needs a CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "installed", "options", "chunked"),
+    [
+        (True, True, [], True),
+        (True, False, [], False),
+        (False, True, [], False),
+        (True, True, ["--no-chunked-loss"], False),
+    ],
+)
+def test_the_loss_is_chunked_where_it_can_be(
+    gpu: bool, installed: bool, options: list[str], chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    if installed:
+        pytest.importorskip("liger_kernel")
+    tasks: list[Task] = []
+
+    def compare(args: object, task: Task, *others: object) -> None:
+        tasks.append(task)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr("bench.train.__main__.liger_installed", lambda: installed)
+    monkeypatch.setattr("bench.train.__main__._compare", compare)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--model", "tiny", *options])
+    assert tasks[0].chunked_loss is chunked
 
 
 def _supervised(tmp_path: Path, code: str, *, limit_s: float = 60.0) -> Outcome:
@@ -85,8 +134,29 @@ def _supervised(tmp_path: Path, code: str, *, limit_s: float = 60.0) -> Outcome:
 
 def test_a_worker_that_the_system_kills_becomes_a_row(tmp_path: Path) -> None:
     outcome = _supervised(tmp_path, f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})")
-    assert outcome == Outcome(contestant=ONE, error=outcome.error, host_used_bytes=outcome.host_used_bytes)
-    assert "killed by the system" in outcome.error
+    assert outcome.error == "killed (SIGKILL): out of host memory?"
+    assert outcome.host_available_bytes > 0
+
+
+def test_a_failure_says_what_memory_was_taken_as_far_as_it_is_known() -> None:
+    gib = 1024**3
+    killed = Outcome(contestant=ONE, error="killed", host_used_bytes=118 * gib, host_available_bytes=int(120.5 * gib))
+    assert killed.failure == "killed [memory taken: host 118.0 of 120.5 GiB]"
+    full = replace(killed, error="no memory", device_reserved_bytes=78 * gib)
+    assert full.failure == "no memory [memory taken: host 118.0 of 120.5 GiB, GPU 78.0 GiB]"
+    assert Outcome(contestant=ONE, error="skipped").failure == "skipped"
+    assert replace(full, error="").failure == ""
+
+
+def test_the_first_line_of_a_worker_s_error_is_the_row_s(tmp_path: Path) -> None:
+    job = Job(task=TASK, contestant=ONE, tokens=str(tmp_path / "none.pt"), planned_by=None, until=0.0)
+    job.save(tmp_path / "job.json")
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "bench.train.worker", str(tmp_path / "job.json"), str(out)]
+    outcome = supervise(command, ONE, out, tmp_path / "log", limit_s=60.0)
+    assert outcome.error.startswith("FileNotFoundError: [Errno 2]")
+    assert outcome.host_available_bytes > 0
+    assert outcome.host_resident_bytes > 50 * 1024**2
 
 
 def test_a_worker_that_crashes_becomes_a_row_with_its_last_words(tmp_path: Path) -> None:
@@ -150,6 +220,11 @@ def test_ratios_are_of_medians_within_the_run() -> None:
     assert own.quantile_ms(0.8) == pytest.approx(280.0)
     table = comparison.table()
     assert "100.0 (94.0 to 280.0)" in table
+    heading = next(line for line in table.splitlines() if "protrain is faster" in line)
+    assert heading.endswith("protrain is faster  protrain-unclipped is faster")
+    assert next(line for line in table.splitlines() if line.startswith("FSDP2")).split("  ")[-1] == "3.12 times"
+    assert "whole logits" in comparison.headline()
+    assert "chunked loss" in replace(comparison, task=replace(TASK, chunked_loss=True)).headline()
     assert table.endswith("zero2: no memory")
     assert Comparison.from_json(comparison.to_json()) == comparison
 
@@ -194,7 +269,8 @@ def test_everything_that_a_cpu_can_do_runs(tmp_path: Path, capsys: pytest.Captur
     assert checkpointed  # the budget asks for it
     assert floor.config["checkpointed_blocks"] == checkpointed
     assert json.loads(file.read_text())["command"].startswith("python -m bench.train --contestants protrain-eager")
-    assert "/ protrain-eager" in capsys.readouterr().out
+    assert {outcome.config["chunked_loss"] for outcome in rows.values()} == {False}
+    assert "protrain-eager is faster" in capsys.readouterr().out
     assert (tmp_path / "compare-tiny-4layers-4x256.png").stat().st_size > 5000
 
 

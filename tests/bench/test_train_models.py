@@ -77,7 +77,8 @@ def test_checkpointed_blocks_run_twice_and_gradients_stay() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
-def test_the_floor_checkpoints_what_the_plan_does_and_keeps_no_gradient(tmp_path: Path) -> None:
+def _planned(folder: Path) -> str:
+    """A file with an outcome whose plan swaps, checkpoints and keeps one block each."""
     plan = Plan(
         n_persist=0,
         n_buffer=1,
@@ -93,9 +94,13 @@ def test_the_floor_checkpoints_what_the_plan_does_and_keeps_no_gradient(tmp_path
         step_ms=0.0,
         transient_bytes=0,
     )
-    planned_by = tmp_path / "protrain-eager.json"
-    Outcome(contestant=parse("protrain-eager"), plan=plan).save(planned_by)
-    job = Job(task=TASK, contestant=parse("floor-eager"), tokens="", planned_by=str(planned_by), until=0.0)
+    file = folder / "protrain-eager.json"
+    Outcome(contestant=parse("protrain-eager"), plan=plan).save(file)
+    return str(file)
+
+
+def test_the_floor_checkpoints_what_the_plan_does_and_keeps_no_gradient(tmp_path: Path) -> None:
+    job = Job(task=TASK, contestant=parse("floor-eager"), tokens="", planned_by=_planned(tmp_path), until=0.0)
     ids = torch.arange(16)[None]
     torch.manual_seed(0)
     trainer = floor_trainer(job, CPU, ids)
