@@ -116,7 +116,7 @@ def wrap(
                 device=target,
                 device_bytes=hardware.device_bytes,
                 host_bytes=hardware.host_bytes,
-                host_threads=max(1, hardware.cpu_threads - 2 if target.type == "cuda" else hardware.cpu_threads // 2),
+                host_threads=_host_threads(hardware),
                 weights=os.fspath(weights) if weights is not None else None,
             )
     wrapped = ProTrainOptimizer(
@@ -180,6 +180,13 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
             f"among them {forgotten[0]}",
             stacklevel=3,
         )
+
+
+def _host_threads(hardware: HardwareProfile) -> int:
+    """Of the host optimizer: what calibration found best beside a thread that launches, or all but two cores."""
+    if hardware.device_type == "cpu":
+        return max(1, hardware.cpu_threads // 2)
+    return max(1, min(hardware.host_adam_threads or hardware.cpu_threads - 2, hardware.cpu_threads))
 
 
 def _plan(

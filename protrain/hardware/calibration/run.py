@@ -23,6 +23,7 @@ from protrain.hardware.calibration.doubts import (
 from protrain.hardware.calibration.effort import FULL_SECONDS, Effort
 from protrain.hardware.calibration.host_memory import CPU, dram_figures, pinning_gbps
 from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
+from protrain.hardware.calibration.launching import one_core_taken
 from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk, best_threads, thread_counts
 from protrain.hardware.calibration.ranks import Ranks, ranks_of_this_run
 from protrain.hardware.calibration.transfers import Transfers
@@ -199,7 +200,8 @@ class Calibration:
         chunk = AdamChunk.on(CPU, self.effort.adam_elements)
         by_threads = {}
         for count in thread_counts(self.threads):
-            with self._stage("AdamW on the host", _ADAM_S) as budget_s:
+            # On a GPU a step's launching thread takes a core; on a CPU that thread does the updates.
+            with self._stage("AdamW on the host", _ADAM_S) as budget_s, one_core_taken(wanted=self.on_gpu):
                 by_threads[count] = chunk.figure("host AdamW", CPU, budget_s=budget_s, threads=count)
         self.figures += [*dram, *by_threads.values()]
         self._adam_threads = best_threads(by_threads)
@@ -229,12 +231,10 @@ class Calibration:
                 self.figures.append(kernel(self.device, self.effort.hidden, budget_s=budget_s, sheet=self._sheet))
 
     def _together(self) -> bool:
-        # Beside a GPU two cores stay for launching and loading, as in the engine.
-        threads = max(1, self.threads - 2) if self.on_gpu else self.threads
-        together = Together(self.device, self.effort, self._products, threads=threads)
+        together = Together(self.device, self.effort, self._products, threads=self._adam_threads)
         with together.ready() as accepted:
             for group in groups_on(self.device) if self.ranks.agree(accepted) else ():
-                with self._stage(" + ".join(group), _GROUP_S) as budget_s:
+                with self._stage(" + ".join(group), _GROUP_S) as budget_s, one_core_taken(wanted=self.on_gpu):
                     found = together.measure(group, duration_s=budget_s)
                 if found is not None:
                     self.contention.append(found)
