@@ -17,6 +17,7 @@ from protrain.engine.buffers import BufferPool
 from protrain.engine.chunks import Chunk
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import BlockMode, RuntimeModel, evaluate, pack
+from protrain.planning.choices import Choices
 from protrain.planning.compute_times import compute_times
 from protrain.planning.fetches import Fetches
 from protrain.planning.paper import paper_step_ms
@@ -186,8 +187,11 @@ def test_no_step_is_faster_than_its_bound() -> None:
         modes = tuple(draw.choice([NONE, CKPT, SWAP]) for _ in range(n))
         n_persist = draw.randint(0, n)
         n_buffer = draw.randint(min(1, n - n_persist), n - n_persist)
-        bound = runtime.bound_ms(runtime.undisturbed(modes), n_persist, n_buffer)
-        assert runtime.step_ms(modes, n_persist, n_buffer) >= bound * (1 - 1e-9)
+        choices = Choices.of([modes])
+        undisturbed = runtime.undisturbed(choices)
+        step = runtime.step_ms(modes, n_persist, n_buffer)
+        assert step >= runtime.bound_ms(undisturbed, n_persist, n_buffer)[0] * (1 - 1e-9)
+        assert step >= runtime.placed_bound_ms(undisturbed, choices, n_persist, n_buffer)[0] * (1 - 1e-9)
 
 
 def test_a_timeline_does_one_thing_at_a_time_on_every_lane() -> None:
