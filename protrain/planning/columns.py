@@ -9,7 +9,11 @@ bound; what a column holds is simulated (:mod:`protrain.planning.simulate`) unle
 - that bound or the step with every chunk in a buffer is, which ends the column: from as many checkpointed as swapped
   blocks on, one more block is recomputed and nothing else changes, and neither that nor fewer buffers makes a step
   faster;
-- such a step is hardly faster than with the buffers that fit: what more checkpointing makes room for gains nothing.
+- such a step is hardly faster than with the buffers that fit: what more checkpointing makes room for gains nothing;
+- ``RuntimeModel.placed_bound_ms``, which knows the order of uploads, is too long. Then steps with every chunk in a
+  buffer wait as well: that a column had ended before matters only once something else is found in it.
+
+Bounds are worked out for all choices of block modes at once, as arrays.
 """
 
 from __future__ import annotations
@@ -105,9 +109,8 @@ class Columns:
 
     def walk(self) -> list[Candidate]:
         """Whatever was the fastest when it was found, or hardly slower; empty when nothing fits."""
-        columns = sorted(self._columns(), key=lambda column: (column.n_swap, column.n_persist))
         # A good plan early leaves little to simulate: first what does not swap.
-        for column in sorted(columns, key=lambda column: (column.n_swap > 0, column.bound_ms)):
+        for column in sorted(self._columns(), key=lambda column: (column.n_swap > 0, column)):
             if self._may_win(column.bound_ms):
                 self._walk(column)
         return self._found
@@ -221,5 +224,5 @@ class Columns:
         unlimited_ms = self._runtime.step_ms(modes, n_persist, self._n_chunks - n_persist, limit_ms=limit_ms)
         if unlimited_ms >= limit_ms:
             return True
-        step_ms = self._runtime.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms)
-        return step_ms <= unlimited_ms * (1 + _GAIN)
+        hardly_slower_ms = unlimited_ms * (1 + _GAIN)
+        return hardly_slower_ms >= limit_ms and self._runtime.step_ms(modes, n_persist, n_buffer) <= hardly_slower_ms

@@ -64,30 +64,25 @@ class RuntimeModel:
         self._upload = [_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
         self._device_update = [elements / hardware.device_adam_gparams / 1e6 for elements in trainable]
         self._host_update = [elements / hardware.host_adam_gparams / 1e6 for elements in trainable]
-        self._trainable = trainable
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = self._by_visit()
-        self._called = sorted(set(profile.calls))
         # By unit, of one call: out and back of its saved activations, recomputation; which block may be swapped.
         self._swap_ms = [(0.0, 0.0)] * len(profile.units)
         self._recompute_ms = [0.0] * len(profile.units)
         self._swappable: list[int | None] = [None] * len(profile.units)
-        n_calls = Counter(profile.calls)
-        for unit in self._called:
-            block = profile.units[unit].block
-            if block is None:
-                continue
-            size = profile.blocks[block].saved_bytes / n_calls[unit]
-            self._swap_ms[unit] = _ms(size, hardware.d2h_gbps), _ms(size, hardware.h2d_gbps)
-            self._recompute_ms[unit] = self.times.forward[block] / n_calls[unit]
-            self._swappable[unit] = block if size else None
+        for unit, n_calls in Counter(profile.calls).items():
+            if (block := profile.units[unit].block) is not None:
+                size = profile.blocks[block].saved_bytes / n_calls
+                self._swap_ms[unit] = _ms(size, hardware.d2h_gbps), _ms(size, hardware.h2d_gbps)
+                self._recompute_ms[unit] = self.times.forward[block] / n_calls
+                self._swappable[unit] = block if size else None
         held = [self._held(unit) for unit in profile.calls]
         held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, [chunk.trainable for chunk in layout.chunks])
         self._needed = held
         self._gradients, self._gradients_of_visit = self._gradients_by_visit()
         self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype])
-        self._work: tuple[Modes, tuple[list[Work], list[float], float]] | None = None  # of the modes asked for last
+        self._work: tuple[Modes, tuple[list[Work], list[float]]] | None = None  # of the modes asked for last
         self._visits_of: dict[tuple[int, int], list[Visit]] = {}  # by n_persist and n_buffer
         # For bounds: sums from the first chunk on.
         self._forward_total = sum(self._forward_ms)
@@ -102,8 +97,10 @@ class RuntimeModel:
         last_trainable = max((chunk.index for chunk in layout.chunks if chunk.trainable), default=0)
         starts = list(accumulate(self._forward_ms, initial=0.0))
         first_use = next((at for at, chunks in enumerate(held) if last_trainable in chunks), 0)
-        self._forward_after_last = starts[-1] - starts[min(first_use, len(self._forward_ms))]
+        forward_after_last = starts[-1] - starts[min(first_use, len(self._forward_ms))]
         self._last_trainable = last_trainable
+        # From the last host update to the end of forward.
+        self._after_host_ms = (self._upload[last_trainable] if self._upload else 0.0) + forward_after_last
         used = {chunk for chunks in held for chunk in chunks}
         n_chunks = len(layout.chunks)
         self._used_from = [sum(chunk >= first for chunk in used) for first in range(n_chunks + 1)]
@@ -243,7 +240,7 @@ class RuntimeModel:
         than after ``up_ms - u`` and ``out_ms - d``. The least over u and d of the latest of the three is where all are
         the same, or the first alone with u or d at 0.
         """
-        after = self._upload[self._last_trainable] + self._forward_after_last
+        after = self._after_host_ms
         a, b = self._slower_host
         late = np.full_like(out_ms, after)
         for weights, activations in ((1, 1), (0, 1), (1, 0)):
@@ -251,11 +248,6 @@ class RuntimeModel:
             possible = (met <= up_ms if weights else True) & (met <= out_ms if activations else True)
             late = np.where(possible, np.maximum(late, met), late)
         return late
-
-    def _after_host_ms(self, recomputed_ms: float) -> float:
-        """At least, from the last host update to the next norm."""
-        backward = self._backward_total + recomputed_ms + self._flatten_all
-        return self._upload[self._last_trainable] + self._forward_after_last + backward
 
     def _held(self, unit: int) -> tuple[int, ...]:
         chunks = self._layout.unit_chunks
@@ -321,7 +313,7 @@ class RuntimeModel:
 
     def _step(self, modes: Modes, n_persist: int, n_buffer: int) -> Step:
         n_visits = len(self._profile.calls)
-        work, swap_in, recomputed_ms = self._work_for(modes)
+        work, swap_in = self._work_for(modes)
         visits = self._placed(n_persist, n_buffer)
         return Step(
             forward=visits[:n_visits],
@@ -334,7 +326,7 @@ class RuntimeModel:
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
             host_update_ms=[(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist],
             update_in_backward=self._in_backward,
-            after_host_ms=self._after_host_ms(recomputed_ms),
+            after_host_ms=self._after_host_ms,
         )
 
     def _placed(self, n_persist: int, n_buffer: int) -> list[Visit]:
@@ -359,22 +351,21 @@ class RuntimeModel:
         ]
         return visits
 
-    def _work_for(self, modes: Modes) -> tuple[list[Work], list[float], float]:
+    def _work_for(self, modes: Modes) -> tuple[list[Work], list[float]]:
         if self._work is None or self._work[0] != modes:
             self._work = modes, self._work_of(modes)
         return self._work[1]
 
-    def _work_of(self, modes: Modes) -> tuple[list[Work], list[float], float]:
-        """Work of every turn, time to fetch each unit's activations back, and all recomputation."""
+    def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
+        """Work of every turn, and the time to fetch each unit's activations back."""
         profile = self._profile
         nothing = (0.0, 0.0)
         swap = [nothing] * len(profile.units)
         recompute = [0.0] * len(profile.units)
-        for unit in self._called:
-            block = profile.units[unit].block
-            if block is not None and modes[block] is BlockMode.SWAP:
+        for unit, record in enumerate(profile.units):
+            if record.block is not None and modes[record.block] is BlockMode.SWAP:
                 swap[unit] = self._swap_ms[unit]
-            elif block is not None and modes[block] is BlockMode.CKPT:
+            elif record.block is not None and modes[record.block] is BlockMode.CKPT:
                 recompute[unit] = self._recompute_ms[unit]
         work = [Work(compute, swap[unit][0], ()) for unit, compute in zip(profile.calls, self._forward_ms, strict=True)]
         fetched = -1  # ahead, by the visit before
@@ -385,7 +376,7 @@ class RuntimeModel:
             if fetched >= 0:
                 swap_back = (*swap_back, fetched)
             work.append(Work(self._backward_ms[at] + recompute[unit], swap[unit][0], swap_back))
-        return work, [back for _, back in swap], sum(recompute[unit] for unit in profile.calls)
+        return work, [back for _, back in swap]
 
 
 def _in_a_row(step: Step) -> float:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 
+import numpy as np
+
 from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.choices import Choices
 from protrain.planning.columns import Columns
 from protrain.planning.infeasible import device_error, host_error
 from protrain.planning.layout import Layout, choose_chunk_elements, pack
-from protrain.planning.memory import Activations, MemoryModel
+from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
 from protrain.profiler.model_profile import ModelProfile
@@ -189,22 +192,19 @@ class _Models:
 
     def infeasible(self) -> PlanError:
         """Why no plan at all fits: the device cannot hold the smallest one, or the host what the device leaves over."""
-        n_blocks, n_chunks = len(self.profile.blocks), len(self.layout.chunks)
-        smallest: tuple[int, int, int, Activations] | None = None
-        leftover: tuple[int, int, Activations] | None = None
-        for n_swap in range(n_blocks + 1):
-            for n_ckpt in range(n_blocks - n_swap + 1):
-                activations = self.memory.activations(block_modes(n_blocks, n_swap, n_ckpt))
-                for n_persist in range(n_chunks, -1, -1):
-                    n_buffer = self.memory.least_buffers(n_persist)
-                    needed = self.memory.device_bytes(n_persist, n_buffer, activations)
-                    if smallest is None or needed < smallest[0]:
-                        smallest = (needed, n_persist, n_buffer, activations)
-                    if needed <= self.hardware.device_bytes:
-                        host = self.memory.host_bytes(n_persist, activations)
-                        if leftover is None or host < leftover[0]:
-                            leftover = (host, n_persist, activations)
-        if leftover is not None:
-            return host_error(self.memory, leftover[1], leftover[2])
-        assert smallest is not None
-        return device_error(self.memory, *smallest[1:])
+        memory, n_blocks = self.memory, len(self.profile.blocks)
+        modes = [
+            block_modes(n_blocks, n_swap, n) for n_swap in range(n_blocks + 1) for n in range(n_blocks - n_swap + 1)
+        ]
+        peak_bytes, _, swapped_bytes = memory.all_activations(Choices.of(modes))
+        placements = range(len(self.layout.chunks), -1, -1)
+        static = np.array([memory.static_bytes(n, memory.least_buffers(n)) for n in placements])
+        needed = memory.with_margin(peak_bytes)[:, None] + static  # by modes and placement
+        fits = needed <= self.hardware.device_bytes
+        if fits.any():
+            host = np.array([memory.host_bytes_beside(n, 0) for n in placements]) + swapped_bytes[:, None]
+            which, at = divmod(int(np.where(fits, host, host.max() + 1).argmin()), len(placements))
+            return host_error(memory, placements[at], memory.activations(modes[which]))
+        which, at = divmod(int(needed.argmin()), len(placements))
+        n_persist = placements[at]
+        return device_error(memory, n_persist, memory.least_buffers(n_persist), memory.activations(modes[which]))

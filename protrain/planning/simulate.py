@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product, repeat
+from itertools import accumulate, islice, pairwise, product, repeat
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +65,7 @@ class Step:
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
     host_update_ms: Sequence[tuple[int, float]]  # of the others, in execution order
     update_in_backward: bool
-    after_host_ms: float  # at least, from the last host update to the next norm, when it is not
+    after_host_ms: float  # at least, from the last host update to the end of forward
 
     @property
     def host_updates(self) -> Sequence[tuple[int, float]]:
@@ -72,30 +73,47 @@ class Step:
         return self.host_update_ms[::-1] if self.update_in_backward else self.host_update_ms
 
 
-def simulate(step: Step, rates: Rates, *, limit_ms: float = float("inf")) -> float:
+def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> float:
     """Milliseconds of one step in steady state; at least ``limit_ms`` as soon as it cannot be less.
 
-    Contention only makes operations longer, so the first pass bounds the second from below; so does the host optimizer
-    at its disturbed rate with what must follow it.
+    Contention only makes operations longer, so the first pass bounds the second from below; so does :func:`_least_ms`.
     """
-    first = _Run(step)
+    first = _Run.of(step)
     if first.step_ms >= limit_ms or not first.moves:
         return first.step_ms
     stretch = _stretches(first, rates)
-    if not step.update_in_backward:
-        starts, ends, factors = first.starts[HOST], first.ends[HOST], stretch[HOST]
-        steady = range(len(starts) // 2, len(starts))
-        disturbed = sum((ends[at] - starts[at]) * factors[at] for at in steady)
-        if disturbed + step.after_host_ms >= limit_ms:
-            return limit_ms
-    return _Run(step, stretch).step_ms
+    if (
+        limit_ms < inf
+        and step.host_update_ms
+        and not step.update_in_backward
+        and _least_ms(step, first, stretch) >= limit_ms
+    ):
+        return limit_ms
+    return _Run.of(step, stretch).step_ms
+
+
+def _least_ms(step: Step, first: _Run, stretch: list[list[float]]) -> float:
+    """What the second pass comes to at least: a quarter of its work.
+
+    From one norm to the next go the host updates of the first step one by one, what follows them in forward, and
+    backward: from the end of forward, when every upload and copy issued before it may be done. All with the durations
+    of the second pass; later starts would only make the ends later. What the device updates comes after either norm.
+    """
+    starts, ends, factors = first.starts, first.ends, stretch[HOST]
+    host_ms = sum((ends[HOST][at] - starts[HOST][at]) * factors[at] for at in range(len(factors) // 2))
+    n_gpu, n_device = len(starts[GPU]) // 2, len(step.device_update_ms)
+    after, before = (
+        sum(duration * stretch[GPU][at] for at, (_, duration) in enumerate(step.device_update_ms, end - n_device))
+        for end in (2 * n_gpu, n_gpu)
+    )
+    return host_ms + step.after_host_ms + _Run.backward_ms(step, stretch) + after - before
 
 
 def timeline(step: Step, rates: Rates) -> Timeline:
     """The same with every operation."""
-    run = _Run(step)
+    run = _Run.of(step)
     if run.moves:
-        run = _Run(step, _stretches(run, rates))
+        run = _Run.of(step, _stretches(run, rates))
     begin = run.begin_ms
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
@@ -136,32 +154,53 @@ class _Run:
     The search spends its time here, so operations are written out on local variables and not called.
     """
 
-    def __init__(self, step: Step, stretch: list[list[float]] | None = None) -> None:
+    def __init__(self, step: Step, stretch: list[Iterator[float]], start_ms: float) -> None:
         self._step = step
-        # By lane, for one operation after the other.
-        self._stretch: list[Iterator[float]] = [iter(one) for one in stretch] if stretch else [repeat(1.0)] * 4
+        self._stretch = stretch  # by lane, for one operation after the other
+        self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
         self.starts: list[list[float]] = [[], [], [], []]
         self.ends: list[list[float]] = [[], [], [], []]
-        self._free = [0.0] * 4
+        self._free = [start_ms] * 4
         n_chunks = len(step.upload_ms)
-        self._updated = [0.0] * n_chunks  # by chunk: its host update is done
-        self._released = [0.0] * (n_chunks + 1)  # the GPU has read its buffer; at the end (-1) an empty buffer's
-        self._loaded = [0.0] * n_chunks  # a frozen one may be there all the time
-        self._offloaded = [0.0] * n_chunks
-        self._drained = [0.0, 0.0]  # gradient staging
-        self._swapped = [0.0] * len(step.swap_ms)  # by unit: its activations are in host memory
-        self._back = [0.0] * len(step.swap_ms)  # they are on the device again
-        self._unsettled = 0.0
+        self._updated = [start_ms] * n_chunks  # by chunk: its host update is done
+        self._released = [start_ms] * (n_chunks + 1)  # the GPU has read its buffer; at the end (-1) an empty buffer's
+        self._loaded = [start_ms] * n_chunks  # a frozen one may be there all the time
+        self._offloaded = [start_ms] * n_chunks
+        self._drained = [start_ms, start_ms]  # gradient staging
+        self._swapped = [start_ms] * len(step.swap_ms)  # by unit: its activations are in host memory
+        self._back = [start_ms] * len(step.swap_ms)  # they are on the device again
+        self._unsettled = start_ms
+
+    @classmethod
+    def of(cls, step: Step, stretch: list[list[float]] | None = None) -> _Run:
+        """Both steps."""
+        run = cls(step, [iter(one) for one in stretch] if stretch else [repeat(1.0)] * 4, 0.0)
         ends = []
         for _ in range(2):
-            self.begin_ms = self._free[GPU]
-            self._forward()
-            self.forward_end_ms = self._free[GPU]
-            self._backward()
-            self.backward_end_ms = self._free[GPU]
-            self._update()
-            ends.append(self._free[GPU])
-        self.step_ms = ends[1] - ends[0]
+            run.begin_ms = run._free[GPU]
+            run._forward()
+            run.forward_end_ms = run._free[GPU]
+            run._backward()
+            run.backward_end_ms = run._free[GPU]
+            run._update()
+            ends.append(run._free[GPU])
+        run.step_ms = ends[1] - ends[0]
+        return run
+
+    @classmethod
+    def backward_ms(cls, step: Step, stretch: list[list[float]]) -> float:
+        """The second backward by itself, as if all that was issued before had long been done."""
+        n_before = [
+            len(step.forward_work),
+            sum(len(visit.fetches) for visit in step.forward),
+            sum(work.swap_ms > 0 for work in step.forward_work),
+            0,
+        ]
+        at = [len(factors) // 2 + before for factors, before in zip(stretch, n_before, strict=True)]
+        run = cls(step, [islice(factors, first, None) for factors, first in zip(stretch, at, strict=True)], -inf)
+        run._free[GPU] = 0.0
+        run._backward()
+        return run._free[GPU]
 
     @property
     def moves(self) -> bool:
