@@ -192,6 +192,24 @@ def test_no_step_is_faster_than_its_bound() -> None:
         step = runtime.step_ms(modes, n_persist, n_buffer)
         assert step >= runtime.bound_ms(undisturbed, n_persist, n_buffer)[0] * (1 - 1e-9)
         assert step >= runtime.placed_bound_ms(undisturbed, choices, n_persist, n_buffer)[0] * (1 - 1e-9)
+        # Nor does a limit that it keeps cut its simulation short.
+        assert runtime.step_ms(modes, n_persist, n_buffer, limit_ms=step * (1 + 1e-9)) == step
+
+
+def test_bounds_of_many_choices_are_those_of_each() -> None:
+    runtime = model_of(make_profile(1.0, 2.0, n=6), replace(MACHINE, host_adam_gparams=0.05))
+    drawn = random.Random(1)
+    modes = [tuple(drawn.choice([NONE, CKPT, SWAP]) for _ in range(6)) for _ in range(20)]
+    choices = Choices.of(modes)
+    together = runtime.undisturbed(choices)
+    placed = runtime.placed_bound_ms(together, choices, 1, 2)
+    bounds = runtime.bound_ms(together, 1, 2)
+    assert (placed > bounds).any()  # it knows more
+    for at, one in enumerate(modes):
+        alone = Choices.of([one])
+        undisturbed = runtime.undisturbed(alone)
+        assert runtime.bound_ms(undisturbed, 1, 2)[0] == bounds[at]
+        assert runtime.placed_bound_ms(undisturbed, alone, 1, 2)[0] == placed[at]
 
 
 def test_a_timeline_does_one_thing_at_a_time_on_every_lane() -> None:
