@@ -11,7 +11,7 @@ from protrain.hardware import HardwareProfile
 from protrain.planning import Plan, evaluate
 from protrain.profiler import ModelProfile
 
-_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt")
+_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_speculate")
 _BETTER = 0.995  # of the step time: less is noise
 
 
@@ -63,7 +63,7 @@ def _faster(best: Point, point: Point) -> Point:
 
 
 def _key(plan: Plan) -> tuple[int, ...]:
-    return plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt
+    return plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_speculate
 
 
 def _neighbours(
@@ -82,6 +82,7 @@ def _neighbours(
                         n_buffer=min(buffers, plan.n_chunks - counts["n_persist"]),
                         n_swap=counts["n_swap"],
                         n_ckpt=counts["n_ckpt"],
+                        n_speculate=counts["n_speculate"],
                         chunk_elements=plan.chunk_elements,
                         step_during_backward=step_during_backward,
                     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+
 from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, block_modes, choose_chunk_elements, evaluate, pack
 from protrain.profiler.model_profile import ModelProfile
@@ -36,7 +38,11 @@ def draw(
         fits = memory.device_bytes(n_persist, n_buffer, activations) <= hardware.device_bytes
         if not fits or memory.host_bytes(n_persist, activations) > hardware.host_bytes:
             continue
-        key = (n_persist, n_buffer, n_swap, n_ckpt)
+        n_speculate = 0
+        if not step_during_backward and hardware.device_type == "cuda":
+            most = int(memory.most_speculated(n_persist, np.array(activations.swapped_bytes)))
+            n_speculate = generator.choice([0, most, generator.randint(0, most)])
+        key = (n_persist, n_buffer, n_swap, n_ckpt, n_speculate)
         if key not in found:
             found[key] = evaluate(
                 profile,
@@ -45,6 +51,7 @@ def draw(
                 n_buffer=n_buffer,
                 n_swap=n_swap,
                 n_ckpt=n_ckpt,
+                n_speculate=n_speculate,
                 step_during_backward=step_during_backward,
             )
     return list(found.values())

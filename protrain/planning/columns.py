@@ -1,55 +1,70 @@
 """All plans, in columns, and which of them need not be simulated because they cannot win.
 
 Block modes fix the activations, so per choice of modes only the placement of chunks is left; for one number of
-persistent chunks more buffers never make a step slower, so all that fit are taken. What is left is a number of
-checkpointed blocks for every column: a number of swapped blocks and of persistent chunks. Columns go in the order of a
-bound; what a column holds is simulated (:mod:`protrain.planning.simulate`) unless
+persistent chunks neither more buffers nor more early updates make a step slower, so all that fit are taken. What is
+left is a number of checkpointed blocks for every column: a number of swapped blocks and of persistent chunks. Columns
+go in the order of a bound; what a column holds is simulated (:mod:`protrain.planning.simulate`) unless
 
 - ``RuntimeModel.bound_ms`` is too long;
 - that bound or the step with every chunk in a buffer is, which ends the column: from as many checkpointed as swapped
   blocks on, one more block is recomputed and nothing else changes, and neither that nor fewer buffers makes a step
   faster;
-- such a step is hardly faster than with the buffers that fit: what more checkpointing makes room for gains nothing.
+- such a step is hardly faster than with the buffers that fit: what more checkpointing makes room for gains nothing;
+- ``RuntimeModel.placed_bound_ms``, which knows the order of uploads, is too long. Then steps with every chunk in a
+  buffer wait as well: that a column had ended before matters only once something else is found in it.
+
+Bounds are worked out for all choices of block modes at once, as arrays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.memory import Activations, MemoryModel
-from protrain.planning.plan import BlockMode, block_modes
-from protrain.planning.runtime import RuntimeModel, Undisturbed
+from protrain.planning.choices import Choices
+from protrain.planning.memory import MemoryModel
+from protrain.planning.plan import block_modes
+from protrain.planning.runtime import RuntimeModel, Times
 from protrain.profiler.model_profile import ModelProfile
 
 # What is at most this much faster than the fastest found isn't looked for: the prediction is no better.
 _GAIN = 0.003
+_ROUNDING = 1e-9  # what sums in another order differ by, and more
 
 
 class Candidate(NamedTuple):
-    """A plan that fits."""
+    """A plan that fits, with as many early updates as do."""
 
     step_ms: float
     n_persist: int
     n_buffer: int
     n_swap: int
     n_ckpt: int
-
-
-class _Choice(NamedTuple):
-    """A choice of block modes with a column's number of swapped blocks."""
-
-    n_ckpt: int
-    modes: tuple[BlockMode, ...]
-    activations: Activations
-    step: Undisturbed
+    n_speculate: int
 
 
 class _Column(NamedTuple):
+    """Plans with one number of swapped blocks and of persistent chunks."""
+
+    bound_ms: float  # none is faster
     n_swap: int
     n_persist: int
-    choices: list[_Choice]  # by n_ckpt, ascending; the first fits
-    bound_ms: float  # no plan of the column is faster
+    first: int  # of its choices of block modes: it fits
+    end: int
+
+
+class _Placed(NamedTuple):
+    """What holds for every choice of block modes under one number of persistent chunks."""
+
+    n_buffer: NDArray[np.int64]  # negative where the choice doesn't fit
+    n_speculate: NDArray[np.int64]
+    bound_ms: Times
+    all_bound_ms: Times  # with every chunk in a buffer
+    least_ms: Times  # a tighter bound, as far as it is known
 
 
 class Columns:
@@ -76,16 +91,28 @@ class Columns:
         self._memory = memory
         self._runtime = runtime
         self._tolerance = tolerance
-        self._n_blocks = len(profile.blocks)
         self._n_chunks = len(memory.layout.chunks)
+        n_blocks = len(profile.blocks)
+        counts = [
+            (n_swap, n_ckpt)
+            for n_swap in range(n_blocks + 1)
+            for n_ckpt in range(n_blocks - n_swap + 1)
+            if memory.kept_bytes(n_swap + n_ckpt) <= hardware.device_bytes
+        ]
+        self._modes = [block_modes(n_blocks, *pair) for pair in counts]
+        self._n_swap, self._n_ckpt = np.array(counts, dtype=np.int64).reshape(-1, 2).T
+        self._choices = Choices.of(self._modes)
+        peak, _, self._swapped = memory.all_activations(self._choices)
+        self._margined = memory.with_margin(peak)
+        self._undisturbed = runtime.undisturbed(self._choices)
+        self._placed: dict[int, _Placed] = {}
         self._fastest_ms = float("inf")
         self._found: list[Candidate] = []
 
     def walk(self) -> list[Candidate]:
         """Whatever was the fastest when it was found, or hardly slower; empty when nothing fits."""
-        columns = [column for n_swap in range(self._n_blocks + 1) for column in self._columns(n_swap)]
         # A good plan early leaves little to simulate: first what does not swap.
-        for column in sorted(columns, key=lambda column: (column.n_swap > 0, column.bound_ms)):
+        for column in sorted(self._columns(), key=lambda column: (column.n_swap > 0, column)):
             if self._may_win(column.bound_ms):
                 self._walk(column)
         return self._found
@@ -93,61 +120,125 @@ class Columns:
     def _may_win(self, bound_ms: float) -> bool:
         return bound_ms < self._fastest_ms * (1 - _GAIN)
 
-    def _columns(self, n_swap: int) -> list[_Column]:
-        """Those of ``n_swap`` that hold any plan that fits."""
+    def _columns(self) -> Iterator[_Column]:
+        """Those that hold any plan that fits."""
         memory, hardware = self._memory, self._hardware
-        choices = []
-        for n_ckpt in range(self._n_blocks - n_swap + 1):
-            if memory.kept_bytes(n_swap + n_ckpt) <= hardware.device_bytes:
-                modes = block_modes(self._n_blocks, n_swap, n_ckpt)
-                choices.append(_Choice(n_ckpt, modes, memory.activations(modes), self._runtime.undisturbed(modes)))
-        columns = []
+        n_swaps, starts = np.unique(self._n_swap, return_index=True)
+        if not starts.size:
+            return
+        ends = np.append(starts[1:], len(self._modes))
+        rows = np.arange(len(self._modes))
+        of_column = np.repeat(np.arange(len(starts)), ends - starts)
+        # More checkpointed than swapped blocks only add; fewer give swapping room, which may take less.
+        balanced = (starts + n_swaps - self._n_ckpt[starts])[of_column]
+        open_columns = np.ones(len(starts), dtype=bool)
         for n_persist in range(self._n_chunks + 1):
             left = hardware.device_bytes - memory.static_bytes(n_persist, memory.least_buffers(n_persist))
-            fits = (at for at, one in enumerate(choices) if memory.margined_bytes(one.activations) <= left)
-            first = next(fits, None)
-            if first is None:
-                break  # more persistent chunks need only more
-            if memory.host_bytes(n_persist, choices[first].activations) <= hardware.host_bytes:
-                # More checkpointed than swapped blocks only add; fewer give swapping room, which may take less.
-                last = max(first, n_swap - choices[0].n_ckpt)
-                bound_ms = min(
-                    self._runtime.bound_ms(one.step, n_persist, self._n_chunks - n_persist)
-                    for one in choices[first : last + 1]
-                )
-                columns.append(_Column(n_swap, n_persist, choices[first:], bound_ms))
-        return columns
+            fits = np.where(self._margined <= left, rows, len(rows))
+            firsts = np.minimum.reduceat(fits, starts)
+            open_columns &= firsts < len(rows)  # more persistent chunks need only more
+            if not open_columns.any():
+                return
+            first = firsts[of_column]
+            counts = (rows >= first) & (rows <= np.maximum(first, balanced))
+            all_buffers, n_speculate = self._n_chunks - n_persist, self._speculated(n_persist)
+            bound_ms = self._runtime.bound_ms(self._undisturbed, n_persist, all_buffers, n_speculate)
+            bounds_ms = np.minimum.reduceat(np.where(counts, bound_ms, np.inf), starts).tolist()
+            for at in np.flatnonzero(open_columns).tolist():
+                swapped_bytes = int(self._swapped[firsts[at]])
+                if memory.host_bytes_beside(n_persist, swapped_bytes) <= hardware.host_bytes:
+                    yield _Column(bounds_ms[at], int(n_swaps[at]), n_persist, int(firsts[at]), int(ends[at]))
+
+    def _speculated(self, n_persist: int) -> NDArray[np.int64]:
+        """Early updates, by choice: as many as host memory has room for, since none makes a step slower."""
+        if not self._runtime.speculates:
+            return np.zeros(len(self._modes), dtype=np.int64)
+        return self._memory.most_speculated(n_persist, self._swapped)
+
+    def _place(self, n_persist: int) -> _Placed:
+        placed = self._placed.get(n_persist)
+        if placed is None:
+            memory, runtime, all_buffers = self._memory, self._runtime, self._n_chunks - n_persist
+            least_buffers = memory.least_buffers(n_persist)
+            spare = self._hardware.device_bytes - memory.static_bytes(n_persist, least_buffers) - self._margined
+            n_buffer = np.minimum(all_buffers, least_buffers + spare // memory.buffer_bytes)
+            n_buffer = np.where(spare < 0, -1, n_buffer)
+            n_speculate = self._speculated(n_persist)
+            placed = self._placed[n_persist] = _Placed(
+                n_buffer=n_buffer,
+                n_speculate=n_speculate,
+                bound_ms=runtime.bound_ms(self._undisturbed, n_persist, n_buffer, n_speculate),
+                all_bound_ms=runtime.bound_ms(self._undisturbed, n_persist, all_buffers, n_speculate),
+                least_ms=np.full(len(n_buffer), np.nan),
+            )
+        return placed
+
+    def _least_ms(self, row: int, n_persist: int) -> float:
+        """A tighter bound of what a choice of block modes takes with all buffers that fit."""
+        placed = self._place(n_persist)
+        if np.isnan(placed.least_ms[row]):
+            n_buffer = int(placed.n_buffer[row])
+            same = np.flatnonzero(placed.n_buffer == n_buffer)
+            choices, step = self._choices.some(same), self._undisturbed.some(same)
+            early = placed.n_speculate[same]
+            placed.least_ms[same] = self._runtime.placed_bound_ms(step, choices, n_persist, n_buffer, early)
+        return float(placed.least_ms[row])
 
     def _walk(self, column: _Column) -> None:
-        memory, runtime = self._memory, self._runtime
         n_swap, n_persist = column.n_swap, column.n_persist
-        least_buffers, all_buffers = memory.least_buffers(n_persist), self._n_chunks - n_persist
-        room = self._hardware.device_bytes - memory.static_bytes(n_persist, least_buffers)
+        placed, all_buffers = self._place(n_persist), self._n_chunks - n_persist
+        postponed: list[int] = []
         before = -1
-        for n_ckpt, modes, activations, step in column.choices:
-            if n_ckpt >= n_swap and not self._may_win(runtime.bound_ms(step, n_persist, all_buffers)):
+        for row in range(column.first, column.end):
+            n_ckpt, n_buffer = int(self._n_ckpt[row]), int(placed.n_buffer[row])
+            if n_ckpt >= n_swap and not self._may_win(float(placed.all_bound_ms[row])):
                 return
-            spare = room - memory.margined_bytes(activations)
-            if spare < 0:
+            if n_buffer < 0:
                 continue
-            n_buffer = min(all_buffers, least_buffers + spare // memory.buffer_bytes)
             if n_buffer == before and n_ckpt > n_swap:
                 continue  # one more is recomputed for nothing
             before = n_buffer
-            if not self._may_win(runtime.bound_ms(step, n_persist, n_buffer)):
+            if not self._may_win(float(placed.bound_ms[row])):
                 continue
             limit_ms = self._fastest_ms * (1 + self._tolerance)
-            unlimited_ms = None
-            if n_ckpt >= n_swap:
-                unlimited_ms = runtime.step_ms(modes, n_persist, all_buffers, limit_ms=limit_ms)
+            step_ms = self._step_ms(row, n_persist, limit_ms)
+            ends_column = n_ckpt >= n_swap
+            if step_ms >= limit_ms:
+                if ends_column and n_buffer == all_buffers:
+                    return
+                if ends_column:
+                    postponed.append(row)
+                continue
+            # Whether the column ended before matters only now that it would change anything.
+            if any(self._ends_column(one, n_persist, limit_ms) for one in postponed):
+                return
+            postponed.clear()
+            unlimited_ms = step_ms
+            if ends_column and n_buffer < all_buffers:
+                unlimited_ms = self._simulated_ms(row, n_persist, all_buffers, limit_ms)
                 if unlimited_ms >= limit_ms:
                     return
-            if unlimited_ms is not None and n_buffer == all_buffers:
-                step_ms = unlimited_ms
-            else:
-                step_ms = runtime.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms)
-            if step_ms < limit_ms:
-                self._found.append(Candidate(step_ms, n_persist, n_buffer, n_swap, n_ckpt))
-                self._fastest_ms = min(self._fastest_ms, step_ms)
-            if unlimited_ms is not None and step_ms <= unlimited_ms * (1 + _GAIN):
+            n_speculate = int(placed.n_speculate[row])
+            self._found.append(Candidate(step_ms, n_persist, n_buffer, n_swap, n_ckpt, n_speculate))
+            self._fastest_ms = min(self._fastest_ms, step_ms)
+            if ends_column and step_ms <= unlimited_ms * (1 + _GAIN):
                 return
+
+    def _step_ms(self, row: int, n_persist: int, limit_ms: float) -> float:
+        """Of a choice of block modes with all buffers that fit; infinite when it cannot be below ``limit_ms``."""
+        if self._least_ms(row, n_persist) * (1 - _ROUNDING) >= limit_ms:
+            return float("inf")
+        return self._simulated_ms(row, n_persist, int(self._place(n_persist).n_buffer[row]), limit_ms)
+
+    def _simulated_ms(self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf")) -> float:
+        n_speculate = int(self._place(n_persist).n_speculate[row])
+        return self._runtime.step_ms(self._modes[row], n_persist, n_buffer, n_speculate, limit_ms=limit_ms)
+
+    def _ends_column(self, row: int, n_persist: int, limit_ms: float) -> bool:
+        """Whether a choice that takes ``limit_ms`` or more leaves nothing to find in its column."""
+        n_buffer = int(self._place(n_persist).n_buffer[row])
+        unlimited_ms = self._simulated_ms(row, n_persist, self._n_chunks - n_persist, limit_ms)
+        if unlimited_ms >= limit_ms:
+            return True
+        hardly_slower_ms = unlimited_ms * (1 + _GAIN)
+        return hardly_slower_ms >= limit_ms and self._simulated_ms(row, n_persist, n_buffer) <= hardly_slower_ms

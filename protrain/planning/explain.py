@@ -23,14 +23,15 @@ from protrain.records import Record
 
 MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # shares of the memory there is, on top of it
 _SAME = 0.005  # times this close are the same: the search itself prefers by other grounds within it
-KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt")
+KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_speculate")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change(Record):
     """One knob turned by one, all others as they are.
 
-    Where a number of buffers makes no sense beside the new number of persistent chunks, the nearest that does is taken.
+    Where a number of buffers or early updates makes no sense beside the new number of persistent chunks, the nearest
+    that does is taken.
     """
 
     knob: str
@@ -200,12 +201,15 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
         "optimizer states": sum(state_bytes(chunk, memory.profile.dtype) for chunk in away) - weights - gradients,
         "swapped activations": activations.swapped_bytes,
     }
-    return {**parts, "other": memory.host_bytes(plan.n_persist, activations) - sum(parts.values())}
+    if plan.n_speculate:
+        parts["second copies for early updates"] = memory.spare_bytes(plan.n_persist, plan.n_speculate)
+    needed = memory.host_bytes(plan.n_persist, activations, plan.n_speculate)
+    return {**parts, "other": needed - sum(parts.values())}
 
 
 def _timeline(plan: Plan, runtime: RuntimeModel, hardware: HardwareProfile, layout: Layout) -> Timeline:
     if hardware.device_type != "cpu":
-        return runtime.timeline(plan.block_modes, plan.n_persist, plan.n_buffer)
+        return runtime.timeline(plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate)
     times = runtime.times
     forward_ms = sum(times.forward) + sum(times.gap_forward)
     recomputed = (ms for ms, mode in zip(times.forward, plan.block_modes, strict=True) if mode is BlockMode.CKPT)
@@ -232,13 +236,14 @@ def _changes(plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Iterator
     for knob in KNOBS:
         for step in (1, -1):
             counts = {name: getattr(plan, name) + (step if name == knob else 0) for name in KNOBS}
-            impossible = _impossible(counts, knob, n_chunks, n_blocks)
+            impossible = _impossible(counts, knob, n_chunks, n_blocks, speculates=runtime.speculates)
             if not impossible:
                 least, most = memory.least_buffers(counts["n_persist"]), n_chunks - counts["n_persist"]
                 if knob == "n_buffer" and not least <= counts["n_buffer"] <= most:
                     few = f"a unit holds up to {least} non-persistent chunks at once"
                     impossible = few if counts["n_buffer"] < least else "every non-persistent chunk has a buffer"
                 counts["n_buffer"] = min(max(counts["n_buffer"], least), most)
+                counts["n_speculate"] = min(counts["n_speculate"], most)
             change = Change(
                 knob=knob,
                 step=step,
@@ -251,16 +256,16 @@ def _changes(plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Iterator
                 impossible=impossible,
             )
             if not impossible:
-                n_persist, n_buffer, n_swap, n_ckpt = change.counts
+                n_persist, n_buffer, n_swap, n_ckpt, n_speculate = change.counts
                 modes = plan.block_modes
                 if knob in ("n_swap", "n_ckpt"):
                     modes = block_modes(n_blocks, n_swap, n_ckpt)
                 activations = memory.activations(modes)
                 device_bytes = memory.device_bytes(n_persist, n_buffer, activations)
-                host_bytes = memory.host_bytes(n_persist, activations)
+                host_bytes = memory.host_bytes(n_persist, activations, n_speculate)
                 change = replace(
                     change,
-                    step_ms=runtime.step_ms(modes, n_persist, n_buffer),
+                    step_ms=runtime.step_ms(modes, n_persist, n_buffer, n_speculate),
                     device_bytes=device_bytes,
                     host_bytes=host_bytes,
                     device_over_bytes=max(0, device_bytes - hardware.device_bytes),
@@ -269,12 +274,16 @@ def _changes(plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Iterator
             yield change
 
 
-def _impossible(counts: dict[str, int], knob: str, n_chunks: int, n_blocks: int) -> str:
+def _impossible(counts: dict[str, int], knob: str, n_chunks: int, n_blocks: int, *, speculates: bool) -> str:
     """Why there is no such number; "" when there is."""
     if counts[knob] < 0:
         return "there is none to give up"
     if counts["n_persist"] > n_chunks:
         return "all chunks are persistent"
+    if knob == "n_speculate" and not speculates:
+        return "no update waits for step()"
+    if knob == "n_speculate" and counts["n_speculate"] > n_chunks - counts["n_persist"]:
+        return "every chunk in host memory is updated early"
     if counts["n_swap"] + counts["n_ckpt"] > n_blocks:
         return "every block is swapped or checkpointed"
     return ""

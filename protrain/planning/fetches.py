@@ -7,13 +7,12 @@ It depends on the placement alone, not on how long anything takes: buffers are g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from protrain.planning.schedule import Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(NamedTuple):
     """One upload, issued when a visit begins."""
 
     chunk: int

@@ -29,13 +29,15 @@ def device_error(memory: MemoryModel, n_persist: int, n_buffer: int, activations
     )
 
 
-def host_error(memory: MemoryModel, n_persist: int, activations: Activations) -> PlanError:
+def host_error(memory: MemoryModel, n_persist: int, activations: Activations, *, n_speculate: int = 0) -> PlanError:
     """PlanError of a plan that needs more host memory than there is."""
     hardware = memory.hardware
-    needed = memory.host_bytes(n_persist, activations)
+    needed = memory.host_bytes(n_persist, activations, n_speculate)
+    spare = memory.spare_bytes(n_persist, n_speculate)
     parts = {
-        "optimizer states and weights of non-persistent chunks": needed - activations.swapped_bytes,
+        "optimizer states and weights of non-persistent chunks": needed - activations.swapped_bytes - spare,
         "swapped activations": activations.swapped_bytes,
+        "second copies for early updates": spare,
     }
     remedies = [f"host_memory of at least {_at_least(needed)} fits"]
     device = memory.device_bytes(n_persist, memory.least_buffers(n_persist), activations)

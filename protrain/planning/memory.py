@@ -16,11 +16,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.choices import Choices
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.planning.plan import BlockMode
 from protrain.profiler.model_profile import ModelProfile
+
+Bytes = NDArray[np.int64]
 
 MIB = 1024**2
 STAGING_BUFFERS = 2  # gradients are flattened into one while the other is offloaded
@@ -62,6 +69,11 @@ class MemoryModel:
         self._persistent = [0]  # by n_persist
         for chunk in layout.chunks:
             self._persistent.append(self._persistent[-1] + state_bytes(chunk, profile.dtype))
+        spares = [
+            state_bytes(chunk, profile.dtype) - chunk.elements * element if chunk.trainable else 0
+            for chunk in layout.chunks
+        ]
+        self._spare = list(accumulate(spares, initial=0))  # second copies of the chunks before
         self._last_trainable = max((chunk.index for chunk in layout.chunks if chunk.trainable), default=-1)
         tiles = sum(-(-parameter.numel // TILE_ELEMENTS) for parameter in profile.parameters if parameter.group >= 0)
         self.partial_bytes = 4 * tiles
@@ -102,9 +114,13 @@ class MemoryModel:
 
     def margined_bytes(self, activations: Activations) -> int:
         """The peak of ``activations`` with the margin that the kind of device needs."""
+        return int(self.with_margin(np.array(activations.peak_bytes)))
+
+    def with_margin(self, peak_bytes: Bytes) -> Bytes:
+        """Peaks of activations with that margin."""
         if self.hardware.device_type == "cuda":
-            return int(activations.peak_bytes * (1 + _CUDA_FRAGMENTATION)) + _CUDA_WORKSPACE_BYTES
-        return int(activations.peak_bytes * (1 + _CPU_SLACK))
+            return (peak_bytes * (1 + _CUDA_FRAGMENTATION)).astype(np.int64) + _CUDA_WORKSPACE_BYTES
+        return (peak_bytes * (1 + _CPU_SLACK)).astype(np.int64)
 
     def kept_bytes(self, first_kept: int) -> int:
         """Saved activations of the blocks from ``first_kept`` on: what those hold at once when they are untouched."""
@@ -112,46 +128,60 @@ class MemoryModel:
 
     def host_bytes(self, n_persist: int, activations: Activations, n_speculate: int = 0) -> int:
         """Predicted host memory of the engine."""
+        return self.host_bytes_beside(n_persist, activations.swapped_bytes, n_speculate)
+
+    def host_bytes_beside(self, n_persist: int, swapped_bytes: int, n_speculate: int = 0) -> int:
+        """The same from the one thing about activations that it depends on."""
         chunks = self._persistent[-1] - self._persistent[n_persist] + self.spare_bytes(n_persist, n_speculate)
-        return chunks + activations.swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
+        return chunks + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
 
     def spare_bytes(self, n_persist: int, n_speculate: int) -> int:
         """Second copies of what updates of ``n_speculate`` chunks write."""
-        return sum(
-            state_bytes(chunk, self.profile.dtype) - chunk.elements * self.profile.element_bytes
-            for chunk in self.layout.chunks[n_persist : n_persist + n_speculate]
-            if chunk.trainable
-        )
+        return self._spare[n_persist + n_speculate] - self._spare[n_persist]
+
+    def most_speculated(self, n_persist: int, swapped_bytes: Bytes) -> Bytes:
+        """Chunks whose second copies fit in what is left of host memory, by the size of what is swapped."""
+        room = self.hardware.host_bytes - self.host_bytes_beside(n_persist, 0) - swapped_bytes
+        fit = np.searchsorted(self._spare, self._spare[n_persist] + room, side="right") - 1
+        return np.clip(fit - n_persist, 0, len(self.layout.chunks) - n_persist)
 
     def activations(self, modes: tuple[BlockMode, ...]) -> Activations:
         """What the step takes beside model states when blocks are treated as ``modes`` says."""
-        kept = peak = held = 0
-        around = (*modes, BlockMode.NONE)  # index -1, for "no block", saves nothing
+        found = self.all_activations(Choices.of([modes]))
+        peak, held, swapped = (int(array[0]) for array in found)
+        return Activations(peak_bytes=peak, held_bytes=held, swapped_bytes=swapped)
+
+    def all_activations(self, choices: Choices) -> tuple[Bytes, Bytes, Bytes]:
+        """The fields of :class:`Activations` in their order, each an array by choice."""
+        nothing = np.zeros(choices.n_choices, dtype=np.int64)
+        untouched = ~(choices.ckpt | choices.swap)
+        kept, peak, held = nothing, nothing, nothing
         for stretch in self._walk:
-            mode = None if stretch.block is None else modes[stretch.block]
-            share = stretch.share_bytes
-            within = stretch.peak_bytes
+            block, share = stretch.block, stretch.share_bytes
+            within: Bytes | int = stretch.peak_bytes
+            saved: Bytes | int = 0
             if stretch.forward:
-                on_the_way = stretch.before_bytes if around[stretch.before] is BlockMode.SWAP else 0
-                saved = share if mode in (BlockMode.NONE, BlockMode.SWAP) else 0
-                if saved:
+                neighbour, size = stretch.before, stretch.before_bytes
+                if block is not None and share:
+                    saved = np.where(choices.ckpt[block], 0, share)
                     # What it saves may be part of the most it uses at once: never count it twice.
-                    within = max(saved, min(within + saved, stretch.forward_peak_bytes))
+                    keeping = max(share, min(stretch.peak_bytes + share, stretch.forward_peak_bytes))
+                    within = np.where(choices.ckpt[block], stretch.peak_bytes, keeping)
             else:
-                on_the_way = stretch.after_bytes if around[stretch.after] is BlockMode.SWAP else 0
+                neighbour, size = stretch.after, stretch.after_bytes
                 saved = share  # recomputed or fetched, and measured as such
-                if mode is BlockMode.NONE:
-                    kept -= share
-            peak = max(peak, stretch.live_bytes + within + kept + on_the_way)
-            held = max(held, stretch.live_bytes + saved + kept + on_the_way)
-            if stretch.forward and mode is BlockMode.NONE:
-                kept += share
-        swapped = sum(
-            block.saved_bytes + HOST_ALIGNMENT * block.saved_tensors
-            for block, mode in zip(self.profile.blocks, modes, strict=True)
-            if mode is BlockMode.SWAP
-        )
-        return Activations(peak_bytes=peak, held_bytes=min(held, peak), swapped_bytes=swapped)
+                if block is not None:
+                    kept = kept - untouched[block] * share
+            # Index -1, for "no block", saves nothing.
+            waiting = kept if neighbour < 0 else kept + choices.swap[neighbour] * size
+            peak = np.maximum(peak, stretch.live_bytes + within + waiting)
+            held = np.maximum(held, stretch.live_bytes + saved + waiting)
+            if stretch.forward and block is not None:
+                kept = kept + untouched[block] * share
+        swapped = nothing
+        for block, record in enumerate(self.profile.blocks):
+            swapped = swapped + choices.swap[block] * (record.saved_bytes + HOST_ALIGNMENT * record.saved_tensors)
+        return peak, np.minimum(held, peak), swapped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,31 +7,45 @@ nothing overlaps, the operations add up.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.choices import Choices
 from protrain.planning.compute_times import compute_times
 from protrain.planning.contention import OTHERS, rates
 from protrain.planning.fetches import Fetches
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode
 from protrain.planning.simulate import Step, Visit, Work, simulate, timeline
-from protrain.planning.timeline import DOWN, HOST, UP, Timeline
+from protrain.planning.timeline import DOWN, GPU, HOST, UP, Timeline
 from protrain.profiler.model_profile import ModelProfile
 
 Modes = tuple[BlockMode, ...]
+Times = NDArray[np.float64]
+Counts = NDArray[np.int64] | int
 
 _HOST_ADAM_BYTES = {"bfloat16": 26, "float16": 28, "float32": 28}  # DRAM traffic per parameter of one host update
 
 
 class Undisturbed(NamedTuple):
-    """The least of a step under a choice of block modes: all weights on the device and nothing else running."""
+    """The least of a step under choices of block modes: all weights on the device and nothing else running.
 
-    forward_ms: float
-    backward_ms: float
-    out_ms: float  # the link's work for swapped activations
-    back_ms: float
+    By choice, all of them.
+    """
+
+    forward_ms: Times
+    backward_ms: Times
+    out_ms: Times  # the link's work for swapped activations
+    back_ms: Times
+
+    def some(self, which: NDArray[np.intp]) -> Undisturbed:
+        """Those of the choices at the positions ``which``."""
+        return Undisturbed(*(times[which] for times in self))
 
 
 class RuntimeModel:
@@ -50,16 +64,25 @@ class RuntimeModel:
         self._upload = [_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
         self._device_update = [elements / hardware.device_adam_gparams / 1e6 for elements in trainable]
         self._host_update = [elements / hardware.host_adam_gparams / 1e6 for elements in trainable]
-        self._trainable = trainable
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = self._by_visit()
+        # By unit, of one call: out and back of its saved activations, recomputation; which block may be swapped.
+        self._swap_ms = [(0.0, 0.0)] * len(profile.units)
+        self._recompute_ms = [0.0] * len(profile.units)
+        self._swappable: list[int | None] = [None] * len(profile.units)
+        for unit, n_calls in Counter(profile.calls).items():
+            if (block := profile.units[unit].block) is not None:
+                size = profile.blocks[block].saved_bytes / n_calls
+                self._swap_ms[unit] = _ms(size, hardware.d2h_gbps), _ms(size, hardware.h2d_gbps)
+                self._recompute_ms[unit] = self.times.forward[block] / n_calls
+                self._swappable[unit] = block if size else None
         held = [self._held(unit) for unit in profile.calls]
         held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, [chunk.trainable for chunk in layout.chunks])
         self._needed = held
         self._gradients, self._gradients_of_visit = self._gradients_by_visit()
         self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype])
-        self._work: tuple[Modes, tuple[list[Work], list[float], float]] | None = None  # of the modes asked for last
+        self._work: tuple[Modes, tuple[list[Work], list[float]]] | None = None  # of the modes asked for last
         self._visits_of: dict[tuple[int, int], list[Visit]] = {}  # by n_persist and n_buffer
         # For bounds: sums from the first chunk on.
         self._forward_total = sum(self._forward_ms)
@@ -74,8 +97,10 @@ class RuntimeModel:
         last_trainable = max((chunk.index for chunk in layout.chunks if chunk.trainable), default=0)
         starts = list(accumulate(self._forward_ms, initial=0.0))
         first_use = next((at for at, chunks in enumerate(held) if last_trainable in chunks), 0)
-        self._forward_after_last = starts[-1] - starts[min(first_use, len(self._forward_ms))]
+        forward_after_last = starts[-1] - starts[min(first_use, len(self._forward_ms))]
         self._last_trainable = last_trainable
+        # From the last host update to the end of forward.
+        self._after_host_ms = (self._upload[last_trainable] if self._upload else 0.0) + forward_after_last
         used = {chunk for chunks in held for chunk in chunks}
         n_chunks = len(layout.chunks)
         self._used_from = [sum(chunk >= first for chunk in used) for first in range(n_chunks + 1)]
@@ -86,77 +111,147 @@ class RuntimeModel:
         both = loss[tuple(other in (UP, DOWN) for other in OTHERS[HOST])]
         self._slower_host = (min(up, max(0.0, both - down)), down)
 
-    def step_ms(self, modes: Modes, n_persist: int, n_buffer: int, *, limit_ms: float = float("inf")) -> float:
-        """Predicted time of one step in steady state, in milliseconds; if above ``limit_ms``, by how much is open."""
-        step = self._step(modes, n_persist, n_buffer)
+    @property
+    def speculates(self) -> bool:
+        """Whether updates before step() save time: with updates inside backward, or on a CPU, there is none to save."""
+        return not self._in_backward and self._hardware.device_type != "cpu"
+
+    def step_ms(
+        self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0, *, limit_ms: float = float("inf")
+    ) -> float:
+        """Predicted time of one step in steady state, in milliseconds; if above ``limit_ms``, by how much is open.
+
+        None of its gradients is clipped: then no update is done twice.
+        """
+        step = self._step(modes, n_persist, n_buffer, n_speculate)
         if self._hardware.device_type == "cpu":
             return _in_a_row(step)
         return simulate(step, self._rates, limit_ms=limit_ms)
 
-    def timeline(self, modes: Modes, n_persist: int, n_buffer: int) -> Timeline:
+    def timeline(self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0) -> Timeline:
         """What runs where and when in that step, as on a GPU."""
-        return timeline(self._step(modes, n_persist, n_buffer), self._rates)
+        return timeline(self._step(modes, n_persist, n_buffer, n_speculate), self._rates)
 
-    def undisturbed(self, modes: Modes) -> Undisturbed:
+    def undisturbed(self, choices: Choices) -> Undisturbed:
         """Forward and backward as they would be with all weights on the device and every copy at full rate.
 
         The GPU waits as it does in the engine: a swapped block's activations have until the end of the next unit to go
         out, and come back one after the other, each from the start of the unit before it in backward.
         """
+        nothing = np.zeros(choices.n_choices)
         if self._hardware.device_type == "cpu":
-            work, _, recomputed_ms = self._work_for(modes)
-            return Undisturbed(self._forward_total, self._backward_total + self._flatten_all + recomputed_ms, 0.0, 0.0)
-        work, swap_in, _ = self._work_for(modes)
-        n_visits = len(self._profile.calls)
-        gpu = link = unsettled = 0.0
-        for turn in work[:n_visits]:
-            gpu = max(gpu + turn.compute_ms, unsettled)
-            if turn.swap_ms:
-                unsettled = link = max(link, gpu) + turn.swap_ms
-        forward = max(gpu, unsettled)
-        gpu = link = 0.0
-        back: dict[int, float] = {}
-        for at, turn in enumerate(work[n_visits:]):
-            start, unit = gpu, self._visits[n_visits + at]
-            if turn.swap_ms:
-                if unit not in back:
-                    back[unit] = link = max(link, gpu) + swap_in[unit]
-                start = max(start, back.pop(unit))
-            if turn.swap_ahead >= 0:
-                back[turn.swap_ahead] = link = max(link, gpu) + swap_in[turn.swap_ahead]
-            gpu = start + turn.compute_ms + self._flatten_of_visit[at]
-        swapped = [unit for unit in self._profile.calls if swap_in[unit]]
-        return Undisturbed(
-            forward_ms=forward,
-            backward_ms=gpu,
-            out_ms=sum(turn.swap_ms for turn in work[:n_visits]),
-            back_ms=sum(swap_in[unit] for unit in swapped),
-        )
+            recomputed = nothing
+            for unit in self._profile.calls:
+                if (block := self._profile.units[unit].block) is not None:
+                    recomputed = recomputed + choices.ckpt[block] * self._recompute_ms[unit]
+            return Undisturbed(
+                nothing + self._forward_total, self._backward_total + self._flatten_all + recomputed, nothing, nothing
+            )
+        gpu = link = out = back = nothing
+        for at, unit in enumerate(self._profile.calls):
+            gpu = np.maximum(gpu + self._forward_ms[at], link)
+            block = self._swappable[unit]
+            if block is not None:
+                out_ms, back_ms = self._swap_ms[unit]
+                swapped = choices.swap[block]
+                link = np.where(swapped, np.maximum(link, gpu) + out_ms, link)
+                out = out + swapped * out_ms
+                back = back + swapped * back_ms
+        return Undisturbed(np.maximum(gpu, link), self._backward(choices, None), out, back)
 
-    def bound_ms(self, step: Undisturbed, n_persist: int, n_buffer: int) -> float:
-        """What the step takes at least, whatever overlaps.
+    def _backward(self, choices: Choices, placed: Sequence[Visit] | None) -> Times:
+        """The least of backward, from when the GPU is done with forward, every operation at full rate.
+
+        The GPU computes, the link brings weights and swapped activations, both in the order of issue; a buffer that
+        was given up in backward is filled after that, and any other upload may have been done before backward began.
+        Longer operations only make anything end later, for all that happens here is sums and maxima of ends.
+        """
+        calls, units = self._profile.calls, self._profile.units
+        gpu = link = np.zeros(choices.n_choices)
+        released: dict[int, Times] = {}  # by chunk
+        loaded: dict[int, Times] = {}
+        back: dict[int, Times] = {}  # by unit: its activations, where they were swapped
+        for at in range(len(calls) - 1, -1, -1):
+            unit, earlier = calls[at], calls[at - 1] if at else -1
+            begin = start = gpu
+            visit = placed[-1 - at] if placed is not None else None
+            if visit is not None:
+                for chunk, victim in visit.fetches:
+                    if victim in released:
+                        link = loaded[chunk] = np.maximum(link, released[victim]) + self._upload[chunk]
+                for chunk in visit.chunks:
+                    if chunk in loaded:
+                        start = np.maximum(start, loaded[chunk])
+            if (block := self._swappable[unit]) is not None:
+                swapped = choices.swap[block]
+                if unit not in back:
+                    link = back[unit] = np.where(swapped, np.maximum(link, begin) + self._swap_ms[unit][1], link)
+                start = np.where(swapped, np.maximum(start, back.pop(unit)), start)
+            if earlier >= 0 and earlier != unit and (ahead := self._swappable[earlier]) is not None:
+                swapped = choices.swap[ahead]
+                link = back[earlier] = np.where(swapped, np.maximum(link, begin) + self._swap_ms[earlier][1], link)
+            compute: Times | float = self._backward_ms[at]
+            if (block := units[unit].block) is not None:
+                compute = compute + choices.ckpt[block] * self._recompute_ms[unit]
+            gpu = start + compute
+            if visit is not None:
+                released.update(dict.fromkeys(visit.chunks, gpu))
+            gpu = gpu + self._flatten_of_visit[len(calls) - 1 - at]
+        return gpu
+
+    def bound_ms(self, step: Undisturbed, n_persist: int, n_buffer: Counts, n_speculate: Counts) -> Times:
+        """What the step takes at least, whatever overlaps, by choice; counts may differ between choices.
 
         Each is a time that lanes need, at full rate but for the last, for work that must follow each other:
 
         - the GPU goes through forward and backward and updates what is persistent; in backward every chunk comes up
           again that was in no buffer when it began, beside the swapped activations;
         - every chunk that the host updates goes up once, and in backward again unless it is in one of the buffers;
-        - from the norm, which is known when backward ends, the host updates all other chunks; the last of them is
-          needed in forward, and everything from there to the next norm comes after it (unless updates run in backward).
-          Weights that go up and swapped activations that go out meanwhile slow it down (see :meth:`_late_ms`).
+        - the host updates all other chunks;
+        - from the norm, which is known when backward ends, it updates those that are not updated early; the last of
+          them, the last of all, is needed in forward, and everything from there to the next norm comes after it (unless
+          updates run in backward). Weights that go up and swapped activations that go out meanwhile slow it down (see
+          :meth:`_late_ms`).
         """
-        again = max(0, self._used_from[n_persist] - n_buffer) * self._least_upload[n_persist]
-        backward = max(step.backward_ms, step.back_ms + again)
+        again = np.maximum(0, self._used_from[n_persist] - n_buffer) * self._least_upload[n_persist]
+        backward = np.maximum(step.backward_ms, step.back_ms + again)
         gpu = step.forward_ms + backward + self._device_before[n_persist]
         if n_persist > self._last_trainable or self._hardware.device_type == "cpu":
             return gpu
         host = self._host_before[-1] - self._host_before[n_persist]
         up = self._upload_before[self._last_trainable + 1] - self._upload_before[n_persist]
+        least = np.maximum(np.maximum(gpu, up + again + step.back_ms), host)
         if self._in_backward:
-            return max(gpu, up + again + step.back_ms, host)
-        return max(gpu, up + again + step.back_ms, host + self._late_ms(up, step.out_ms) + backward)
+            return least
+        late = self._late(n_persist, n_speculate)
+        return np.where(late > 0, np.maximum(least, late + self._late_ms(up, step.out_ms) + backward), least)
 
-    def _late_ms(self, up_ms: float, out_ms: float) -> float:
+    def _late(self, n_persist: int, n_speculate: Counts) -> Times:
+        """Host updates, undisturbed, that wait for the norm."""
+        return self._host_before[-1] - np.array(self._host_before)[n_persist + n_speculate]
+
+    def placed_bound_ms(
+        self, step: Undisturbed, choices: Choices, n_persist: int, n_buffer: int, n_speculate: Counts
+    ) -> Times:
+        """The same, tighter and at more cost, for one placement: uploads of backward wait for buffers as they will.
+
+        Backward is that of :meth:`_backward`. Host updates and backward together lie between two norms, which are as
+        far apart as the step takes but for what the device updates after the second are less disturbed than those
+        after the first (nothing goes up after the last step worked out).
+        """
+        if self._hardware.device_type == "cpu":
+            return self.bound_ms(step, n_persist, n_buffer, n_speculate)
+        backward = np.maximum(step.backward_ms, self._backward(choices, self._placed(n_persist, n_buffer)))
+        device = self._device_before[n_persist]
+        gpu = step.forward_ms + backward + device
+        if self._in_backward or n_persist > self._last_trainable:
+            return gpu
+        late = self._late(n_persist, n_speculate)
+        up = self._upload_before[self._last_trainable + 1] - self._upload_before[n_persist]
+        disturbed = device * (1.0 / min(self._rates[GPU].values()) - 1.0)
+        return np.where(late > 0, np.maximum(gpu, late + self._late_ms(up, step.out_ms) + backward - disturbed), gpu)
+
+    def _late_ms(self, up_ms: float, out_ms: Times) -> Times:
         """At least, from when the undisturbed host optimizer would be done to the end of forward.
 
         In the time of the host optimizer let u of ``up_ms`` and d of ``out_ms`` be done: it takes ``u * a + d * b``
@@ -164,19 +259,14 @@ class RuntimeModel:
         than after ``up_ms - u`` and ``out_ms - d``. The least over u and d of the latest of the three is where all are
         the same, or the first alone with u or d at 0.
         """
-        after = self._upload[self._last_trainable] + self._forward_after_last
+        after = self._after_host_ms
         a, b = self._slower_host
-        late = after
+        late = np.full_like(out_ms, after)
         for weights, activations in ((1, 1), (0, 1), (1, 0)):
             met = (after + weights * a * up_ms + activations * b * out_ms) / (1 + weights * a + activations * b)
-            if (not weights or met <= up_ms) and (not activations or met <= out_ms):
-                late = max(late, met)
+            possible = (met <= up_ms if weights else True) & (met <= out_ms if activations else True)
+            late = np.where(possible, np.maximum(late, met), late)
         return late
-
-    def _after_host_ms(self, recomputed_ms: float) -> float:
-        """At least, from the last host update to the next norm."""
-        backward = self._backward_total + recomputed_ms + self._flatten_all
-        return self._upload[self._last_trainable] + self._forward_after_last + backward
 
     def _held(self, unit: int) -> tuple[int, ...]:
         chunks = self._layout.unit_chunks
@@ -240,12 +330,10 @@ class RuntimeModel:
             gradients.append((chunk, _ms(2 * size, flatten_gbps), _ms(size, hardware.d2h_gbps)))
         return gradients, of_visit
 
-    def _step(self, modes: Modes, n_persist: int, n_buffer: int) -> Step:
+    def _step(self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int) -> Step:
         n_visits = len(self._profile.calls)
-        work, swap_in, recomputed_ms = self._work_for(modes)
-        visits = self._visits_of.get((n_persist, n_buffer))
-        if visits is None:
-            visits = self._visits_of[n_persist, n_buffer] = self._placed(n_persist, n_buffer)
+        work, swap_in = self._work_for(modes)
+        visits = self._placed(n_persist, n_buffer)
         return Step(
             forward=visits[:n_visits],
             backward=visits[n_visits:],
@@ -256,15 +344,19 @@ class RuntimeModel:
             gradients=self._gradients,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
             host_update_ms=[(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist],
+            n_early=sum(t > 0 for t in self._host_update[n_persist : n_persist + n_speculate]),
             update_in_backward=self._in_backward,
-            after_host_ms=self._after_host_ms(recomputed_ms),
+            after_host_ms=self._after_host_ms,
         )
 
     def _placed(self, n_persist: int, n_buffer: int) -> list[Visit]:
         """The turns of forward and backward under one placement."""
+        known = self._visits_of.get((n_persist, n_buffer))
+        if known is not None:
+            return known
         n_visits = len(self._profile.calls)
         fetches = self._fetches.of(n_persist, n_buffer)
-        return [
+        visits = self._visits_of[n_persist, n_buffer] = [
             Visit(
                 name=self._profile.units[unit].name,
                 unit=unit,
@@ -277,35 +369,34 @@ class RuntimeModel:
             )
             for at, unit in enumerate(self._visits)
         ]
+        return visits
 
-    def _work_for(self, modes: Modes) -> tuple[list[Work], list[float], float]:
+    def _work_for(self, modes: Modes) -> tuple[list[Work], list[float]]:
         if self._work is None or self._work[0] != modes:
             self._work = modes, self._work_of(modes)
         return self._work[1]
 
-    def _work_of(self, modes: Modes) -> tuple[list[Work], list[float], float]:
-        """Work of every turn, time to fetch each unit's activations back, and all recomputation."""
-        profile, hardware = self._profile, self._hardware
-        swap = [0.0] * len(profile.units)
+    def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
+        """Work of every turn, and the time to fetch each unit's activations back."""
+        profile = self._profile
+        nothing = (0.0, 0.0)
+        swap = [nothing] * len(profile.units)
         recompute = [0.0] * len(profile.units)
-        n_calls = Counter(profile.calls)
         for unit, record in enumerate(profile.units):
-            if record.block is None or not n_calls[unit]:
-                continue
-            if modes[record.block] is BlockMode.SWAP:
-                swap[unit] = profile.blocks[record.block].saved_bytes / n_calls[unit]
-            elif modes[record.block] is BlockMode.CKPT:
-                recompute[unit] = self.times.forward[record.block] / n_calls[unit]
-        work = [
-            Work(compute, _ms(swap[unit], hardware.d2h_gbps), -1)
-            for unit, compute in zip(profile.calls, self._forward_ms, strict=True)
-        ]
+            if record.block is not None and modes[record.block] is BlockMode.SWAP:
+                swap[unit] = self._swap_ms[unit]
+            elif record.block is not None and modes[record.block] is BlockMode.CKPT:
+                recompute[unit] = self._recompute_ms[unit]
+        work = [Work(compute, swap[unit][0], ()) for unit, compute in zip(profile.calls, self._forward_ms, strict=True)]
+        fetched = -1  # ahead, by the visit before
         for at in range(len(profile.calls) - 1, -1, -1):
             unit, earlier = profile.calls[at], profile.calls[at - 1] if at else -1
-            ahead = earlier if earlier >= 0 and swap[earlier] and earlier != unit else -1
-            work.append(Work(self._backward_ms[at] + recompute[unit], _ms(swap[unit], hardware.d2h_gbps), ahead))
-        swap_in = [_ms(size, hardware.h2d_gbps) for size in swap]
-        return work, swap_in, sum(recompute[unit] for unit in profile.calls)
+            swap_back = (unit,) if swap[unit][0] and fetched != unit else ()
+            fetched = earlier if earlier >= 0 and swap[earlier][0] and earlier != unit else -1
+            if fetched >= 0:
+                swap_back = (*swap_back, fetched)
+            work.append(Work(self._backward_ms[at] + recompute[unit], swap[unit][0], swap_back))
+        return work, [back for _, back in swap]
 
 
 def _in_a_row(step: Step) -> float:

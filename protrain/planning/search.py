@@ -1,4 +1,4 @@
-"""The search: the four integers that make a step fastest within the memory there is (paper section 4).
+"""The search: the integers that make a step fastest within the memory there is (paper section 4).
 
 It leaves nothing out that could win (:mod:`protrain.planning.columns`).
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 
+import numpy as np
+
 from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.columns import Columns
+from protrain.planning.choices import Choices
+from protrain.planning.columns import Candidate, Columns
 from protrain.planning.infeasible import device_error, host_error
 from protrain.planning.layout import Layout, choose_chunk_elements, pack
-from protrain.planning.memory import Activations, MemoryModel
+from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
 from protrain.profiler.model_profile import ModelProfile
@@ -21,6 +24,9 @@ from protrain.profiler.model_profile import ModelProfile
 # Of plans within this of the fastest, the one with most persistent chunks and then fewest swapped blocks wins: what is
 # not moved cannot be late.
 _TOLERANCE = 0.005
+_NOTHING = 0.001  # what early updates must save at least
+
+Counts = tuple[int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_speculate
 
 
 def search(
@@ -48,8 +54,8 @@ def search(
         raise models.infeasible()
     fastest = min(found)[0]
     close = [candidate for candidate in found if candidate[0] <= fastest * (1 + _TOLERANCE)]
-    _, n_persist, n_buffer, n_swap, n_ckpt = min(close, key=lambda candidate: (-candidate[1], candidate[3], candidate))
-    return models.plan(*models.more_persistent(n_persist, n_buffer, n_swap, n_ckpt, fastest * (1 + _TOLERANCE)))
+    chosen = min(close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate))
+    return models.plan(*models.fewer_early(*models.more_persistent(chosen, fastest * (1 + _TOLERANCE))))
 
 
 def evaluate(
@@ -72,7 +78,7 @@ def evaluate(
     """
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
     models.check_counts(n_persist, n_buffer, n_swap, n_ckpt, n_speculate)
-    plan = models.plan(n_persist, n_buffer, n_swap, n_ckpt, n_speculate=n_speculate)
+    plan = models.plan(n_persist, n_buffer, n_swap, n_ckpt, n_speculate)
     models.check_fits(plan)
     return plan
 
@@ -102,9 +108,7 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
         )
     models.check_counts(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_speculate)
     fresh = models.plan(
-        *(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt),
-        n_speculate=plan.n_speculate,
-        modes=plan.block_modes,
+        *(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_speculate), modes=plan.block_modes
     )
     models.check_fits(fresh)
     return fresh
@@ -140,8 +144,8 @@ class _Models:
         n_buffer: int,
         n_swap: int,
         n_ckpt: int,
+        n_speculate: int,
         *,
-        n_speculate: int = 0,
         modes: tuple[BlockMode, ...] | None = None,
     ) -> Plan:
         """The plan with its predictions."""
@@ -161,24 +165,40 @@ class _Models:
             device_bytes=memory.device_bytes(n_persist, n_buffer, activations),
             host_bytes=memory.host_bytes(n_persist, activations, n_speculate),
             n_speculate=n_speculate,
-            step_ms=self.runtime.step_ms(modes, n_persist, n_buffer),
+            step_ms=self.runtime.step_ms(modes, n_persist, n_buffer, n_speculate),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )
 
-    def more_persistent(
-        self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, limit_ms: float
-    ) -> tuple[int, int, int, int]:
-        """The plan with most persistent chunks that fits and takes at most ``limit_ms``; these counts do."""
+    def more_persistent(self, plan: Candidate, limit_ms: float) -> Counts:
+        """The plan with most persistent chunks that fits and takes at most ``limit_ms``; ``plan`` does."""
         memory, n_chunks = self.memory, len(self.layout.chunks)
-        modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt)
-        left = self.hardware.device_bytes - memory.margined_bytes(memory.activations(modes))
-        for more in range(n_chunks, n_persist, -1):
+        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
+        activations = memory.activations(modes)
+        left = self.hardware.device_bytes - memory.margined_bytes(activations)
+        for more in range(n_chunks, plan.n_persist, -1):
             least = memory.least_buffers(more)
             spare = (left - memory.static_bytes(more, least)) // memory.buffer_bytes
+            if spare < 0:
+                continue
             buffers = min(n_chunks - more, least + spare)
-            if spare >= 0 and self.runtime.step_ms(modes, more, buffers, limit_ms=limit_ms) < limit_ms:
-                return more, buffers, n_swap, n_ckpt
-        return n_persist, n_buffer, n_swap, n_ckpt
+            early = 0
+            if self.runtime.speculates:
+                early = int(memory.most_speculated(more, np.array(activations.swapped_bytes)))
+            if self.runtime.step_ms(modes, more, buffers, early, limit_ms=limit_ms) < limit_ms:
+                return more, buffers, plan.n_swap, plan.n_ckpt, early
+        return plan[1:]
+
+    def fewer_early(self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int) -> Counts:
+        """The same with fewer early updates where those save nothing: they take memory, and time to set up.
+
+        Half as many again as are needed, should the host be slower than it was when it was calibrated.
+        """
+        modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt)
+        limit_ms = self.runtime.step_ms(modes, n_persist, n_buffer, n_speculate) * (1 + _NOTHING)
+        for early in range(n_speculate):
+            if self.runtime.step_ms(modes, n_persist, n_buffer, early, limit_ms=limit_ms) < limit_ms:
+                return n_persist, n_buffer, n_swap, n_ckpt, min(n_speculate, -(-3 * early // 2))
+        return n_persist, n_buffer, n_swap, n_ckpt, n_speculate
 
     def check_counts(self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int = 0) -> None:
         """ValueError for a count out of range."""
@@ -203,26 +223,23 @@ class _Models:
         if plan.device_bytes > self.hardware.device_bytes:
             raise device_error(self.memory, plan.n_persist, plan.n_buffer, activations)
         if plan.host_bytes > self.hardware.host_bytes:
-            raise host_error(self.memory, plan.n_persist, activations)
+            raise host_error(self.memory, plan.n_persist, activations, n_speculate=plan.n_speculate)
 
     def infeasible(self) -> PlanError:
         """Why no plan at all fits: the device cannot hold the smallest one, or the host what the device leaves over."""
-        n_blocks, n_chunks = len(self.profile.blocks), len(self.layout.chunks)
-        smallest: tuple[int, int, int, Activations] | None = None
-        leftover: tuple[int, int, Activations] | None = None
-        for n_swap in range(n_blocks + 1):
-            for n_ckpt in range(n_blocks - n_swap + 1):
-                activations = self.memory.activations(block_modes(n_blocks, n_swap, n_ckpt))
-                for n_persist in range(n_chunks, -1, -1):
-                    n_buffer = self.memory.least_buffers(n_persist)
-                    needed = self.memory.device_bytes(n_persist, n_buffer, activations)
-                    if smallest is None or needed < smallest[0]:
-                        smallest = (needed, n_persist, n_buffer, activations)
-                    if needed <= self.hardware.device_bytes:
-                        host = self.memory.host_bytes(n_persist, activations)
-                        if leftover is None or host < leftover[0]:
-                            leftover = (host, n_persist, activations)
-        if leftover is not None:
-            return host_error(self.memory, leftover[1], leftover[2])
-        assert smallest is not None
-        return device_error(self.memory, *smallest[1:])
+        memory, n_blocks = self.memory, len(self.profile.blocks)
+        modes = [
+            block_modes(n_blocks, n_swap, n) for n_swap in range(n_blocks + 1) for n in range(n_blocks - n_swap + 1)
+        ]
+        peak_bytes, _, swapped_bytes = memory.all_activations(Choices.of(modes))
+        placements = range(len(self.layout.chunks), -1, -1)
+        static = np.array([memory.static_bytes(n, memory.least_buffers(n)) for n in placements])
+        needed = memory.with_margin(peak_bytes)[:, None] + static  # by modes and placement
+        fits = needed <= self.hardware.device_bytes
+        if fits.any():
+            host = np.array([memory.host_bytes_beside(n, 0) for n in placements]) + swapped_bytes[:, None]
+            which, at = divmod(int(np.where(fits, host, host.max() + 1).argmin()), len(placements))
+            return host_error(memory, placements[at], memory.activations(modes[which]))
+        which, at = divmod(int(needed.argmin()), len(placements))
+        n_persist = placements[at]
+        return device_error(memory, n_persist, memory.least_buffers(n_persist), memory.activations(modes[which]))

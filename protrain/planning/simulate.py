@@ -16,9 +16,10 @@ first, as if lanes were busy independently of each other within that time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, islice, pairwise, product, repeat
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ from numpy.typing import NDArray
 from protrain.planning.contention import OTHERS, Rates
 from protrain.planning.fetches import Fetch
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP, Operation, Timeline
+
+Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Work(NamedTuple):
 
     compute_ms: float
     swap_ms: float  # saved activations out after a forward, in before a backward; 0: not swapped
-    swap_ahead: int  # in backward: the unit whose activations it fetches ahead; -1: none
+    swap_back: tuple[int, ...]  # in backward: units whose activations it fetches when it begins, its own or ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,41 +64,63 @@ class Step:
     gradients: Sequence[tuple[int, float, float]]  # (chunk, flatten, offload)
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
     host_update_ms: Sequence[tuple[int, float]]  # of the others, in execution order
-    update_in_backward: bool
-    after_host_ms: float  # at least, from the last host update to the next norm, when it is not
+    n_early: int  # of those, the first: updated as gradients come, for the norm to confirm
+    update_in_backward: bool  # all are, and nothing waits for a norm
+    after_host_ms: float  # at least, from the last host update to the end of forward
+
+    @property
+    def host_updates(self) -> Sequence[tuple[int, float]]:
+        """Host updates in the order in which they are done: as gradients come, then as the next forward needs them."""
+        n_early = len(self.host_update_ms) if self.update_in_backward else self.n_early
+        return [*self.host_update_ms[:n_early][::-1], *self.host_update_ms[n_early:]]
 
 
-def simulate(step: Step, rates: Rates, *, limit_ms: float = float("inf")) -> float:
+def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> float:
     """Milliseconds of one step in steady state; at least ``limit_ms`` as soon as it cannot be less.
 
-    Contention only makes operations longer, so the first pass bounds the second from below; so does the host optimizer
-    at its disturbed rate with what must follow it.
+    Contention only makes operations longer, so the first pass bounds the second from below; so does :func:`_least_ms`.
     """
-    first = _Run(step)
+    first = _Run.of(step)
     if first.step_ms >= limit_ms or not first.moves:
         return first.step_ms
-    overlaps = [_Overlap(lane) for lane in first.intervals]
-    host = _stretches(HOST, overlaps, rates)
-    if not step.update_in_backward:
-        n_steady = len(host) // 2  # of one step
-        updates = first.intervals[HOST][n_steady:]
-        disturbed = sum((end - start) * s for (start, end), s in zip(updates, host[n_steady:], strict=True))
-        if disturbed + step.after_host_ms >= limit_ms:
-            return limit_ms
-    return _Run(step, stretch=[*(_stretches(lane, overlaps, rates) for lane in (GPU, UP, DOWN)), host]).step_ms
+    stretch = _stretches(first, rates)
+    if (
+        limit_ms < inf
+        and step.n_early < len(step.host_update_ms)
+        and not step.update_in_backward
+        and _least_ms(step, first, stretch) >= limit_ms
+    ):
+        return limit_ms
+    return _Run.of(step, stretch).step_ms
+
+
+def _least_ms(step: Step, first: _Run, stretch: list[list[float]]) -> float:
+    """What the second pass comes to at least: a quarter of its work.
+
+    From one norm to the next go the host updates of the first step that wait for it, what follows them in forward, and
+    backward: from the end of forward, when every upload and copy issued before it may be done. All with the durations
+    of the second pass; later starts would only make the ends later. What the device updates comes after either norm.
+    """
+    starts, ends, factors = first.starts, first.ends, stretch[HOST]
+    host_ms = sum((ends[HOST][at] - starts[HOST][at]) * factors[at] for at in range(step.n_early, len(factors) // 2))
+    n_gpu, n_device = len(starts[GPU]) // 2, len(step.device_update_ms)
+    after, before = (
+        sum(duration * stretch[GPU][at] for at, (_, duration) in enumerate(step.device_update_ms, end - n_device))
+        for end in (2 * n_gpu, n_gpu)
+    )
+    return host_ms + step.after_host_ms + _Run.backward_ms(step, stretch) + after - before
 
 
 def timeline(step: Step, rates: Rates) -> Timeline:
     """The same with every operation."""
-    run = _Run(step, labelled=True)
+    run = _Run.of(step)
     if run.moves:
-        overlaps = [_Overlap(lane) for lane in run.intervals]
-        run = _Run(step, stretch=[_stretches(lane, overlaps, rates) for lane in range(len(LANES))], labelled=True)
+        run = _Run.of(step, _stretches(run, rates))
     begin = run.begin_ms
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
-        for lane, intervals in enumerate(run.intervals)
-        for (kind, what), (start, end) in zip(run.labels[lane], intervals, strict=True)
+        for lane, names in enumerate(_names(step))
+        for (kind, what), start, end in zip(names * 2, run.starts[lane], run.ends[lane], strict=True)
         if end > start and end > begin
     ]
     return Timeline(
@@ -106,157 +131,220 @@ def timeline(step: Step, rates: Rates) -> Timeline:
     )
 
 
-class _Run:
-    """Two steps, the second of them in steady state."""
+def _names(step: Step) -> list[list[tuple[str, object]]]:
+    """By lane, what it does in one step in the order of issue: what and with what."""
+    names: list[list[tuple[str, object]]] = [[], [], [], []]
+    for visit, work in zip(step.forward, step.forward_work, strict=True):
+        names[UP] += [("weights", fetch.chunk) for fetch in visit.fetches]
+        names[GPU].append(("forward", visit.name))
+        if work.swap_ms:
+            names[DOWN].append(("activations", visit.name))
+    for visit, work in zip(step.backward, step.backward_work, strict=True):
+        names[UP] += [("weights", fetch.chunk) for fetch in visit.fetches]
+        names[UP] += [("activations", unit) for unit in work.swap_back]
+        names[GPU].append(("backward", visit.name))
+        names[GPU] += [("flatten", step.gradients[index][0]) for index, _ in visit.gradients]
+        names[DOWN] += [("gradients", step.gradients[index][0]) for index, offloaded in visit.gradients if offloaded]
+    names[HOST] = [("update", chunk) for chunk, _ in step.host_updates]
+    names[GPU] += [("update", chunk) for chunk, _ in step.device_update_ms]
+    return names
 
-    def __init__(self, step: Step, *, stretch: list[list[float]] | None = None, labelled: bool = False) -> None:
+
+class _Run:
+    """Two steps, the second of them in steady state.
+
+    The search spends its time here, so operations are written out on local variables and not called.
+    """
+
+    def __init__(self, step: Step, stretch: list[Iterator[float]], start_ms: float) -> None:
         self._step = step
-        self._stretch = stretch
-        self._labelled = labelled
-        self.intervals: list[list[tuple[float, float]]] = [[], [], [], []]
-        self.labels: list[list[tuple[str, object]]] = [[], [], [], []]
-        self._free = [0.0] * 4  # by lane
-        self._updated: dict[int, float] = {}  # by chunk: its host update is done
-        self._released: dict[int, float] = {}  # by chunk: the GPU has read its buffer
-        self._loaded: dict[int, float] = {}
-        self._offloaded: dict[int, float] = {}
-        self._drained = [0.0, 0.0]  # gradient staging
-        self._swapped: dict[int, float] = {}  # by unit: its activations are in host memory
-        self._back: dict[int, float] = {}  # by unit: they are on the device again
-        self._unsettled = 0.0
+        self._stretch = stretch  # by lane, for one operation after the other
+        self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
+        self.starts: list[list[float]] = [[], [], [], []]
+        self.ends: list[list[float]] = [[], [], [], []]
+        self._free = [start_ms] * 4
+        n_chunks = len(step.upload_ms)
+        self._updated = [start_ms] * n_chunks  # by chunk: its host update is done
+        self._released = [start_ms] * (n_chunks + 1)  # the GPU has read its buffer; at the end (-1) an empty buffer's
+        self._loaded = [start_ms] * n_chunks  # a frozen one may be there all the time
+        self._offloaded = [start_ms] * n_chunks
+        self._drained = [start_ms, start_ms]  # gradient staging
+        self._swapped = [start_ms] * len(step.swap_ms)  # by unit: its activations are in host memory
+        self._back = [start_ms] * len(step.swap_ms)  # they are on the device again
+        self._unsettled = start_ms
+
+    @classmethod
+    def of(cls, step: Step, stretch: list[list[float]] | None = None) -> _Run:
+        """Both steps."""
+        run = cls(step, [iter(one) for one in stretch] if stretch else [repeat(1.0)] * 4, 0.0)
         ends = []
         for _ in range(2):
-            self.begin_ms = self._free[GPU]
-            self._forward()
-            self.forward_end_ms = self._free[GPU]
-            self._backward()
-            self.backward_end_ms = self._free[GPU]
-            self._update()
-            ends.append(self._free[GPU])
-        self.step_ms = ends[1] - ends[0]
+            run.begin_ms = run._free[GPU]
+            run._forward()
+            run.forward_end_ms = run._free[GPU]
+            run._backward()
+            run.backward_end_ms = run._free[GPU]
+            run._update()
+            ends.append(run._free[GPU])
+        run.step_ms = ends[1] - ends[0]
+        return run
+
+    @classmethod
+    def backward_ms(cls, step: Step, stretch: list[list[float]]) -> float:
+        """The second backward by itself, as if all that was issued before had long been done."""
+        n_before = [
+            len(step.forward_work),
+            sum(len(visit.fetches) for visit in step.forward),
+            sum(work.swap_ms > 0 for work in step.forward_work),
+            0,
+        ]
+        at = [len(factors) // 2 + before for factors, before in zip(stretch, n_before, strict=True)]
+        run = cls(step, [islice(factors, first, None) for factors, first in zip(stretch, at, strict=True)], -inf)
+        run._free[GPU] = 0.0
+        run._backward()
+        return run._free[GPU]
 
     @property
     def moves(self) -> bool:
         """Whether anything but the GPU works."""
-        return any(self.intervals[lane] for lane in (UP, DOWN, HOST))
+        return any(self.starts[lane] for lane in (UP, DOWN, HOST))
 
-    def _do(self, lane: int, kind: str, what: object, earliest: float, duration: float) -> float:
-        start = self._free[lane]
-        if earliest > start:
-            start = earliest
-        done = self.intervals[lane]
-        if self._stretch is not None:
-            duration *= self._stretch[lane][len(done)]
-        end = start + duration
-        done.append((start, end))
-        if self._labelled:
-            self.labels[lane].append((kind, what))
-        self._free[lane] = end
+    def _do(self, lane: int, earliest: float, duration: float) -> float:
+        start = max(self._free[lane], earliest)
+        end = self._free[lane] = start + duration * next(self._stretch[lane])
+        self.starts[lane].append(start)
+        self.ends[lane].append(end)
         return end
 
-    def _arrivals(self, visit: Visit) -> float:
-        """When the weights that ``visit`` needs are there."""
-        loaded = self._loaded
-        for fetch in visit.fetches:
-            chunk = fetch.chunk
-            earliest = max(self._updated.get(chunk, 0.0), self._released.get(fetch.victim, 0.0))
-            loaded[chunk] = self._do(UP, "weights", chunk, earliest, self._step.upload_ms[chunk])
-        latest = 0.0
-        for chunk in visit.chunks:
-            at = loaded.get(chunk, 0.0)  # a frozen one may be there all the time
-            if at > latest:
-                latest = at
-        return latest
-
-    def _compute(self, kind: str, visit: Visit, work: Work, earliest: float) -> None:
-        end = self._do(GPU, kind, visit.name, earliest, work.compute_ms)
-        for chunk in visit.chunks:
-            self._released[chunk] = end
+    def _fetch(self, fetches: Sequence[Fetch]) -> None:
+        """Weights go up, each when it is updated and its buffer given up."""
+        up, stretch, starts, ends = self._free[UP], self._stretch[UP], self.starts[UP], self.ends[UP]
+        updated, released, loaded, upload_ms = self._updated, self._released, self._loaded, self._step.upload_ms
+        for chunk, victim in fetches:
+            start = up
+            if updated[chunk] > start:
+                start = updated[chunk]
+            if released[victim] > start:
+                start = released[victim]
+            up = loaded[chunk] = start + upload_ms[chunk] * next(stretch)
+            starts.append(start)
+            ends.append(up)
+        self._free[UP] = up
 
     def _forward(self) -> None:
+        gpu, stretch, starts, ends = self._free[GPU], self._stretch[GPU], self.starts[GPU], self.ends[GPU]
+        released, loaded, unsettled = self._released, self._loaded, self._unsettled
         for visit, work in zip(self._step.forward, self._step.forward_work, strict=True):
-            self._compute("forward", visit, work, self._arrivals(visit))
-            self._settle()
+            if visit.fetches:
+                self._fetch(visit.fetches)
+            start = gpu
+            chunks = visit.chunks
+            for chunk in chunks:
+                if loaded[chunk] > start:
+                    start = loaded[chunk]
+            gpu = start + work.compute_ms * next(stretch)
+            starts.append(start)
+            ends.append(gpu)
+            for chunk in chunks:
+                released[chunk] = gpu
+            # The memory of the last swapped block is given up, for which the GPU waits for the copy.
+            if unsettled > gpu:
+                gpu = unsettled
             if work.swap_ms:
-                self._unsettled = self._do(DOWN, "activations", visit.name, self._free[GPU], work.swap_ms)
-                self._swapped[visit.unit] = self._unsettled
-
-    def _settle(self) -> None:
-        """The memory of the last swapped block is given up, for which the GPU waits for the copy."""
-        if self._unsettled > self._free[GPU]:
-            self._free[GPU] = self._unsettled
+                unsettled = self._swapped[visit.unit] = self._do(DOWN, gpu, work.swap_ms)
+        self._free[GPU] = gpu
+        self._unsettled = unsettled
 
     def _backward(self) -> None:
-        self._settle()
+        gpu, stretch, starts, ends = self._free[GPU], self._stretch[GPU], self.starts[GPU], self.ends[GPU]
+        down, stretch_down = self._free[DOWN], self._stretch[DOWN]
+        starts_down, ends_down = self.starts[DOWN], self.ends[DOWN]
+        released, loaded, drained, gradients = self._released, self._loaded, self._drained, self._step.gradients
+        if self._unsettled > gpu:
+            gpu = self._unsettled
         turn = 0
         for visit, work in zip(self._step.backward, self._step.backward_work, strict=True):
-            allocated = self._free[GPU]
-            earliest = self._arrivals(visit)
-            if work.swap_ms:
-                if visit.unit not in self._back:
-                    self._fetch_back(visit.unit, allocated)
-                earliest = max(earliest, self._back.pop(visit.unit))
-            if work.swap_ahead >= 0:
-                self._fetch_back(work.swap_ahead, allocated)
-            self._compute("backward", visit, work, earliest)
+            start = gpu
+            if visit.fetches:
+                self._fetch(visit.fetches)
+            for unit in work.swap_back:
+                earliest = max(gpu, self._swapped[unit])  # allocated when the visit begins
+                self._back[unit] = self._do(UP, earliest, self._step.swap_ms[unit])
+            chunks = visit.chunks
+            for chunk in chunks:
+                if loaded[chunk] > start:
+                    start = loaded[chunk]
+            if work.swap_ms and self._back[visit.unit] > start:
+                start = self._back[visit.unit]
+            gpu = start + work.compute_ms * next(stretch)
+            starts.append(start)
+            ends.append(gpu)
+            for chunk in chunks:
+                released[chunk] = gpu
             for index, offloaded in visit.gradients:
-                chunk, flatten_ms, offload_ms = self._step.gradients[index]
-                if not offloaded:
-                    self._do(GPU, "flatten", chunk, 0.0, flatten_ms)
-                    continue
-                flattened = self._do(GPU, "flatten", chunk, self._drained[turn], flatten_ms)
-                self._drained[turn] = self._do(DOWN, "gradients", chunk, flattened, offload_ms)
-                self._offloaded[chunk] = self._drained[turn]
-                turn = 1 - turn
-
-    def _fetch_back(self, unit: int, allocated: float) -> None:
-        earliest = max(allocated, self._swapped[unit])
-        self._back[unit] = self._do(UP, "activations", unit, earliest, self._step.swap_ms[unit])
+                chunk, flatten_ms, offload_ms = gradients[index]
+                start = gpu
+                if offloaded and drained[turn] > start:
+                    start = drained[turn]
+                gpu = start + flatten_ms * next(stretch)
+                starts.append(start)
+                ends.append(gpu)
+                if offloaded:
+                    start = down if down > gpu else gpu
+                    down = start + offload_ms * next(stretch_down)
+                    starts_down.append(start)
+                    ends_down.append(down)
+                    drained[turn] = self._offloaded[chunk] = down
+                    turn = 1 - turn
+        self._free[GPU], self._free[DOWN] = gpu, down
 
     def _update(self) -> None:
-        known = 0.0 if self._step.update_in_backward else self._free[GPU]  # the norm
-        order = self._step.host_update_ms
-        for chunk, duration in reversed(order) if self._step.update_in_backward else order:
-            earliest = max(known, self._offloaded.get(chunk, 0.0))
-            self._updated[chunk] = self._do(HOST, "update", chunk, earliest, duration)
-        for chunk, duration in self._step.device_update_ms:
-            self._do(GPU, "update", chunk, 0.0, duration)
+        step, known = self._step, 0.0 if self._step.update_in_backward else self._free[GPU]  # the norm
+        for at, (chunk, duration) in enumerate(step.host_updates):
+            early = at < step.n_early
+            done = self._do(HOST, self._offloaded[chunk] if early else max(known, self._offloaded[chunk]), duration)
+            self._updated[chunk] = done
+        if step.n_early:
+            # Confirmed one after the other when the norm is known and all of them are done.
+            confirmed = max(known, self.ends[HOST][step.n_early - len(step.host_updates) - 1])
+            for chunk, _ in step.host_update_ms[: step.n_early]:
+                self._updated[chunk] = confirmed
+        for _, duration in self._step.device_update_ms:
+            self._do(GPU, 0.0, duration)
 
 
-def _stretches(lane: int, overlaps: list[_Overlap], rates: Rates) -> list[float]:
-    """Per operation of ``lane`` the factor on its duration. See [Note: contention]."""
-    own = overlaps[lane]
-    beside = [overlaps[other].shares_of(own) for other in OTHERS[lane]]
-    rate = np.zeros(len(own))
+def _stretches(run: _Run, rates: Rates) -> list[list[float]]:
+    """By lane, per operation the factor on its duration. See [Note: contention]."""
+    counts = [len(starts) for starts in run.starts]
+    starts = np.array([moment for lane in run.starts for moment in lane])
+    ends = np.array([moment for lane in run.ends for moment in lane])
+    firsts = [0, *accumulate(counts)]
+    lanes = [slice(first, last) for first, last in pairwise(firsts)]
+    lengths = np.maximum(ends - starts, 1e-9)
+    # By lane, per operation of any lane: the part of its time that the lane works, between 0 and 1.
+    shares = []
+    for lane in lanes:
+        busy = _busy(starts[lane], ends[lane], ends) - _busy(starts[lane], ends[lane], starts)
+        shares.append(np.clip(busy / lengths, 0.0, 1.0))
+    beside = [
+        np.concatenate([shares[others[which]][lane] for others, lane in zip(OTHERS, lanes, strict=True)])
+        for which in range(len(LANES) - 1)
+    ]
+    alone = [1.0 - share for share in beside]
+    rate = np.zeros(len(starts))
     for present in product((False, True), repeat=len(beside)):
-        weight = np.ones(len(own))
-        for share, runs in zip(beside, present, strict=True):
-            weight *= share if runs else 1.0 - share
-        rate += weight * rates[lane][present]
+        first, second, third = (beside[at] if runs else alone[at] for at, runs in enumerate(present))
+        rate += first * second * third * np.repeat([of_lane[present] for of_lane in rates], counts)
     factors: list[float] = (1.0 / rate).tolist()
-    return factors
+    return [factors[lane] for lane in lanes]
 
 
-class _Overlap:
-    """How much of any interval the operations of one lane, which follow each other, cover."""
-
-    def __init__(self, intervals: list[tuple[float, float]]) -> None:
-        both = np.array(intervals, dtype=np.float64).reshape(-1, 2)
-        self._starts, self._ends = both[:, 0], both[:, 1]
-        self._lengths = self._ends - self._starts
-        self._before = np.concatenate(([0.0], np.cumsum(self._lengths)))  # busy time before each operation
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def shares_of(self, others: _Overlap) -> NDArray[np.float64]:
-        """Per operation of ``others`` the part of its time that this lane works, between 0 and 1."""
-        lengths = np.maximum(others._lengths, 1e-9)
-        return np.clip((self._busy(others._ends) - self._busy(others._starts)) / lengths, 0.0, 1.0)
-
-    def _busy(self, until: NDArray[np.float64]) -> NDArray[np.float64]:
-        if not self._starts.size:
-            return np.zeros_like(until)
-        at = np.searchsorted(self._starts, until, side="right") - 1
-        inside = np.minimum(until, self._ends[at]) - self._starts[at]
-        return np.where(at < 0, 0.0, self._before[at] + inside)
+def _busy(starts: Times, ends: Times, until: Times) -> Times:
+    """How much of the time up to each moment of ``until`` operations take that follow each other."""
+    if not starts.size:
+        return np.zeros_like(until)
+    lengths = ends - starts
+    before = np.concatenate(([0.0], np.cumsum(lengths)))  # busy time before each operation
+    at = np.searchsorted(starts, until, side="right") - 1
+    inside = np.minimum(until, ends[at]) - starts[at]
+    return np.where(at < 0, 0.0, before[at] + inside)

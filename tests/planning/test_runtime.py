@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from protrain.engine.buffers import BufferPool
 from protrain.engine.chunks import Chunk
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import BlockMode, RuntimeModel, evaluate, pack
+from protrain.planning.choices import Choices
 from protrain.planning.compute_times import compute_times
 from protrain.planning.fetches import Fetches
 from protrain.planning.paper import paper_step_ms
@@ -182,12 +184,48 @@ def test_no_step_is_faster_than_its_bound() -> None:
             host_dram_gbps=draw.choice([3.0, 100.0]),
             device_copy_gbps=100.0,
         )
-        runtime = model_of(profile, hardware, update_in_backward=draw.random() < 0.3)
+        in_backward = draw.random() < 0.3
+        runtime = model_of(profile, hardware, update_in_backward=in_backward)
         modes = tuple(draw.choice([NONE, CKPT, SWAP]) for _ in range(n))
         n_persist = draw.randint(0, n)
         n_buffer = draw.randint(min(1, n - n_persist), n - n_persist)
-        bound = runtime.bound_ms(runtime.undisturbed(modes), n_persist, n_buffer)
-        assert runtime.step_ms(modes, n_persist, n_buffer) >= bound * (1 - 1e-9)
+        early = 0 if in_backward else draw.choice([0, draw.randint(0, n - n_persist), n - n_persist])
+        choices = Choices.of([modes])
+        undisturbed = runtime.undisturbed(choices)
+        step = runtime.step_ms(modes, n_persist, n_buffer, early)
+        assert step >= runtime.bound_ms(undisturbed, n_persist, n_buffer, early)[0] * (1 - 1e-9)
+        assert step >= runtime.placed_bound_ms(undisturbed, choices, n_persist, n_buffer, early)[0] * (1 - 1e-9)
+        # Nor does a limit that it keeps cut its simulation short.
+        assert runtime.step_ms(modes, n_persist, n_buffer, early, limit_ms=step * (1 + 1e-9)) == step
+
+
+def test_early_updates_hide_in_backward() -> None:
+    profile = make_profile(1.0, 9.0, n=8)
+    slow = replace(MACHINE, host_adam_gparams=MACHINE.host_adam_gparams / 6)
+    runtime = model_of(profile, slow)
+    steps = [runtime.step_ms((NONE,) * 8, 0, 8, early) for early in range(9)]
+    # Behind the norm eight updates of 6 ms hold up a forward whose uploads take less.
+    assert steps[0] - steps[8] == pytest.approx(8 * 6.0 * UPDATE - (8 - 1) * MOVE, rel=0.15)
+    assert all(more <= fewer + 1e-9 for fewer, more in pairwise(steps))
+    inside = model_of(profile, slow, update_in_backward=True)
+    assert steps[8] >= inside.step_ms((NONE,) * 8, 0, 8) - 1e-9
+
+
+def test_bounds_of_many_choices_are_those_of_each() -> None:
+    runtime = model_of(make_profile(1.0, 2.0, n=6), replace(MACHINE, host_adam_gparams=0.05))
+    drawn = random.Random(1)
+    modes = [tuple(drawn.choice([NONE, CKPT, SWAP]) for _ in range(6)) for _ in range(20)]
+    choices = Choices.of(modes)
+    together = runtime.undisturbed(choices)
+    early = np.array([drawn.randint(0, 5) for _ in modes])
+    placed = runtime.placed_bound_ms(together, choices, 1, 2, early)
+    bounds = runtime.bound_ms(together, 1, 2, early)
+    assert (placed > bounds).any()  # it knows more
+    for at, one in enumerate(modes):
+        alone = Choices.of([one])
+        undisturbed = runtime.undisturbed(alone)
+        assert runtime.bound_ms(undisturbed, 1, 2, early[at : at + 1])[0] == bounds[at]
+        assert runtime.placed_bound_ms(undisturbed, alone, 1, 2, early[at : at + 1])[0] == placed[at]
 
 
 def test_a_timeline_does_one_thing_at_a_time_on_every_lane() -> None:

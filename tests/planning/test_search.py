@@ -24,8 +24,10 @@ from protrain.planning import (
     evaluate,
     fingerprint,
     pack,
+    runtime,
     search,
 )
+from protrain.planning.simulate import simulate
 from protrain.profiler import ModelProfile
 from protrain.profiler.model_profile import BlockRecord, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.quantities import parse_bytes
@@ -158,6 +160,22 @@ def test_sixty_blocks_are_searched_in_no_time() -> None:
     start = time.perf_counter()
     search(traced, machine("6GiB", "20GiB"))
     assert time.perf_counter() - start < 3.0  # 0.1 s on an idle core
+
+
+def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = []
+
+    def count(*args: Any, **options: Any) -> float:
+        simulated.append(simulate(*args, **options))
+        return simulated[-1]
+
+    monkeypatch.setattr(runtime, "simulate", count)
+    # Blocks as of GPT-2 40 B with 4 x 1,024 tokens: 1,326 choices of block modes for each of 53 placements.
+    traced = make_profile(50, elements=768 * MIB, saved=1729 * MIB, ms=13.0)
+    plan = search(traced, machine("80GiB", "700GiB"))
+    assert 0 < plan.n_persist < plan.n_chunks
+    assert 0 < plan.n_ckpt < 50
+    assert 0 < len(simulated) < 140  # 115; without the bound that knows the order of uploads, 300
 
 
 def test_swapped_blocks_lie_early_with_checkpointed_ones_between() -> None:
