@@ -27,6 +27,10 @@ class Mark:
     def wait(self) -> None:
         """Block the calling host thread until the point is reached."""
 
+    def reached(self) -> bool:
+        """Whether it is."""
+        return True
+
 
 class _CudaMark(Mark):
     def __init__(self) -> None:
@@ -36,6 +40,10 @@ class _CudaMark(Mark):
     @override
     def wait(self) -> None:
         self.event.synchronize()
+
+    @override
+    def reached(self) -> bool:
+        return bool(self.event.query())
 
 
 class Streams:

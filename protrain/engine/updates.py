@@ -6,6 +6,9 @@ states, its update is done as soon as its gradient has arrived, from the old cop
 clipped. step() has the host worker look whether everything was as supposed: the copies change places, which costs
 nothing, or the update is done from the old copy, which nobody has touched. Either way the bits are those of an update
 at step(). After a step that was not as supposed the next one does without.
+
+Gradients come in the order opposite to that in which the next forward needs its chunks. So what the host has not begun
+by the end of backward is not done early any more, but in the order of need.
 """
 
 from __future__ import annotations
@@ -42,6 +45,17 @@ class Tally:
 
 
 @dataclass(eq=False)
+class _Round:
+    """The early updates of one step."""
+
+    end: Mark | None = None  # the end of the last backward, once step() was called
+
+    def is_over(self) -> bool:
+        """Whether updates in the order of need may begin."""
+        return self.end is not None and self.end.reached()
+
+
+@dataclass(eq=False)
 class _Early:
     """An update done, or about to be, before its step."""
 
@@ -62,6 +76,7 @@ class Updates:
         self._groups = groups
         self._decoupled = decoupled
         self._early: dict[int, _Early] = {}  # by chunk
+        self._round = _Round()
         self._backwards = 0  # since the last step, without those that only accumulate
         self._usual_backwards = 1
         self._last_job: Job | None = None
@@ -117,10 +132,10 @@ class Updates:
         early = self._early[chunk.index] = _Early(pieces, factor)
         gradient = self._engine.gradients.host_gradient(chunk)
         scale = None if factor == 1.0 else torch.tensor([factor])
-        threads = self._engine.worker.threads
+        threads, this_round = self._engine.worker.threads, self._round
 
         def on_host() -> None:  # of the engine nothing, as in carry_out
-            if not early.dropped:
+            if not early.dropped and not this_round.is_over():
                 chunk.offloaded.wait()
                 chunk.uploaded.wait()
                 early.version = chunk.version
@@ -134,6 +149,7 @@ class Updates:
         for index in list(self._early):
             self._drop(index)
         self._backwards = 0
+        self._round = _Round()
 
     def _drop(self, index: int) -> None:
         early = self._early.pop(index, None)
@@ -144,10 +160,15 @@ class Updates:
 
     def step(self, scale: Scale | None, supposed: float) -> None:
         """Update every parameter that has a gradient; ``supposed`` is what early updates took for the scale."""
+        streams = self._engine.streams
+        end = streams.mark()
+        streams.compute_reached(end)
+        self._round.end = end
         for chunk in self._engine.chunks:
             self.carry_out(chunk, scale, supposed)
         self._usual_backwards = max(1, self._backwards)
         self._backwards = 0
+        self._round = _Round()
 
     def carry_out(self, chunk: Chunk, scale: Scale | None, supposed: float = 1.0) -> None:
         """Update one chunk: on the device at once when it is persistent, else by the host worker."""
@@ -178,7 +199,7 @@ class Updates:
                 tally.adopted += 1
             else:
                 chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
-                tally.redone += early is not None
+                tally.redone += early is not None and early.done
 
         engine.buffers.invalidate(chunk)
         chunk.update = self._last_job = engine.worker.submit(on_host, f"update {chunk.index}")

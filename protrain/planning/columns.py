@@ -5,7 +5,8 @@ persistent chunks neither more buffers nor more early updates make a step slower
 left is a number of checkpointed blocks for every column: a number of swapped blocks and of persistent chunks. Columns
 go in the order of a bound; what a column holds is simulated (:mod:`protrain.planning.simulate`) unless
 
-- ``RuntimeModel.bound_ms`` is too long;
+- ``RuntimeModel.bound_ms`` is too long, or what its number of persistent chunks takes with nothing recomputed or
+  swapped;
 - that bound or the step with every chunk in a buffer is, which ends the column: from as many checkpointed as swapped
   blocks on, one more block is recomputed and nothing else changes, and neither that nor fewer buffers makes a step
   faster;
@@ -106,6 +107,8 @@ class Columns:
         self._margined = memory.with_margin(peak)
         self._undisturbed = runtime.undisturbed(self._choices)
         self._placed: dict[int, _Placed] = {}
+        self._untouched = block_modes(n_blocks, 0, 0)
+        self._free: dict[int, float] = {}  # by n_persist
         self._fastest_ms = float("inf")
         self._found: list[Candidate] = []
 
@@ -113,9 +116,24 @@ class Columns:
         """Whatever was the fastest when it was found, or hardly slower; empty when nothing fits."""
         # A good plan early leaves little to simulate: first what does not swap.
         for column in sorted(self._columns(), key=lambda column: (column.n_swap > 0, column)):
-            if self._may_win(column.bound_ms):
+            if self._may_win(column.bound_ms) and self._may_win(self._free_ms(column.n_persist)):
                 self._walk(column)
         return self._found
+
+    def _free_ms(self, n_persist: int) -> float:
+        """What no plan with ``n_persist`` persistent chunks is faster than, or as much as can't win.
+
+        The step with the most buffers and early updates that any of them has room for, and no block recomputed or
+        swapped. Worked out once there is a plan to beat.
+        """
+        known = self._free.get(n_persist, 0.0)
+        if known == 0.0 and self._found:
+            placed = self._place(n_persist)
+            most = int(placed.n_buffer.max()), int(placed.n_speculate.max())
+            limit_ms = self._fastest_ms * (1 - _GAIN)
+            known = self._runtime.step_ms(self._untouched, n_persist, *most, limit_ms=limit_ms)
+            self._free[n_persist] = known
+        return known
 
     def _may_win(self, bound_ms: float) -> bool:
         return bound_ms < self._fastest_ms * (1 - _GAIN)

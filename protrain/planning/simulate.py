@@ -64,15 +64,20 @@ class Step:
     gradients: Sequence[tuple[int, float, float]]  # (chunk, flatten, offload)
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
     host_update_ms: Sequence[tuple[int, float]]  # of the others, in execution order
-    n_early: int  # of those, the first: updated as gradients come, for the norm to confirm
+    n_early: int  # of those, the first: updated as gradients come if that begins before the norm is known
     update_in_backward: bool  # all are, and nothing waits for a norm
     after_host_ms: float  # at least, from the last host update to the end of forward
 
-    @property
-    def host_updates(self) -> Sequence[tuple[int, float]]:
-        """Host updates in the order in which they are done: as gradients come, then as the next forward needs them."""
-        n_early = len(self.host_update_ms) if self.update_in_backward else self.n_early
-        return [*self.host_update_ms[:n_early][::-1], *self.host_update_ms[n_early:]]
+    def host_updates(self, n_early: int) -> Sequence[tuple[int, float]]:
+        """Host updates in the order in which they are done: as gradients come, then as the next forward needs them.
+
+        ``n_early`` of the early ones begin in time: those whose gradients come first.
+        """
+        updates = self.host_update_ms
+        if self.update_in_backward:
+            return updates[::-1]
+        first = self.n_early - n_early
+        return [*updates[first : self.n_early][::-1], *updates[:first], *updates[self.n_early :]]
 
 
 def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> float:
@@ -91,7 +96,7 @@ def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> float:
         and _least_ms(step, first, stretch) >= limit_ms
     ):
         return limit_ms
-    return _Run.of(step, stretch).step_ms
+    return _Run.of(step, stretch, first.n_early).step_ms
 
 
 def _least_ms(step: Step, first: _Run, stretch: list[list[float]]) -> float:
@@ -115,11 +120,11 @@ def timeline(step: Step, rates: Rates) -> Timeline:
     """The same with every operation."""
     run = _Run.of(step)
     if run.moves:
-        run = _Run.of(step, _stretches(run, rates))
+        run = _Run.of(step, _stretches(run, rates), run.n_early)
     begin = run.begin_ms
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
-        for lane, names in enumerate(_names(step))
+        for lane, names in enumerate(_names(step, run.n_early or 0))
         for (kind, what), start, end in zip(names * 2, run.starts[lane], run.ends[lane], strict=True)
         if end > start and end > begin
     ]
@@ -131,7 +136,7 @@ def timeline(step: Step, rates: Rates) -> Timeline:
     )
 
 
-def _names(step: Step) -> list[list[tuple[str, object]]]:
+def _names(step: Step, n_early: int) -> list[list[tuple[str, object]]]:
     """By lane, what it does in one step in the order of issue: what and with what."""
     names: list[list[tuple[str, object]]] = [[], [], [], []]
     for visit, work in zip(step.forward, step.forward_work, strict=True):
@@ -145,7 +150,7 @@ def _names(step: Step) -> list[list[tuple[str, object]]]:
         names[GPU].append(("backward", visit.name))
         names[GPU] += [("flatten", step.gradients[index][0]) for index, _ in visit.gradients]
         names[DOWN] += [("gradients", step.gradients[index][0]) for index, offloaded in visit.gradients if offloaded]
-    names[HOST] = [("update", chunk) for chunk, _ in step.host_updates]
+    names[HOST] = [("update", chunk) for chunk, _ in step.host_updates(n_early)]
     names[GPU] += [("update", chunk) for chunk, _ in step.device_update_ms]
     return names
 
@@ -159,6 +164,7 @@ class _Run:
     def __init__(self, step: Step, stretch: list[Iterator[float]], start_ms: float) -> None:
         self._step = step
         self._stretch = stretch  # by lane, for one operation after the other
+        self.n_early: int | None = None  # early updates that begin in time; found in the first step
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
         self.starts: list[list[float]] = [[], [], [], []]
         self.ends: list[list[float]] = [[], [], [], []]
@@ -174,9 +180,10 @@ class _Run:
         self._unsettled = start_ms
 
     @classmethod
-    def of(cls, step: Step, stretch: list[list[float]] | None = None) -> _Run:
-        """Both steps."""
+    def of(cls, step: Step, stretch: list[list[float]] | None = None, n_early: int | None = None) -> _Run:
+        """Both steps. Stretches belong to operations in the order of the run that they come from, and its n_early."""
         run = cls(step, [iter(one) for one in stretch] if stretch else [repeat(1.0)] * 4, 0.0)
+        run.n_early = n_early
         ends = []
         for _ in range(2):
             run.begin_ms = run._free[GPU]
@@ -300,17 +307,24 @@ class _Run:
 
     def _update(self) -> None:
         step, known = self._step, 0.0 if self._step.update_in_backward else self._free[GPU]  # the norm
-        for at, (chunk, duration) in enumerate(step.host_updates):
-            early = at < step.n_early
-            done = self._do(HOST, self._offloaded[chunk] if early else max(known, self._offloaded[chunk]), duration)
-            self._updated[chunk] = done
-        if step.n_early:
-            # Confirmed one after the other when the norm is known and all of them are done.
-            confirmed = max(known, self.ends[HOST][step.n_early - len(step.host_updates) - 1])
-            for chunk, _ in step.host_update_ms[: step.n_early]:
-                self._updated[chunk] = confirmed
+        if self.n_early is None:
+            self.n_early = self._in_time(known)
+        for at, (chunk, duration) in enumerate(step.host_updates(self.n_early)):
+            earliest = self._offloaded[chunk]
+            done = self._do(HOST, earliest if at < self.n_early else max(known, earliest), duration)
+            self._updated[chunk] = max(known, done)  # an early one is confirmed when the norm is known
         for _, duration in self._step.device_update_ms:
             self._do(GPU, 0.0, duration)
+
+    def _in_time(self, known: float) -> int:
+        """How many early updates begin before the norm is ``known``."""
+        step, free = self._step, self._free[HOST]
+        for count, (chunk, duration) in enumerate(step.host_update_ms[: step.n_early][::-1]):
+            start = max(free, self._offloaded[chunk])
+            if start >= known:
+                return count
+            free = start + duration
+        return step.n_early
 
 
 def _stretches(run: _Run, rates: Rates) -> list[list[float]]:

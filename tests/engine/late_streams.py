@@ -48,6 +48,10 @@ class _LateMark(Mark):
     def wait(self) -> None:
         self.streams.host_waits(self.clock)
 
+    @override
+    def reached(self) -> bool:
+        return False  # not before somebody waits
+
 
 class _Memory:
     """A tensor's memory, without keeping it alive unless told to."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 import protrain
+from protrain.engine.updates import _Round
 from protrain.optim import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
@@ -32,6 +35,12 @@ from tests.engine.plain_loop import prepare_plain
 SPEC = Spec("none", "least", (NONE, CKPT), early=True)
 STEPS = 6
 Run = Callable[[nn.Module, Any, list[Batch]], Any]
+
+
+@pytest.fixture(autouse=True)
+def early_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the host had begun every early update before backward was over."""
+    monkeypatch.setattr(_Round, "is_over", lambda _: False)
 
 
 def trained(
@@ -103,6 +112,31 @@ def test_accumulation_begins_in_the_last_backward(device: torch.device) -> None:
     assert counts(optimizer) == ((STEPS // 2 - 1) * n_chunks, 0)
     optimizer, n_chunks = trained(clipping(1e6, accumulate=2, no_sync=True), device)
     assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
+
+
+def test_what_the_host_has_not_begun_by_the_end_of_backward_is_not_early(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
+        for batch in data:
+            go = threading.Event()
+            if isinstance(optimizer, ProTrainOptimizer):
+                optimizer._engine.worker.submit(functools.partial(_hold, go))
+            default_loss(model, batch).backward()
+            optimizer.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            go.set()
+            optimizer.zero_grad()
+
+    optimizer, _ = trained(run, device)
+    assert counts(optimizer) == (0, 0)
+
+
+def _hold(go: threading.Event) -> None:
+    go.wait(60)
 
 
 def test_hyperparameters_changed_after_backward(device: torch.device) -> None:

@@ -163,7 +163,7 @@ def test_on_a_cpu_nothing_overlaps() -> None:
 
 def test_a_knob_does_what_the_plan_with_it_does() -> None:
     traced, hardware = make_profile(), machine(16384, **SLOW_HOST)
-    plan = hand_made(traced, hardware, n_persist=2, n_swap=1, n_ckpt=2)
+    plan = hand_made(traced, hardware, n_persist=2, n_swap=1, n_ckpt=2, n_speculate=1)
     changes = explain(plan, traced, hardware).changes
     assert [(change.knob, change.step) for change in changes] == [(knob, step) for knob in KNOBS for step in (1, -1)]
     for change in changes:
@@ -201,9 +201,13 @@ def test_impossible_knobs_say_why() -> None:
     assert found(changes, "n_buffer", 1).impossible == "every non-persistent chunk has a buffer"
     assert found(changes, "n_swap", -1).impossible == "there is none to give up"
     assert found(changes, "n_ckpt", 1).impossible == "every block is swapped or checkpointed"
-    assert found(changes, "n_persist", -1).counts == (5, 1, 0, 6)  # with the buffer that it then needs
+    assert found(changes, "n_persist", -1).counts == (5, 1, 0, 6, 0)  # with the buffer that it then needs
+    assert found(changes, "n_speculate", 1).impossible == "every chunk in host memory is updated early"
     one = explain(hand_made(traced, hardware, n_persist=0, n_buffer=1), traced, hardware).changes
     assert found(one, "n_buffer", -1).impossible == "a unit holds up to 1 non-persistent chunks at once"
+    plan = hand_made(traced, hardware, n_persist=0, n_buffer=1)
+    inside = explain(plan, traced, hardware, step_during_backward=True).changes
+    assert found(inside, "n_speculate", 1).impossible == "no update waits for step()"
 
 
 # -- what more memory buys ---------------------------------------------------------------------------------------------
@@ -215,6 +219,7 @@ def test_more_memory_buys_what_the_search_finds_with_it() -> None:
     assert why.here is None
     device = [better for better in why.better if better.memory == "device"]
     assert device
+    assert "more device memory: " in str(why)
     last_ms = why.plan.step_ms
     for better in device:
         assert better.step_ms < last_ms
@@ -277,10 +282,10 @@ def test_frozen_chunks_have_weights_alone() -> None:
 
 def test_it_survives_json_and_prints_as_a_table() -> None:
     traced, hardware = make_profile(), machine(1400, **SLOW_HOST)
-    why = explain(search(traced, hardware), traced, hardware)
+    why = explain(hand_made(traced, hardware, n_persist=2), traced, hardware)
     assert type(why).from_json(why.to_json()) == why
     assert str(why) == why.table()
-    for words in ("tokens/s", "waiting for", "limited by", "n_persist 2 -> 3", "more device memory: "):
+    for words in ("tokens/s", "waiting for", "limited by", "n_persist 2 -> 3", "as it is: "):
         assert words in str(why)
 
 

@@ -143,7 +143,7 @@ def test_more_memory_never_makes_it_slower() -> None:
     slow_host = {"host_adam_gparams": 0.2}
     times = [search(traced, machine(n * 256 * MIB, "4GiB", **slow_host)).step_ms for n in range(6, 30)]
     assert all(more <= 1.01 * less for less, more in pairwise(times))
-    assert times[0] > 1.2 * times[-1]
+    assert times[0] > 1.1 * times[-1]
 
 
 def test_a_fast_link_and_slow_blocks_make_swapping_win() -> None:
@@ -174,8 +174,8 @@ def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest
     traced = make_profile(50, elements=768 * MIB, saved=1729 * MIB, ms=13.0)
     plan = search(traced, machine("80GiB", "700GiB"))
     assert 0 < plan.n_persist < plan.n_chunks
-    assert 0 < plan.n_ckpt < 50
-    assert 0 < len(simulated) < 140  # 115; without the bound that knows the order of uploads, 301
+    assert plan.n_speculate > 0
+    assert 0 < len(simulated) < 60  # 41; without what a number of persistent chunks takes at least, 5,618
 
 
 def test_swapped_blocks_lie_early_with_checkpointed_ones_between() -> None:
