@@ -326,22 +326,10 @@ def check_adam(
     numel = weight.numel()
     tensors = (weight, exp_avg, exp_avg_sq, grad) if master is None else (weight, exp_avg, exp_avg_sq, grad, master)
     types = tuple([tensor.dtype for tensor in tensors])
-    if types not in _DTYPES or not are_aligned_vectors(tensors, weight.device, numel):
-        _check_each(weight, master, exp_avg, exp_avg_sq, grad, anywhere=anywhere)
     check_scalar("scale", scale, dtype=torch.float32, device=weight.device)
     check_scalar("skip", skip, dtype=torch.int32, device=weight.device)
-
-
-def _check_each(
-    weight: torch.Tensor,
-    master: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    *,
-    anywhere: bool,
-) -> None:
-    numel = weight.numel()
+    if types in _DTYPES and are_aligned_vectors(tensors, weight.device, numel):
+        return
     check_vector("weight", weight, dtypes=MASTER_DTYPES, device=weight.device)
     master_dtype = MASTER_DTYPES[weight.dtype]
     if (master is None) != (master_dtype is None):

@@ -86,6 +86,20 @@ def narrow(value: tl.tensor, like: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def load_rows(source: tl.tensor, offsets: tl.tensor, LANES: tl.constexpr, COUNT: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """COUNT rows from ``offsets`` on, to be loaded before any of them is stored.
+
+    A load doesn't pass a store that might be to its address, so rows loaded and stored in turn wait for each other.
+    """
+    if COUNT == 1:
+        return (tl.load(source + offsets),)
+    else:
+        rows = load_rows(source, offsets, LANES, COUNT - 1)
+        rows += (tl.load(source + offsets + (COUNT - 1) * LANES),)
+        return rows
+
+
+@triton.jit
 def flatten_row(
     stored: tl.tensor,
     before: tl.tensor,
@@ -151,13 +165,9 @@ def flatten_tiles(
         # With accumulate a row is two loads: half the rows are in flight.
         together: tl.constexpr = UNROLL // 2 if ACCUMULATE else UNROLL
         for group in range(0, ROWS, together):
-            # All loaded before any is stored: a load may not pass a store that might be to its address.
             offsets = group * LANES + place
-            rows = (tl.load(whole_source + offsets),)
-            befores = (tl.load(whole_target + offsets) if ACCUMULATE else rows[0],)
-            for step in tl.static_range(1, together):
-                rows += (tl.load(whole_source + offsets + step * LANES),)
-                befores += (tl.load(whole_target + offsets + step * LANES) if ACCUMULATE else rows[0],)
+            rows = load_rows(whole_source, offsets, LANES, together)
+            befores = load_rows(whole_target, offsets, LANES, together) if ACCUMULATE else rows
             for step in tl.static_range(together):
                 mask = place < 0  # unused
                 held = flatten_row(
@@ -327,9 +337,7 @@ def unflatten_tiles(
         whole_target = tl.multiple_of(target + first, 16)  # see flatten_tiles
         for group in range(0, ROWS, UNROLL):
             offsets = group * LANES + place
-            rows = (tl.load(whole_source + offsets),)  # before any is stored: see flatten_tiles
-            for step in tl.static_range(1, UNROLL):
-                rows += (tl.load(whole_source + offsets + step * LANES),)
+            rows = load_rows(whole_source, offsets, LANES, UNROLL)
             for step in tl.static_range(UNROLL):
                 value = unflattened(rows[step], source, target, factor, HAS_SCALE)
                 tl.store(whole_target + offsets + step * LANES, value)
