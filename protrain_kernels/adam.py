@@ -31,13 +31,18 @@ import triton
 import triton.language as tl
 
 from protrain_kernels import host_adam
-from protrain_kernels.checks import LAUNCH_OPTIONS, check_aligned, check_scalar, check_vector
+from protrain_kernels.checks import LAUNCH_OPTIONS, are_aligned_vectors, check_aligned, check_scalar, check_vector
 from protrain_kernels.launch import launch
 from protrain_kernels.split_master import join_bits, join_reference, split_bits, split_reference, widen
 
 BLOCK = 1024
 REFERENCE_SLICE = 1 << 18  # elements at a time where the reference stands in for the C kernel: bounds its temporaries
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
+_DTYPES = {  # of weight, exp_avg, exp_avg_sq, grad, and master where there is one
+    (weight, torch.float32, torch.float32, grad, *([] if master is None else [master]))
+    for weight, master in MASTER_DTYPES.items()
+    for grad in (weight, torch.float32)
+}
 
 
 @dataclass(frozen=True)
@@ -277,12 +282,16 @@ def adam_arguments(
     scalars: AdamScalars,
     scale: torch.Tensor | None,
     skip: torch.Tensor | None,
-) -> tuple[tuple[torch.Tensor | int | float, ...], tuple[bool, ...]]:
-    """(arguments, constants) of the Triton kernel. What it doesn't read is another tensor of the right type."""
+) -> tuple[tuple[torch.Tensor, ...], int, tuple[float, ...], tuple[bool | int, ...]]:
+    """(tensors, elements, constants, constexpr ones) of the Triton kernel.
+
+    What it doesn't read is another tensor of the right type.
+    """
     own = weight if master is None else master
-    arguments = (weight, own, exp_avg, exp_avg_sq, grad, exp_avg if scale is None else scale)
-    flags = (weight.dtype == torch.bfloat16, master is None, scale is not None, skip is not None, scalars.l2 != 0.0)
-    return (*arguments, exp_avg if skip is None else skip, weight.numel(), *scalars.values), flags
+    factor, flag = exp_avg if scale is None else scale, exp_avg if skip is None else skip
+    split, has_l2 = weight.dtype is torch.bfloat16, scalars.l2 != 0.0
+    chosen = (split, master is None, scale is not None, skip is not None, has_l2, BLOCK)
+    return (weight, own, exp_avg, exp_avg_sq, grad, factor, flag), weight.numel(), scalars.values, chosen
 
 
 def launch_adam(
@@ -297,8 +306,9 @@ def launch_adam(
     skip: torch.Tensor | None = None,
 ) -> None:
     """Launch the Triton kernel on checked tensors, without a synchronisation."""
-    arguments, flags = adam_arguments(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale, skip)
-    launch(adam_kernel, triton.cdiv(weight.numel(), BLOCK), arguments, (*flags, BLOCK), LAUNCH_OPTIONS)
+    tensors, numel, floats, constants = adam_arguments(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale, skip)
+    index = weight.get_device()
+    launch(adam_kernel, -(-numel // BLOCK), tensors, numel, floats, constants, LAUNCH_OPTIONS, device_index=index)
 
 
 def check_adam(
@@ -314,6 +324,12 @@ def check_adam(
 ) -> None:
     """ValueError unless ``adam`` can take these tensors, wherever each lies with ``anywhere``."""
     numel = weight.numel()
+    tensors = (weight, exp_avg, exp_avg_sq, grad) if master is None else (weight, exp_avg, exp_avg_sq, grad, master)
+    types = tuple([tensor.dtype for tensor in tensors])
+    check_scalar("scale", scale, dtype=torch.float32, device=weight.device)
+    check_scalar("skip", skip, dtype=torch.int32, device=weight.device)
+    if types in _DTYPES and are_aligned_vectors(tensors, weight.device, numel):
+        return
     check_vector("weight", weight, dtypes=MASTER_DTYPES, device=weight.device)
     master_dtype = MASTER_DTYPES[weight.dtype]
     if (master is None) != (master_dtype is None):
@@ -331,8 +347,6 @@ def check_adam(
         device = tensor.device if anywhere else weight.device
         check_vector(name, tensor, dtypes=dtypes, device=device, numel=numel)
         check_aligned(name, tensor)
-    check_scalar("scale", scale, dtype=torch.float32, device=weight.device)
-    check_scalar("skip", skip, dtype=torch.int32, device=weight.device)
 
 
 def adam(

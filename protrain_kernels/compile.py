@@ -17,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 import triton
@@ -66,11 +66,14 @@ def defects(variant: Variant, compiled: Any) -> list[str]:
     if "ptx" in assembly:
         code = assembly["ptx"]
         found = [what for what, pattern in _FORBIDDEN_PTX.items() if pattern.search(code)]
-        wide = Counter(what for what, lanes, bits in _ACCESS.findall(code) if int(lanes or 1) * int(bits) >= 128)
-        if wide["ld"] < variant.wide_loads:
-            found.append(f"{wide['ld']} loads of 16 bytes, not {variant.wide_loads}")
-        if wide["st"] < variant.wide_stores:
-            found.append(f"{wide['st']} stores of 16 bytes, not {variant.wide_stores}")
+        wide = [what for what, lanes, bits in _ACCESS.findall(code) if int(lanes or 1) * int(bits) >= 128]
+        if wide.count("ld") < variant.wide_loads:
+            found.append(f"{wide.count('ld')} loads of 16 bytes, not {variant.wide_loads}")
+        if wide.count("st") < variant.wide_stores:
+            found.append(f"{wide.count('st')} stores of 16 bytes, not {variant.wide_stores}")
+        together = max((len([*run]) for what, run in groupby(wide) if what == "ld"), default=0)
+        if together < variant.loads_together:
+            found.append(f"{together} loads in flight, not {variant.loads_together}")
         usage = _resource_usage(assembly["cubin"])
         if int(usage.get("LOCAL", "0")) or int(usage.get("STACK", "0")) > STACK_BYTES:
             found.append(f"spills: {usage}")

@@ -86,10 +86,24 @@ def narrow(value: tl.tensor, like: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def load_rows(source: tl.tensor, offsets: tl.tensor, LANES: tl.constexpr, COUNT: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """COUNT rows from ``offsets`` on, to be loaded before any of them is stored.
+
+    A load doesn't pass a store that might be to its address, so rows loaded and stored in turn wait for each other.
+    """
+    if COUNT == 1:
+        return (tl.load(source + offsets),)
+    else:
+        rows = load_rows(source, offsets, LANES, COUNT - 1)
+        rows += (tl.load(source + offsets + (COUNT - 1) * LANES),)
+        return rows
+
+
+@triton.jit
 def flatten_row(
-    source: tl.tensor,
+    stored: tl.tensor,
+    before: tl.tensor,
     target: tl.tensor,
-    source_offsets: tl.tensor,
     target_offsets: tl.tensor,
     mask: tl.tensor,
     room: tl.tensor,
@@ -98,16 +112,12 @@ def flatten_row(
     HAS_SCALE: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Moves a row of each tile. Returns fp32 of what the chunk now holds."""
-    stored = tl.load(source + source_offsets, mask=mask, other=0) if MASKED else tl.load(source + source_offsets)
+    """Moves a row of each tile, loaded like what the chunk held before. Returns fp32 of what it holds now."""
     value = widen(stored)
     if HAS_SCALE:
         value = value * factor
     if ACCUMULATE:
-        if MASKED:
-            value = tl.load(target + target_offsets, mask=mask, other=0.0) + value
-        else:
-            value = tl.load(target + target_offsets) + value
+        value = before + value
     if MASKED:
         value = tl.where(mask, value, 0.0)  # the padding: zero whatever the scale
     if stored.dtype == target.dtype.element_ty and not HAS_SCALE and not ACCUMULATE:
@@ -152,17 +162,19 @@ def flatten_tiles(
         # A hint belongs to the operation that made the value: on a sum of this branch, the other one can't inherit it.
         whole_source = tl.multiple_of(source + first, 16)
         whole_target = target + first
-        # With accumulate a row is two loads: half the rows are in flight, or their registers would spill.
+        # With accumulate a row is two loads: half the rows are in flight.
         together: tl.constexpr = UNROLL // 2 if ACCUMULATE else UNROLL
         for group in range(0, ROWS, together):
+            offsets = group * LANES + place
+            rows = load_rows(whole_source, offsets, LANES, together)
+            befores = load_rows(whole_target, offsets, LANES, together) if ACCUMULATE else rows
             for step in tl.static_range(together):
-                offsets = (group + step) * LANES + place
                 mask = place < 0  # unused
                 held = flatten_row(
-                    whole_source,
+                    rows[step],
+                    befores[step],
                     whole_target,
-                    offsets,
-                    offsets,
+                    offsets + step * LANES,
                     mask,
                     mask,
                     factor,
@@ -178,12 +190,14 @@ def flatten_tiles(
         for step in range(ROWS):
             offsets = first + step * LANES + place
             source_offsets = offsets if DIMS == 0 else strided_offsets(row + 6, offsets, DIMS, WIDE)
+            mask = offsets < numel
+            stored = tl.load(source + source_offsets, mask=mask, other=0)
             held = flatten_row(
-                source,
+                stored,
+                tl.load(target + offsets, mask=mask, other=0.0) if ACCUMULATE else stored,
                 target,
-                source_offsets,
                 offsets,
-                offsets < numel,
+                mask,
                 offsets < padded,
                 factor,
                 ACCUMULATE,
@@ -201,11 +215,11 @@ def flatten_kernel(
     tensor_of: tl.tensor,
     rows: tl.tensor,
     addresses: tl.tensor,
-    slot: tl.tensor,
     chunk: tl.tensor,
     partials: tl.tensor,
     scale: tl.tensor,
     nonfinite: tl.tensor,
+    slot: tl.tensor,
     TYPE: tl.constexpr,
     DIMS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -322,10 +336,11 @@ def unflatten_tiles(
         whole_source = source + first
         whole_target = tl.multiple_of(target + first, 16)  # see flatten_tiles
         for group in range(0, ROWS, UNROLL):
+            offsets = group * LANES + place
+            rows = load_rows(whole_source, offsets, LANES, UNROLL)
             for step in tl.static_range(UNROLL):
-                offsets = (group + step) * LANES + place
-                value = unflattened(tl.load(whole_source + offsets), source, target, factor, HAS_SCALE)
-                tl.store(whole_target + offsets, value)
+                value = unflattened(rows[step], source, target, factor, HAS_SCALE)
+                tl.store(whole_target + offsets + step * LANES, value)
     else:
         for step in range(ROWS):
             offsets = first + step * LANES + place
@@ -353,9 +368,9 @@ def unflatten_kernel(
     tensor_of: tl.tensor,
     rows: tl.tensor,
     addresses: tl.tensor,
-    slot: tl.tensor,
     chunk: tl.tensor,
     scale: tl.tensor,
+    slot: tl.tensor,
     TYPE: tl.constexpr,
     DIMS: tl.constexpr,
     WIDE: tl.constexpr,

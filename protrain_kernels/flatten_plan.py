@@ -39,6 +39,7 @@ from protrain_kernels.strided import collapsed, is_dense, overlaps_itself, row_o
 
 TYPE_CODES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 _WIDE = 1 << 31  # positions that 32 bits don't count
+_ADDRESSES = (2,)  # which of the kernels' tensors holds addresses
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
@@ -88,6 +89,8 @@ class FlattenPlan:
             not tensor.numel() or not overlaps_itself(*collapsed(tensor.shape, tensor.stride())) for tensor in tensors
         ]
         self._constants, self._tensor_of, self._rows = self._tables(starts)
+        self._programs = self._tensor_of.numel()
+        self._device_index = self._tensor_of.get_device()
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         for index, tensor in enumerate(tensors):
@@ -263,49 +266,35 @@ class FlattenPlan:
         nonfinite: torch.Tensor | None = None,
     ) -> None:
         """Launch the Triton kernel of ``flatten`` on checked tensors."""
-        programs = self._tensor_of.numel()
-        if programs == 0:
-            return
-        launch(
-            flatten_kernel,
-            programs,
-            (
-                self._tensor_of,
-                self._rows,
-                *put_addresses(self.device, [tensor.data_ptr() for tensor in tensors]),
-                chunk,
-                chunk if partials is None else partials,
-                chunk if scale is None else scale,
-                chunk if nonfinite is None else nonfinite,
-            ),
-            (
-                *self._constants,
-                accumulate,
-                scale is not None,
-                partials is not None,
-                nonfinite is not None,
-                *TILE_CONSTANTS,
-            ),
-            TILE_OPTIONS,
-        )
+        chosen = (accumulate, scale is not None, partials is not None, nonfinite is not None)
+        factor = chunk if scale is None else scale
+        sums, flag = chunk if partials is None else partials, chunk if nonfinite is None else nonfinite
+        self._launch(flatten_kernel, tensors, (chunk, sums, factor, flag), chosen)
 
     def launch_unflatten(
         self, chunk: torch.Tensor, tensors: Sequence[torch.Tensor], *, scale: torch.Tensor | None = None
     ) -> None:
         """Launch the Triton kernel of ``unflatten`` on checked tensors."""
-        programs = self._tensor_of.numel()
-        if programs == 0:
+        self._launch(unflatten_kernel, tensors, (chunk, chunk if scale is None else scale), (scale is not None,))
+
+    def _launch(
+        self,
+        kernel: object,
+        tensors: Sequence[torch.Tensor],
+        others: tuple[torch.Tensor, ...],
+        chosen: tuple[bool, ...],
+    ) -> None:
+        if not self._programs:
             return
+        memory, slot = put_addresses(self._device_index, [*map(torch.Tensor.data_ptr, tensors)])
         launch(
-            unflatten_kernel,
-            programs,
-            (
-                self._tensor_of,
-                self._rows,
-                *put_addresses(self.device, [tensor.data_ptr() for tensor in tensors]),
-                chunk,
-                chunk if scale is None else scale,
-            ),
-            (*self._constants, scale is not None, *TILE_CONSTANTS),
+            kernel,
+            self._programs,
+            (self._tensor_of, self._rows, memory, *others),
+            slot,
+            (),
+            (*self._constants, *chosen, *TILE_CONSTANTS),
             TILE_OPTIONS,
+            device_index=self._device_index,
+            on_host=_ADDRESSES,
         )

@@ -1,15 +1,19 @@
 """Launches Triton kernels in little host time, and gives them the addresses of many tensors at once.
 
 [Note: launching] ``kernel[grid](...)`` binds, specialises and looks up its arguments in Python on every call. What it
-returns, the compiled kernel, launches without that: ``compiled[grid](...)``, the same in Triton 3.6 to 3.9. So the
-first launch of a specialisation goes through Triton, and later ones find its compiled kernel by a key of everything
-that Triton specialises on: types, constants, 16-byte alignment, whether an integer is 1, a multiple of 16 or wide, and,
-for AMD, whether 31 bits address all of a tensor's storage.
+returns, the compiled kernel, launches without that, the same in Triton 3.6 to 3.9. So the first launch of a
+specialisation goes through Triton, and later ones find its compiled kernel by a key of everything that Triton
+specialises on: types, constants, 16-byte alignment, whether an integer is 1, a multiple of 16 or wide, and, for AMD,
+whether 31 bits address all of a tensor's storage. What ``compiled[grid](...)`` does besides is for profilers that have
+set a hook: without one the launch is its ``run`` alone.
 
 [Note: addresses] A kernel over many tensors reads their addresses from pinned host memory, which costs no copy and no
 allocation. A call takes the next slots of a ring; a quarter of the ring is reused only after an event that followed the
 launches that read it. A ring belongs to one stream, so one event covers a quarter, and the ring is longer than the
 queue of launches that a device accepts: in the steady state the event is long past and nothing waits.
+
+[Note: host time] Most of a launch's host time is reading facts of tensors, some 50 ns each, so each is read once, by
+``map`` over a method of the class where there are many: that is a fifth faster than a comprehension.
 """
 
 from __future__ import annotations
@@ -17,20 +21,30 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
-
-from protrain_kernels.checks import current_device
+from triton import knobs
 
 SLOT = 16  # addresses: a slot's index is always a multiple of 16, so that Triton specialises on it once
 _SEGMENTS = 4
 _SEGMENT_ADDRESSES = 8192
 _TELLS_SIZE = torch.version.hip is not None
 _NARROW_BYTES = (1 << 31) - 1
+_dtype_of = attrgetter("dtype")
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+_compiled: dict[tuple[Any, ...], Compiled] = {}
 _rings: dict[tuple[int, int], AddressRing] = {}
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel and what its ``run`` is called with, looked up once."""
+
+    kernel: Any
+    run: Any
+    function: Any
+    metadata: Any
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,55 +58,84 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 def launch(
     kernel: Any,
     programs: int,
-    arguments: Sequence[torch.Tensor | int | float],
-    constants: Sequence[Any],
+    tensors: Sequence[torch.Tensor],
+    integer: int,
+    floats: Sequence[float],
+    constants: tuple[Any, ...],
     options: dict[str, Any],
     *,
-    device: torch.device | None = None,
+    device_index: int,
+    on_host: Sequence[int] = (),
 ) -> None:
     """Run ``programs`` programs of a Triton kernel on the current stream of a device.
 
     Args:
-        kernel: a ``triton.jit`` function, always launched with the same ``options``.
+        kernel: a ``triton.jit`` function, always launched with the same ``options``. Its parameters are pointers, one
+            integer, floats and constexpr ones, in this order.
         programs: at least 1.
-        arguments: its arguments in order: tensors on one GPU or in pinned host memory, integers and floats.
-        constants: its constexpr parameters, which come last.
+        tensors: what the pointers point to, on the device or in pinned host memory.
+        integer: see kernel.
+        floats: see kernel.
+        constants: its constexpr parameters.
         options: what Triton takes besides (warps, contraction).
-        device: that of the first argument when None.
+        device_index: of the GPU; -1 for the interpreter, on the CPU.
+        on_host: indices of tensors in host memory, whose address may differ on the device: the launcher looks it up.
     """
-    if device is None:
-        first = arguments[0]
-        assert isinstance(first, torch.Tensor)
-        device = first.device
-    with current_device(device):
-        key: list[Any] = [id(kernel), device.index, *constants]
-        values: list[Any] = []
-        for argument in arguments:
-            if isinstance(argument, torch.Tensor):
-                address = argument.data_ptr()
-                key += (argument.dtype, address % 16 == 0)
-                if _TELLS_SIZE:
-                    key.append(argument.untyped_storage().nbytes() <= _NARROW_BYTES)
-                # A device address needs no look-up by the launcher; that of host memory may differ on the device.
-                values.append(address if argument.is_cuda else argument)
-            else:
-                if isinstance(argument, int):
-                    key += (argument == 1, argument % 16 == 0, argument >= 1 << 31)
-                values.append(argument)
-        compiled = _compiled.get(tuple(key))
-        if compiled is not None:
-            compiled[(programs, 1, 1)](*values, *constants)
-            return
-        typed = [as_bits(argument) if isinstance(argument, torch.Tensor) else argument for argument in arguments]
-        compiled = kernel[(programs,)](*typed, *constants, **options)
-        if hasattr(compiled, "__getitem__"):  # the interpreter returns nothing
-            _compiled[tuple(key)] = compiled
+    if device_index >= 0 and device_index != torch._C._cuda_getDevice():  # Triton launches on the current device
+        with torch.cuda.device(device_index):
+            launch(
+                kernel,
+                programs,
+                tensors,
+                integer,
+                floats,
+                constants,
+                options,
+                device_index=device_index,
+                on_host=on_host,
+            )
+        return
+    pointers: list[Any] = [*map(torch.Tensor.data_ptr, tensors)]
+    key = (
+        id(kernel),
+        device_index,
+        constants,
+        *map(_dtype_of, tensors),
+        *[address & 15 == 0 for address in pointers],
+        integer == 1,
+        integer & 15 == 0,
+        integer >= 1 << 31,
+    )
+    if _TELLS_SIZE:
+        key += tuple([tensor.untyped_storage().nbytes() <= _NARROW_BYTES for tensor in tensors])
+    compiled = _compiled.get(key)
+    if compiled is None:
+        typed = [as_bits(tensor) for tensor in tensors]
+        made = kernel[(programs,)](*typed, integer, *floats, *constants, **options)
+        if made is not None:  # by the interpreter
+            _compiled[key] = Compiled(made, made.run, made.function, made.packed_metadata)
+        return
+    for index in on_host:
+        pointers[index] = tensors[index]
+    runtime = knobs.runtime
+    if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+        compiled.kernel[(programs, 1, 1)](*pointers, integer, *floats, *constants)
+        return
+    stream = raw_stream(device_index)
+    _, run, function, metadata = compiled
+    run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, integer, *floats, *constants)
+
+
+def raw_stream(device_index: int) -> int:
+    """The handle of a GPU's current stream; 0 on the CPU. torch's object for it costs twenty times as much."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index)) if device_index >= 0 else 0
 
 
 class AddressRing:
     """Host memory that kernels on one stream read addresses from. See [Note: addresses]."""
 
     def __init__(self, device: torch.device, segment_addresses: int) -> None:
+        self.device = device
         self.on_device = device.type == "cuda"
         self.segment_addresses = segment_addresses
         self.memory = torch.zeros(_SEGMENTS * segment_addresses, dtype=torch.int64, pin_memory=self.on_device)
@@ -103,7 +146,7 @@ class AddressRing:
         self._next = 0  # within the segment
         self._lock = threading.Lock()
 
-    def put(self, addresses: Sequence[int]) -> int:
+    def put(self, addresses: list[int]) -> int:
         """Write ``addresses`` where no launch still reads. Returns the index of the first within ``memory``."""
         room = -(-len(addresses) // SLOT) * SLOT
         assert room <= self.segment_addresses
@@ -118,27 +161,26 @@ class AddressRing:
     def _enter_next_segment(self) -> None:
         following = (self._segment + 1) % _SEGMENTS
         if self.on_device:
-            self._events[self._segment].record()
+            # Of the ring's device, which need not be the current one.
+            self._events[self._segment].record(torch.cuda.current_stream(self.device))
             self._events[following].synchronize()  # at once when it was never recorded
         self._segment, self._next = following, 0
 
 
-def put_addresses(device: torch.device, addresses: list[int]) -> tuple[torch.Tensor, int]:
-    """(host memory, index) where a kernel launched next on the current stream of ``device`` finds ``addresses``.
+def put_addresses(device_index: int, addresses: list[int]) -> tuple[torch.Tensor, int]:
+    """(host memory, index) where a kernel launched next on the current stream of a GPU finds ``addresses``.
 
     Raises:
         RuntimeError: a CUDA graph is being captured; its replays would read addresses that are long overwritten.
     """
-    index, stream = -1, 0
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a kernel over a list of tensors can't be captured in a CUDA graph: launch it outside")
-        current = torch.cuda.current_stream(device)
-        index, stream = current.device_index, current.cuda_stream
-    ring = _rings.get((index, stream))
+    if device_index >= 0 and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a kernel over a list of tensors can't be captured in a CUDA graph: launch it outside")
+    place = device_index, raw_stream(device_index)
+    ring = _rings.get(place)
     if ring is None or ring.segment_addresses < len(addresses):
         wanted = max(_SEGMENT_ADDRESSES, -(-len(addresses) // SLOT) * SLOT)
+        device = torch.device("cuda", device_index) if device_index >= 0 else torch.device("cpu")
         if ring is not None and ring.on_device:
             torch.cuda.current_stream(device).synchronize()  # the smaller ring may go once nothing reads it
-        ring = _rings[index, stream] = AddressRing(device, wanted)
+        ring = _rings[place] = AddressRing(device, wanted)
     return ring.memory, ring.put(addresses)

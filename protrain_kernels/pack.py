@@ -38,6 +38,7 @@ PACK_OPTIONS = {**LAUNCH_OPTIONS, "num_warps": 8}
 PACK_STEPS = RAW_TILE // (4 * TILE)
 _WIDE = 1 << 31  # positions that 32 bits don't count
 _BUFFER_ALIGNMENT_BYTES = 16
+_ON_DEVICE, _ON_HOST = (2,), (2, 3)  # by where the buffer is: which of the kernels' tensors host memory holds
 _MOST_PLANS = 1024
 _plans: dict[object, PackPlan] = {}
 
@@ -65,12 +66,30 @@ class PackPlan:
         self._signature = signature_of(tensors)
         self.packed_bytes = self._layout.packed_bytes
         self.unpacked_bytes = sum(memory.size_bytes for memory in self._layout.memories)
-        # From the data of the piece's tensor to its start.
-        self._shifts = [
-            piece.start_bytes - self._signature[piece.tensor][5] * tensors[piece.tensor].element_size()
-            for piece in self._layout.pieces
+        pieces, memories = self._layout.pieces, self._layout.memories
+        # The tensor or memory of each piece, and the bytes from its data to the piece's start.
+        self._sources = [
+            (piece.tensor, piece.start_bytes - self._signature[piece.tensor][5] * tensors[piece.tensor].element_size())
+            for piece in pieces
         ]
+        self._targets = [(piece.memory, piece.start_bytes - memories[piece.memory].start_bytes) for piece in pieces]
+        self._alone = self._alone_in_memories()
         self._constants, self._piece_of, self._rows = self._tables()
+        self._programs, self._device_index = self._piece_of.numel(), self._piece_of.get_device()
+
+    def _alone_in_memories(self) -> list[int]:
+        """The tensor that is all there is on each memory, which can be allocated as that tensor; -1 where none is."""
+        users: list[list[int]] = [[] for _ in self._layout.memories]
+        for index, view in enumerate(self._layout.views):
+            if view.memory >= 0:
+                users[view.memory].append(index)
+        found = []
+        for memory, indices in zip(self._layout.memories, users, strict=True):
+            shape, stride, dtype, _, _, _ = self._signature[indices[0]]
+            extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+            whole = len(indices) == 1 and extent * dtype.itemsize == memory.size_bytes
+            found.append(indices[0] if whole else -1)
+        return found
 
     def _tables(self) -> tuple[tuple[int, ...], torch.Tensor, torch.Tensor]:
         """(constants of the kernels, piece of each program, rows)."""
@@ -105,13 +124,17 @@ class PackPlan:
         Raises:
             ValueError: the tensors aren't laid out as the plan's, or the buffer can't hold them.
         """
-        self._check_buffer(buffer)
         if signature_of(tensors) != self._signature:
             raise ValueError(
                 "the tensors differ from those that the plan was made for in number, shape, stride, type, device or in "
                 "how they share storages: make another plan"
             )
-        if self.device.type == "cuda":
+        self.pack_planned(tensors, buffer)
+
+    def pack_planned(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """``pack`` for tensors that are known to be laid out as the plan's."""
+        self._check_buffer(buffer)
+        if self._device_index >= 0:
             self.launch_pack(tensors, buffer)
             return
         for piece in self._layout.pieces:
@@ -124,22 +147,34 @@ class PackPlan:
             ValueError: the buffer is too small, or of another type or device.
         """
         self._check_buffer(buffer)
-        memories = [
-            torch.empty(memory.size_bytes, dtype=torch.uint8, device=self.device) for memory in self._layout.memories
-        ]
-        if self.device.type == "cuda":
+        memories = self.memories()
+        if self._device_index >= 0:
             self.launch_unpack(buffer, memories)
         else:
-            for piece in self._layout.pieces:
-                start = piece.start_bytes - self._layout.memories[piece.memory].start_bytes
-                unpack_piece(piece, memories[piece.memory].untyped_storage(), start, buffer)
+            for piece, (memory, start) in zip(self._layout.pieces, self._targets, strict=True):
+                unpack_piece(piece, memories[memory].untyped_storage(), start, buffer)
         return self.views(memories)
 
-    def views(self, memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors on unpacked memories."""
+    def memories(self) -> list[torch.Tensor]:
+        """Memory to unpack into, not written yet: the tensor itself where no other shares it, else bytes."""
         found = []
-        for (shape, stride, dtype, _, _, _), view in zip(self._signature, self._layout.views, strict=True):
-            tensor = torch.empty(0, dtype=dtype, device=self.device)
+        for memory, index in zip(self._layout.memories, self._alone, strict=True):
+            if index < 0:
+                found.append(torch.empty(memory.size_bytes, dtype=torch.uint8, device=self.device))
+            else:
+                shape, stride, dtype, device, _, _ = self._signature[index]
+                found.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+        return found
+
+    def views(self, memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors on ``memories``, which were unpacked into."""
+        found = []
+        for index, view in enumerate(self._layout.views):
+            if view.memory >= 0 and self._alone[view.memory] == index:
+                found.append(memories[view.memory])
+                continue
+            shape, stride, dtype, device, _, _ = self._signature[index]
+            tensor = torch.empty(0, dtype=dtype, device=device)
             if view.memory < 0:
                 found.append(tensor.as_strided(shape, stride))
             else:
@@ -170,8 +205,10 @@ class PackPlan:
         return found
 
     def _check_buffer(self, buffer: torch.Tensor) -> None:
-        on_host = buffer.device.type == "cpu" and buffer.is_pinned() if self.device.type == "cuda" else False
-        check_vector("buffer", buffer, dtypes=(torch.uint8,), device=buffer.device if on_host else self.device)
+        device = self.device
+        if self._device_index >= 0 and not buffer.is_cuda and buffer.device.type == "cpu" and buffer.is_pinned():
+            device = buffer.device
+        check_vector("buffer", buffer, dtypes=(torch.uint8,), device=device)
         if buffer.numel() < self.packed_bytes:
             raise ValueError(f"buffer has {buffer.numel()} bytes and needs {self.packed_bytes}")
         if buffer.data_ptr() % _BUFFER_ALIGNMENT_BYTES:
@@ -179,21 +216,28 @@ class PackPlan:
 
     def launch_pack(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         """Launch the Triton kernel of ``pack`` on checked tensors."""
-        pieces = zip(self._layout.pieces, self._shifts, strict=True)
-        self._launch(pack_kernel, [tensors[piece.tensor].data_ptr() + shift for piece, shift in pieces], buffer)
+        self._launch(pack_kernel, [tensors[index].data_ptr() + shift for index, shift in self._sources], buffer)
 
     def launch_unpack(self, buffer: torch.Tensor, memories: Sequence[torch.Tensor]) -> None:
         """Launch the Triton kernel of ``unpack`` into ``memories``, one for each of the layout's."""
-        starts = [
-            memory.data_ptr() - own.start_bytes for memory, own in zip(memories, self._layout.memories, strict=True)
-        ]
-        self._launch(unpack_kernel, [starts[piece.memory] + piece.start_bytes for piece in self._layout.pieces], buffer)
+        starts = [*map(torch.Tensor.data_ptr, memories)]
+        self._launch(unpack_kernel, [starts[index] + shift for index, shift in self._targets], buffer)
 
     def _launch(self, kernel: object, addresses: list[int], buffer: torch.Tensor) -> None:
-        if self._piece_of.numel() == 0:
+        if not self._programs:
             return
-        arguments = (self._piece_of, self._rows, *put_addresses(self.device, addresses), buffer)
-        launch(kernel, self._piece_of.numel(), arguments, self._constants, PACK_OPTIONS)
+        memory, slot = put_addresses(self._device_index, addresses)
+        launch(
+            kernel,
+            self._programs,
+            (self._piece_of, self._rows, memory, buffer),
+            slot,
+            (),
+            self._constants,
+            PACK_OPTIONS,
+            device_index=self._device_index,
+            on_host=_ON_DEVICE if buffer.is_cuda else _ON_HOST,
+        )
 
 
 class Packed(NamedTuple):
@@ -231,7 +275,7 @@ def pack(
         plan = _plans[key] = PackPlan(tensors, masks=masks, fp8=fp8)
     if buffer is None:
         buffer = torch.empty(plan.packed_bytes, dtype=torch.uint8, device=plan.device)
-    plan.pack(tensors, buffer)
+    plan.pack_planned(tensors, buffer)
     return Packed(plan, buffer)
 
 

@@ -35,9 +35,9 @@ def signature_of(tensors: Sequence[torch.Tensor]) -> Signature:
     first_on: dict[int, int] = {}
     found = []
     for index, tensor in enumerate(tensors):
-        offset = int(tensor.storage_offset())
-        storage = first_on.setdefault(tensor.data_ptr() - offset * tensor.element_size(), index)
-        found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, storage, offset))
+        dtype, offset = tensor.dtype, int(tensor.storage_offset())
+        storage = first_on.setdefault(tensor.data_ptr() - offset * dtype.itemsize, index)
+        found.append((tensor.shape, tensor.stride(), dtype, tensor.device, storage, offset))
     return tuple(found)
 
 

@@ -96,14 +96,17 @@ def _check(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
 
 def launch_split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
     """Launch the Triton kernel of ``split``."""
-    programs = triton.cdiv(master.numel(), BLOCK)
-    launch(split_kernel, programs, (master, weight, remainder, master.numel()), (BLOCK,), LAUNCH_OPTIONS)
+    _launch(split_kernel, (master, weight, remainder))
 
 
 def launch_join(weight: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor) -> None:
     """Launch the Triton kernel of ``join``."""
-    programs = triton.cdiv(master.numel(), BLOCK)
-    launch(join_kernel, programs, (weight, remainder, master, master.numel()), (BLOCK,), LAUNCH_OPTIONS)
+    _launch(join_kernel, (weight, remainder, master))
+
+
+def _launch(kernel: object, tensors: tuple[torch.Tensor, ...]) -> None:
+    numel, index = tensors[0].numel(), tensors[0].get_device()
+    launch(kernel, -(-numel // BLOCK), tensors, numel, (), (BLOCK,), LAUNCH_OPTIONS, device_index=index)
 
 
 def split(

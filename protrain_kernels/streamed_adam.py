@@ -97,10 +97,26 @@ def streamed_adam_kernel(
 
 
 def launch_zero_copy(
-    arguments: Sequence[torch.Tensor | int | float], flags: Sequence[bool], programs: int, device: torch.device
+    tensors: Sequence[torch.Tensor],
+    numel: int,
+    floats: Sequence[float],
+    constants: tuple[bool | int, ...],
+    *,
+    programs: int,
+    device: torch.device,
 ) -> None:
     """Launch the Triton kernel of the zero-copy way on what ``adam_arguments`` returned."""
-    launch(streamed_adam_kernel, programs, arguments, (*flags, BLOCK), LAUNCH_OPTIONS, device=device)
+    launch(
+        streamed_adam_kernel,
+        min(programs, -(-numel // BLOCK)),
+        tensors,
+        numel,
+        floats,
+        constants,
+        LAUNCH_OPTIONS,
+        device_index=device.index if device.type == "cuda" else -1,
+        on_host=[index for index, tensor in enumerate(tensors) if not tensor.is_cuda],
+    )
 
 
 class AdamStaging:
@@ -287,8 +303,8 @@ def streamed_adam(
         adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, skip=skip)
         return None
     if weight.numel():
-        arguments, flags = adam_arguments(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale, skip)
-        launch_zero_copy(arguments, flags, min(programs, triton.cdiv(weight.numel(), BLOCK)), where)
+        arguments = adam_arguments(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale, skip)
+        launch_zero_copy(*arguments, programs=programs, device=where)
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(where))
     return done

@@ -90,8 +90,17 @@ def sum_of_squares_kernel(
 
 def launch_sum_of_squares(values: torch.Tensor, partials: torch.Tensor) -> None:
     """Launch the Triton kernel on checked tensors."""
-    programs = -(-values.numel() // PROGRAM_ELEMENTS)
-    launch(sum_of_squares_kernel, programs, (values, partials, values.numel()), TILE_CONSTANTS, TILE_OPTIONS)
+    numel = values.numel()
+    launch(
+        sum_of_squares_kernel,
+        -(-numel // PROGRAM_ELEMENTS),
+        (values, partials),
+        numel,
+        (),
+        TILE_CONSTANTS,
+        TILE_OPTIONS,
+        device_index=values.get_device(),
+    )
 
 
 def sum_of_squares(

@@ -42,6 +42,7 @@ class Variant:
     options: dict[str, Any] = dataclasses.field(default_factory=lambda: LAUNCH_OPTIONS)
     wide_loads: int = 0  # at least so many loads of 16 bytes
     wide_stores: int = 0  # at least so many stores of 16 bytes
+    loads_together: int = 0  # at least so many of the wide loads without a wide store between them
     # What AMD makes of fused multiply-adds: correctly rounded "root" and division, 64-bit "integer division".
     divides: str = ""
 
@@ -197,6 +198,7 @@ def _flatten_variants(every: bool) -> Iterator[Variant]:
             },
             options=TILE_OPTIONS,
             wide_loads=TILE_UNROLL * (3 if kind == "mixed" else 1),
+            loads_together=TILE_UNROLL,
             wide_stores=TILE_UNROLL // (2 if accumulate else 1) * (3 if kind == "mixed" else 1),
             divides="integer division" if wide else "",
         )
@@ -218,6 +220,7 @@ def _unflatten_variants(every: bool) -> Iterator[Variant]:
             constants={"TYPE": _CODES[kind], "DIMS": dims, "WIDE": wide, "HAS_SCALE": scale, **_TILES},
             options=TILE_OPTIONS,
             wide_loads=TILE_UNROLL * (3 if kind == "mixed" else 1),
+            loads_together=TILE_UNROLL,
             wide_stores=TILE_UNROLL * (3 if kind == "mixed" else 1),
             divides="integer division" if wide else "",
         )

@@ -37,7 +37,7 @@ class Row(Record):
     p20_ms: float | None = None
     p80_ms: float | None = None
     rounds: int = 0
-    host_us: float | None = None  # of the calling thread, until the call returns
+    host_us: float | None = None  # of the calling thread, until a call among others returns
     speedup_over_eager: float | None = None
     speedup_over_compile: float | None = None
     speedup_over_best_peer: float | None = None

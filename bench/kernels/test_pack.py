@@ -42,8 +42,9 @@ class Packer:
     def unpack(self, buffer: Tensor) -> list[Tensor]:
         if buffer.is_cuda:
             return self.plan.unpack(buffer)
-        sizes = [memory.size_bytes for memory in self.plan._layout.memories]
-        memories = [torch.full((size,), 0x5A, dtype=torch.uint8) for size in sizes]
+        memories = self.plan.memories()
+        for memory in memories:
+            torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()).fill_(0x5A)
         self.plan.launch_unpack(buffer, memories)
         return self.plan.views(memories)
 

@@ -102,8 +102,9 @@ class Backend:
     def unpack(self, packed: kernels.Packed) -> list[torch.Tensor]:
         if not self.interpreted:
             return kernels.unpack(packed)
-        sizes = [memory.size_bytes for memory in packed.plan._layout.memories]
-        memories = [torch.full((size,), 0x5A, dtype=torch.uint8) for size in sizes]
+        memories = packed.plan.memories()
+        for memory in memories:
+            torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()).fill_(0x5A)
         packed.plan.launch_unpack(packed.buffer, memories)
         return packed.plan.views(memories)
 

@@ -36,10 +36,18 @@ launched: set[str] = set()
 
 
 def record(
-    kernel: Any, programs: int, arguments: Sequence[Any], constants: Sequence[Any], options: Any, device: Any = None
+    kernel: Any,
+    programs: int,
+    tensors: Sequence[torch.Tensor],
+    integer: int,
+    floats: Sequence[float],
+    constants: Sequence[Any],
+    options: Any,
+    **where: Any,
 ) -> None:
     """Stands in for ``launch``."""
     found = {}
+    arguments: tuple[Any, ...] = (*tensors, integer, *floats)
     for parameter, argument in zip(kernel.params, arguments, strict=False):
         if isinstance(argument, torch.Tensor):
             multiple = argument.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment
@@ -105,8 +113,7 @@ def adam_launches() -> None:
         exp_avg, exp_avg_sq, grad = empty(numel, FP32), empty(numel, FP32), empty(numel, grad_type or weight)
         states = (empty(numel, weight), master, exp_avg, exp_avg_sq, grad)
         launch_adam(*states, scalars, scale=scale, skip=skip)
-        arguments, flags = adam_arguments(*states, scalars, scale, skip)
-        launch_zero_copy(arguments, flags, 64, torch.device("cpu"))
+        launch_zero_copy(*adam_arguments(*states, scalars, scale, skip), programs=64, device=torch.device("cpu"))
 
 
 def other_launches() -> None:
@@ -121,7 +128,7 @@ def other_launches() -> None:
     plan = PackPlan(tensors)
     buffer = torch.zeros(plan.packed_bytes, dtype=U8)
     plan.launch_pack(tensors, buffer)
-    plan.launch_unpack(buffer, [torch.zeros(memory.size_bytes, dtype=U8) for memory in plan._layout.memories])
+    plan.launch_unpack(buffer, plan.memories())
 
 
 def main() -> None:

@@ -43,12 +43,14 @@ for target in ("sm_90", "gfx942"):
     fused = triton.compile(source, target=TARGETS[target], options={"num_warps": 4, "enable_fp_fusion": True})
     print(defects(variant, fused))
     print(defects(dataclasses.replace(variant, wide_loads=99), fused))
+    print(defects(dataclasses.replace(variant, loads_together=99), fused))
 """
     done = _python("-c", script)
     assert done.returncode == 0, done.stderr
-    nvidia, wide, amd, _ = done.stdout.splitlines()
+    nvidia, wide, together, amd, *_ = done.stdout.splitlines()
     assert nvidia == "['fused multiply-add']"
     assert "loads of 16 bytes, not 99" in wide
+    assert "loads in flight, not 99" in together
     assert amd == "['fused multiply-add allowed']"
 
 

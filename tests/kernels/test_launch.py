@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,22 +19,34 @@ class _Recorder:
     def __init__(self, *, interpreted: bool = False) -> None:
         self.interpreted = interpreted
         self.through_triton: list[tuple[Any, ...]] = []
+        self.through_run: list[tuple[Any, ...]] = []
         self.through_compiled: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:
             self.through_triton.append((grid, arguments, options))
-            return None if self.interpreted else _Compiled(self.through_compiled)
+            return None if self.interpreted else _Compiled(self)
 
         return run
 
 
 class _Compiled:
-    def __init__(self, record: list[tuple[Any, ...]]) -> None:
-        self.record = record
+    function, packed_metadata = 17, (4, 1, 0)
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self.recorder = recorder
+
+    def run(self, *arguments: Any) -> None:
+        self.recorder.through_run.append(arguments)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.record.append((grid, arguments))
+        return lambda *arguments: self.recorder.through_compiled.append((grid, arguments))
+
+
+def _launch(
+    kernel: _Recorder, tensor: torch.Tensor, *, integer: int = 32, factor: float = 0.5, constant: bool = True
+) -> None:
+    launch.launch(kernel, 3, (tensor,), integer, (factor,), (constant, 1024), {"num_warps": 4}, device_index=-1)
 
 
 @pytest.fixture(autouse=True)
@@ -41,17 +55,61 @@ def no_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_second_launch_skips_triton() -> None:
+    kernel, first, second = _Recorder(), torch.zeros(64), torch.zeros(64)
+    _launch(kernel, first)
+    _launch(kernel, second)
+    assert kernel.through_triton == [((3,), (first, 32, 0.5, True, 1024), {"num_warps": 4})]
+    stream, nothing = 0, (None, None, None)  # its metadata and hooks
+    own = (second.data_ptr(), 32, 0.5, True, 1024)
+    assert kernel.through_run == [(3, 1, 1, stream, 17, (4, 1, 0), *nothing, *own)]
+
+
+def test_a_profiler_sees_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, tensor = _Recorder(), torch.zeros(64)
-    for programs in (3, 5):
-        launch.launch(kernel, programs, (tensor, 32, 0.5), (True, 1024), {"num_warps": 4})
-    assert kernel.through_triton == [((3,), (tensor, 32, 0.5, True, 1024), {"num_warps": 4})]
-    assert kernel.through_compiled == [((5, 1, 1), (tensor, 32, 0.5, True, 1024))]
+    _launch(kernel, tensor)
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(launch.knobs.runtime, name), "calls", [print])
+            _launch(kernel, tensor)
+    assert kernel.through_compiled == 2 * [((3, 1, 1), (tensor.data_ptr(), 32, 0.5, True, 1024))]
+    assert not kernel.through_run
+    _launch(kernel, tensor)
+    assert len(kernel.through_run) == 1
+
+
+def test_addresses_of_host_memory_are_left_to_the_launcher() -> None:
+    kernel, tensors = _Recorder(), (torch.zeros(64), torch.zeros(64))
+    for _ in range(2):
+        launch.launch(kernel, 1, tensors, 0, (), (), {}, device_index=-1, on_host=(1,))
+    address, asked = kernel.through_run[0][9:11]
+    assert address == tensors[0].data_ptr()
+    assert asked is tensors[1]
+
+
+def test_the_device_of_a_launch_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    kernel, tensor = _Recorder(), torch.zeros(64)
+    for index in (1, 1, 0, 0):
+        launch.launch(kernel, 1, (tensor,), 0, (), (), {}, device_index=index)
+    assert len(kernel.through_triton) == 2, "a GPU has its own compiled kernel"
+    assert [arguments[3] for arguments in kernel.through_run] == [101, 100]
+    assert current == [0]
 
 
 def test_bf16_goes_as_its_bits() -> None:
     kernel = _Recorder()
-    launch.launch(kernel, 1, (torch.ones(16, dtype=torch.bfloat16),), (), {})
-    (bits,) = kernel.through_triton[0][1]
+    _launch(kernel, torch.ones(16, dtype=torch.bfloat16))
+    bits = kernel.through_triton[0][1][0]
     assert bits.dtype == torch.int16
     assert set(bits.tolist()) == {0x3F80}
 
@@ -61,26 +119,26 @@ def test_bf16_goes_as_its_bits() -> None:
     [
         {"tensor": torch.zeros(64, dtype=torch.int32)},
         {"tensor": torch.zeros(64)[1:]},
-        {"count": 33},
-        {"count": 1},
-        {"count": 1 << 31},
+        {"integer": 33},
+        {"integer": 1},
+        {"integer": 1 << 31},
         {"constant": False},
     ],
     ids=["type", "alignment", "not a multiple of 16", "one", "wide", "constant"],
 )
 def test_whatever_triton_specialises_on_is_compiled_apart(change: dict[str, Any]) -> None:
     kernel = _Recorder()
-    values: dict[str, Any] = {"tensor": torch.zeros(64), "count": 32, "constant": True}
+    values: dict[str, Any] = {"tensor": torch.zeros(64)}
     for each in (values, values | change, values, values | change):
-        launch.launch(kernel, 1, (each["tensor"], each["count"]), (each["constant"],), {})
+        _launch(kernel, **each)
     assert len(kernel.through_triton) == 2
-    assert len(kernel.through_compiled) == 2
+    assert len(kernel.through_run) == 2
 
 
 def test_numbers_that_triton_does_not_tell_apart_share_a_kernel() -> None:
     kernel, tensor = _Recorder(), torch.zeros(64)
-    for count, factor in ((32, 0.5), (48, 1.0), (1 << 20, 16.0)):
-        launch.launch(kernel, 1, (tensor, count, factor), (), {})
+    for integer, factor in ((32, 0.5), (48, 1.0), (1 << 20, 16.0)):
+        _launch(kernel, tensor, integer=integer, factor=factor)
     assert len(kernel.through_triton) == 1
 
 
@@ -90,20 +148,22 @@ def test_amd_tells_storages_of_more_than_31_bits_apart(monkeypatch: pytest.Monke
         monkeypatch.setattr(launch, "_TELLS_SIZE", told)
         kernel = _Recorder()
         for tensor in (large[:64], large[:64], torch.empty(64, dtype=torch.uint8, device="meta")):
-            launch.launch(kernel, 1, (tensor,), (), {})
+            _launch(kernel, tensor)
         assert len(kernel.through_triton) == kernels
 
 
 def test_the_interpreter_is_asked_every_time() -> None:
     kernel = _Recorder(interpreted=True)
     for _ in range(2):
-        launch.launch(kernel, 1, (torch.zeros(4),), (), {})
+        _launch(kernel, torch.zeros(4))
     assert len(kernel.through_triton) == 2
 
 
 def test_a_ring_keeps_what_launches_may_still_read() -> None:
     ring = AddressRing(torch.device("cpu"), segment_addresses=4 * SLOT)
-    starts = [ring.put(range(100 * call, 100 * call + 20)) for call in range(7)]  # two slots each, two calls a segment
+    starts = [
+        ring.put([*range(100 * call, 100 * call + 20)]) for call in range(7)
+    ]  # two slots each, two calls a segment
     assert starts == [0, 32, 64, 96, 128, 160, 192]
     for call, start in enumerate(starts):
         assert ring.memory[start : start + 20].tolist() == list(range(100 * call, 100 * call + 20))
@@ -114,7 +174,7 @@ def test_a_ring_keeps_what_launches_may_still_read() -> None:
 def test_more_addresses_than_a_ring_had_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_rings", {})
     for count in (3, launch._SEGMENT_ADDRESSES + 1, 5):
-        memory, start = launch.put_addresses(torch.device("cpu"), list(range(count)))
+        memory, start = launch.put_addresses(-1, list(range(count)))
         assert memory[start : start + count].tolist() == list(range(count))
     assert len(launch._rings) == 1
 

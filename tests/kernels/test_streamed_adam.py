@@ -83,9 +83,9 @@ def test_few_programs_update_everything(same_bits: Callable[..., None], dtype: t
     for skip in (1, 0):
         flag = torch.tensor([skip], dtype=torch.int32)
         named: Any = {"master": None, **tensors}
-        arguments, flags = adam_arguments(**named, scalars=SCALARS, scale=scale, skip=flag)
+        arguments = adam_arguments(**named, scalars=SCALARS, scale=scale, skip=flag)
         before = {name: tensor.clone() for name, tensor in tensors.items()}
-        launch_zero_copy(arguments, flags, programs, CPU)
+        launch_zero_copy(*arguments, programs=programs, device=CPU)
         _check(tensors, before if skip else expected, same_bits)
 
 
