@@ -323,7 +323,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             if not self.step_during_backward:
                 self._updates.begin_early(chunk, 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.scale)
             elif not self._engine.held(chunk):
-                self._updates.carry_out(chunk, None)
+                self._updates.update_inside(chunk)
                 self._updated.add(chunk.index)
 
     def _backward_ends(self) -> None:
@@ -331,8 +331,9 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             return
         for chunk in self._engine.chunks:
             if chunk.index not in self._updated and self._updates.has_gradients(chunk):
-                self._updates.carry_out(chunk, None)
+                self._updates.update_inside(chunk)
                 self._updated.add(chunk.index)
+        self._updates.backward_ends()
         self._forget_gradients()
 
     def _sum_of_squares(self) -> Tensor:

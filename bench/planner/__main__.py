@@ -37,20 +37,18 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = _parser().parse_args(arguments)
     failed: list[str] = []
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
     if args.read is not None:
         results = Results.load(args.read / FILES[args.kind] if args.read.is_dir() else args.read)
     else:
         results, failed = _measure(args, f"python -m bench.planner {shlex.join(arguments)}")
     print(_TABLES[args.kind](results.cases))
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        if args.read is None:
-            results.save(args.out / FILES[args.kind])
-        if args.kind == "accuracy":
-            try:
-                draw_scatter(results.cases, args.out / "planner.png")
-            except ImportError:
-                print("no picture: pip install matplotlib", file=sys.stderr)
+    if args.out is not None and args.kind == "accuracy":
+        try:
+            draw_scatter(results.cases, args.out / "planner.png")
+        except ImportError:
+            print("no picture: pip install matplotlib", file=sys.stderr)
     for failure in failed:
         print(failure, file=sys.stderr)
     return 1 if failed else 0
@@ -81,6 +79,7 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
         with Progress(enabled=True).stage("calibrating this machine first"):
             protrain.calibrate(device)
     found, failed = [], []
+    results = Results(command=command, device=device_name(device), versions=versions(), cases=())
     with tempfile.TemporaryDirectory() as folder:
         for index, case in enumerate(_chosen(args, device)):
             if time.time() > until:
@@ -95,7 +94,9 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
                 found.append(CaseResult.load(out))
             if status != 0:
                 failed.append(f"{case.name}: exit status {status}")
-    results = Results(command=command, device=device_name(device), versions=versions(), cases=tuple(found))
+            results = Results(command=command, device=device_name(device), versions=versions(), cases=tuple(found))
+            if args.out is not None:  # after every case, so that a run that is cut off leaves what it has
+                results.save(args.out / FILES[args.kind])
     return results, failed
 
 

@@ -39,10 +39,10 @@ class CaseResult(Record):
         runtime = RuntimeModel(self.profile, self.hardware, layout, update_in_backward=not self.case.clip)
         activations = memory.activations(plan.block_modes)
         return Prediction(
-            step_ms=runtime.step_ms(plan.block_modes, plan.n_persist, plan.n_buffer),
+            step_ms=runtime.step_ms(plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate),
             paper_ms=paper_step_ms(plan, self.profile, self.hardware, layout),
             device_bytes=memory.device_bytes(plan.n_persist, plan.n_buffer, activations),
-            host_bytes=memory.host_bytes(plan.n_persist, activations),
+            host_bytes=memory.host_bytes(plan.n_persist, activations, plan.n_speculate),
         )
 
     def row(self, point: Point) -> str:
@@ -55,7 +55,7 @@ class CaseResult(Record):
             f"paper {found.paper_ms / measured - 1:+.1%}), device {found.device_bytes / GIB:.2f} of "
             f"{point.reserved_bytes / GIB:.2f} GiB ({found.device_bytes / point.reserved_bytes - 1:+.1%}; allocated "
             f"{point.allocated_bytes / GIB:.2f}), host {found.host_bytes / GIB:.2f} of "
-            f"{point.host_bytes / GIB:.2f} GiB, "
+            f"{point.host_bytes / GIB:.2f} GiB, AdamW on the host {point.host_gparams:.1f} G/s, "
             f"wrapped in {point.wrap_s:.1f} s"
         )
 

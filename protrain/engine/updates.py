@@ -8,12 +8,14 @@ nothing, or the update is done from the old copy, which nobody has touched. Eith
 at step(). After a step that was not as supposed the next one does without.
 
 Gradients come in the order opposite to that in which the next forward needs its chunks. So what the host has not begun
-by the end of backward is not done early any more, but in the order of need.
+by the end of backward is not done early any more, but in the order of need. That holds for updates inside backward
+(``step_during_backward``) as well, which wait for no step() and need no second copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -66,6 +68,24 @@ class _Early:
     version: int = -1  # of the weight that it began from
 
 
+class _Once:
+    """Work that whoever comes first does. An error in it is raised in whoever comes."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+
+
 class Updates:
     """Every update of one engine. ``groups`` are the optimizer's, read anew at every step."""
 
@@ -77,6 +97,7 @@ class Updates:
         self._decoupled = decoupled
         self._early: dict[int, _Early] = {}  # by chunk
         self._round = _Round()
+        self._inside: list[tuple[Chunk, _Once]] = []  # updates given to the host in this backward
         self._backwards = 0  # since the last step, without those that only accumulate
         self._usual_backwards = 1
         self._last_job: Job | None = None
@@ -134,7 +155,7 @@ class Updates:
         scale = None if factor == 1.0 else torch.tensor([factor])
         threads, this_round = self._engine.worker.threads, self._round
 
-        def on_host() -> None:  # of the engine nothing, as in carry_out
+        def on_host() -> None:  # of the engine nothing, as in _update
             if not early.dropped and not this_round.is_over():
                 chunk.offloaded.wait()
                 chunk.uploaded.wait()
@@ -148,6 +169,7 @@ class Updates:
         """Gradients are gone, and what was done with them."""
         for index in list(self._early):
             self._drop(index)
+        self._inside.clear()
         self._backwards = 0
         self._round = _Round()
 
@@ -160,36 +182,61 @@ class Updates:
 
     def step(self, scale: Scale | None, supposed: float) -> None:
         """Update every parameter that has a gradient; ``supposed`` is what early updates took for the scale."""
-        streams = self._engine.streams
-        end = streams.mark()
-        streams.compute_reached(end)
-        self._round.end = end
+        self._end_round()
         for chunk in self._engine.chunks:
-            self.carry_out(chunk, scale, supposed)
+            self._update(chunk, scale, supposed)
         self._usual_backwards = max(1, self._backwards)
         self._backwards = 0
+
+    def update_inside(self, chunk: Chunk) -> None:
+        """Update one chunk inside backward, for good: on the device at once, or by the host worker."""
+        pieces = self._begin(chunk)
+        if not pieces or chunk.persistent:
+            if pieces:
+                self._update_on_device(chunk, pieces, None)
+            return
+        work = functools.partial(_update_on_host, chunk, pieces, self._engine.gradients.host_gradient(chunk), None)
+        once, this_round = _Once(functools.partial(work, threads=self._engine.worker.threads)), self._round
+
+        def on_host() -> None:
+            if not this_round.is_over():
+                once.run()
+
+        self._inside.append((chunk, once))
+        self._submit(chunk, on_host, f"early update {chunk.index}")
+
+    def backward_ends(self) -> None:
+        """What was given to the host inside backward and isn't begun by its end comes in the order of need."""
+        self._end_round()
+        for chunk, once in sorted(self._inside, key=lambda pair: pair[0].index):
+            self._submit(chunk, once.run, f"update {chunk.index}")
+        self._inside.clear()
+
+    def _end_round(self) -> None:
+        streams = self._engine.streams
+        end = self._round.end = streams.mark()
+        streams.compute_reached(end)
         self._round = _Round()
 
-    def carry_out(self, chunk: Chunk, scale: Scale | None, supposed: float = 1.0) -> None:
-        """Update one chunk: on the device at once when it is persistent, else by the host worker."""
+    def _begin(self, chunk: Chunk) -> list[Piece]:
+        """What is to be updated; counts the step of its parameters."""
         pieces = self._pieces(chunk)
+        for member in chunk.members if pieces else ():
+            if self._engine.gradients.present[member.index]:
+                self.steps[member.index] += 1
+        return pieces
+
+    def _update(self, chunk: Chunk, scale: Scale | None, supposed: float) -> None:
+        pieces = self._begin(chunk)
         if not pieces:
             return
-        engine, gradients = self._engine, self._engine.gradients
-        for member in chunk.members:
-            if gradients.present[member.index]:
-                self.steps[member.index] += 1
-        threads = engine.worker.threads
         if chunk.persistent:
-            on_device = None if scale is None else scale.on_device
-            chunk.step(pieces, gradients.device_gradient(chunk), on_device, threads=threads)
+            self._update_on_device(chunk, pieces, scale)
             return
-        gradient = gradients.host_gradient(chunk)
+        gradient, threads = self._engine.gradients.host_gradient(chunk), self._engine.worker.threads
         early, tally = self._early.pop(chunk.index, None), self.tally
 
         def on_host() -> None:  # of the engine nothing: a model that is dropped must not wait for its last updates
-            chunk.offloaded.wait()
-            chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
             if scale is not None:
                 scale.ready.wait()
             factor = 1.0 if scale is None else scale.on_host.item()
@@ -198,11 +245,19 @@ class Updates:
                 chunk.adopt()
                 tally.adopted += 1
             else:
-                chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
+                _update_on_host(chunk, pieces, gradient, None if scale is None else scale.on_host, threads=threads)
                 tally.redone += early is not None and early.done
 
-        engine.buffers.invalidate(chunk)
-        chunk.update = self._last_job = engine.worker.submit(on_host, f"update {chunk.index}")
+        self._submit(chunk, on_host, f"update {chunk.index}")
+
+    def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
+        engine = self._engine
+        gradient = engine.gradients.device_gradient(chunk)
+        chunk.step(pieces, gradient, None if scale is None else scale.on_device, threads=engine.worker.threads)
+
+    def _submit(self, chunk: Chunk, work: Callable[[], None], name: str) -> None:
+        self._engine.buffers.invalidate(chunk)
+        chunk.update = self._last_job = self._engine.worker.submit(work, name)
 
     def _pieces(self, chunk: Chunk) -> list[Piece]:
         """Neighbouring parameters that have a gradient and share hyperparameters and the number of steps."""
@@ -229,6 +284,12 @@ class Updates:
             step=step,
             decoupled=self._decoupled[group_index],
         )
+
+
+def _update_on_host(chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
+    chunk.offloaded.wait()
+    chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
+    chunk.step(pieces, gradient, scale, threads=threads)
 
 
 def _holds(early: _Early, pieces: list[Piece], factor: float, version: int) -> bool:

@@ -331,7 +331,7 @@ class RuntimeModel:
         return gradients, of_visit
 
     def _step(self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int) -> Step:
-        n_visits = len(self._profile.calls)
+        n_visits, last = len(self._profile.calls), n_persist + n_speculate
         work, swap_in = self._work_for(modes)
         visits = self._placed(n_persist, n_buffer)
         return Step(
@@ -344,8 +344,7 @@ class RuntimeModel:
             gradients=self._gradients,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
             host_update_ms=[(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist],
-            n_early=sum(t > 0 for t in self._host_update[n_persist : n_persist + n_speculate]),
-            update_in_backward=self._in_backward,
+            n_early=sum(t > 0 for t in self._host_update[n_persist : None if self._in_backward else last]),
             after_host_ms=self._after_host_ms,
         )
 

@@ -64,8 +64,7 @@ class Step:
     gradients: Sequence[tuple[int, float, float]]  # (chunk, flatten, offload)
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
     host_update_ms: Sequence[tuple[int, float]]  # of the others, in execution order
-    n_early: int  # of those, the first: updated as gradients come if that begins before the norm is known
-    update_in_backward: bool  # all are, and nothing waits for a norm
+    n_early: int  # of those, the first: updated as gradients come if that begins before backward is over
     after_host_ms: float  # at least, from the last host update to the end of forward
 
     def host_updates(self, n_early: int) -> Sequence[tuple[int, float]]:
@@ -74,8 +73,6 @@ class Step:
         ``n_early`` of the early ones begin in time: those whose gradients come first.
         """
         updates = self.host_update_ms
-        if self.update_in_backward:
-            return updates[::-1]
         first = self.n_early - n_early
         return [*updates[first : self.n_early][::-1], *updates[:first], *updates[self.n_early :]]
 
@@ -89,12 +86,7 @@ def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> float:
     if first.step_ms >= limit_ms or not first.moves:
         return first.step_ms
     stretch = _stretches(first, rates)
-    if (
-        limit_ms < inf
-        and step.n_early < len(step.host_update_ms)
-        and not step.update_in_backward
-        and _least_ms(step, first, stretch) >= limit_ms
-    ):
+    if limit_ms < inf and step.n_early < len(step.host_update_ms) and _least_ms(step, first, stretch) >= limit_ms:
         return limit_ms
     return _Run.of(step, stretch, first.n_early).step_ms
 
@@ -306,22 +298,22 @@ class _Run:
         self._free[GPU], self._free[DOWN] = gpu, down
 
     def _update(self) -> None:
-        step, known = self._step, 0.0 if self._step.update_in_backward else self._free[GPU]  # the norm
+        step, over = self._step, self._free[GPU]  # backward is, and the norm known
         if self.n_early is None:
-            self.n_early = self._in_time(known)
+            self.n_early = self._in_time(over)
         for at, (chunk, duration) in enumerate(step.host_updates(self.n_early)):
             earliest = self._offloaded[chunk]
-            done = self._do(HOST, earliest if at < self.n_early else max(known, earliest), duration)
-            self._updated[chunk] = max(known, done)  # an early one is confirmed when the norm is known
-        for _, duration in self._step.device_update_ms:
+            done = self._do(HOST, earliest if at < self.n_early else max(over, earliest), duration)
+            self._updated[chunk] = max(over, done)  # an early one is confirmed when the norm is known
+        for _, duration in step.device_update_ms:
             self._do(GPU, 0.0, duration)
 
-    def _in_time(self, known: float) -> int:
-        """How many early updates begin before the norm is ``known``."""
+    def _in_time(self, over: float) -> int:
+        """How many early updates begin before backward is ``over``."""
         step, free = self._step, self._free[HOST]
         for count, (chunk, duration) in enumerate(step.host_update_ms[: step.n_early][::-1]):
             start = max(free, self._offloaded[chunk])
-            if start >= known:
+            if start >= over:
                 return count
             free = start + duration
         return step.n_early

@@ -97,11 +97,13 @@ def test_the_plan_is_printed_with_bytes_time_and_reasons(capsys: pytest.CaptureF
 
 def test_updates_inside_backward_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     steps = []
-    for extra in ([], ["--step-during-backward"]):
+    # So little host memory that no update before step() has room for its second copy.
+    for extra in (["--host-memory", "26MiB"], ["--host-memory", "26MiB", "--step-during-backward"], []):
         status, out, err = run(capsys, *TINY, "--device-memory", "134MiB", "--json", *extra)
         assert status == 0, err
         steps.append(json.loads(out)["step_ms"])
     assert steps[1] < steps[0]
+    assert steps[2] < steps[0]
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------

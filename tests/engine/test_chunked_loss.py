@@ -108,16 +108,16 @@ def test_generation_and_logits_without_labels(
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_left(
-    tiny_model: Build, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Build, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     plain = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="causal language models of transformers, not with Sequential"):
-        protrain.wrap(plain, adamw(plain), example_batch=(torch.randn(2, 4),), device="cpu", chunked_loss=True)
+        protrain.wrap(plain, adamw(plain), example_batch=(torch.randn(2, 4),), device=device, chunked_loss=True)
     model = tiny_model("llama")
     before = dict(vars(model)), dict(vars(model.get_submodule("lm_head")))
     with pytest.raises(PlanError):
         protrain.wrap(
-            model, adamw(model), example_batch=tiny_batch(), device="cpu", device_memory="1KiB", chunked_loss=True
+            model, adamw(model), example_batch=tiny_batch(), device=device, device_memory="1KiB", chunked_loss=True
         )
     assert (dict(vars(model)), dict(vars(model.get_submodule("lm_head")))) == before
     monkeypatch.setenv("TRITON_INTERPRET", "0")

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain.engine import updates
+from protrain.engine.chunks import Chunk
+from protrain.engine.updates import _Round
 from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, states, wrap_under
@@ -51,6 +54,34 @@ def test_same_bits_as_steps_after_backward(
     assert len(set(results[0][0])) > 1, "it does not train"
     assert results[1][0] == results[0][0]
     assert_same(results[1][1], results[0][1])
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["in-time", "too-late"])
+def test_host_updates_begun_before_and_after_the_end_of_backward(
+    wrapped: Wrap, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    # As if the host had begun every update before backward was over, or none.
+    monkeypatch.setattr(_Round, "is_over", lambda _: over)
+    done: list[int] = []
+    work = updates._update_on_host
+
+    def noted(chunk: Chunk, *args: Any, **options: Any) -> None:
+        done.append(chunk.index)
+        work(chunk, *args, **options)
+
+    monkeypatch.setattr(updates, "_update_on_host", noted)
+    batches, spec = [tiny_batch(seed) for seed in range(4)], Spec("none", "least", (CKPT,), small=True)
+    model, optimizer = wrapped(spec, during=True)
+    losses = Loop().run(model, optimizer, batches)
+    found = states(model, optimizer)
+    n_chunks = optimizer.plan.n_chunks
+    for step in range(len(batches)):
+        order = done[step * n_chunks : (step + 1) * n_chunks]
+        assert sorted(order) == list(range(n_chunks))
+        assert (order == sorted(order)) == over, "the order of need only when backward is over"
+    model, optimizer = wrapped(spec, during=False)
+    assert Loop().run(model, optimizer, batches) == losses
+    assert_same(states(model, optimizer), found)
 
 
 @pytest.mark.parametrize("spec", SPECS[:3], ids=str)
