@@ -76,7 +76,7 @@ class Columns:
         hardware: the limits.
         memory: the memory model of both.
         runtime: the runtime model.
-        tolerance: plans this much slower than the fastest are kept.
+        tolerance: plans this much slower than the fastest are kept, unless they swap.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Columns:
         self._undisturbed = runtime.undisturbed(self._choices)
         self._placed: dict[int, _Placed] = {}
         self._untouched = block_modes(n_blocks, 0, 0)
-        self._free: dict[int, float] = {}  # by n_persist
+        self._untouched_of: dict[tuple[int, int, int], float] = {}  # by n_persist, n_buffer, n_speculate
         self._fastest_ms = float("inf")
         self._found: list[Candidate] = []
 
@@ -123,16 +123,23 @@ class Columns:
     def _free_ms(self, n_persist: int) -> float:
         """What no plan with ``n_persist`` persistent chunks is faster than, or as much as can't win.
 
-        The step with the most buffers and early updates that any of them has room for, and no block recomputed or
-        swapped. Worked out once there is a plan to beat.
+        With the most buffers and early updates that any of them has room for. Worked out once there is a plan to beat.
         """
-        known = self._free.get(n_persist, 0.0)
-        if known == 0.0 and self._found:
-            placed = self._place(n_persist)
-            most = int(placed.n_buffer.max()), int(placed.n_speculate.max())
-            limit_ms = self._fastest_ms * (1 - _GAIN)
-            known = self._runtime.step_ms(self._untouched, n_persist, *most, limit_ms=limit_ms)
-            self._free[n_persist] = known
+        if not self._found:
+            return 0.0
+        placed = self._place(n_persist)
+        most = int(placed.n_buffer.max()), int(placed.n_speculate.max())
+        return self._untouched_ms((n_persist, *most), self._fastest_ms * (1 - _GAIN))
+
+    def _untouched_ms(self, placement: tuple[int, int, int], limit_ms: float) -> float:
+        """The step with no block recomputed or swapped, as if there were memory for it, or at least ``limit_ms``.
+
+        What has not been worked out to its end is known to take the limit of then, and limits only fall.
+        """
+        known = self._untouched_of.get(placement)
+        if known is None:
+            known = self._runtime.step_ms(self._untouched, *placement, limit_ms=limit_ms)
+            self._untouched_of[placement] = known
         return known
 
     def _may_win(self, bound_ms: float) -> bool:
@@ -218,7 +225,8 @@ class Columns:
             before = n_buffer
             if not self._may_win(float(placed.bound_ms[row])):
                 continue
-            limit_ms = self._fastest_ms * (1 + self._tolerance)
+            # Swapping must pay: what it frees is not worth having for the same time.
+            limit_ms = self._fastest_ms * (1 - _GAIN if n_swap and self._found else 1 + self._tolerance)
             step_ms = self._step_ms(row, n_persist, limit_ms)
             ends_column = n_ckpt >= n_swap
             if step_ms >= limit_ms:
@@ -246,7 +254,14 @@ class Columns:
         """Of a choice of block modes with all buffers that fit; infinite when it cannot be below ``limit_ms``."""
         if self._least_ms(row, n_persist) * (1 - _ROUNDING) >= limit_ms:
             return float("inf")
-        return self._simulated_ms(row, n_persist, int(self._place(n_persist).n_buffer[row]), limit_ms)
+        placed = self._place(n_persist)
+        n_buffer = int(placed.n_buffer[row])
+        # Without swapping most placements are met once. With it, again and again.
+        if self._n_swap[row]:
+            placement = n_persist, n_buffer, int(placed.n_speculate[row])
+            if self._untouched_ms(placement, limit_ms) >= limit_ms:
+                return float("inf")
+        return self._simulated_ms(row, n_persist, n_buffer, limit_ms)
 
     def _simulated_ms(self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf")) -> float:
         n_speculate = int(self._place(n_persist).n_speculate[row])

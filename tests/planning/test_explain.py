@@ -52,7 +52,7 @@ def make_profile(n: int = 6, *, saved: int = 400 * MIB, ms: float = 20.0, device
 
 
 def machine(device_mib: int, host_mib: int = 4096, **changes: Any) -> HardwareProfile:
-    return replace(load("h100"), device_bytes=device_mib * MIB, host_bytes=host_mib * MIB, **changes)
+    return replace(load("h100"), contention=(), device_bytes=device_mib * MIB, host_bytes=host_mib * MIB, **changes)
 
 
 SLOW_HOST: dict[str, Any] = {"host_adam_gparams": 0.2}  # 42 ms a chunk, where a block computes 20

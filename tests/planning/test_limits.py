@@ -58,7 +58,7 @@ def make_profile(n: int, *, saved: int = 64 * MIB) -> ModelProfile:
 
 
 def machine(device_mib: int, host_mib: int, **changes: Any) -> HardwareProfile:
-    return replace(load("h100"), device_bytes=device_mib * MIB, host_bytes=host_mib * MIB, **changes)
+    return replace(load("h100"), contention=(), device_bytes=device_mib * MIB, host_bytes=host_mib * MIB, **changes)
 
 
 # -- frontier ----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ Modes = tuple[BlockMode, ...]
 N = 1_280_000  # elements of a chunk: 2.56 MB of weights
 MACHINE = replace(
     load("h100"),
+    contention=(),
+    flatten_gbps=None,
     host_adam_gparams=1.28,
     device_adam_gparams=128.0,
     device_copy_gbps=1e6,
@@ -284,7 +286,7 @@ def test_times_of_another_device_are_estimated() -> None:
     times = compute_times(profile, machine)
     assert times.forward[0] == pytest.approx(3 * 10_000_000 / 3020e6)  # memory-bound
     heavy = replace(profile, blocks=tuple(replace(block, forward_flops=10**13) for block in profile.blocks))
-    assert compute_times(heavy, machine).forward[0] == pytest.approx(1e13 / (0.75 * 700e9))
+    assert compute_times(heavy, machine).forward[0] == pytest.approx(1e13 / (0.75 * machine.matmul_tflops * 1e9))
     assert compute_times(heavy, machine).backward[0] == pytest.approx(2 * compute_times(heavy, machine).forward[0])
     assert compute_times(replace(profile, device="cuda"), machine).forward == (3.0,) * 4
 

@@ -93,17 +93,20 @@ def make_profile(
 
 def machine(device: int | str, host: int | str, **changes: Any) -> HardwareProfile:
     """An H100 with that much memory."""
-    return replace(load("h100"), device_bytes=parse_bytes(device), host_bytes=parse_bytes(host), **changes)
+    return replace(
+        load("h100"), contention=(), device_bytes=parse_bytes(device), host_bytes=parse_bytes(host), **changes
+    )
 
 
 def test_with_room_for_all_nothing_is_moved() -> None:
     traced = make_profile()
-    plan = search(traced, machine("80GiB", "100GiB"))
+    hardware = machine("80GiB", "100GiB", flatten_gbps=3000.0, device_adam_gparams=100.0)
+    plan = search(traced, hardware)
     assert plan.n_persist == plan.n_chunks
     assert (plan.n_buffer, plan.n_swap, plan.n_ckpt) == (0, 0, 0)
     compute = sum(segment.duration_ms for segment in traced.segments) - 6 * 20.0  # but no recomputation
-    flatten = 2 * 2 * traced.n_trainable / 3020e6
-    assert plan.step_ms == pytest.approx(compute + flatten + traced.n_trainable / 106e6, rel=1e-6)
+    flatten = 2 * 2 * traced.n_trainable / 3000e6
+    assert plan.step_ms == pytest.approx(compute + flatten + traced.n_trainable / 100e6, rel=1e-6)
 
 
 @pytest.mark.parametrize("device", ["1.5GiB", "2GiB", "3GiB", "4GiB"])
@@ -175,7 +178,7 @@ def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest
     plan = search(traced, machine("80GiB", "700GiB"))
     assert 0 < plan.n_persist < plan.n_chunks
     assert plan.n_speculate > 0
-    assert 0 < len(simulated) < 60  # 41; without what a number of persistent chunks takes at least, 5,618
+    assert 0 < len(simulated) < 450  # 387; without what a placement takes at least, thousands
 
 
 def test_swapped_blocks_lie_early_with_checkpointed_ones_between() -> None:
