@@ -267,7 +267,8 @@ def test_a_gpu_is_measured() -> None:
     assert measured.matmul_tflops > 10
     assert measured.h2d_gbps < measured.device_copy_gbps
     assert measured.bidirectional_gbps < 1.1 * (measured.h2d_gbps + measured.d2h_gbps)
-    assert 0.5 < measured.device_adam_gparams * 26 / measured.device_copy_gbps < 1.2
+    # By a factor: other processes may share the GPU.
+    assert 0.4 < measured.device_adam_gparams * 26 / measured.device_copy_gbps < 2.5
     assert measured.streamed_adam_gparams is not None
     assert 0 < measured.streamed_adam_gparams < measured.device_adam_gparams
     assert measured.pinning_gbps
