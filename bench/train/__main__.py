@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from bench.calibrated import calibrate_once
 from bench.train.contestants import DEFAULT, DEFAULT_ON_CPU, KINDS, Contestant, parse_all
 from bench.train.launch import take_part
 from bench.train.models import fit_positions, replace_loss
@@ -111,6 +112,8 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
 
 def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant, ...], command: str) -> Comparison:
     until = time.monotonic() + args.time_limit
+    if any(one.kind == "protrain" for one in contestants):
+        calibrate_once()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     outcomes: list[Outcome] = []
 

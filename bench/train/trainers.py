@@ -80,7 +80,13 @@ def protrain_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
     return Trainer(
         step=step,
         parameters=parameters,
-        config={**model_config(model, task), **chosen, "plan": str(optimizer.plan)},
+        config={
+            **model_config(model, task),
+            **chosen,
+            "plan": str(optimizer.plan),
+            "predicted_ms": optimizer.plan.step_ms,
+            "hardware": optimizer.hardware.source,
+        },
         plan=optimizer.plan,
         pinned_bytes=lambda: optimizer.report().host_bytes,
     )

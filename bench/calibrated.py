@@ -1,0 +1,23 @@
+"""Plans go by what calibration measured on this machine, as the README advises; a benchmark sees to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# In a process of its own: a CUDA context here would take memory from those that are measured.
+_CALIBRATE = """
+import sys
+import torch
+from protrain.hardware import detect
+if not torch.cuda.is_available() or detect(torch.device("cuda")).source == "measured":
+    sys.exit()
+print("calibrating this machine first", file=sys.stderr, flush=True)
+import protrain
+protrain.calibrate("cuda")
+"""
+
+
+def calibrate_once() -> None:
+    """Calibrate this machine's GPU unless that was done before. CalledProcessError when it fails."""
+    subprocess.run([sys.executable, "-c", _CALIBRATE], check=True)
