@@ -314,7 +314,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def _gradients_arrived(self, chunks: list[Chunk]) -> None:
         gradients = self._engine.gradients
-        self._updates.gradients_changed(chunks)
         if gradients.no_sync:
             return
         for chunk in chunks:
