@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,13 +87,13 @@ class _Once:
 
 
 class Updates:
-    """Every update of one engine. ``groups`` are the optimizer's, read anew at every step."""
+    """Every update of one engine. The ``optimizer``'s param_groups are read anew at every step."""
 
-    def __init__(self, engine: Engine, groups: list[dict[str, Any]], decoupled: Sequence[bool]) -> None:
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, decoupled: Sequence[bool]) -> None:
         self.steps = [0] * len(engine.members)  # of each parameter: those without a gradient are skipped
         self.tally = Tally()
         self._engine = engine
-        self._groups = groups
+        self._optimizer = optimizer  # its list of groups may be replaced
         self._decoupled = decoupled
         self._early: dict[int, _Early] = {}  # by chunk
         self._round = _Round()
@@ -107,7 +107,7 @@ class Updates:
 
     def check_hyperparameters(self) -> None:
         """ValueError for a wrong one before anything is updated: it must not leave half a step behind."""
-        for group_index in range(len(self._groups)):
+        for group_index in range(len(self._optimizer.param_groups)):
             self._scalars(group_index, 1)
 
     def has_gradients(self, chunk: Chunk) -> bool:
@@ -268,7 +268,7 @@ class Updates:
         return [(slice(start, stop), self._scalars(group, step)) for start, stop, group, step in runs]
 
     def _scalars(self, group_index: int, step: int) -> AdamScalars:
-        group = self._groups[group_index]
+        group = self._optimizer.param_groups[group_index]
         return adam_scalars(
             lr=float(group["lr"]),
             beta1=float(group["betas"][0]),

@@ -155,6 +155,15 @@ def test_hyperparameters_changed_after_backward(device: torch.device) -> None:
     assert counts(optimizer) == (STEPS * n_chunks, STEPS * n_chunks)
 
 
+def test_a_replaced_list_of_groups_counts(device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
+        optimizer.param_groups = [{**group, "lr": 1e-4} for group in optimizer.param_groups]
+        Loop().run(model, optimizer, data)
+
+    optimizer, n_chunks = trained(run, device)
+    assert counts(optimizer) == (STEPS * n_chunks, 0)
+
+
 def test_a_wrong_hyperparameter_is_said_by_step(device: torch.device) -> None:
     data, model = residual.batches(2), residual.make()
     wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device)
