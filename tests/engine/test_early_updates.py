@@ -18,6 +18,7 @@ from protrain.engine.gradients import Gradients
 from protrain.engine.streams import Mark
 from protrain.engine.updates import _Round
 from protrain.optim import ProTrainOptimizer
+from protrain.tracing import _Recorder
 from tests.engine import residual
 from tests.engine.harness import (
     CKPT,
@@ -222,6 +223,18 @@ def test_edits_between_backward_and_step_count(device: torch.device) -> None:
     early, redone = results[0][1]
     assert early == redone > 0
     assert results[1][1] == (0, 0)
+
+
+def test_copies_of_a_weight_are_traced_under_its_name(device: torch.device) -> None:
+    data, model = residual.batches(1), residual.make()
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    names = _Recorder(optimizer._engine)._names
+    default_loss(wrapped, data[0]).backward()
+    optimizer.step()
+    optimizer._engine.wait_for_updates()
+    assert counts(optimizer)[0] > 0
+    for chunk in optimizer._engine.chunks:  # the copies have changed places
+        assert names[chunk.weight.data_ptr()] == f"weights {chunk.index}"
 
 
 def test_host_memory_is_as_planned(device: torch.device) -> None:
