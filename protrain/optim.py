@@ -64,7 +64,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
             for group in self.param_groups
         ]
-        self._updates = Updates(engine, self.param_groups, decoupled)
+        self._updates = Updates(engine, self, decoupled)
         self._by_name = {member.name: member for member in engine.members}
         self.step_during_backward = step_during_backward
         self._updated: set[int] = set()  # chunks updated in backward, awaiting step()
@@ -314,7 +314,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def _gradients_arrived(self, chunks: list[Chunk]) -> None:
         gradients = self._engine.gradients
-        self._updates.gradients_changed(chunks)
         if gradients.no_sync:
             return
         for chunk in chunks:

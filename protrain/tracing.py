@@ -80,6 +80,8 @@ class _Recorder:
         self._names = {}  # by address in host memory
         for chunk in engine.chunks:
             self._names[chunk.weight.data_ptr()] = f"weights {chunk.index}"
+            if chunk.spare is not None:  # changes places with the weight
+                self._names[chunk.spare.weight.data_ptr()] = f"weights {chunk.index}"
             if chunk.landing is not None:
                 self._names[chunk.landing.data_ptr()] = f"gradients {chunk.index}"
 

@@ -70,7 +70,7 @@ class Chunk:
     accumulation: Job | None = None  # the last host addition that reads ``landing``
     update: Job | None = None  # the last update on the host; None when there was none
     spare: AdamStates | None = None  # where the states after a step are made before it is certain
-    early: Job | None = None  # the last such update
+    early: Job | None = None  # the last such update; None once its gradient has given way to others
     version: int = 0  # counts changes of the weight
 
     def wait_for_update(self) -> None:
@@ -81,9 +81,9 @@ class Chunk:
 
     def wait_for_landing(self) -> None:
         """Block until no update reads ``landing``."""
-        if self.early is not None:
-            self.early.wait()
-            self.early = None
+        early, self.early = self.early, None  # an error in it is raised once: the states are as they were
+        if early is not None:
+            early.wait()
         self.wait_for_update()
 
     def step(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:

@@ -241,6 +241,7 @@ class Engine:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Nothing of the engine runs inside: for reading and writing state from the host."""
+        self.abandon_backward()  # one that raised holds chunks still
         self.wait_for_updates()
         self.streams.synchronize()
         yield

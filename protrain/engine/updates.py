@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,13 +87,13 @@ class _Once:
 
 
 class Updates:
-    """Every update of one engine. ``groups`` are the optimizer's, read anew at every step."""
+    """Every update of one engine. The ``optimizer``'s param_groups are read anew at every step."""
 
-    def __init__(self, engine: Engine, groups: list[dict[str, Any]], decoupled: Sequence[bool]) -> None:
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, decoupled: Sequence[bool]) -> None:
         self.steps = [0] * len(engine.members)  # of each parameter: those without a gradient are skipped
         self.tally = Tally()
         self._engine = engine
-        self._groups = groups
+        self._optimizer = optimizer  # its list of groups may be replaced
         self._decoupled = decoupled
         self._early: dict[int, _Early] = {}  # by chunk
         self._round = _Round()
@@ -107,7 +107,7 @@ class Updates:
 
     def check_hyperparameters(self) -> None:
         """ValueError for a wrong one before anything is updated: it must not leave half a step behind."""
-        for group_index in range(len(self._groups)):
+        for group_index in range(len(self._optimizer.param_groups)):
             self._scalars(group_index, 1)
 
     def has_gradients(self, chunk: Chunk) -> bool:
@@ -132,11 +132,6 @@ class Updates:
         """A backward that does not only accumulate."""
         self._backwards += 1
 
-    def gradients_changed(self, chunks: list[Chunk]) -> None:
-        """What was done with their gradients is worth nothing any more."""
-        for chunk in chunks:
-            self._drop(chunk.index)
-
     def begin_early(self, chunk: Chunk, factor: float) -> None:
         """Update ``chunk``, whose gradient is complete, if there is room; ``factor`` is what is supposed.
 
@@ -152,7 +147,7 @@ class Updates:
             return  # the rest of the other copy would not be what it is in this one
         early = self._early[chunk.index] = _Early(pieces, factor)
         gradient = self._engine.gradients.host_gradient(chunk)
-        scale = None if factor == 1.0 else torch.tensor([factor])
+        scale = None if factor == 1.0 else torch.tensor([factor], dtype=torch.float32, device="cpu")
         threads, this_round = self._engine.worker.threads, self._round
 
         def on_host() -> None:  # of the engine nothing, as in _update
@@ -167,16 +162,12 @@ class Updates:
 
     def forget(self) -> None:
         """Gradients are gone, and what was done with them."""
-        for index in list(self._early):
-            self._drop(index)
+        for early in self._early.values():
+            early.dropped = True
+        self._early.clear()
         self._inside.clear()
         self._backwards = 0
         self._round = _Round()
-
-    def _drop(self, index: int) -> None:
-        early = self._early.pop(index, None)
-        if early is not None:
-            early.dropped = True
 
     # -- for good ------------------------------------------------------------------------------------------------------
 
@@ -214,8 +205,9 @@ class Updates:
 
     def _end_round(self) -> None:
         streams = self._engine.streams
-        end = self._round.end = streams.mark()
+        end = streams.mark()
         streams.compute_reached(end)
+        self._round.end = end  # now, as an event that was never recorded counts as reached
         self._round = _Round()
 
     def _begin(self, chunk: Chunk) -> list[Piece]:
@@ -235,6 +227,8 @@ class Updates:
             return
         gradient, threads = self._engine.gradients.host_gradient(chunk), self._engine.worker.threads
         early, tally = self._early.pop(chunk.index, None), self.tally
+        if chunk.early is None:  # other gradients came, even if the backward that brought them failed
+            early = None
 
         def on_host() -> None:  # of the engine nothing: a model that is dropped must not wait for its last updates
             if scale is not None:
@@ -274,7 +268,7 @@ class Updates:
         return [(slice(start, stop), self._scalars(group, step)) for start, stop, group, step in runs]
 
     def _scalars(self, group_index: int, step: int) -> AdamScalars:
-        group = self._groups[group_index]
+        group = self._optimizer.param_groups[group_index]
         return adam_scalars(
             lr=float(group["lr"]),
             beta1=float(group["betas"][0]),

@@ -13,8 +13,12 @@ import torch
 from torch import nn
 
 import protrain
+from protrain.engine.chunks import Chunk
+from protrain.engine.gradients import Gradients
+from protrain.engine.streams import Mark
 from protrain.engine.updates import _Round
 from protrain.optim import ProTrainOptimizer
+from protrain.tracing import _Recorder
 from tests.engine import residual
 from tests.engine.harness import (
     CKPT,
@@ -152,6 +156,15 @@ def test_hyperparameters_changed_after_backward(device: torch.device) -> None:
     assert counts(optimizer) == (STEPS * n_chunks, STEPS * n_chunks)
 
 
+def test_a_replaced_list_of_groups_counts(device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
+        optimizer.param_groups = [{**group, "lr": 1e-4} for group in optimizer.param_groups]
+        Loop().run(model, optimizer, data)
+
+    optimizer, n_chunks = trained(run, device)
+    assert counts(optimizer) == (STEPS * n_chunks, 0)
+
+
 def test_a_wrong_hyperparameter_is_said_by_step(device: torch.device) -> None:
     data, model = residual.batches(2), residual.make()
     wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device)
@@ -212,6 +225,18 @@ def test_edits_between_backward_and_step_count(device: torch.device) -> None:
     assert results[1][1] == (0, 0)
 
 
+def test_copies_of_a_weight_are_traced_under_its_name(device: torch.device) -> None:
+    data, model = residual.batches(1), residual.make()
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    names = _Recorder(optimizer._engine)._names
+    default_loss(wrapped, data[0]).backward()
+    optimizer.step()
+    optimizer._engine.wait_for_updates()
+    assert counts(optimizer)[0] > 0
+    for chunk in optimizer._engine.chunks:  # the copies have changed places
+        assert names[chunk.weight.data_ptr()] == f"weights {chunk.index}"
+
+
 def test_host_memory_is_as_planned(device: torch.device) -> None:
     data, model = residual.batches(1), residual.make(width=256)
     profile = protrain.profile(model, data[0], optimizer=adamw(model), device=device, dtype=torch.bfloat16)
@@ -240,3 +265,93 @@ def test_plans_that_contradict_themselves_are_refused(device: torch.device) -> N
                 plan=wrong,
                 step_during_backward=inside,
             )
+
+
+def test_a_default_dtype_of_the_user_changes_nothing(device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> list[float]:
+        if isinstance(optimizer, ProTrainOptimizer):
+            torch.set_default_dtype(torch.float64)
+        try:
+            return Loop().run(model, optimizer, data)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    optimizer, n_chunks = trained(run, device, dtype=torch.float16)
+    assert counts(optimizer) == (STEPS * n_chunks, 0)
+
+
+def test_a_backward_that_fails_between_the_gradients_of_a_unit_leaves_no_early_update_behind(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, results = residual.batches(1), []
+    make_accumulator = Gradients._make_accumulator
+    for early in (True, False):
+        model, spec = residual.make(), dataclasses.replace(SPEC, small=True, early=early)
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+        first, *_, last = next(unit.chunks for unit in optimizer._engine.units if len(unit.chunks) > 1)
+
+        def room_until(gradients: Gradients, chunk: Chunk, last: Chunk = last) -> None:
+            if chunk is last:
+                raise MemoryError("no room")
+            make_accumulator(gradients, chunk)
+
+        monkeypatch.setattr(Gradients, "_make_accumulator", room_until)
+        torch.manual_seed(1)
+        default_loss(wrapped, data[0]).backward()
+        with pytest.raises(MemoryError, match="no room"):
+            default_loss(wrapped, data[0]).backward()
+        assert first.accumulator is not None
+        optimizer.step()
+        results.append(states(wrapped, optimizer))
+        assert (counts(optimizer)[0] > 0) == early
+    assert_same(results[0], results[1])
+
+
+def test_an_error_in_an_early_update_is_raised_once_and_harms_no_state(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = residual.batches(3)
+    results = []
+    for fails in (False, True):
+        model = residual.make()
+        wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+        for index, batch in enumerate(data):
+            with monkeypatch.context() as patch:
+                if fails and index == 0:
+                    patch.setattr(Chunk, "step_aside", _fail)
+                torch.manual_seed(index)
+                default_loss(wrapped, batch).backward()
+                optimizer.step()
+                optimizer._engine.wait_for_updates()
+            optimizer.zero_grad()
+            if fails and index == 0:
+                for _ in optimizer._engine.chunks:  # of each
+                    with pytest.raises(ArithmeticError, match="the early update failed"):
+                        default_loss(wrapped, batch).backward()
+                    optimizer.zero_grad()
+        results.append(states(wrapped, optimizer))
+    assert_same(results[1], results[0])
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise ArithmeticError("the early update failed")
+
+
+def test_the_end_of_a_backward_is_placed_before_the_host_asks_for_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    data, model = residual.batches(1), residual.make()
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    streams, rounds = optimizer._engine.streams, [optimizer._updates._round]
+    place, seen = streams.compute_reached, []
+
+    def placed(mark: Mark) -> None:  # an event that was never recorded counts as reached
+        seen.append(rounds[0].end is not mark)
+        place(mark)
+
+    monkeypatch.setattr(streams, "compute_reached", placed)
+    default_loss(wrapped, data[0]).backward()
+    optimizer.step()
+    assert rounds[0].end is not None
+    assert all(seen)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
+from tests.engine import residual
 from tests.engine.harness import (
     CKPT,
     NONE,
@@ -315,6 +316,23 @@ def test_edits_last_even_when_the_body_raises(make: Make) -> None:
     assert (model.state_dict()["transformer.wpe.weight"] == 0.5).all()
     with pytest.raises(MisuseError, match="full_parameters"):
         model.transformer.wpe.weight.sum()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_state_is_loaded_after_a_backward_that_raised(spec: Spec, device: torch.device) -> None:
+    data, model = residual.batches(2), residual.make()
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    weights, state, before = wrapped.state_dict(), optimizer.state_dict(), states(wrapped, optimizer)
+    default_loss(wrapped, data[0]).backward()
+    optimizer.step()
+    block: Any = wrapped.get_submodule("blocks.1")
+    for load in (lambda: optimizer.load_state_dict(state), lambda: wrapped.load_state_dict(weights)):
+        block.fails = "backward"
+        with pytest.raises(ArithmeticError, match="backward fails"):
+            default_loss(wrapped, data[1]).backward()
+        block.fails = ""
+        load()
+    assert_same(states(wrapped, optimizer), before)
 
 
 def test_full_parameters_needs_a_wrapped_model() -> None:
