@@ -258,6 +258,15 @@ def test_a_plan_survives_its_file_and_is_checked(tmp_path: Path) -> None:
     assert check(loaded, traced, hardware) == plan
 
 
+def test_a_plan_from_before_there_were_early_updates_has_none() -> None:
+    traced, hardware = make_profile(), machine("3GiB", "3GiB")
+    facts = search(traced, hardware).to_dict()
+    del facts["n_speculate"]
+    loaded = Plan.from_dict(facts)
+    assert loaded.n_speculate == 0
+    assert check(loaded, traced, hardware).n_speculate == 0
+
+
 def test_check_refuses_what_does_not_belong() -> None:
     traced, hardware = make_profile(), machine("3GiB", "3GiB")
     plan = search(traced, hardware)
