@@ -157,14 +157,12 @@ class Columns:
         of_column = np.repeat(np.arange(len(starts)), ends - starts)
         # More checkpointed than swapped blocks only add; fewer give swapping room, which may take less.
         balanced = (starts + n_swaps - self._n_ckpt[starts])[of_column]
-        open_columns = np.ones(len(starts), dtype=bool)
         for n_persist in range(self._n_chunks + 1):
             left = hardware.device_bytes - memory.static_bytes(n_persist, memory.least_buffers(n_persist))
-            fits = self._margined <= left
-            open_columns &= np.logical_or.reduceat(fits, starts)  # more persistent chunks need only more
-            if not open_columns.any():
-                return
-            fits &= self._fits_host(n_persist)
+            fits = (self._margined <= left) & self._fits_host(n_persist)
+            # Nothing may fit here and yet with more persistent chunks: after the last one none is staged or buffered.
+            if not fits.any():
+                continue
             firsts = np.minimum.reduceat(np.where(fits, rows, len(rows)), starts)
             first = firsts[of_column]
             counts = (rows >= first) & (rows <= np.maximum(first, balanced))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,7 +115,7 @@ def test_descent_finds_the_fastest_neighbour(profile: ModelProfile) -> None:
 def test_neighbours_give_way_where_they_do_not_fit(profile: ModelProfile) -> None:
     roomy = machine(2**29)
     n_chunks = draw(profile, roomy, 1, seed=0)[0].n_chunks
-    options = {"n_swap": 0, "n_ckpt": 4}
+    options: dict[str, Any] = {"n_swap": 0, "n_ckpt": 4}
     early = evaluate(profile, roomy, n_persist=1, n_buffer=n_chunks - 1, n_speculate=n_chunks - 1, **options)
 
     def tried(plan: Plan, hardware: HardwareProfile) -> list[Plan]:

@@ -168,7 +168,7 @@ def test_sixty_blocks_are_searched_in_no_time() -> None:
 def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = []
 
-    def count(*args: Any, **options: Any) -> float:
+    def count(*args: Any, **options: Any) -> tuple[float, int]:
         simulated.append(simulate(*args, **options))
         return simulated[-1]
 
