@@ -8,7 +8,7 @@ from bench.planner.draw import draw
 from bench.planner.measure import Point
 from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile
-from protrain.planning import Plan, evaluate
+from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.profiler import ModelProfile
 
 _KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_speculate")
@@ -27,7 +27,7 @@ def descend(
 ) -> Iterator[Point]:
     """The chosen plan, ``others`` spread over what fits, and every neighbour on the way down from the fastest of them.
 
-    A neighbour differs by one in one knob; where it doesn't fit, the number of buffers gives way.
+    A neighbour differs by one in one knob; where it doesn't fit, buffers and early updates give way.
     """
     best = chosen = measure(None)
     yield chosen
@@ -69,25 +69,36 @@ def _key(plan: Plan) -> tuple[int, ...]:
 def _neighbours(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool
 ) -> Iterator[Plan]:
+    memory = MemoryModel(profile, hardware, pack(profile, plan.chunk_elements))
     for knob in _KNOBS:
         for change in (1, -1):
             counts = dict(zip(_KNOBS, _key(plan), strict=True))
             counts[knob] += change
-            for buffers in range(counts["n_buffer"], -1, -1):
+            away = plan.n_chunks - counts["n_persist"]
+            if not 0 <= away <= plan.n_chunks:
+                continue
+            early = counts["n_speculate"] if knob == "n_speculate" else min(counts["n_speculate"], away)
+            buffers = counts["n_buffer"]
+            if knob != "n_buffer":
+                buffers = max(min(buffers, away), memory.least_buffers(counts["n_persist"]))
+            while buffers >= 0 and early >= 0:
                 try:
                     yield evaluate(
                         profile,
                         hardware,
                         n_persist=counts["n_persist"],
-                        n_buffer=min(buffers, plan.n_chunks - counts["n_persist"]),
+                        n_buffer=buffers,
                         n_swap=counts["n_swap"],
                         n_ckpt=counts["n_ckpt"],
-                        n_speculate=counts["n_speculate"],
+                        n_speculate=early,
                         chunk_elements=plan.chunk_elements,
                         step_during_backward=step_during_backward,
                     )
                     break
-                except PlanError:
-                    continue  # with one buffer less, perhaps
+                except PlanError as error:  # with one less, perhaps
+                    if error.where == "host":
+                        early -= 1
+                    else:
+                        buffers -= 1
                 except ValueError:
                     break  # a count out of range

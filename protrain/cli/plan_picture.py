@@ -13,6 +13,7 @@ _COLORS = {
     "forward": "tab:blue",
     "backward": "tab:purple",
     "flatten": "tab:gray",
+    "early update": "tab:pink",
     "update": "tab:red",
     "weights": "tab:green",
     "activations": "tab:orange",
@@ -42,7 +43,7 @@ def draw_timeline(timeline: Timeline, title: str, path: Path) -> None:
     for operation in timeline.operations:
         start, end = max(operation.start_ms, 0.0), min(operation.end_ms, timeline.step_ms)
         if end > start:
-            kind = operation.name.partition(" ")[0]
+            kind = next(kind for kind in _COLORS if operation.name.startswith(kind))
             kinds.setdefault((operation.lane, kind), []).append((start / seconds, (end - start) / seconds))
     for (lane, kind), bars in kinds.items():
         # A thin white edge tells neighbours apart; of hundreds it would be all there is to see.

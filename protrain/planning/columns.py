@@ -1,9 +1,10 @@
 """All plans, in columns, and which of them need not be simulated because they cannot win.
 
-Block modes fix the activations, so per choice of modes only the placement of chunks is left; for one number of
-persistent chunks neither more buffers nor more early updates make a step slower, so all that fit are taken. What is
-left is a number of checkpointed blocks for every column: a number of swapped blocks and of persistent chunks. Columns
-go in the order of a bound; what a column holds is simulated (:mod:`protrain.planning.simulate`) unless
+Block modes fix the activations, so per choice of modes only the placement of chunks is left. For one number of
+persistent chunks more buffers never make a step slower, so all that fit are taken, and of the early updates that fit as
+many as the simulation finds best; bounds are of all of them. What is left is a number of checkpointed blocks for every
+column: a number of swapped blocks and of persistent chunks. Columns go in the order of a bound; what a column holds is
+simulated (:mod:`protrain.planning.simulate`) unless
 
 - ``RuntimeModel.bound_ms`` is too long, or what its number of persistent chunks takes with nothing recomputed or
   swapped;
@@ -38,7 +39,7 @@ _ROUNDING = 1e-9  # what sums in another order differ by, and more
 
 
 class Candidate(NamedTuple):
-    """A plan that fits, with as many early updates as do."""
+    """A plan that fits."""
 
     step_ms: float
     n_persist: int
@@ -62,7 +63,7 @@ class _Placed(NamedTuple):
     """What holds for every choice of block modes under one number of persistent chunks."""
 
     n_buffer: NDArray[np.int64]  # negative where the choice doesn't fit
-    n_speculate: NDArray[np.int64]
+    most_early: NDArray[np.int64]
     bound_ms: Times
     all_bound_ms: Times  # with every chunk in a buffer
     least_ms: Times  # a tighter bound, as far as it is known
@@ -108,7 +109,7 @@ class Columns:
         self._undisturbed = runtime.undisturbed(self._choices)
         self._placed: dict[int, _Placed] = {}
         self._untouched = block_modes(n_blocks, 0, 0)
-        self._untouched_of: dict[tuple[int, int, int], float] = {}  # by n_persist, n_buffer, n_speculate
+        self._untouched_of: dict[tuple[int, int, int], float] = {}  # by n_persist, n_buffer, most early updates
         self._fastest_ms = float("inf")
         self._found: list[Candidate] = []
 
@@ -128,7 +129,7 @@ class Columns:
         if not self._found:
             return 0.0
         placed = self._place(n_persist)
-        most = int(placed.n_buffer.max()), int(placed.n_speculate.max())
+        most = int(placed.n_buffer.max()), int(placed.most_early.max())
         return self._untouched_ms((n_persist, *most), self._fastest_ms * (1 - _GAIN))
 
     def _untouched_ms(self, placement: tuple[int, int, int], limit_ms: float) -> float:
@@ -138,7 +139,7 @@ class Columns:
         """
         known = self._untouched_of.get(placement)
         if known is None:
-            known = self._runtime.step_ms(self._untouched, *placement, limit_ms=limit_ms)
+            known, _ = self._runtime.fitted_ms(self._untouched, *placement, limit_ms=limit_ms)
             self._untouched_of[placement] = known
         return known
 
@@ -156,26 +157,27 @@ class Columns:
         of_column = np.repeat(np.arange(len(starts)), ends - starts)
         # More checkpointed than swapped blocks only add; fewer give swapping room, which may take less.
         balanced = (starts + n_swaps - self._n_ckpt[starts])[of_column]
-        open_columns = np.ones(len(starts), dtype=bool)
         for n_persist in range(self._n_chunks + 1):
             left = hardware.device_bytes - memory.static_bytes(n_persist, memory.least_buffers(n_persist))
-            fits = np.where(self._margined <= left, rows, len(rows))
-            firsts = np.minimum.reduceat(fits, starts)
-            open_columns &= firsts < len(rows)  # more persistent chunks need only more
-            if not open_columns.any():
-                return
+            fits = (self._margined <= left) & self._fits_host(n_persist)
+            # Nothing may fit here and yet with more persistent chunks: after the last one none is staged or buffered.
+            if not fits.any():
+                continue
+            firsts = np.minimum.reduceat(np.where(fits, rows, len(rows)), starts)
             first = firsts[of_column]
             counts = (rows >= first) & (rows <= np.maximum(first, balanced))
-            all_buffers, n_speculate = self._n_chunks - n_persist, self._speculated(n_persist)
-            bound_ms = self._runtime.bound_ms(self._undisturbed, n_persist, all_buffers, n_speculate)
+            all_buffers, most_early = self._n_chunks - n_persist, self._most_early(n_persist)
+            bound_ms = self._runtime.bound_ms(self._undisturbed, n_persist, all_buffers, most_early)
             bounds_ms = np.minimum.reduceat(np.where(counts, bound_ms, np.inf), starts).tolist()
-            for at in np.flatnonzero(open_columns).tolist():
-                swapped_bytes = int(self._swapped[firsts[at]])
-                if memory.host_bytes_beside(n_persist, swapped_bytes) <= hardware.host_bytes:
-                    yield _Column(bounds_ms[at], int(n_swaps[at]), n_persist, int(firsts[at]), int(ends[at]))
+            for at in np.flatnonzero(firsts < len(rows)).tolist():
+                yield _Column(bounds_ms[at], int(n_swaps[at]), n_persist, int(firsts[at]), int(ends[at]))
 
-    def _speculated(self, n_persist: int) -> NDArray[np.int64]:
-        """Early updates, by choice: as many as host memory has room for, since none makes a step slower."""
+    def _fits_host(self, n_persist: int) -> NDArray[np.bool_]:
+        """Whether host memory has room, by choice: which blocks are swapped depends on what lies between them."""
+        return self._memory.host_bytes_beside(n_persist, 0) + self._swapped <= self._hardware.host_bytes
+
+    def _most_early(self, n_persist: int) -> NDArray[np.int64]:
+        """Early updates that host memory has room for, by choice."""
         if not self._runtime.speculates:
             return np.zeros(len(self._modes), dtype=np.int64)
         return self._memory.most_speculated(n_persist, self._swapped)
@@ -187,13 +189,13 @@ class Columns:
             least_buffers = memory.least_buffers(n_persist)
             spare = self._hardware.device_bytes - memory.static_bytes(n_persist, least_buffers) - self._margined
             n_buffer = np.minimum(all_buffers, least_buffers + spare // memory.buffer_bytes)
-            n_buffer = np.where(spare < 0, -1, n_buffer)
-            n_speculate = self._speculated(n_persist)
+            n_buffer = np.where((spare < 0) | ~self._fits_host(n_persist), -1, n_buffer)
+            most_early = self._most_early(n_persist)
             placed = self._placed[n_persist] = _Placed(
                 n_buffer=n_buffer,
-                n_speculate=n_speculate,
-                bound_ms=runtime.bound_ms(self._undisturbed, n_persist, n_buffer, n_speculate),
-                all_bound_ms=runtime.bound_ms(self._undisturbed, n_persist, all_buffers, n_speculate),
+                most_early=most_early,
+                bound_ms=runtime.bound_ms(self._undisturbed, n_persist, n_buffer, most_early),
+                all_bound_ms=runtime.bound_ms(self._undisturbed, n_persist, all_buffers, most_early),
                 least_ms=np.full(len(n_buffer), np.nan),
             )
         return placed
@@ -205,7 +207,7 @@ class Columns:
             n_buffer = int(placed.n_buffer[row])
             same = np.flatnonzero(placed.n_buffer == n_buffer)
             choices, step = self._choices.some(same), self._undisturbed.some(same)
-            early = placed.n_speculate[same]
+            early = placed.most_early[same]
             placed.least_ms[same] = self._runtime.placed_bound_ms(step, choices, n_persist, n_buffer, early)
         return float(placed.least_ms[row])
 
@@ -227,7 +229,7 @@ class Columns:
                 continue
             # Swapping must pay: what it frees is not worth having for the same time.
             limit_ms = self._fastest_ms * (1 - _GAIN if n_swap and self._found else 1 + self._tolerance)
-            step_ms = self._step_ms(row, n_persist, limit_ms)
+            step_ms, n_speculate = self._step_ms(row, n_persist, limit_ms)
             ends_column = n_ckpt >= n_swap
             if step_ms >= limit_ms:
                 if ends_column and n_buffer == all_buffers:
@@ -241,37 +243,41 @@ class Columns:
             postponed.clear()
             unlimited_ms = step_ms
             if ends_column and n_buffer < all_buffers:
-                unlimited_ms = self._simulated_ms(row, n_persist, all_buffers, limit_ms)
+                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, limit_ms)
                 if unlimited_ms >= limit_ms:
                     return
-            n_speculate = int(placed.n_speculate[row])
             self._found.append(Candidate(step_ms, n_persist, n_buffer, n_swap, n_ckpt, n_speculate))
             self._fastest_ms = min(self._fastest_ms, step_ms)
             if ends_column and step_ms <= unlimited_ms * (1 + _GAIN):
                 return
 
-    def _step_ms(self, row: int, n_persist: int, limit_ms: float) -> float:
-        """Of a choice of block modes with all buffers that fit; infinite when it cannot be below ``limit_ms``."""
+    def _step_ms(self, row: int, n_persist: int, limit_ms: float) -> tuple[float, int]:
+        """Of a choice of block modes with all buffers that fit, and its early updates.
+
+        Infinite when it cannot be below ``limit_ms``.
+        """
         if self._least_ms(row, n_persist) * (1 - _ROUNDING) >= limit_ms:
-            return float("inf")
+            return float("inf"), 0
         placed = self._place(n_persist)
         n_buffer = int(placed.n_buffer[row])
         # Without swapping most placements are met once. With it, again and again.
         if self._n_swap[row]:
-            placement = n_persist, n_buffer, int(placed.n_speculate[row])
+            placement = n_persist, n_buffer, int(placed.most_early[row])
             if self._untouched_ms(placement, limit_ms) >= limit_ms:
-                return float("inf")
+                return float("inf"), 0
         return self._simulated_ms(row, n_persist, n_buffer, limit_ms)
 
-    def _simulated_ms(self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf")) -> float:
-        n_speculate = int(self._place(n_persist).n_speculate[row])
-        return self._runtime.step_ms(self._modes[row], n_persist, n_buffer, n_speculate, limit_ms=limit_ms)
+    def _simulated_ms(
+        self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf")
+    ) -> tuple[float, int]:
+        most_early = int(self._place(n_persist).most_early[row])
+        return self._runtime.fitted_ms(self._modes[row], n_persist, n_buffer, most_early, limit_ms=limit_ms)
 
     def _ends_column(self, row: int, n_persist: int, limit_ms: float) -> bool:
         """Whether a choice that takes ``limit_ms`` or more leaves nothing to find in its column."""
         n_buffer = int(self._place(n_persist).n_buffer[row])
-        unlimited_ms = self._simulated_ms(row, n_persist, self._n_chunks - n_persist, limit_ms)
+        unlimited_ms, _ = self._simulated_ms(row, n_persist, self._n_chunks - n_persist, limit_ms)
         if unlimited_ms >= limit_ms:
             return True
         hardly_slower_ms = unlimited_ms * (1 + _GAIN)
-        return hardly_slower_ms >= limit_ms and self._simulated_ms(row, n_persist, n_buffer) <= hardly_slower_ms
+        return hardly_slower_ms >= limit_ms and self._simulated_ms(row, n_persist, n_buffer)[0] <= hardly_slower_ms

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, compress
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +61,11 @@ class RuntimeModel:
         self._layout = layout
         self._in_backward = update_in_backward
         element = profile.element_bytes
-        trainable = [chunk.elements if chunk.trainable else 0 for chunk in layout.chunks]
+        held = [self._held(unit) for unit in profile.calls]
+        held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
+        used = {chunk for chunks in held for chunk in chunks}
+        updated = [chunk.trainable and chunk.index in used for chunk in layout.chunks]  # no gradient comes otherwise
+        trainable = [chunk.elements if updated[chunk.index] else 0 for chunk in layout.chunks]
         self._upload = [_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
         self._device_update = [elements / hardware.device_adam_gparams / 1e6 for elements in trainable]
         self._host_update = [elements / hardware.host_adam_gparams / 1e6 for elements in trainable]
@@ -76,8 +81,6 @@ class RuntimeModel:
                 self._swap_ms[unit] = _ms(size, hardware.d2h_gbps), _ms(size, hardware.h2d_gbps)
                 self._recompute_ms[unit] = self.times.forward[block] / n_calls
                 self._swappable[unit] = block if size else None
-        held = [self._held(unit) for unit in profile.calls]
-        held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, [chunk.trainable for chunk in layout.chunks])
         self._needed = held
         self._gradients, self._gradients_of_visit = self._gradients_by_visit()
@@ -93,15 +96,15 @@ class RuntimeModel:
         ]
         self._device_before = [0.0, *accumulate(self._device_update)]
         self._host_before = [0.0, *accumulate(self._host_update)]
-        self._upload_before = [0.0, *accumulate(self._upload)]
-        last_trainable = max((chunk.index for chunk in layout.chunks if chunk.trainable), default=0)
+        uploads = [ms if fresh else 0.0 for ms, fresh in zip(self._upload, updated, strict=True)]
+        self._fresh_from = [sum(uploads[first:]) for first in range(len(uploads) + 1)]  # uploads of updated weights
+        last_trainable = max(compress(range(len(updated)), updated), default=0)
         starts = list(accumulate(self._forward_ms, initial=0.0))
         first_use = next((at for at, chunks in enumerate(held) if last_trainable in chunks), 0)
         forward_after_last = starts[-1] - starts[min(first_use, len(self._forward_ms))]
         self._last_trainable = last_trainable
         # From the last host update to the end of forward.
         self._after_host_ms = (self._upload[last_trainable] if self._upload else 0.0) + forward_after_last
-        used = {chunk for chunks in held for chunk in chunks}
         n_chunks = len(layout.chunks)
         self._used_from = [sum(chunk >= first for chunk in used) for first in range(n_chunks + 1)]
         self._least_upload = [min(self._upload[first:], default=0.0) for first in range(n_chunks + 1)]
@@ -126,7 +129,21 @@ class RuntimeModel:
         step = self._step(modes, n_persist, n_buffer, n_speculate)
         if self._hardware.device_type == "cpu":
             return _in_a_row(step)
-        return simulate(step, self._rates, limit_ms=limit_ms)
+        return simulate(step, self._rates, limit_ms=limit_ms)[0]
+
+    def fitted_ms(
+        self, modes: Modes, n_persist: int, n_buffer: int, most: int, *, limit_ms: float = float("inf")
+    ) -> tuple[float, int]:
+        """The same with up to ``most`` early updates: as many as seem best. See [Note: how many early updates].
+
+        Returns:
+            (step time, n_speculate).
+        """
+        if not most:
+            return self.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms), 0
+        step = replace(self._step(modes, n_persist, n_buffer, most), chooses=True)
+        step_ms, n_early = simulate(step, self._rates, limit_ms=limit_ms)
+        return step_ms, step.host_update_ms[n_early - 1][0] - n_persist + 1 if n_early else 0
 
     def timeline(self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0) -> Timeline:
         """What runs where and when in that step, as on a GPU."""
@@ -206,7 +223,8 @@ class RuntimeModel:
 
         - the GPU goes through forward and backward and updates what is persistent; in backward every chunk comes up
           again that was in no buffer when it began, beside the swapped activations;
-        - every chunk that the host updates goes up once, and in backward again unless it is in one of the buffers;
+        - every chunk that the host updates goes up in forward, and any that was in no buffer when that began; so it is
+          in backward with what was in none of them by then;
         - the host updates all other chunks;
         - from the norm, which is known when backward ends, it updates those that are not updated early; the last of
           them, the last of all, is needed in forward, and everything from there to the next norm comes after it (unless
@@ -219,8 +237,8 @@ class RuntimeModel:
         if n_persist > self._last_trainable or self._hardware.device_type == "cpu":
             return gpu
         host = self._host_before[-1] - self._host_before[n_persist]
-        up = self._upload_before[self._last_trainable + 1] - self._upload_before[n_persist]
-        least = np.maximum(np.maximum(gpu, up + again + step.back_ms), host)
+        up = self._fresh_from[n_persist]
+        least = np.maximum(np.maximum(gpu, np.maximum(up, again) + again + step.back_ms), host)
         if self._in_backward:
             return least
         late = self._late(n_persist, n_speculate)
@@ -247,7 +265,7 @@ class RuntimeModel:
         if self._in_backward or n_persist > self._last_trainable:
             return gpu
         late = self._late(n_persist, n_speculate)
-        up = self._upload_before[self._last_trainable + 1] - self._upload_before[n_persist]
+        up = self._fresh_from[n_persist]
         disturbed = device * (1.0 / min(self._rates[GPU].values()) - 1.0)
         return np.where(late > 0, np.maximum(gpu, late + self._late_ms(up, step.out_ms) + backward - disturbed), gpu)
 

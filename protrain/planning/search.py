@@ -16,7 +16,7 @@ from protrain.planning.choices import Choices
 from protrain.planning.columns import Candidate, Columns
 from protrain.planning.infeasible import device_error, host_error
 from protrain.planning.layout import Layout, choose_chunk_elements, pack
-from protrain.planning.memory import MemoryModel
+from protrain.planning.memory import Activations, MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
 from protrain.profiler.model_profile import ModelProfile
@@ -24,6 +24,7 @@ from protrain.profiler.model_profile import ModelProfile
 # Of plans within this of the fastest, the one with most persistent chunks and then fewest swapped blocks wins: what is
 # not moved cannot be late.
 _TOLERANCE = 0.005
+_NEAR = 0.03  # of plans within this of the fastest other numbers of early updates are tried
 _NOTHING = 0.001  # what early updates must save at least
 
 Counts = tuple[int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_speculate
@@ -52,10 +53,12 @@ def search(
     found = Columns(profile, hardware, models.memory, models.runtime, tolerance=_TOLERANCE).walk()
     if not found:
         raise models.infeasible()
+    near = min(found)[0] * (1 + _NEAR)
+    found = [models.refined(candidate) for candidate in found if candidate.step_ms <= near]
     fastest = min(found)[0]
     close = [candidate for candidate in found if candidate[0] <= fastest * (1 + _TOLERANCE)]
     chosen = min(close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate))
-    return models.plan(*models.fewer_early(*models.more_persistent(chosen, fastest * (1 + _TOLERANCE))))
+    return models.plan(*models.best_early(*models.more_persistent(chosen, fastest * (1 + _TOLERANCE))))
 
 
 def evaluate(
@@ -181,24 +184,46 @@ class _Models:
             if spare < 0:
                 continue
             buffers = min(n_chunks - more, least + spare)
-            early = 0
-            if self.runtime.speculates:
-                early = int(memory.most_speculated(more, np.array(activations.swapped_bytes)))
-            if self.runtime.step_ms(modes, more, buffers, early, limit_ms=limit_ms) < limit_ms:
+            step_ms, early = self.runtime.fitted_ms(
+                modes, more, buffers, self.most_early(more, activations), limit_ms=limit_ms
+            )
+            if step_ms < limit_ms:
                 return more, buffers, plan.n_swap, plan.n_ckpt, early
         return plan[1:]
 
-    def fewer_early(self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int) -> Counts:
-        """The same with fewer early updates where those save nothing: they take memory, and time to set up.
+    def most_early(self, n_persist: int, activations: Activations) -> int:
+        """Early updates that host memory has room for."""
+        if not self.runtime.speculates:
+            return 0
+        return int(self.memory.most_speculated(n_persist, np.array(activations.swapped_bytes)))
+
+    def refined(self, plan: Candidate) -> Candidate:
+        """The same with none, all or one more or less of the early updates where that is faster.
+
+        The simulation chooses their number by waits alone; they also slow down what runs beside them.
+        """
+        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
+        most = self.most_early(plan.n_persist, self.memory.activations(modes))
+        best = plan
+        for early in sorted({0, most, max(0, plan.n_speculate - 1), min(most, plan.n_speculate + 1)}):
+            limit_ms = best.step_ms
+            step_ms = self.runtime.step_ms(modes, plan.n_persist, plan.n_buffer, early, limit_ms=limit_ms)
+            if step_ms < limit_ms:
+                best = best._replace(step_ms=step_ms, n_speculate=early)
+        return best
+
+    def best_early(self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int) -> Counts:
+        """The same with the best number of early updates, or fewer where those save nothing: they take memory.
 
         Half as many again as are needed, should the host be slower than it was when it was calibrated.
         """
         modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt)
-        limit_ms = self.runtime.step_ms(modes, n_persist, n_buffer, n_speculate) * (1 + _NOTHING)
-        for early in range(n_speculate):
-            if self.runtime.step_ms(modes, n_persist, n_buffer, early, limit_ms=limit_ms) < limit_ms:
-                return n_persist, n_buffer, n_swap, n_ckpt, min(n_speculate, -(-3 * early // 2))
-        return n_persist, n_buffer, n_swap, n_ckpt, n_speculate
+        most = self.most_early(n_persist, self.memory.activations(modes))
+        times = [self.runtime.step_ms(modes, n_persist, n_buffer, early) for early in range(most + 1)]
+        limit_ms = min(times) * (1 + _NOTHING)
+        needed = next(early for early, step_ms in enumerate(times) if step_ms <= limit_ms)
+        enough = (early for early in range(min(most, -(-3 * needed // 2)), needed - 1, -1) if times[early] <= limit_ms)
+        return n_persist, n_buffer, n_swap, n_ckpt, next(enough)
 
     def check_counts(self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int = 0) -> None:
         """ValueError for a count out of range."""

@@ -12,12 +12,17 @@ step after the first is the steady state.
 (not in the paper). The first pass runs every operation at its own full rate; the second stretches each by what is left
 of its rate beside the others (:mod:`protrain.planning.contention`), for the part of its time in which they ran in the
 first, as if lanes were busy independently of each other within that time.
+
+[Note: how many early updates] More are not always better. Gradients come in backward order, so what begins in time of
+many early updates are chunks that the next forward needs last, and those that it needs first come after; of fewer it
+may be all of them. The first pass knows when gradients arrive and when forward takes which chunk, and so for any number
+how long that waits for updates; from the most that there may be it goes down until that does not fall any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise, product, repeat
 from math import inf
 from typing import NamedTuple
@@ -30,6 +35,8 @@ from protrain.planning.fetches import Fetch
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP, Operation, Timeline
 
 Times = NDArray[np.float64]
+
+_TRIED = 3  # early updates fewer than what was best so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,7 @@ class Step:
     host_update_ms: Sequence[tuple[int, float]]  # of the others, in execution order
     n_early: int  # of those, the first: updated as gradients come if that begins before backward is over
     after_host_ms: float  # at least, from the last host update to the end of forward
+    chooses: bool = False  # n_early is how many there may be; see [Note: how many early updates]
 
     def host_updates(self, n_early: int) -> Sequence[tuple[int, float]]:
         """Host updates in the order in which they are done: as gradients come, then as the next forward needs them.
@@ -77,18 +85,19 @@ class Step:
         return [*updates[first : self.n_early][::-1], *updates[:first], *updates[self.n_early :]]
 
 
-def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> float:
-    """Milliseconds of one step in steady state; at least ``limit_ms`` as soon as it cannot be less.
+def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float, int]:
+    """Milliseconds of one step in steady state, at least ``limit_ms`` as soon as it cannot be less; its early updates.
 
     Contention only makes operations longer, so the first pass bounds the second from below; so does :func:`_least_ms`.
     """
     first = _Run.of(step)
+    step = first.step
     if first.step_ms >= limit_ms or not first.moves:
-        return first.step_ms
+        return first.step_ms, step.n_early
     stretch = _stretches(first, rates)
     if limit_ms < inf and step.n_early < len(step.host_update_ms) and _least_ms(step, first, stretch) >= limit_ms:
-        return limit_ms
-    return _Run.of(step, stretch, first.n_early).step_ms
+        return limit_ms, step.n_early
+    return _Run.of(step, stretch, first.n_early).step_ms, step.n_early
 
 
 def _least_ms(step: Step, first: _Run, stretch: list[list[float]]) -> float:
@@ -142,7 +151,8 @@ def _names(step: Step, n_early: int) -> list[list[tuple[str, object]]]:
         names[GPU].append(("backward", visit.name))
         names[GPU] += [("flatten", step.gradients[index][0]) for index, _ in visit.gradients]
         names[DOWN] += [("gradients", step.gradients[index][0]) for index, offloaded in visit.gradients if offloaded]
-    names[HOST] = [("update", chunk) for chunk, _ in step.host_updates(n_early)]
+    updates = step.host_updates(n_early)
+    names[HOST] = [("early update" if at < n_early else "update", chunk) for at, (chunk, _) in enumerate(updates)]
     names[GPU] += [("update", chunk) for chunk, _ in step.device_update_ms]
     return names
 
@@ -154,7 +164,7 @@ class _Run:
     """
 
     def __init__(self, step: Step, stretch: list[Iterator[float]], start_ms: float) -> None:
-        self._step = step
+        self.step = step  # with the early updates that were chosen
         self._stretch = stretch  # by lane, for one operation after the other
         self.n_early: int | None = None  # early updates that begin in time; found in the first step
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
@@ -218,7 +228,7 @@ class _Run:
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
         """Weights go up, each when it is updated and its buffer given up."""
         up, stretch, starts, ends = self._free[UP], self._stretch[UP], self.starts[UP], self.ends[UP]
-        updated, released, loaded, upload_ms = self._updated, self._released, self._loaded, self._step.upload_ms
+        updated, released, loaded, upload_ms = self._updated, self._released, self._loaded, self.step.upload_ms
         for chunk, victim in fetches:
             start = up
             if updated[chunk] > start:
@@ -233,7 +243,7 @@ class _Run:
     def _forward(self) -> None:
         gpu, stretch, starts, ends = self._free[GPU], self._stretch[GPU], self.starts[GPU], self.ends[GPU]
         released, loaded, unsettled = self._released, self._loaded, self._unsettled
-        for visit, work in zip(self._step.forward, self._step.forward_work, strict=True):
+        for visit, work in zip(self.step.forward, self.step.forward_work, strict=True):
             if visit.fetches:
                 self._fetch(visit.fetches)
             start = gpu
@@ -258,17 +268,17 @@ class _Run:
         gpu, stretch, starts, ends = self._free[GPU], self._stretch[GPU], self.starts[GPU], self.ends[GPU]
         down, stretch_down = self._free[DOWN], self._stretch[DOWN]
         starts_down, ends_down = self.starts[DOWN], self.ends[DOWN]
-        released, loaded, drained, gradients = self._released, self._loaded, self._drained, self._step.gradients
+        released, loaded, drained, gradients = self._released, self._loaded, self._drained, self.step.gradients
         if self._unsettled > gpu:
             gpu = self._unsettled
         turn = 0
-        for visit, work in zip(self._step.backward, self._step.backward_work, strict=True):
+        for visit, work in zip(self.step.backward, self.step.backward_work, strict=True):
             start = gpu
             if visit.fetches:
                 self._fetch(visit.fetches)
             for unit in work.swap_back:
                 earliest = max(gpu, self._swapped[unit])  # allocated when the visit begins
-                self._back[unit] = self._do(UP, earliest, self._step.swap_ms[unit])
+                self._back[unit] = self._do(UP, earliest, self.step.swap_ms[unit])
             chunks = visit.chunks
             for chunk in chunks:
                 if loaded[chunk] > start:
@@ -298,9 +308,12 @@ class _Run:
         self._free[GPU], self._free[DOWN] = gpu, down
 
     def _update(self) -> None:
-        step, over = self._step, self._free[GPU]  # backward is, and the norm known
+        over = self._free[GPU]  # backward is, and the norm known
         if self.n_early is None:
-            self.n_early = self._in_time(over)
+            if self.step.chooses:
+                self.step = self._chosen(over)
+            self.n_early = self._in_time(self.step, over)
+        step = self.step
         for at, (chunk, duration) in enumerate(step.host_updates(self.n_early)):
             earliest = self._offloaded[chunk]
             done = self._do(HOST, earliest if at < self.n_early else max(over, earliest), duration)
@@ -308,9 +321,47 @@ class _Run:
         for _, duration in step.device_update_ms:
             self._do(GPU, 0.0, duration)
 
-    def _in_time(self, over: float) -> int:
-        """How many early updates begin before backward is ``over``."""
-        step, free = self._step, self._free[HOST]
+    def _chosen(self, over: float) -> Step:
+        """The step with a number of early updates for which its next forward waits least."""
+        used: dict[int, float] = {}
+        for visit, start in zip(self.step.forward, self.starts[GPU], strict=False):
+            for chunk in visit.chunks:
+                used.setdefault(chunk, start)
+        fetches = (fetch for visit in self.step.forward for fetch in visit.fetches)
+        # What is fetched once more is for backward.
+        uploads = [
+            (fetch.chunk, start, used.pop(fetch.chunk, inf))
+            for fetch, start in zip(fetches, self.starts[UP], strict=False)
+        ]
+        chosen, least = self.step, self._wait_ms(self.step, over, uploads)
+        none = replace(chosen, n_early=0)
+        if least >= self._wait_ms(none, over, uploads):
+            return none
+        for n_early in range(self.step.n_early - 1, 0, -1):
+            if least <= 0 or n_early < chosen.n_early - _TRIED:
+                break
+            fewer = replace(chosen, n_early=n_early)
+            wait = self._wait_ms(fewer, over, uploads)
+            if wait <= least:
+                chosen, least = fewer, wait
+        return chosen
+
+    def _wait_ms(self, step: Step, over: float, uploads: list[tuple[int, float, float]]) -> float:
+        """How long forward waits for updates, by its ``uploads`` without them: chunk, start and when it is used."""
+        in_time = self._in_time(step, over)
+        free, done = self._free[HOST], [0.0] * len(step.upload_ms)
+        for at, (chunk, duration) in enumerate(step.host_updates(in_time)):
+            earliest = self._offloaded[chunk]
+            free = done[chunk] = max(free, earliest if at < in_time else max(over, earliest)) + duration
+        link = wait = 0.0
+        for chunk, start, use in uploads:
+            link = max(link, start, done[chunk] - over) + step.upload_ms[chunk]
+            wait = max(wait, link - use)
+        return wait
+
+    def _in_time(self, step: Step, over: float) -> int:
+        """How many early updates of ``step`` begin before backward is ``over``."""
+        free = self._free[HOST]
         for count, (chunk, duration) in enumerate(step.host_update_ms[: step.n_early][::-1]):
             start = max(free, self._offloaded[chunk])
             if start >= over:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from bench.planner.draw import draw
 from bench.planner.measure import Point, build
 from bench.planner.results import CaseResult, Results
 from protrain.hardware import HardwareProfile, load
-from protrain.planning import MemoryModel, Plan, pack
+from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.profiler import ModelProfile
 
 
@@ -109,6 +110,30 @@ def test_descent_finds_the_fastest_neighbour(profile: ModelProfile) -> None:
     assert len({str(plan) for plan in measured}) == len(measured), "nothing is measured twice"
     few = list(descend(profile, hardware, measure, others=5, seed=0, step_during_backward=False, in_time=lambda: False))
     assert len(few) == 1, "time is up: the chosen plan alone"
+
+
+def test_neighbours_give_way_where_they_do_not_fit(profile: ModelProfile) -> None:
+    roomy = machine(2**29)
+    n_chunks = draw(profile, roomy, 1, seed=0)[0].n_chunks
+    options: dict[str, Any] = {"n_swap": 0, "n_ckpt": 4}
+    early = evaluate(profile, roomy, n_persist=1, n_buffer=n_chunks - 1, n_speculate=n_chunks - 1, **options)
+
+    def tried(plan: Plan, hardware: HardwareProfile) -> list[Plan]:
+        def measure(other: Plan | None) -> Point:
+            return point(other or plan, 1.0 if other is None else 2.0)
+
+        walk = descend(profile, hardware, measure, others=0, seed=0, step_during_backward=False, in_time=lambda: True)
+        return [one.plan for one in walk][1:]
+
+    # One more persistent chunk leaves one less to be updated early, one less no host memory for as many.
+    assert {2} <= {one.n_persist for one in tried(early, roomy)}
+    full = replace(roomy, host_bytes=early.host_bytes)
+    below = [one for one in tried(early, full) if one.n_persist == 0]
+    assert len(below) == 1
+    assert below[0].n_speculate < early.n_speculate
+    # Where everything is persistent, one chunk less needs a buffer.
+    whole = evaluate(profile, roomy, n_persist=n_chunks, n_buffer=0, **options)
+    assert n_chunks - 1 in {one.n_persist for one in tried(whole, roomy)}
 
 
 def test_cases_have_names_of_their_own() -> None:

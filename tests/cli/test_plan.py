@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,17 @@ def test_bars_lie_where_the_operations_are(tmp_path: Path) -> None:
     assert bars == 4
     for color in ("#1f77b4", "#9467bd", "#2ca02c", "#d62728"):  # forward, backward, weights, update
         assert color in text
+
+
+def test_early_updates_have_a_colour_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "step.svg"
+    early = Operation(lane=HOST, name="early update 3", start_ms=6.0, end_ms=8.0)
+    timeline = make_timeline()
+    draw_timeline(replace(timeline, operations=(*timeline.operations, early)), "title", path)
+    assert "#e377c2" in path.read_text()
+    draw_timeline(timeline, "title", path)
+    assert "#e377c2" not in path.read_text()
 
 
 def test_eighty_blocks_are_drawn(tmp_path: Path) -> None:

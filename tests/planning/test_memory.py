@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -108,6 +110,34 @@ def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_b
     # All on the device: no staging, only the partial sums of the norm.
     assert memory.static_parts(n_chunks, 0)["gradient staging"] == memory.partial_bytes
     assert memory.static_bytes(0, 3) - memory.static_bytes(0, 2) == layout.chunk_elements * 4
+
+
+@pytest.mark.parametrize(("dtype", "spare"), [("bfloat16", 12), ("float16", 14), ("float32", 12)])
+def test_as_many_second_copies_as_host_memory_has_room_for(
+    tiny_model: Builder, tiny_batch: Builder, dtype: str, spare: int
+) -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].requires_grad_(False)
+    traced = profile(model, tiny_batch(), dtype=getattr(torch, dtype))
+    layout = pack(traced, choose_chunk_elements(traced))
+    kinds = [chunk.trainable for chunk in layout.chunks]
+    assert False in kinds[1:-1]
+    roomy = detect("cpu", device_memory="1GiB", host_memory="1GiB")
+    for n_persist in range(len(kinds) + 1):
+        for swapped in (0, 5000):
+            least = MemoryModel(traced, roomy, layout).host_bytes_beside(n_persist, swapped)
+            for n_early in range(len(kinds) - n_persist + 1):
+                chunks = layout.chunks[n_persist : n_persist + n_early]
+                size = sum(chunk.elements * spare for chunk in chunks if chunk.trainable)
+
+                def most(host_bytes: int, n_persist: int = n_persist, swapped: int = swapped) -> int:
+                    memory = MemoryModel(traced, replace(roomy, host_bytes=host_bytes), layout)
+                    return int(memory.most_speculated(n_persist, np.array([swapped]))[0])
+
+                assert most(least + size) >= n_early
+                if n_early and chunks[-1].trainable:
+                    assert most(least + size - 1) < n_early
+            assert most(least - 10**9) == 0, "negative room"
 
 
 def test_enclosing_units_hold_their_chunks_too() -> None:

@@ -231,6 +231,50 @@ def test_bounds_of_many_choices_are_those_of_each() -> None:
         assert runtime.placed_bound_ms(undisturbed, alone, 1, 2, early[at : at + 1])[0] == placed[at]
 
 
+def test_chunks_that_forward_never_uses_are_neither_updated_nor_waited_for() -> None:
+    profile = make_profile(1.0, 2.0, n=6)
+    slow = replace(MACHINE, host_adam_gparams=0.0128)
+    units = (*profile.units[:4], *(replace(unit, block=None) for unit in profile.units[4:]))
+    unused = model_of(replace(profile, calls=(0, 1, 2, 3), blocks=profile.blocks[:4], units=units), slow)
+    fewer = model_of(
+        replace(
+            profile,
+            calls=(0, 1, 2, 3),
+            parameters=profile.parameters[:4],
+            units=profile.units[:4],
+            blocks=profile.blocks[:4],
+        ),
+        slow,
+    )
+    modes = (NONE,) * 4
+    choices = Choices.of([modes])
+    for early in (0, 2):
+        step = unused.step_ms(modes, 0, 3, early)
+        assert step == pytest.approx(fewer.step_ms(modes, 0, 3, early))
+        assert unused.bound_ms(unused.undisturbed(choices), 0, 3, early)[0] <= step
+
+
+def test_the_best_number_of_early_updates_may_be_less_than_all() -> None:
+    # The host needs longer than backward. Of all early updates those are done in time that forward needs last.
+    runtime = model_of(make_profile(6.0, 6.0, n=8), replace(MACHINE, host_adam_gparams=MACHINE.host_adam_gparams / 9))
+    times = [runtime.step_ms((NONE,) * 8, 1, 7, early) for early in range(8)]
+    step_ms, early = runtime.fitted_ms((NONE,) * 8, 1, 7, 7)
+    assert 0 < early < 7
+    assert step_ms == times[early] == min(times)
+    assert times[7] > 1.02 * step_ms
+    assert runtime.fitted_ms((NONE,) * 8, 1, 7, 0) == (times[0], 0)
+
+
+def test_early_updates_are_named_in_the_timeline() -> None:
+    runtime = model_of(make_profile(6.0, 6.0), replace(MACHINE, host_adam_gparams=0.256))  # 5 ms a chunk
+    found = runtime.timeline((NONE,) * 4, 1, 3, 2)
+    updates = {one.name: one for one in found.operations if one.lane == HOST and one.start_ms > 0}
+    assert {"early update 2", "early update 1", "update 3"} <= set(updates)
+    assert updates["early update 2"].start_ms < found.backward_end_ms <= updates["update 3"].start_ms
+    inside = model_of(make_profile(6.0, 6.0), MACHINE, update_in_backward=True).timeline((NONE,) * 4, 1, 3)
+    assert {one.name for one in inside.operations if one.lane == HOST} == {f"early update {at}" for at in (1, 2, 3)}
+
+
 def test_a_timeline_does_one_thing_at_a_time_on_every_lane() -> None:
     found = model_of(make_profile(1.0, 2.0, n=8)).timeline((SWAP, CKPT) * 4, 2, 3)
     assert isinstance(found, Timeline)

@@ -168,7 +168,7 @@ def test_sixty_blocks_are_searched_in_no_time() -> None:
 def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = []
 
-    def count(*args: Any, **options: Any) -> float:
+    def count(*args: Any, **options: Any) -> tuple[float, int]:
         simulated.append(simulate(*args, **options))
         return simulated[-1]
 
@@ -256,6 +256,15 @@ def test_a_plan_survives_its_file_and_is_checked(tmp_path: Path) -> None:
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
     assert check(loaded, traced, hardware) == plan
+
+
+def test_a_plan_from_before_there_were_early_updates_has_none() -> None:
+    traced, hardware = make_profile(), machine("3GiB", "3GiB")
+    facts = search(traced, hardware).to_dict()
+    del facts["n_speculate"]
+    loaded = Plan.from_dict(facts)
+    assert loaded.n_speculate == 0
+    assert check(loaded, traced, hardware).n_speculate == 0
 
 
 def test_check_refuses_what_does_not_belong() -> None:

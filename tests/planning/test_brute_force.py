@@ -1,0 +1,144 @@
+"""The search against every plan there is, of small random models on random machines; bounds against all of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from protrain.hardware import HardwareProfile, load
+from protrain.planning import MemoryModel, RuntimeModel, block_modes, pack, search
+from protrain.planning.choices import Choices
+from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+
+MIB = 1024**2
+N = 8 * MIB  # elements of a chunk
+Counts = tuple[int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_speculate
+# Frozen chunks between others: 37, 59, 107. All early updates are not the best: 16, 1072. Contention decides: 15, 44.
+# 3126: all persistent need less than all but one.
+SEEDS = (15, 16, 37, 44, 59, 107, 1072, 3126, *range(200, 205), 206, 207)
+
+
+def random_profile(draw: random.Random) -> ModelProfile:
+    """Blocks of different or equal size, time and activations between an embedding and a head, some of it frozen."""
+    n = draw.choice([3, 4, 5, 6])
+    sizes = [draw.choice([N, N // 2, N // 4]) if draw.random() < 0.5 else N for _ in range(n + 2)]
+    saved = [draw.choice([50, 100, 200, 400]) * MIB for _ in range(n)]
+    if draw.random() < 0.5:
+        saved = [saved[0]] * n
+    ms = [draw.choice([1.0, 3.0, 10.0]) for _ in range(n)]
+    if draw.random() < 0.5:
+        ms = [ms[0]] * n
+    freezes = draw.random() < 0.3
+    live = [sum(size // 16 for size in saved[:at]) for at in range(n + 1)]
+
+    def segment(phase: str, block: int | None, live_bytes: int, peak_bytes: int, duration_ms: float) -> SegmentRecord:
+        return SegmentRecord(
+            phase=phase, block=block, live_bytes=live_bytes, peak_bytes=peak_bytes, duration_ms=duration_ms
+        )
+
+    segments = []
+    for at in range(n):
+        segments.append(segment("forward", None, live[at], MIB, 0.2))
+        segments.append(segment("forward", at, live[at], saved[at] // 4, ms[at]))
+    segments += [segment(phase, None, live[n], max(saved) // 2, 2.0) for phase in ("forward", "backward")]
+    for at in reversed(range(n)):
+        segments.append(segment("backward", at, live[at + 1], saved[at] + saved[at] // 4, 3 * ms[at]))
+        segments.append(segment("backward", None, live[at], 0, 0.2))
+    dtype = draw.choice(["bfloat16", "bfloat16", "bfloat16", "float16", "float32"])
+    return ModelProfile(
+        model="M",
+        dtype=dtype,
+        device="cuda",
+        batch_shapes={"ids": (8, 128)},
+        tokens=1024,
+        buffer_bytes=0,
+        parameters=tuple(
+            ParameterRecord(name=f"p{at}", shape=(size,), group=-1 if freezes and draw.random() < 0.4 else 0)
+            for at, size in enumerate(sizes)
+        ),
+        units=tuple(
+            UnitRecord(name=f"u{at}", block=at - 1 if 0 < at <= n else None, parameters=(at,)) for at in range(n + 2)
+        ),
+        calls=tuple(range(n + 2)),
+        blocks=tuple(
+            BlockRecord(
+                name=f"b{at}",
+                saved_bytes=saved[at],
+                saved_tensors=10,
+                forward_peak_bytes=saved[at] + saved[at] // 8,
+                input_bytes=saved[at] // 16,
+                output_bytes=saved[at] // 16,
+                forward_ms=ms[at],
+                backward_ms=2 * ms[at],
+                forward_flops=10**10,
+            )
+            for at in range(n)
+        ),
+        segments=tuple(segments),
+    )
+
+
+def random_machine(draw: random.Random) -> HardwareProfile:
+    """From a slow host or link to fast ones, with measured contention or shared ceilings, tight or roomy."""
+    known = load("h100")
+    contention = known.contention if draw.random() < 0.5 else ()
+    host_adam = draw.choice([0.2, 1.0, 2.0, 5.0])
+    link = draw.choice([2.0, 10.0, 55.0, 200.0])
+    device_bytes = int(draw.uniform(500, 2500)) * MIB
+    host_bytes = int(draw.choice([draw.uniform(300, 1500), draw.uniform(1000, 4000)])) * MIB
+    return replace(
+        known,
+        contention=contention,
+        host_adam_gparams=host_adam,
+        h2d_gbps=link,
+        d2h_gbps=link,
+        bidirectional_gbps=1.6 * link,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+    )
+
+
+def every_plan(memory: MemoryModel, *, inside: bool) -> Iterator[Counts]:
+    """All that fit."""
+    hardware, n_blocks, n_chunks = memory.hardware, len(memory.profile.blocks), len(memory.layout.chunks)
+    for n_swap in range(n_blocks + 1):
+        for n_ckpt in range(n_blocks - n_swap + 1):
+            activations = memory.activations(block_modes(n_blocks, n_swap, n_ckpt))
+            for n_persist in range(n_chunks + 1):
+                away = n_chunks - n_persist
+                for n_buffer in range(memory.least_buffers(n_persist), away + 1):
+                    if memory.device_bytes(n_persist, n_buffer, activations) > hardware.device_bytes:
+                        break
+                    for n_speculate in range(1 if inside else away + 1):
+                        if memory.host_bytes(n_persist, activations, n_speculate) <= hardware.host_bytes:
+                            yield n_persist, n_buffer, n_swap, n_ckpt, n_speculate
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_plan_at_all_is_better_and_none_beats_its_bounds(seed: int) -> None:
+    draw = random.Random(seed)
+    profile, hardware = random_profile(draw), random_machine(draw)
+    inside = draw.random() < 0.25
+    layout = pack(profile, N)
+    memory = MemoryModel(profile, hardware, layout)
+    runtime = RuntimeModel(profile, hardware, layout, update_in_backward=inside)
+    best, n_plans = float("inf"), 0
+    for n_persist, n_buffer, n_swap, n_ckpt, early in every_plan(memory, inside=inside):
+        modes = block_modes(len(profile.blocks), n_swap, n_ckpt)
+        choices = Choices.of([modes])
+        undisturbed = runtime.undisturbed(choices)
+        step_ms = runtime.step_ms(modes, n_persist, n_buffer, early)
+        least_ms = step_ms * (1 + 1e-9)
+        assert runtime.bound_ms(undisturbed, n_persist, n_buffer, early)[0] <= least_ms
+        assert runtime.placed_bound_ms(undisturbed, choices, n_persist, n_buffer, early)[0] <= least_ms
+        assert runtime.step_ms(modes, n_persist, n_buffer, early, limit_ms=least_ms) == step_ms
+        best = min(best, step_ms)
+        n_plans += 1
+    assert n_plans > 10
+    found = search(profile, hardware, chunk_elements=N, step_during_backward=inside)
+    assert best <= found.step_ms <= 1.01 * best
+    assert found.device_bytes <= hardware.device_bytes
+    assert found.host_bytes <= hardware.host_bytes
