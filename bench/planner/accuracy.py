@@ -37,7 +37,7 @@ def errors_of(results: Iterable[CaseResult]) -> Errors | None:
             found = result.predict(point.plan)
             time.append(found.step_ms / point.median_ms - 1)
             paper.append(found.paper_ms / point.median_ms - 1)
-            device.append(found.device_bytes / point.reserved_bytes - 1)
+            device.append(found.device_bytes / point.allocated_bytes - 1)
             host.append(found.host_bytes / max(1, point.host_bytes) - 1)
     if not time:
         return None

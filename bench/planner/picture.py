@@ -30,7 +30,7 @@ def draw_scatter(results: Sequence[CaseResult], path: Path) -> None:
         time.scatter(measured, [found.paper_ms / 1e3 for _, found in pairs], s=16, color=color, marker="x", alpha=0.4)
         time.scatter(measured, [found.step_ms / 1e3 for _, found in pairs], s=16, color=color, label=label)
         memory.scatter(
-            [point.reserved_bytes / GIB for point, _ in pairs],
+            [point.allocated_bytes / GIB for point, _ in pairs],
             [found.device_bytes / GIB for _, found in pairs],
             s=16,
             color=color,

@@ -53,8 +53,8 @@ class CaseResult(Record):
         return (
             f"{point.plan}: {found.step_ms:.0f} of {measured:.0f} ms ({found.step_ms / measured - 1:+.1%}; "
             f"paper {found.paper_ms / measured - 1:+.1%}), device {found.device_bytes / GIB:.2f} of "
-            f"{point.reserved_bytes / GIB:.2f} GiB ({found.device_bytes / point.reserved_bytes - 1:+.1%}; allocated "
-            f"{point.allocated_bytes / GIB:.2f}), host {found.host_bytes / GIB:.2f} of "
+            f"{point.allocated_bytes / GIB:.2f} GiB ({found.device_bytes / point.allocated_bytes - 1:+.1%}; reserved "
+            f"{point.reserved_bytes / GIB:.2f}), host {found.host_bytes / GIB:.2f} of "
             f"{point.host_bytes / GIB:.2f} GiB, AdamW on the host {point.host_gparams:.1f} G/s, "
             f"wrapped in {point.wrap_s:.1f} s"
         )

@@ -38,7 +38,7 @@ def point(plan: Plan, ms: float, *, device: float = 1.0, error: str = "") -> Poi
         plan=plan,
         step_ms=() if error else (ms, ms * 1.1, ms * 0.9),
         allocated_bytes=int(plan.device_bytes / device),
-        reserved_bytes=int(plan.device_bytes / device),
+        reserved_bytes=int(1.1 * plan.device_bytes / device),
         host_bytes=plan.host_bytes,
         host_gparams=5.0,
         wrap_s=0.1,
