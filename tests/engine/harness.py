@@ -61,15 +61,13 @@ PLANS = (
     Spec("all", "least", (CKPT_SWAP,)),
     Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE), early=True),
     Spec("none", "least", (CKPT_SWAP,), small=True),
-    Spec("none", "middle", (CKPT, CKPT_SWAP), early=True),
 )
 FEW_PLANS = (
     Spec("none", "least", (NONE,)),
     Spec("none", "least", (CKPT,), small=True, early=True),
     Spec("some", "least", (SWAP, CKPT)),
     Spec("all", "least", (CKPT, SWAP, NONE)),
-    Spec("none", "least", (CKPT_SWAP,)),
-    Spec("some", "least", (CKPT_SWAP, NONE, CKPT_SWAP, SWAP), small=True),
+    Spec("some", "least", (CKPT_SWAP, CKPT_SWAP, NONE, SWAP), small=True),
 )
 
 

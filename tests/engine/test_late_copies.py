@@ -42,6 +42,7 @@ SPECS = (
     *FEW_PLANS,
     Spec("none", "middle", (SWAP,), early=True),
     Spec("none", "all", (SWAP, NONE), small=True),
+    Spec("none", "least", (CKPT_SWAP,), early=True),
 )
 KINDS = [Lateness("late"), Lateness("early"), *(Lateness("random", seed) for seed in range(2))]
 Run = Callable[[nn.Module, Any], Any]

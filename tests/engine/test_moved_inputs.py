@@ -78,7 +78,7 @@ class Rows(nn.Module):
             left, right = halves
             hidden = torch.tanh(self.linear(self.norm(left))) * extra["table"].to(left.dtype)
             hidden = hidden + extra["memory"][0] * scale
-            return torch.cat([right + self.drop(hidden), left * hidden.sigmoid()], dim=-1)
+            return torch.cat([right.tanh() + self.drop(hidden), left * hidden.sigmoid()], dim=-1)
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,6 +177,45 @@ def test_between_forward_and_backward_no_input_is_on_the_device() -> None:
         del loss
         assert ledger.held_bytes == before
     assert held[CKPT] - held[CKPT_SWAP] == DEPTH * INPUT_BYTES
+
+
+def test_in_forward_one_input_is_in_use_and_one_on_its_way_out() -> None:
+    model, optimizer, ledger = under((CKPT_SWAP,), make_residual, rows()[0])
+    held: list[int] = []
+    for index in range(DEPTH):
+        norm = model.get_submodule(f"blocks.{index}.norm")
+        norm.register_forward_pre_hook(lambda *_: held.append(ledger.held_bytes))
+    loss = default_loss(model, rows()[0])
+    assert [bytes_ - held[0] for bytes_ in held] == [0, *[INPUT_BYTES] * (DEPTH - 1)]
+    optimizer.backward(loss)
+
+
+def test_inputs_are_fetched_before_the_block_after_them_is_recomputed(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    kind = type(streams_for(device))
+    upload = kind.upload
+
+    def noted(self: Streams, target: Tensor, source: Tensor, **marks: Any) -> None:
+        if target.nbytes == INPUT_BYTES and target.dtype is torch.uint8:
+            events.append("fetch")
+        upload(self, target, source, **marks)
+
+    model = make_residual()
+    spec = Spec("all", "least", (CKPT_SWAP,))
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device)
+    for index in range(DEPTH):
+        norm = wrapped.get_submodule(f"blocks.{index}.norm")
+        norm.register_forward_pre_hook(lambda *_, index=index: events.append(f"block {index}"))
+    monkeypatch.setattr(kind, "upload", noted)
+    loss = default_loss(wrapped, rows()[0])
+    assert events == [f"block {index}" for index in range(DEPTH)]
+    events.clear()
+    optimizer.backward(loss)
+    # The last block's is fetched while backward is in the layer behind it.
+    ahead = [event for index in range(DEPTH - 1, 0, -1) for event in ("fetch", f"block {index}")]
+    assert events == ["fetch", *ahead, "block 0"]
 
 
 def test_the_peak_falls_by_what_is_claimed() -> None:
