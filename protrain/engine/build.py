@@ -22,6 +22,7 @@ from protrain.engine.swap import ALIGNMENT_BYTES, HostSlots
 from protrain.engine.units import make_units
 from protrain.engine.worker import HostWorker
 from protrain.planning.layout import pack
+from protrain.planning.memory import moved_input_bytes
 from protrain.planning.plan import BlockMode, Plan
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
@@ -101,6 +102,11 @@ def build_engine(
         block.saved_bytes + ALIGNMENT_BYTES * block.saved_tensors
         for block, mode in zip(profile.blocks, plan.block_modes, strict=True)
         if mode is BlockMode.SWAP
+    )
+    swapped += sum(
+        moved_input_bytes(block)
+        for block, mode in zip(profile.blocks, plan.block_modes, strict=True)
+        if mode is BlockMode.CKPT_SWAP
     )
     # A page more for each call, whose region is whole pages, and one for the optimizer: a region that did not fit what
     # is left would be mapped anew.

@@ -162,7 +162,7 @@ class Engine:
         self.backward_begins()
         self._in_backward = True
         self._order = self._training_order
-        self.swaps.settle()
+        self.swaps.begin_backward()
         self.gradients.delivered.clear()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 

@@ -6,7 +6,7 @@ a chunk buffer is kept as (chunk, shape, stride, offset) and rebuilt on whatever
 copies, no allocator traffic, any operator.
 
 A :class:`Frame` is one call of a unit. Its kind is the activation mode: keep what is saved (NONE), keep only the
-inputs and run forward again (CKPT), or move what is saved to host memory and back (SWAP).
+inputs and run forward again (CKPT), move what is saved to host memory and back (SWAP), or the inputs (CKPT_SWAP).
 """
 
 from __future__ import annotations
@@ -66,9 +66,11 @@ class Frame:
         self.engine = engine
         self.unit = unit
         self.steps = engine.steps  # a backward after the next optimizer step would meet other weights
+        self.shared: set[int] = set()  # storages of arguments that the unit before was given too
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``function`` so that what it saves goes through this frame."""
+        self.shared = self.engine.swaps.called((args, kwargs))
         with saved_tensors_hooks(self.pack, self.unpack):
             output = function(*args, **kwargs)
         self.engine.swaps.settle()  # the offload of the block before had this forward to finish
@@ -149,9 +151,15 @@ class CheckpointFrame(Frame):
             )
         return super().rebuild(self.recomputed.pop(packed))
 
+    def fresh_input(self, leaf: Any) -> Any:
+        """What the second run gets for a leaf of the kept arguments: no part of the first run's graph."""
+        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+            return leaf.detach().requires_grad_(leaf.requires_grad)
+        return leaf
+
     def _recompute(self) -> None:
         self.recomputed.clear()
-        args, kwargs = tree_map(_fresh_leaf, (self.args, self.kwargs))
+        args, kwargs = tree_map(self.fresh_input, (self.args, self.kwargs))
         hooks = saved_tensors_hooks(self._keep, _unreachable)
         with self._first_buffers(), suppress(_Stop), torch.enable_grad(), self.random_state, self.autocast(), hooks:
             self.function(*args, **kwargs)
@@ -220,12 +228,6 @@ def _autocast_state(device_type: str) -> Callable[[], AbstractContextManager[Any
     dtype = torch.get_autocast_dtype(device_type)
     cache = torch.is_autocast_cache_enabled()
     return lambda: torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache)
-
-
-def _fresh_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
-        return leaf.detach().requires_grad_(leaf.requires_grad)
-    return leaf
 
 
 def _unreachable(packed: Any) -> Tensor:

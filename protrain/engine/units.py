@@ -8,7 +8,7 @@ from torch import nn
 
 from protrain.engine.chunks import Chunk, Member
 from protrain.engine.saved import CheckpointFrame, Frame
-from protrain.engine.swap import SwapFrame
+from protrain.engine.swap import CheckpointSwapFrame, SwapFrame
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode, Plan
 from protrain.profiler.model_profile import ModelProfile
@@ -17,6 +17,7 @@ FRAMES: dict[BlockMode, type[Frame]] = {
     BlockMode.NONE: Frame,
     BlockMode.CKPT: CheckpointFrame,
     BlockMode.SWAP: SwapFrame,
+    BlockMode.CKPT_SWAP: CheckpointSwapFrame,
 }
 
 

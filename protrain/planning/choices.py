@@ -10,21 +10,23 @@ from numpy.typing import NDArray
 
 from protrain.planning.plan import BlockMode
 
-_CODES = {BlockMode.NONE: 0, BlockMode.CKPT: 1, BlockMode.SWAP: 2}
+_CODES = {mode: code for code, mode in enumerate(BlockMode)}
 
 
 class Choices(NamedTuple):
     """Some choices of block modes. Arrays are transposed, [block, choice]: what is looked at is one block of all."""
 
-    ckpt: NDArray[np.bool_]
+    ckpt: NDArray[np.bool_]  # recomputed, whether inputs are moved or not
     swap: NDArray[np.bool_]
+    ckpt_swap: NDArray[np.bool_]  # of the recomputed, those whose inputs are moved
 
     @classmethod
     def of(cls, choices: Sequence[Sequence[BlockMode]]) -> Choices:
         """From the modes of each, by block."""
         codes = np.array([[_CODES[mode] for mode in modes] for modes in choices], dtype=np.int8)
         columns = np.ascontiguousarray(codes.reshape(len(choices), -1).T)
-        return cls(columns == _CODES[BlockMode.CKPT], columns == _CODES[BlockMode.SWAP])
+        inputs_move = columns == _CODES[BlockMode.CKPT_SWAP]
+        return cls((columns == _CODES[BlockMode.CKPT]) | inputs_move, columns == _CODES[BlockMode.SWAP], inputs_move)
 
     @property
     def n_choices(self) -> int:
@@ -33,4 +35,4 @@ class Choices(NamedTuple):
 
     def some(self, which: NDArray[np.intp]) -> Choices:
         """Those at the positions ``which``."""
-        return Choices(self.ckpt[:, which], self.swap[:, which])
+        return Choices(self.ckpt[:, which], self.swap[:, which], self.ckpt_swap[:, which])

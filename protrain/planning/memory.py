@@ -8,6 +8,11 @@ other modes keep on top:
     swapped block     its saved activations while they are on the way: in forward until the next block is done, in
                       backward from the block before it (in backward order) on
 
+and less what its modes take away:
+
+    recomputed from moved inputs   its inputs, from when the next block's forward is done until the backward of the
+                                   block after it begins
+
 A block's own saved activations in its own backward are part of the measured peak, which recomputed them.
 """
 
@@ -25,7 +30,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.choices import Choices
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.planning.plan import BlockMode
-from protrain.profiler.model_profile import ModelProfile
+from protrain.profiler.model_profile import BlockRecord, ModelProfile
 
 Bytes = NDArray[np.int64]
 
@@ -33,6 +38,7 @@ MIB = 1024**2
 STAGING_BUFFERS = 2  # gradients are flattened into one while the other is offloaded
 TILE_ELEMENTS = 16384  # of the gradient norm: one partial sum each
 HOST_ALIGNMENT = 256  # bytes, of every tensor in the host arena
+_MOVED_INPUTS = 16  # of a block in a step, more than any has
 _HOST_SMALL_BYTES = 1 * MIB  # partial sums, page rounding of the arena's segments
 _CUDA_WORKSPACE_BYTES = 128 * MIB  # matmul workspaces that a trace may have found allocated, the engine's small tensors
 _CUDA_FRAGMENTATION = 0.05  # of the activations: what the caching allocator loses to sizes that don't fit each other
@@ -45,7 +51,7 @@ class Activations:
 
     peak_bytes: int
     held_bytes: int  # upper bound of the saved activations among it
-    swapped_bytes: int  # host memory of the swapped blocks
+    swapped_bytes: int  # host memory of the swapped blocks and of moved inputs
 
 
 def state_bytes(chunk: ChunkRecord, dtype: str) -> int:
@@ -55,6 +61,11 @@ def state_bytes(chunk: ChunkRecord, dtype: str) -> int:
         return chunk.elements * element
     master = {"bfloat16": 2, "float16": 4, "float32": 0}[dtype]
     return chunk.elements * (element + master + 4 + 4 + element)
+
+
+def moved_input_bytes(record: BlockRecord) -> int:
+    """Host memory of a block's inputs when they are moved."""
+    return record.input_bytes + HOST_ALIGNMENT * _MOVED_INPUTS if record.input_bytes else 0
 
 
 class MemoryModel:
@@ -155,32 +166,37 @@ class MemoryModel:
         """The fields of :class:`Activations` in their order, each an array by choice."""
         nothing = np.zeros(choices.n_choices, dtype=np.int64)
         untouched = ~(choices.ckpt | choices.swap)
-        kept, peak, held = nothing, nothing, nothing
+        kept, away, peak, held = nothing, nothing, nothing, nothing
         for stretch in self._walk:
             block, share = stretch.block, stretch.share_bytes
             within: Bytes | int = stretch.peak_bytes
             saved: Bytes | int = 0
             if stretch.forward:
-                neighbour, size = stretch.before, stretch.before_bytes
+                neighbour, size, input_size = stretch.before, stretch.before_bytes, stretch.before_input_bytes
                 if block is not None and share:
                     saved = np.where(choices.ckpt[block], 0, share)
                     # What it saves may be part of the most it uses at once: never count it twice.
                     keeping = max(share, min(stretch.peak_bytes + share, stretch.forward_peak_bytes))
                     within = np.where(choices.ckpt[block], stretch.peak_bytes, keeping)
             else:
-                neighbour, size = stretch.after, stretch.after_bytes
+                neighbour, size, input_size = stretch.after, stretch.after_bytes, stretch.after_input_bytes
                 saved = share  # recomputed or fetched, and measured as such
                 if block is not None:
                     kept = kept - untouched[block] * share
+                    away = away - choices.ckpt_swap[block] * stretch.input_bytes
             # Index -1, for "no block", saves nothing.
             waiting = kept if neighbour < 0 else kept + choices.swap[neighbour] * size
+            # The trace has all inputs on the device; the neighbour's is there in truth.
+            waiting = waiting - (away if neighbour < 0 else away - choices.ckpt_swap[neighbour] * input_size)
             peak = np.maximum(peak, stretch.live_bytes + within + waiting)
             held = np.maximum(held, stretch.live_bytes + saved + waiting)
             if stretch.forward and block is not None:
                 kept = kept + untouched[block] * share
+                away = away + choices.ckpt_swap[block] * stretch.input_bytes
         swapped = nothing
         for block, record in enumerate(self.profile.blocks):
             swapped = swapped + choices.swap[block] * (record.saved_bytes + HOST_ALIGNMENT * record.saved_tensors)
+            swapped = swapped + choices.ckpt_swap[block] * moved_input_bytes(record)
         return peak, np.minimum(held, peak), swapped
 
 
@@ -198,12 +214,17 @@ class _Stretch:
     before_bytes: int  # saved by that call
     after: int  # the block whose backward comes next
     after_bytes: int
+    input_bytes: int  # of one call of the block, and of those of its neighbours
+    before_input_bytes: int
+    after_input_bytes: int
 
 
 def _walk(profile: ModelProfile) -> list[_Stretch]:
     calls = Counter(segment.block for segment in profile.segments if segment.phase == "forward")
     share = {index: block.saved_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
     share[-1] = 0
+    inputs = {index: block.input_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
+    inputs[-1] = 0
     order = [segment.block for segment in profile.segments]
     result = []
     before = -1
@@ -221,6 +242,9 @@ def _walk(profile: ModelProfile) -> list[_Stretch]:
                 before_bytes=share[before],
                 after=after,
                 after_bytes=share[after],
+                input_bytes=0 if segment.block is None else inputs[segment.block],
+                before_input_bytes=inputs[before],
+                after_input_bytes=inputs[after],
             )
         )
         if segment.block is not None:

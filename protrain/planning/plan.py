@@ -18,8 +18,14 @@ class BlockMode(enum.Enum):
     """What happens to a block's saved activations between forward and backward."""
 
     NONE = "none"  # kept
-    CKPT = "ckpt"  # dropped, recomputed in backward
+    CKPT = "ckpt"  # dropped, recomputed in backward from the block's inputs, which are kept
     SWAP = "swap"  # moved to host memory, fetched in backward
+    CKPT_SWAP = "ckpt_swap"  # dropped, recomputed from inputs that are moved to host memory and fetched
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the block's forward runs again in backward."""
+        return self in (BlockMode.CKPT, BlockMode.CKPT_SWAP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +34,7 @@ class Plan(Record):
 
     Chunks ``0 .. n_persist - 1`` of the layout that ``chunk_elements`` produces are persistent. Counts that the paper
     calls n_buffer, n_swap and n_ckpt have its meaning; ``block_modes`` spells the last two out, one per block.
+    CKPT_SWAP blocks, which the paper does not have, count as neither.
     """
 
     n_persist: int
@@ -46,9 +53,11 @@ class Plan(Record):
     transient_bytes: int  # the part of device_bytes that is neither chunks, buffers, staging nor saved activations
 
     def __str__(self) -> str:
+        n_ckpt_swap = self.block_modes.count(BlockMode.CKPT_SWAP)
         return (
             f"n_persist={self.n_persist}/{self.n_chunks} n_buffer={self.n_buffer} "
             f"n_swap={self.n_swap} n_ckpt={self.n_ckpt}/{len(self.block_modes)}"
+            + (f" n_ckpt_swap={n_ckpt_swap}" if n_ckpt_swap else "")
             + (f" n_speculate={self.n_speculate}" if self.n_speculate else "")
         )
 

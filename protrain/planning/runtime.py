@@ -71,14 +71,18 @@ class RuntimeModel:
         self._host_update = [elements / hardware.host_adam_gparams / 1e6 for elements in trainable]
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = self._by_visit()
-        # By unit, of one call: out and back of its saved activations, recomputation; which block may be swapped.
+        # By unit, of one call: out and back of its saved activations, of its inputs; recomputation; which block may be
+        # swapped.
         self._swap_ms = [(0.0, 0.0)] * len(profile.units)
+        self._inputs_ms = [(0.0, 0.0)] * len(profile.units)
         self._recompute_ms = [0.0] * len(profile.units)
         self._swappable: list[int | None] = [None] * len(profile.units)
         for unit, n_calls in Counter(profile.calls).items():
             if (block := profile.units[unit].block) is not None:
                 size = profile.blocks[block].saved_bytes / n_calls
                 self._swap_ms[unit] = _ms(size, hardware.d2h_gbps), _ms(size, hardware.h2d_gbps)
+                size_in = profile.blocks[block].input_bytes / n_calls
+                self._inputs_ms[unit] = _ms(size_in, hardware.d2h_gbps), _ms(size_in, hardware.h2d_gbps)
                 self._recompute_ms[unit] = self.times.forward[block] / n_calls
                 self._swappable[unit] = block if size else None
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, [chunk.trainable for chunk in layout.chunks])
@@ -394,15 +398,18 @@ class RuntimeModel:
         return self._work[1]
 
     def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
-        """Work of every turn, and the time to fetch each unit's activations back."""
+        """Work of every turn, and the time to fetch each unit's activations or inputs back."""
         profile = self._profile
         nothing = (0.0, 0.0)
         swap = [nothing] * len(profile.units)
         recompute = [0.0] * len(profile.units)
         for unit, record in enumerate(profile.units):
-            if record.block is not None and modes[record.block] is BlockMode.SWAP:
+            mode = BlockMode.NONE if record.block is None else modes[record.block]
+            if mode is BlockMode.SWAP:
                 swap[unit] = self._swap_ms[unit]
-            elif record.block is not None and modes[record.block] is BlockMode.CKPT:
+            elif mode is BlockMode.CKPT_SWAP:
+                swap[unit] = self._inputs_ms[unit]
+            if mode.recomputes:
                 recompute[unit] = self._recompute_ms[unit]
         work = [Work(compute, swap[unit][0], ()) for unit, compute in zip(profile.calls, self._forward_ms, strict=True)]
         fetched = -1  # ahead, by the visit before

@@ -45,7 +45,7 @@ class BlockRecord(Record):
     forward_peak_bytes: (
         int  # most allocated during a forward that keeps what it saves, above what was there; of one call
     )
-    input_bytes: int  # activations that enter it and are kept when it is checkpointed or swapped
+    input_bytes: int  # computed with gradients, given to it alone: kept while it is checkpointed, if not moved
     output_bytes: int
     forward_ms: float
     backward_ms: float

@@ -28,7 +28,7 @@ class BlockUse:
     forward_peak_bytes: int = 0
     output_bytes: int = 0
     flops: int = 0
-    inputs: dict[StorageWeakRef, int] = field(default_factory=dict)  # storage of a floating argument -> bytes
+    inputs: dict[StorageWeakRef, int] = field(default_factory=dict)  # storage of an argument with a graph -> bytes
 
 
 def probe(
@@ -48,7 +48,7 @@ def probe(
     """
     saved: dict[StorageWeakRef, int] = {}
     for tensor in tensors_in((args, kwargs)):
-        if tensor.is_floating_point():
+        if tensor.grad_fn is not None:  # not a mask, nor what the caller holds anyway
             use.inputs[storage_key(tensor)] = _size(tensor)
     # Copies, because a block may write its inputs in place.
     args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))

@@ -19,7 +19,8 @@ from protrain.profiler import ModelProfile
 from protrain_kernels import padded
 from tests.engine.plain_loop import PlainOptimizer, prepare_plain
 
-NONE, CKPT, SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP
+NONE, CKPT, SWAP, CKPT_SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP, BlockMode.CKPT_SWAP
+_LETTERS = {NONE: "n", CKPT: "c", SWAP: "s", CKPT_SWAP: "i"}  # i: inputs
 Batch: TypeAlias = Any
 Trainer: TypeAlias = ProTrainOptimizer | PlainOptimizer
 MakeModel: TypeAlias = Callable[[], nn.Module]
@@ -39,7 +40,7 @@ class Spec:
 
     def __str__(self) -> str:
         marks = ("-small" if self.small else "") + ("-early" if self.early else "")
-        return f"{self.persist}-{self.buffers}-{''.join(mode.value[0] for mode in self.modes)}{marks}"
+        return f"{self.persist}-{self.buffers}-{''.join(_LETTERS[mode] for mode in self.modes)}{marks}"
 
 
 PLANS = (
@@ -57,12 +58,16 @@ PLANS = (
     Spec("none", "least", (CKPT, NONE, SWAP), small=True, early=True),
     Spec("none", "middle", (SWAP, SWAP, NONE), small=True),
     Spec("none", "all", (CKPT, NONE)),
+    Spec("all", "least", (CKPT_SWAP,)),
+    Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE), early=True),
+    Spec("none", "least", (CKPT_SWAP,), small=True),
 )
 FEW_PLANS = (
     Spec("none", "least", (NONE,)),
     Spec("none", "least", (CKPT,), small=True, early=True),
     Spec("some", "least", (SWAP, CKPT)),
     Spec("all", "least", (CKPT, SWAP, NONE)),
+    Spec("some", "least", (CKPT_SWAP, CKPT_SWAP, NONE, SWAP), small=True),
 )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.engine.harness import (
     CKPT,
+    CKPT_SWAP,
     NONE,
     SWAP,
     Batch,
@@ -29,7 +30,11 @@ from tests.engine.plain_loop import prepare_plain
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 64
-PLANS = (Spec("none", "least", (CKPT, NONE, SWAP)), Spec("some", "least", (SWAP, CKPT), small=True))
+PLANS = (
+    Spec("none", "least", (CKPT, NONE, SWAP)),
+    Spec("some", "least", (SWAP, CKPT), small=True),
+    Spec("none", "least", (CKPT_SWAP,)),
+)
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

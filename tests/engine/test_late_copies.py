@@ -18,6 +18,7 @@ from protrain.engine.swap import HostSlots
 from protrain.optim import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
+    CKPT_SWAP,
     FEW_PLANS,
     NONE,
     SWAP,
@@ -41,6 +42,7 @@ SPECS = (
     *FEW_PLANS,
     Spec("none", "middle", (SWAP,), early=True),
     Spec("none", "all", (SWAP, NONE), small=True),
+    Spec("none", "least", (CKPT_SWAP,), early=True),
 )
 KINDS = [Lateness("late"), Lateness("early"), *(Lateness("random", seed) for seed in range(2))]
 Run = Callable[[nn.Module, Any], Any]
@@ -377,7 +379,11 @@ def test_swapped_activations_come_back_after_a_backward_that_skipped_some(latene
 
     plain, batch = blocks(), (batches()[0][0].repeat(1, WIDTH // 8),)
     expected = run(*prepare_plain(plain, adamw(plain), device=CPU, dtype=torch.float32))
-    for spec in (Spec("all", "least", (SWAP,)), Spec("none", "least", (SWAP, NONE))):
+    for spec in (
+        Spec("all", "least", (SWAP,)),
+        Spec("none", "least", (SWAP, NONE)),
+        Spec("none", "least", (CKPT_SWAP,)),
+    ):
         model = blocks()
         assert_same(run(*wrap_under(spec, model, adamw(model), batch, device=CPU)), expected)
 

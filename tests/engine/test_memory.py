@@ -20,7 +20,7 @@ from protrain.engine.engine import Engine
 from protrain.errors import PlanError
 from protrain.optim import ProTrainOptimizer
 from protrain.profiler.meter import StorageMeter
-from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, wrap_under
+from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, adamw, wrap_under
 
 CPU = torch.device("cpu")
 VOCABULARY = 256
@@ -149,7 +149,9 @@ def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(
-    "modes", [(NONE,), (CKPT,), (SWAP,), (SWAP, CKPT, NONE)], ids=lambda m: m[0].value + str(len(m))
+    "modes",
+    [(NONE,), (CKPT,), (SWAP,), (SWAP, CKPT, NONE), (CKPT_SWAP,), (CKPT_SWAP, CKPT, NONE)],
+    ids=lambda m: m[0].value + str(len(m)),
 )
 @pytest.mark.parametrize("persist", ["none", "some"])
 def test_accumulation_keeps_within_the_budget(persist: str, modes: Any) -> None:
@@ -191,7 +193,11 @@ def test_accumulators_lie_on_the_device_while_there_is_room(on_device: str) -> N
 def test_host_memory_is_what_the_plan_says() -> None:
     batch = make_batch()
     for family in ("gpt2", "t5"):
-        for spec in (Spec("none", "least", (SWAP,)), Spec("some", "least", (SWAP, NONE), small=True)):
+        for spec in (
+            Spec("none", "least", (SWAP,)),
+            Spec("some", "least", (SWAP, NONE), small=True),
+            Spec("none", "least", (CKPT_SWAP,)),
+        ):
             model = make_model(family)
             model, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU, key=f"memory-{family}")
             planned = optimizer.report().host_bytes
@@ -233,7 +239,16 @@ def engine_state(optimizer: ProTrainOptimizer) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("spec", [Spec("some", "least", (SWAP, CKPT, NONE)), Spec("none", "least", (SWAP,))], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec("some", "least", (SWAP, CKPT, NONE)),
+        Spec("none", "least", (SWAP,)),
+        Spec("none", "least", (CKPT_SWAP,)),
+        Spec("some", "least", (CKPT_SWAP, SWAP)),
+    ],
+    ids=str,
+)
 def test_nothing_grows_from_step_to_step(
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], spec: Spec
 ) -> None:
@@ -263,15 +278,16 @@ def test_nothing_grows_from_step_to_step(
 def test_forwards_without_a_backward_leave_nothing(
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch]
 ) -> None:
-    model = tiny_model("gpt2")
-    spec = Spec("none", "least", (SWAP, CKPT, NONE))
-    model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU, key="memory-tiny")
-    train(model, optimizer, tiny_batch())
-    before = engine_state(optimizer)
-    for _ in range(3):
-        model(**tiny_batch())
-    train(model, optimizer, tiny_batch())
-    assert engine_state(optimizer) == before
+    for modes in ((SWAP, CKPT, NONE), (CKPT_SWAP,)):
+        model = tiny_model("gpt2")
+        spec = Spec("none", "least", modes)
+        model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU, key="memory-tiny")
+        train(model, optimizer, tiny_batch())
+        before = engine_state(optimizer)
+        for _ in range(3):
+            model(**tiny_batch())
+        train(model, optimizer, tiny_batch())
+        assert engine_state(optimizer) == before
 
 
 # -- dropping ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,89 @@
+"""A plan with CKPT_SWAP made by hand: what it takes on the device, on the host and in time."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from protrain import profiler
+from protrain.hardware import detect
+from protrain.planning import BlockMode, MemoryModel, RuntimeModel, check, choose_chunk_elements, evaluate, pack
+from protrain.planning.paper import paper_step_ms
+from protrain.profiler import ModelProfile
+from tests.engine import residual
+
+ROWS, WIDTH, DEPTH = 256, 32, 8
+INPUT_BYTES = ROWS * WIDTH * 4
+NONE, CKPT, SWAP, CKPT_SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP, BlockMode.CKPT_SWAP
+host = partial(detect, "cpu", device_memory="1GiB", host_memory="1GiB")
+
+
+@pytest.fixture(scope="module")
+def traced() -> ModelProfile:
+    return profiler.profile(residual.make(WIDTH, DEPTH), (torch.randn(ROWS, 8),), device="cpu")
+
+
+def memory_of(traced: ModelProfile) -> MemoryModel:
+    return MemoryModel(traced, host(), pack(traced, choose_chunk_elements(traced)))
+
+
+def test_inputs_leave_the_device_for_the_host(traced: ModelProfile) -> None:
+    memory = memory_of(traced)
+    assert {block.input_bytes for block in traced.blocks} == {INPUT_BYTES}
+    kept, moved = memory.activations((CKPT,) * DEPTH), memory.activations((CKPT_SWAP,) * DEPTH)
+    # In its own backward a block's input is there, and that of the one before is on its way.
+    assert kept.peak_bytes - moved.peak_bytes == (DEPTH - 2) * INPUT_BYTES
+    assert kept.held_bytes - moved.held_bytes == (DEPTH - 2) * INPUT_BYTES
+    assert kept.swapped_bytes == 0
+    assert DEPTH * INPUT_BYTES <= moved.swapped_bytes <= DEPTH * (INPUT_BYTES + 4096)
+
+
+@pytest.mark.parametrize("away", range(DEPTH - 1))
+def test_each_input_counts_for_itself(traced: ModelProfile, away: int) -> None:
+    memory = memory_of(traced)
+    modes = tuple(CKPT_SWAP if block == away else CKPT for block in range(DEPTH))
+    # The peak is where all inputs are: in the backward of the last block, while the one before is fetched.
+    fell = memory.activations((CKPT,) * DEPTH).peak_bytes - memory.activations(modes).peak_bytes
+    assert fell == (INPUT_BYTES if away < DEPTH - 2 else 0)
+
+
+def test_an_input_that_needs_no_gradient_does_not_move() -> None:
+    model = residual.make(WIDTH, DEPTH)
+    model.get_submodule("enter").requires_grad_(False)
+    found = profiler.profile(model, (torch.randn(ROWS, 8),), device="cpu")
+    assert [block.input_bytes for block in found.blocks] == [0, *[INPUT_BYTES] * (DEPTH - 1)]
+    bare = nn.Sequential(*[residual.Block(WIDTH) for _ in range(3)])
+    found = profiler.profile(bare, (torch.randn(ROWS, WIDTH),), device="cpu")
+    assert [block.input_bytes for block in found.blocks] == [0, INPUT_BYTES, INPUT_BYTES]
+
+
+def test_time_is_that_of_recomputation_and_of_the_way_out_and_back(traced: ModelProfile) -> None:
+    hardware = host()
+    runtime = RuntimeModel(traced, hardware, pack(traced, choose_chunk_elements(traced)))
+    n_chunks = len(pack(traced, choose_chunk_elements(traced)).chunks)
+    step_ms = {mode: runtime.step_ms((mode,) * DEPTH, n_chunks, 0) for mode in (NONE, CKPT, CKPT_SWAP)}
+    way_ms = DEPTH * INPUT_BYTES * (1 / hardware.d2h_gbps + 1 / hardware.h2d_gbps) / 1e6
+    assert step_ms[CKPT] > step_ms[NONE]
+    assert step_ms[CKPT_SWAP] == pytest.approx(step_ms[CKPT] + way_ms)  # a CPU does one thing after the other
+    timeline = runtime.timeline((CKPT_SWAP,) * DEPTH, n_chunks, 0)
+    fetched = [operation for operation in timeline.operations if operation.name.startswith("activations")]
+    assert len(fetched) == 2 * DEPTH
+
+
+def test_a_plan_made_by_hand_is_checked(traced: ModelProfile) -> None:
+    hardware = host()
+    base = evaluate(traced, hardware, n_persist=0, n_buffer=1, n_swap=0, n_ckpt=DEPTH)
+    modes = (CKPT_SWAP,) * (DEPTH - 1) + (CKPT,)
+    plan = check(dataclasses.replace(base, n_ckpt=1, block_modes=modes), traced, hardware)
+    assert plan.block_modes == modes
+    assert plan.device_bytes < base.device_bytes - (DEPTH - 3) * INPUT_BYTES
+    assert plan.host_bytes >= base.host_bytes + (DEPTH - 1) * INPUT_BYTES
+    assert plan.step_ms > base.step_ms
+    layout = pack(traced, plan.chunk_elements)
+    assert paper_step_ms(plan, traced, hardware, layout) == paper_step_ms(base, traced, hardware, layout)
+    with pytest.raises(ValueError, match="0 swapped and 1 checkpointed"):
+        check(dataclasses.replace(base, block_modes=modes), traced, hardware)
