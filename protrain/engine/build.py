@@ -22,8 +22,7 @@ from protrain.engine.swap import ALIGNMENT_BYTES, HostSlots
 from protrain.engine.units import make_units
 from protrain.engine.worker import HostWorker
 from protrain.planning.layout import pack
-from protrain.planning.memory import moved_input_bytes
-from protrain.planning.plan import BlockMode, Plan
+from protrain.planning.plan import BlockMode, Plan, moved_input_bytes
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels.host_library import library

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.choices import Choices
 from protrain.planning.layout import ChunkRecord, Layout
-from protrain.planning.plan import BlockMode
-from protrain.profiler.model_profile import BlockRecord, ModelProfile
+from protrain.planning.plan import BlockMode, moved_input_bytes
+from protrain.profiler.model_profile import ModelProfile
 
 Bytes = NDArray[np.int64]
 
@@ -38,7 +38,6 @@ MIB = 1024**2
 STAGING_BUFFERS = 2  # gradients are flattened into one while the other is offloaded
 TILE_ELEMENTS = 16384  # of the gradient norm: one partial sum each
 HOST_ALIGNMENT = 256  # bytes, of every tensor in the host arena
-_MOVED_INPUTS = 16  # of a block in a step, more than any has
 _HOST_SMALL_BYTES = 1 * MIB  # partial sums, page rounding of the arena's segments
 _CUDA_WORKSPACE_BYTES = 128 * MIB  # matmul workspaces that a trace may have found allocated, the engine's small tensors
 _CUDA_FRAGMENTATION = 0.05  # of the activations: what the caching allocator loses to sizes that don't fit each other
@@ -61,11 +60,6 @@ def state_bytes(chunk: ChunkRecord, dtype: str) -> int:
         return chunk.elements * element
     master = {"bfloat16": 2, "float16": 4, "float32": 0}[dtype]
     return chunk.elements * (element + master + 4 + 4 + element)
-
-
-def moved_input_bytes(record: BlockRecord) -> int:
-    """Host memory of a block's inputs when they are moved."""
-    return record.input_bytes + HOST_ALIGNMENT * _MOVED_INPUTS if record.input_bytes else 0
 
 
 class MemoryModel:

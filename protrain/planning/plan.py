@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.profiler.model_profile import ModelProfile
+from protrain.profiler.model_profile import BlockRecord, ModelProfile
 from protrain.records import Record
 
 if TYPE_CHECKING:
     from protrain.planning.explain import Explanation
+
+
+_INPUT_ALIGNMENT_BYTES = 16 * 256  # of up to 16 inputs in a step, more than any block has
 
 
 class BlockMode(enum.Enum):
@@ -68,6 +71,11 @@ class Plan(Record):
         from protrain.planning.explain import explain  # it makes plans
 
         return explain(self, profile, hardware, step_during_backward=step_during_backward)
+
+
+def moved_input_bytes(record: BlockRecord) -> int:
+    """Host memory that the inputs of a CKPT_SWAP block take in one step."""
+    return record.input_bytes + _INPUT_ALIGNMENT_BYTES if record.input_bytes else 0
 
 
 def block_modes(n_blocks: int, n_swap: int, n_ckpt: int) -> tuple[BlockMode, ...]:
