@@ -17,7 +17,6 @@ from bench.train.models import blocks_of, build_model, fill, parameter_groups, r
 from bench.train.results import Outcome
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job, Task
 from protrain.planning import Plan
-from protrain.planning.plan import BlockMode
 
 Step = Callable[[Tensor], tuple[Tensor, Tensor | None]]  # token ids [batch, sequence] -> loss, gradient norm
 
@@ -103,7 +102,7 @@ def floor_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     assert plan is not None
     model = build_model(job.task)
     replace_loss(model, job.task, device)
-    checkpointed = [mode is BlockMode.CKPT for mode in plan.block_modes]
+    checkpointed = [mode.recomputes for mode in plan.block_modes]
     fill(model, model, device=device, dtype=weight_dtype(device))
     model.to(device)
     shape_blocks(blocks_of(model), compile=job.contestant.compile, checkpointed=checkpointed)

@@ -12,7 +12,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout, pack
 from protrain.planning.memory import MemoryModel, state_bytes
 from protrain.planning.phases import WAITS, Phase, phases
-from protrain.planning.plan import BlockMode, Plan, block_modes
+from protrain.planning.plan import Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
 from protrain.planning.search import check, search
 from protrain.planning.tables import aligned, format_change, format_ms
@@ -212,7 +212,7 @@ def _timeline(plan: Plan, runtime: RuntimeModel, hardware: HardwareProfile, layo
         return runtime.timeline(plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate)
     times = runtime.times
     forward_ms = sum(times.forward) + sum(times.gap_forward)
-    recomputed = (ms for ms, mode in zip(times.forward, plan.block_modes, strict=True) if mode is BlockMode.CKPT)
+    recomputed = (ms for ms, mode in zip(times.forward, plan.block_modes, strict=True) if mode.recomputes)
     backward_ms = times.total - forward_ms + sum(recomputed)
     update_ms = sum(
         chunk.elements / (hardware.device_adam_gparams if index < plan.n_persist else hardware.host_adam_gparams) / 1e6
