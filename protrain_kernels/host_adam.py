@@ -32,6 +32,31 @@ def _threads(threads: int) -> int:
     return threads or torch.get_num_threads()
 
 
+def _adam_arguments(
+    weight: torch.Tensor,
+    master: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    scalars: AdamScalars,
+    scale: torch.Tensor | None,
+    threads: int,
+) -> tuple[object, ...]:
+    """What both C functions take first."""
+    return (
+        weight.data_ptr(),
+        _DTYPE_CODES[weight.dtype],
+        None if master is None else master.data_ptr(),
+        exp_avg.data_ptr(),
+        exp_avg_sq.data_ptr(),
+        grad.data_ptr(),
+        _DTYPE_CODES[grad.dtype],
+        weight.numel(),
+        _Scalars(*scalars.values, 1.0 if scale is None else scale.item()),
+        _threads(threads),
+    )
+
+
 def host_adam(
     weight: torch.Tensor,
     master: torch.Tensor | None,
@@ -47,19 +72,7 @@ def host_adam(
     compiled = library()
     if compiled is None:
         return False
-    values = _Scalars(*scalars.values, 1.0 if scale is None else scale.item())
-    compiled.protrain_adam(
-        weight.data_ptr(),
-        _DTYPE_CODES[weight.dtype],
-        None if master is None else master.data_ptr(),
-        exp_avg.data_ptr(),
-        exp_avg_sq.data_ptr(),
-        grad.data_ptr(),
-        _DTYPE_CODES[grad.dtype],
-        weight.numel(),
-        values,
-        _threads(threads),
-    )
+    compiled.protrain_adam(*_adam_arguments(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale, threads))
     return True
 
 
@@ -76,18 +89,8 @@ def host_adam_out_of_place(
     compiled = library()
     if compiled is None:
         return False
-    values = _Scalars(*scalars.values, 1.0 if scale is None else scale.item())
     compiled.protrain_adam_out_of_place(
-        old.weight.data_ptr(),
-        _DTYPE_CODES[old.weight.dtype],
-        None if old.master is None else old.master.data_ptr(),
-        old.exp_avg.data_ptr(),
-        old.exp_avg_sq.data_ptr(),
-        grad.data_ptr(),
-        _DTYPE_CODES[grad.dtype],
-        old.weight.numel(),
-        values,
-        _threads(threads),
+        *_adam_arguments(*old, grad, scalars, scale, threads),
         new.weight.data_ptr(),
         None if new.master is None else new.master.data_ptr(),
         new.exp_avg.data_ptr(),

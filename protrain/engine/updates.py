@@ -182,9 +182,10 @@ class Updates:
     def update_inside(self, chunk: Chunk) -> None:
         """Update one chunk inside backward, for good: on the device at once, or by the host worker."""
         pieces = self._begin(chunk)
-        if not pieces or chunk.persistent:
-            if pieces:
-                self._update_on_device(chunk, pieces, None)
+        if not pieces:
+            return
+        if chunk.persistent:
+            self._update_on_device(chunk, pieces, None)
             return
         work = functools.partial(_update_on_host, chunk, pieces, self._engine.gradients.host_gradient(chunk), None)
         once, this_round = _Once(functools.partial(work, threads=self._engine.worker.threads)), self._round
