@@ -1,4 +1,4 @@
-"""AdamW on the chunks of an engine: on the device, by the host worker, and by the host worker in advance.
+"""AdamW on the chunks of an engine: on the device, by the host worker, in advance, and by the device beside it.
 
 [Note: early updates] Whether a step clips, is skipped, or has other hyperparameters is known when step() is called. By
 then the host could have done its updates beside backward. So where the plan gives a chunk room for a second copy of its
@@ -10,6 +10,10 @@ at step(). After a step that was not as supposed the next one does without.
 Gradients come in the order opposite to that in which the next forward needs its chunks. So what the host has not begun
 by the end of backward is not done early any more, but in the order of need. That holds for updates inside backward
 (``step_during_backward``) as well, which wait for no step() and need no second copy.
+
+[Note: streamed updates] Some chunks in host memory the device updates while the host updates others. A thread of their
+own takes those jobs: it waits for what the host worker would wait for, has the device stream the states through itself,
+and sleeps until they are back. So whatever follows an update need not know who did it.
 """
 
 from __future__ import annotations
@@ -17,24 +21,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from protrain.engine.chunks import Chunk, Piece
 from protrain.engine.engine import Engine
+from protrain.engine.streamer import Scale
 from protrain.engine.streams import Mark
 from protrain.engine.worker import Job
 from protrain_kernels import AdamScalars, adam_scalars
-
-
-class Scale(NamedTuple):
-    """The factor on gradients (clipping, loss scale): one fp32."""
-
-    on_device: Tensor
-    on_host: Tensor
-    ready: Mark  # on_host is
 
 
 @dataclass
@@ -100,7 +96,7 @@ class Updates:
         self._inside: list[tuple[Chunk, _Once]] = []  # updates given to the host in this backward
         self._backwards = 0  # since the last step, without those that only accumulate
         self._usual_backwards = 1
-        self._last_job: Job | None = None
+        self._last_jobs: dict[bool, Job] = {}  # by whether the device does it
         self._host_scale = engine.arena.take(1, torch.float32)
         self._device_scale = engine.streams.lasting(torch.ones(1, dtype=torch.float32, device=engine.device))
         self._scale_ready = engine.streams.mark()
@@ -116,8 +112,8 @@ class Updates:
 
     def publish(self, factor: Tensor) -> Scale:
         """``factor``, 0-d on the device, for the device and the host."""
-        if self._last_job is not None:
-            self._last_job.wait()  # done long ago: the forward in between needed all of its chunks
+        for job in self._last_jobs.values():
+            job.wait()  # done long ago: the forward in between needed all of their chunks
         streams = self._engine.streams
         streams.compute_waits(self._scale_ready)  # the copy of the step before may still read it
         self._device_scale.copy_(factor.reshape(1))  # a temporary could be gone before the copy to the host has run
@@ -187,8 +183,7 @@ class Updates:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return
-        work = functools.partial(_update_on_host, chunk, pieces, self._engine.gradients.host_gradient(chunk), None)
-        once, this_round = _Once(functools.partial(work, threads=self._engine.worker.threads)), self._round
+        once, this_round = _Once(self._away(chunk, pieces, None)), self._round
 
         def on_host() -> None:
             if not this_round.is_over():
@@ -226,12 +221,15 @@ class Updates:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, scale)
             return
-        gradient, threads = self._engine.gradients.host_gradient(chunk), self._engine.worker.threads
+        update = self._away(chunk, pieces, scale)
+        if chunk.streamed:
+            self._submit(chunk, update, f"update {chunk.index}")
+            return
         early, tally = self._early.pop(chunk.index, None), self.tally
         if chunk.early is None:  # other gradients came, even if the backward that brought them failed
             early = None
 
-        def on_host() -> None:  # of the engine nothing: a model that is dropped must not wait for its last updates
+        def on_host() -> None:  # of the engine nothing, as in _away
             if scale is not None:
                 scale.ready.wait()
             factor = 1.0 if scale is None else scale.on_host.item()
@@ -240,7 +238,7 @@ class Updates:
                 chunk.adopt()
                 tally.adopted += 1
             else:
-                _update_on_host(chunk, pieces, gradient, None if scale is None else scale.on_host, threads=threads)
+                update()
                 tally.redone += early is not None and early.done
 
         self._submit(chunk, on_host, f"update {chunk.index}")
@@ -250,9 +248,20 @@ class Updates:
         gradient = engine.gradients.device_gradient(chunk)
         chunk.step(pieces, gradient, None if scale is None else scale.on_device, threads=engine.worker.threads)
 
+    def _away(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Callable[[], None]:
+        """The update of a chunk in host memory, for the worker that does it. See [Note: streamed updates]."""
+        engine = self._engine  # what is returned has nothing of it: a model that is dropped must not wait for updates
+        gradient, streamer = engine.gradients.host_gradient(chunk), engine.streamer
+        if chunk.streamed:
+            assert streamer is not None
+            return functools.partial(streamer.update, chunk, pieces, gradient, scale, chunk.accumulation)
+        return functools.partial(_update_on_host, chunk, pieces, gradient, scale, threads=engine.worker.threads)
+
     def _submit(self, chunk: Chunk, work: Callable[[], None], name: str) -> None:
         self._engine.buffers.invalidate(chunk)
-        chunk.update = self._last_job = self._engine.worker.submit(work, name)
+        worker = self._engine.stream_worker if chunk.streamed else self._engine.worker
+        assert worker is not None
+        chunk.update = self._last_jobs[chunk.streamed] = worker.submit(work, name)
 
     def _pieces(self, chunk: Chunk) -> list[Piece]:
         """Neighbouring parameters that have a gradient and share hyperparameters and the number of steps."""
@@ -281,10 +290,12 @@ class Updates:
         )
 
 
-def _update_on_host(chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
+def _update_on_host(chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None, *, threads: int) -> None:
+    if scale is not None:
+        scale.ready.wait()
     chunk.offloaded.wait()
     chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
-    chunk.step(pieces, gradient, scale, threads=threads)
+    chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
 
 
 def _holds(early: _Early, pieces: list[Piece], factor: float, version: int) -> bool:

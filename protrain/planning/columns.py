@@ -47,6 +47,7 @@ class Candidate(NamedTuple):
     n_swap: int
     n_ckpt: int
     n_speculate: int
+    n_stream: int = 0
 
 
 class _Column(NamedTuple):

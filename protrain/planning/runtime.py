@@ -23,6 +23,7 @@ from protrain.planning.fetches import Fetches
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode
 from protrain.planning.simulate import Step, Visit, Work, simulate, timeline
+from protrain.planning.streaming import updated_chunks
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Timeline
 from protrain.profiler.model_profile import ModelProfile
 
@@ -64,7 +65,8 @@ class RuntimeModel:
         held = [self._held(unit) for unit in profile.calls]
         held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
         used = {chunk for chunks in held for chunk in chunks}
-        updated = [chunk.trainable and chunk.index in used for chunk in layout.chunks]  # no gradient comes otherwise
+        self._updated = updated_chunks(profile, layout)
+        updated = [chunk.index in self._updated for chunk in layout.chunks]
         trainable = [chunk.elements if updated[chunk.index] else 0 for chunk in layout.chunks]
         self._upload = [_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
         self._device_update = [elements / hardware.device_adam_gparams / 1e6 for elements in trainable]
@@ -117,6 +119,10 @@ class RuntimeModel:
         up, down = (loss[tuple(other == lane for other in OTHERS[HOST])] for lane in (UP, DOWN))
         both = loss[tuple(other in (UP, DOWN) for other in OTHERS[HOST])]
         self._slower_host = (min(up, max(0.0, both - down)), down)
+
+    def streamable(self, n_persist: int, n_speculate: int) -> int:
+        """The most chunks that the device may update in host memory."""
+        return sum(chunk >= n_persist + n_speculate for chunk in self._updated)
 
     @property
     def speculates(self) -> bool:

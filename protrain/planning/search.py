@@ -27,7 +27,7 @@ _TOLERANCE = 0.005
 _NEAR = 0.03  # of plans within this of the fastest other numbers of early updates are tried
 _NOTHING = 0.001  # what early updates must save at least
 
-Counts = tuple[int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_speculate
+Counts = tuple[int, int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_speculate, n_stream
 
 
 def search(
@@ -70,6 +70,7 @@ def evaluate(
     n_swap: int,
     n_ckpt: int,
     n_speculate: int = 0,
+    n_stream: int = 0,
     chunk_elements: int | None = None,
     step_during_backward: bool = False,
 ) -> Plan:
@@ -80,8 +81,9 @@ def evaluate(
         PlanError: the plan does not fit ``hardware``.
     """
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
-    models.check_counts(n_persist, n_buffer, n_swap, n_ckpt, n_speculate)
-    plan = models.plan(n_persist, n_buffer, n_swap, n_ckpt, n_speculate)
+    counts = n_persist, n_buffer, n_swap, n_ckpt, n_speculate, n_stream
+    models.check_counts(*counts)
+    plan = models.plan(*counts)
     models.check_fits(plan)
     return plan
 
@@ -109,10 +111,9 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
             f"checkpointed; the model has {len(profile.blocks)} blocks and the plan says n_swap={plan.n_swap}, "
             f"n_ckpt={plan.n_ckpt}"
         )
-    models.check_counts(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_speculate)
-    fresh = models.plan(
-        *(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_speculate), modes=plan.block_modes
-    )
+    planned = plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_speculate, plan.n_stream
+    models.check_counts(*planned)
+    fresh = models.plan(*planned, modes=plan.block_modes)
     models.check_fits(fresh)
     return fresh
 
@@ -148,6 +149,7 @@ class _Models:
         n_swap: int,
         n_ckpt: int,
         n_speculate: int,
+        n_stream: int,
         *,
         modes: tuple[BlockMode, ...] | None = None,
     ) -> Plan:
@@ -165,9 +167,10 @@ class _Models:
             block_modes=modes,
             model=fingerprint(profile),
             tokens=profile.tokens,
-            device_bytes=memory.device_bytes(n_persist, n_buffer, activations),
+            device_bytes=memory.device_bytes(n_persist, n_buffer, activations, n_stream),
             host_bytes=memory.host_bytes(n_persist, activations, n_speculate),
             n_speculate=n_speculate,
+            n_stream=n_stream,
             step_ms=self.runtime.step_ms(modes, n_persist, n_buffer, n_speculate),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )
@@ -188,7 +191,7 @@ class _Models:
                 modes, more, buffers, self.most_early(more, activations), limit_ms=limit_ms
             )
             if step_ms < limit_ms:
-                return more, buffers, plan.n_swap, plan.n_ckpt, early
+                return more, buffers, plan.n_swap, plan.n_ckpt, early, plan.n_stream
         return plan[1:]
 
     def most_early(self, n_persist: int, activations: Activations) -> int:
@@ -212,7 +215,9 @@ class _Models:
                 best = best._replace(step_ms=step_ms, n_speculate=early)
         return best
 
-    def best_early(self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int) -> Counts:
+    def best_early(
+        self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int, n_stream: int
+    ) -> Counts:
         """The same with the best number of early updates, or fewer where those save nothing: they take memory.
 
         Half as many again as are needed, should the host be slower than it was when it was calibrated.
@@ -223,9 +228,11 @@ class _Models:
         limit_ms = min(times) * (1 + _NOTHING)
         needed = next(early for early, step_ms in enumerate(times) if step_ms <= limit_ms)
         enough = (early for early in range(min(most, -(-3 * needed // 2)), needed - 1, -1) if times[early] <= limit_ms)
-        return n_persist, n_buffer, n_swap, n_ckpt, next(enough)
+        return n_persist, n_buffer, n_swap, n_ckpt, next(enough), n_stream
 
-    def check_counts(self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int = 0) -> None:
+    def check_counts(
+        self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int, n_stream: int
+    ) -> None:
         """ValueError for a count out of range."""
         n_chunks = len(self.layout.chunks)
         if not 0 <= n_persist <= n_chunks:
@@ -240,13 +247,19 @@ class _Models:
             raise ValueError(f"n_speculate must be 0 to {most}, the number of chunks in host memory, not {n_speculate}")
         if n_speculate and self.in_backward:
             raise ValueError("n_speculate must be 0 with step_during_backward=True: no update waits for step() then")
+        candidates = self.runtime.streamable(n_persist, n_speculate)
+        if not 0 <= n_stream <= candidates:
+            raise ValueError(
+                f"n_stream must be 0 to {candidates}, the number of chunks in host memory that are trained and not "
+                f"updated early, not {n_stream}"
+            )
         block_modes(len(self.profile.blocks), n_swap, n_ckpt)
 
     def check_fits(self, plan: Plan) -> None:
         """PlanError when ``plan`` needs more than there is."""
         activations = self.memory.activations(plan.block_modes)
         if plan.device_bytes > self.hardware.device_bytes:
-            raise device_error(self.memory, plan.n_persist, plan.n_buffer, activations)
+            raise device_error(self.memory, plan.n_persist, plan.n_buffer, activations, n_stream=plan.n_stream)
         if plan.host_bytes > self.hardware.host_bytes:
             raise host_error(self.memory, plan.n_persist, activations, n_speculate=plan.n_speculate)
 
