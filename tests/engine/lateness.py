@@ -103,9 +103,10 @@ def _finish(jobs: deque[Job], followers: deque[Callable[[], None]]) -> None:
             jobs.popleft().run()
 
 
-def _come_in(workers: Iterable[LateWorker | None]) -> None:
-    for worker in workers:
-        if worker is not None:
+def _come_in(found: Iterable[LateWorker | None]) -> None:
+    workers = [worker for worker in found if worker is not None]
+    if not any(worker._busy for worker in workers):  # one may wait for the other, which cannot get on inside of it
+        for worker in workers:
             worker.come_in()
 
 
