@@ -181,7 +181,7 @@ def timeline_of(
 
 def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     """The device memory of ``plan`` by kind."""
-    static = memory.static_parts(plan.n_persist, plan.n_buffer)
+    static = memory.static_parts(plan.n_persist, plan.n_buffer, plan.n_stream)
     activations = memory.activations(plan.block_modes)
     parts = {**static, "activations": activations.peak_bytes}
     parts["margin and workspaces"] = memory.margined_bytes(activations) - activations.peak_bytes
@@ -209,7 +209,8 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
 
 def _timeline(plan: Plan, runtime: RuntimeModel, hardware: HardwareProfile, layout: Layout) -> Timeline:
     if hardware.device_type != "cpu":
-        return runtime.timeline(plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate)
+        counts = plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
+        return runtime.timeline(plan.block_modes, *counts)
     times = runtime.times
     forward_ms = sum(times.forward) + sum(times.gap_forward)
     recomputed = (ms for ms, mode in zip(times.forward, plan.block_modes, strict=True) if mode.recomputes)

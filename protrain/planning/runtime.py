@@ -24,7 +24,9 @@ from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode
 from protrain.planning.simulate import Step, Visit, Work, simulate, timeline
 from protrain.planning.streaming import updated_chunks
-from protrain.planning.timeline import DOWN, GPU, HOST, UP, Timeline
+from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline
+from protrain.planning.updating import Updating
+from protrain.planning.visits import computing_by_visit, gradients_by_visit
 from protrain.profiler.model_profile import ModelProfile
 
 Modes = tuple[BlockMode, ...]
@@ -32,6 +34,12 @@ Times = NDArray[np.float64]
 Counts = NDArray[np.int64] | int
 
 _HOST_ADAM_BYTES = {"bfloat16": 26, "float16": 28, "float32": 28}  # DRAM traffic per parameter of one host update
+_STREAMED_BYTES = {
+    "bfloat16": (14, 12),
+    "float16": (16, 14),
+    "float32": (16, 12),
+}  # a parameter, to the device and back
+_CALIBRATED_BYTES = (12, 12)
 
 
 class Undisturbed(NamedTuple):
@@ -72,7 +80,7 @@ class RuntimeModel:
         self._device_update = [elements / hardware.device_adam_gparams / 1e6 for elements in trainable]
         self._host_update = [elements / hardware.host_adam_gparams / 1e6 for elements in trainable]
         self._visits = [*profile.calls, *reversed(profile.calls)]
-        self._forward_ms, self._backward_ms = self._by_visit()
+        self._forward_ms, self._backward_ms = computing_by_visit(profile, self.times)
         # By unit, of one call: out and back of its saved activations, of its inputs; recomputation; which block may be
         # swapped.
         self._swap_ms = [(0.0, 0.0)] * len(profile.units)
@@ -89,8 +97,15 @@ class RuntimeModel:
                 self._swappable[unit] = block if size else None
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, [chunk.trainable for chunk in layout.chunks])
         self._needed = held
-        self._gradients, self._gradients_of_visit = self._gradients_by_visit()
-        self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype])
+        self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
+        streamed_gparams, streamed_gbps = _streamed_rates(hardware, profile.dtype)
+        self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype], streamed_gbps)
+        # What the device takes for a millisecond of the host's updates: alone, and while both work.
+        self._streamed_ms = hardware.host_adam_gparams / streamed_gparams
+        host, device = (
+            self._rates[lane][tuple(other in (GPU, HOST, STREAM) for other in OTHERS[lane])] for lane in (HOST, STREAM)
+        )
+        self._beside_ms = self._streamed_ms * host / device
         self._work: tuple[Modes, tuple[list[Work], list[float]]] | None = None  # of the modes asked for last
         self._visits_of: dict[tuple[int, int], list[Visit]] = {}  # by n_persist and n_buffer
         # For bounds: sums from the first chunk on.
@@ -109,7 +124,8 @@ class RuntimeModel:
         first_use = next((at for at, chunks in enumerate(held) if last_trainable in chunks), 0)
         forward_after_last = starts[-1] - starts[min(first_use, len(self._forward_ms))]
         self._last_trainable = last_trainable
-        # From the last host update to the end of forward.
+        # From the last update of any chunk to the end of forward, its upload aside; with that, of the last chunk.
+        self._after_update_ms = forward_after_last
         self._after_host_ms = (self._upload[last_trainable] if self._upload else 0.0) + forward_after_last
         n_chunks = len(layout.chunks)
         self._used_from = [sum(chunk >= first for chunk in used) for first in range(n_chunks + 1)]
@@ -130,13 +146,20 @@ class RuntimeModel:
         return not self._in_backward and self._hardware.device_type != "cpu"
 
     def step_ms(
-        self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0, *, limit_ms: float = float("inf")
+        self,
+        modes: Modes,
+        n_persist: int,
+        n_buffer: int,
+        n_speculate: int = 0,
+        n_stream: int = 0,
+        *,
+        limit_ms: float = float("inf"),
     ) -> float:
         """Predicted time of one step in steady state, in milliseconds; if above ``limit_ms``, by how much is open.
 
         None of its gradients is clipped: then no update is done twice.
         """
-        step = self._step(modes, n_persist, n_buffer, n_speculate)
+        step = self._step(modes, n_persist, n_buffer, n_speculate, n_stream)
         if self._hardware.device_type == "cpu":
             return _in_a_row(step)
         return simulate(step, self._rates, limit_ms=limit_ms)[0]
@@ -151,13 +174,16 @@ class RuntimeModel:
         """
         if not most:
             return self.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms), 0
-        step = replace(self._step(modes, n_persist, n_buffer, most), chooses=True)
-        step_ms, n_early = simulate(step, self._rates, limit_ms=limit_ms)
-        return step_ms, step.host_update_ms[n_early - 1][0] - n_persist + 1 if n_early else 0
+        step = self._step(modes, n_persist, n_buffer, most)
+        step = replace(step, updating=replace(step.updating, chooses=True))
+        step_ms, found = simulate(step, self._rates, limit_ms=limit_ms)
+        return step_ms, found.host_ms[found.n_early - 1][0] - n_persist + 1 if found.n_early else 0
 
-    def timeline(self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0) -> Timeline:
+    def timeline(
+        self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0, n_stream: int = 0
+    ) -> Timeline:
         """What runs where and when in that step, as on a GPU."""
-        return timeline(self._step(modes, n_persist, n_buffer, n_speculate), self._rates)
+        return timeline(self._step(modes, n_persist, n_buffer, n_speculate, n_stream), self._rates)
 
     def undisturbed(self, choices: Choices) -> Undisturbed:
         """Forward and backward as they would be with all weights on the device and every copy at full rate.
@@ -301,64 +327,7 @@ class RuntimeModel:
         around = (unit, *self._profile.units[unit].within)
         return tuple(sorted({chunk for member in around for chunk in chunks[member]}))
 
-    def _by_visit(self) -> tuple[list[float], list[float]]:
-        """Computing per visit, forward and backward, both in forward order, without recomputation.
-
-        A block's share is its time over its calls. What runs between blocks goes to the outer units visited there, by
-        the size of their parameters (an embedding, a norm and the head take very different times), or where there are
-        none to the block that follows.
-        """
-        profile, times = self._profile, self.times
-        blocks = [profile.units[unit].block for unit in profile.calls]
-        n_calls = {block: blocks.count(block) for block in blocks}
-        forward = [0.0 if block is None else times.forward[block] / n_calls[block] for block in blocks]
-        backward = [0.0 if block is None else times.backward[block] / n_calls[block] for block in blocks]
-        gap_start, gap = 0, 0
-        for at, block in enumerate((*blocks, None)):
-            ends = at == len(blocks)
-            if not ends and (block is None or block < gap):
-                continue
-            first = gap if ends else min(gap, len(profile.blocks))
-            last = len(profile.blocks) if ends else int(block or 0)
-            outer = list(range(gap_start, at)) or [min(at, len(blocks) - 1)]
-            sizes = [
-                1 + sum(profile.parameters[p].numel for p in profile.units[profile.calls[v]].parameters) for v in outer
-            ]
-            for place in range(first, last + 1):
-                for visit, size in zip(outer, sizes, strict=True):
-                    forward[visit] += times.gap_forward[place] * size / sum(sizes)
-                    backward[visit] += times.gap_backward[place] * size / sum(sizes)
-            gap_start, gap = at + 1, last + 1
-        return forward, backward
-
-    def _numel(self, unit: int) -> int:
-        return sum(self._profile.parameters[index].numel for index in self._profile.units[unit].parameters)
-
-    def _gradients_by_visit(self) -> tuple[list[tuple[int, float, float]], list[list[int]]]:
-        """(chunk, flatten ms, offload ms), and which of them each visit of backward yields.
-
-        A parameter's gradient is whole when backward leaves the unit that used it first.
-        """
-        profile, hardware = self._profile, self._hardware
-        left: dict[int, int] = {}  # parameter -> last visit in backward
-        for at, unit in enumerate(reversed(profile.calls)):
-            for parameter in profile.units[unit].parameters:
-                left[parameter] = at
-        elements: dict[tuple[int, int], int] = {}
-        for slot in self._layout.slots:
-            if profile.parameters[slot.parameter].group >= 0 and slot.parameter in left:
-                key = (left[slot.parameter], slot.chunk)
-                elements[key] = elements.get(key, 0) + slot.numel
-        flatten_gbps = hardware.flatten_gbps or hardware.device_copy_gbps
-        gradients: list[tuple[int, float, float]] = []
-        of_visit: list[list[int]] = [[] for _ in profile.calls]
-        for (at, chunk), count in sorted(elements.items()):
-            size = count * profile.element_bytes
-            of_visit[at].append(len(gradients))
-            gradients.append((chunk, _ms(2 * size, flatten_gbps), _ms(size, hardware.d2h_gbps)))
-        return gradients, of_visit
-
-    def _step(self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int) -> Step:
+    def _step(self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int, n_stream: int = 0) -> Step:
         n_visits, last = len(self._profile.calls), n_persist + n_speculate
         work, swap_in = self._work_for(modes)
         visits = self._placed(n_persist, n_buffer)
@@ -371,9 +340,15 @@ class RuntimeModel:
             swap_ms=swap_in,
             gradients=self._gradients,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
-            host_update_ms=[(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist],
-            n_early=sum(t > 0 for t in self._host_update[n_persist : None if self._in_backward else last]),
-            after_host_ms=self._after_host_ms,
+            updating=Updating(
+                host_ms=[(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist],
+                n_early=sum(t > 0 for t in self._host_update[n_persist : None if self._in_backward else last]),
+                n_stream=n_stream,
+                streamed_ms=self._streamed_ms,
+                beside_ms=self._beside_ms,
+                inside=self._in_backward,
+            ),
+            after_update_ms=self._after_update_ms,
         )
 
     def _placed(self, n_persist: int, n_buffer: int) -> list[Visit]:
@@ -429,6 +404,19 @@ class RuntimeModel:
         return work, [back for _, back in swap]
 
 
+def _streamed_rates(hardware: HardwareProfile, dtype: str) -> tuple[float, tuple[float, float]]:
+    """1e9 parameters a second that the device updates in host memory, and GB/s to it and back.
+
+    Calibration has the gradient on the device, from where it comes over the link here. The link's traffic in both
+    directions together is the limit.
+    """
+    there, back = _STREAMED_BYTES[dtype]
+    calibrated = sum(_CALIBRATED_BYTES)
+    gparams = hardware.streamed_adam_gparams or hardware.bidirectional_gbps / calibrated
+    gparams *= calibrated / (there + back)
+    return gparams, (gparams * there, gparams * back)
+
+
 def _in_a_row(step: Step) -> float:
     """Everything one after the other: a CPU is device and host at once."""
     visits = [*step.forward, *step.backward]
@@ -439,7 +427,7 @@ def _in_a_row(step: Step) -> float:
         for index, offloaded in visit.gradients:
             _, flatten, offload = step.gradients[index]
             total += flatten + (offload if offloaded else 0.0)
-    return total + sum(time for _, time in step.device_update_ms) + sum(time for _, time in step.host_update_ms)
+    return total + sum(time for _, time in (*step.device_update_ms, *step.updating.host_ms))
 
 
 def _ms(size_bytes: float, gbps: float) -> float:

@@ -171,7 +171,7 @@ class _Models:
             host_bytes=memory.host_bytes(n_persist, activations, n_speculate),
             n_speculate=n_speculate,
             n_stream=n_stream,
-            step_ms=self.runtime.step_ms(modes, n_persist, n_buffer, n_speculate),
+            step_ms=self.runtime.step_ms(modes, n_persist, n_buffer, n_speculate, n_stream),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )
 

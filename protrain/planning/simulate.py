@@ -1,8 +1,9 @@
-"""A step as it really overlaps, worked out in order of issue on four lanes (paper section 4, and beyond).
+"""A step as it really overlaps, worked out in order of issue on five lanes (paper section 4, and beyond).
 
 GPU       computes, flattens gradients into chunks, updates persistent chunks
 up, down  the copy engines: first in, first out, whatever is waited for
 host      updates the other chunks, one after the other, in the order in which the next forward needs them
+streamed  some of those, updated by the device through the link, likewise (:mod:`protrain.planning.streaming`)
 
 The engine's order of issue is known (:mod:`protrain.planning.fetches` for uploads), and every operation starts when
 its lane is free and what it needs is there: a buffer given up, a chunk updated, a gradient offloaded, a norm known. The
@@ -12,17 +13,13 @@ step after the first is the steady state.
 (not in the paper). The first pass runs every operation at its own full rate; the second stretches each by what is left
 of its rate beside the others (:mod:`protrain.planning.contention`), for the part of its time in which they ran in the
 first, as if lanes were busy independently of each other within that time.
-
-[Note: how many early updates] More are not always better. Gradients come in backward order, so what begins in time of
-many early updates are chunks that the next forward needs last, and those that it needs first come after; of fewer it
-may be all of them. The first pass knows when gradients arrive and when forward takes which chunk, and so for any number
-how long that waits for updates; from the most that there may be it goes down until that does not fall any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import accumulate, islice, pairwise, product, repeat
 from math import inf
 from typing import NamedTuple
@@ -32,11 +29,10 @@ from numpy.typing import NDArray
 
 from protrain.planning.contention import OTHERS, Rates
 from protrain.planning.fetches import Fetch
-from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP, Operation, Timeline
+from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Operation, Timeline
+from protrain.planning.updating import Moment, Updating, chosen, uploads_of
 
 Times = NDArray[np.float64]
-
-_TRIED = 3  # early updates fewer than what was best so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,62 +66,59 @@ class Step:
     swap_ms: Sequence[float]  # by unit: its saved activations to the device
     gradients: Sequence[tuple[int, float, float]]  # (chunk, flatten, offload)
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
-    host_update_ms: Sequence[tuple[int, float]]  # of the others, in execution order
-    n_early: int  # of those, the first: updated as gradients come if that begins before backward is over
-    after_host_ms: float  # at least, from the last host update to the end of forward
-    chooses: bool = False  # n_early is how many there may be; see [Note: how many early updates]
-
-    def host_updates(self, n_early: int) -> Sequence[tuple[int, float]]:
-        """Host updates in the order in which they are done: as gradients come, then as the next forward needs them.
-
-        ``n_early`` of the early ones begin in time: those whose gradients come first.
-        """
-        updates = self.host_update_ms
-        first = self.n_early - n_early
-        return [*updates[first : self.n_early][::-1], *updates[:first], *updates[self.n_early :]]
+    updating: Updating  # of the others
+    after_update_ms: float  # at least, from the last update of any of those to the end of forward, its upload aside
 
 
-def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float, int]:
-    """Milliseconds of one step in steady state, at least ``limit_ms`` as soon as it cannot be less; its early updates.
+def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float, Updating]:
+    """Milliseconds of one step in steady state, at least ``limit_ms`` as soon as it cannot be less; who updates what.
 
     Contention only makes operations longer, so the first pass bounds the second from below; so does :func:`_least_ms`.
     """
     first = _Run.of(step)
     step = first.step
     if first.step_ms >= limit_ms or not first.moves:
-        return first.step_ms, step.n_early
+        return first.step_ms, step.updating
     stretch = _stretches(first, rates)
-    if limit_ms < inf and step.n_early < len(step.host_update_ms) and _least_ms(step, first, stretch) >= limit_ms:
-        return limit_ms, step.n_early
-    return _Run.of(step, stretch, first.n_early).step_ms, step.n_early
+    waits = any(queue.n_early < len(queue.updates) for queue in step.updating.queues())
+    if limit_ms < inf and waits and _least_ms(step, first, stretch) >= limit_ms:
+        return limit_ms, step.updating
+    return _Run.of(step, stretch, first.in_time).step_ms, step.updating
 
 
 def _least_ms(step: Step, first: _Run, stretch: list[list[float]]) -> float:
     """What the second pass comes to at least: a quarter of its work.
 
-    From one norm to the next go the host updates of the first step that wait for it, what follows them in forward, and
-    backward: from the end of forward, when every upload and copy issued before it may be done. All with the durations
-    of the second pass; later starts would only make the ends later. What the device updates comes after either norm.
+    From one norm to the next go the updates in host memory of the first step that wait for it, what follows them in
+    forward, and backward: from the end of forward, when every upload and copy issued before it may be done. All with
+    the durations of the second pass; later starts would only make the ends later. What the device updates of its own
+    comes after either norm.
     """
-    starts, ends, factors = first.starts, first.ends, stretch[HOST]
-    host_ms = sum((ends[HOST][at] - starts[HOST][at]) * factors[at] for at in range(step.n_early, len(factors) // 2))
+    starts, ends = first.starts, first.ends
+    update_ms = 0.0
+    for lane, queue in zip((HOST, STREAM), step.updating.queues(), strict=True):
+        if queue.n_early < len(queue.updates):
+            factors = stretch[lane]
+            late = range(queue.n_early, len(queue.updates))
+            late_ms = sum((ends[lane][at] - starts[lane][at]) * factors[at] for at in late)
+            update_ms = max(update_ms, late_ms + step.upload_ms[queue.updates[-1][0]])
     n_gpu, n_device = len(starts[GPU]) // 2, len(step.device_update_ms)
     after, before = (
         sum(duration * stretch[GPU][at] for at, (_, duration) in enumerate(step.device_update_ms, end - n_device))
         for end in (2 * n_gpu, n_gpu)
     )
-    return host_ms + step.after_host_ms + _Run.backward_ms(step, stretch) + after - before
+    return update_ms + step.after_update_ms + _Run.backward_ms(step, stretch) + after - before
 
 
 def timeline(step: Step, rates: Rates) -> Timeline:
     """The same with every operation."""
     run = _Run.of(step)
     if run.moves:
-        run = _Run.of(step, _stretches(run, rates), run.n_early)
+        run = _Run.of(run.step, _stretches(run, rates), run.in_time)
     begin = run.begin_ms
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
-        for lane, names in enumerate(_names(step, run.n_early or 0))
+        for lane, names in enumerate(_names(run.step, run.in_time or (0, 0)))
         for (kind, what), start, end in zip(names * 2, run.starts[lane], run.ends[lane], strict=True)
         if end > start and end > begin
     ]
@@ -137,9 +130,9 @@ def timeline(step: Step, rates: Rates) -> Timeline:
     )
 
 
-def _names(step: Step, n_early: int) -> list[list[tuple[str, object]]]:
+def _names(step: Step, in_time: tuple[int, int]) -> list[list[tuple[str, object]]]:
     """By lane, what it does in one step in the order of issue: what and with what."""
-    names: list[list[tuple[str, object]]] = [[], [], [], []]
+    names: list[list[tuple[str, object]]] = [[] for _ in LANES]
     for visit, work in zip(step.forward, step.forward_work, strict=True):
         names[UP] += [("weights", fetch.chunk) for fetch in visit.fetches]
         names[GPU].append(("forward", visit.name))
@@ -151,8 +144,9 @@ def _names(step: Step, n_early: int) -> list[list[tuple[str, object]]]:
         names[GPU].append(("backward", visit.name))
         names[GPU] += [("flatten", step.gradients[index][0]) for index, _ in visit.gradients]
         names[DOWN] += [("gradients", step.gradients[index][0]) for index, offloaded in visit.gradients if offloaded]
-    updates = step.host_updates(n_early)
-    names[HOST] = [("early update" if at < n_early else "update", chunk) for at, (chunk, _) in enumerate(updates)]
+    for lane, queue, early in zip((HOST, STREAM), step.updating.queues(), in_time, strict=True):
+        updates = queue.ordered(early)
+        names[lane] = [("early update" if at < early else "update", chunk) for at, (chunk, _) in enumerate(updates)]
     names[GPU] += [("update", chunk) for chunk, _ in step.device_update_ms]
     return names
 
@@ -164,15 +158,15 @@ class _Run:
     """
 
     def __init__(self, step: Step, stretch: list[Iterator[float]], start_ms: float) -> None:
-        self.step = step  # with the early updates that were chosen
+        self.step = step  # with the early and streamed updates that were chosen
         self._stretch = stretch  # by lane, for one operation after the other
-        self.n_early: int | None = None  # early updates that begin in time; found in the first step
+        self.in_time: tuple[int, int] | None = None  # early updates of host and device that begin in time, once known
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
-        self.starts: list[list[float]] = [[], [], [], []]
-        self.ends: list[list[float]] = [[], [], [], []]
-        self._free = [start_ms] * 4
+        self.starts: list[list[float]] = [[] for _ in LANES]
+        self.ends: list[list[float]] = [[] for _ in LANES]
+        self._free = [start_ms] * len(LANES)
         n_chunks = len(step.upload_ms)
-        self._updated = [start_ms] * n_chunks  # by chunk: its host update is done
+        self._updated = [start_ms] * n_chunks  # by chunk: its update in host memory is done
         self._released = [start_ms] * (n_chunks + 1)  # the GPU has read its buffer; at the end (-1) an empty buffer's
         self._loaded = [start_ms] * n_chunks  # a frozen one may be there all the time
         self._offloaded = [start_ms] * n_chunks
@@ -182,10 +176,10 @@ class _Run:
         self._unsettled = start_ms
 
     @classmethod
-    def of(cls, step: Step, stretch: list[list[float]] | None = None, n_early: int | None = None) -> _Run:
-        """Both steps. Stretches belong to operations in the order of the run that they come from, and its n_early."""
-        run = cls(step, [iter(one) for one in stretch] if stretch else [repeat(1.0)] * 4, 0.0)
-        run.n_early = n_early
+    def of(cls, step: Step, stretch: list[list[float]] | None = None, in_time: tuple[int, int] | None = None) -> _Run:
+        """Both steps. Stretches belong to operations in the order of the run that they come from, and its in_time."""
+        run = cls(step, [iter(one) for one in stretch] if stretch else [repeat(1.0)] * len(LANES), 0.0)
+        run.in_time = in_time
         ends = []
         for _ in range(2):
             run.begin_ms = run._free[GPU]
@@ -206,6 +200,7 @@ class _Run:
             sum(len(visit.fetches) for visit in step.forward),
             sum(work.swap_ms > 0 for work in step.forward_work),
             0,
+            0,
         ]
         at = [len(factors) // 2 + before for factors, before in zip(stretch, n_before, strict=True)]
         run = cls(step, [islice(factors, first, None) for factors, first in zip(stretch, at, strict=True)], -inf)
@@ -216,7 +211,7 @@ class _Run:
     @property
     def moves(self) -> bool:
         """Whether anything but the GPU works."""
-        return any(self.starts[lane] for lane in (UP, DOWN, HOST))
+        return any(self.starts[lane] for lane in (UP, DOWN, HOST, STREAM))
 
     def _do(self, lane: int, earliest: float, duration: float) -> float:
         start = max(self._free[lane], earliest)
@@ -309,70 +304,44 @@ class _Run:
 
     def _update(self) -> None:
         over = self._free[GPU]  # backward is, and the norm known
-        if self.n_early is None:
-            if self.step.chooses:
-                self.step = self._chosen(over)
-            self.n_early = self._in_time(self.step, over)
-        step = self.step
-        for at, (chunk, duration) in enumerate(step.host_updates(self.n_early)):
-            earliest = self._offloaded[chunk]
-            done = self._do(HOST, earliest if at < self.n_early else max(over, earliest), duration)
-            self._updated[chunk] = max(over, done)  # an early one is confirmed when the norm is known
-        for _, duration in step.device_update_ms:
+        if self.in_time is None:
+            if self.step.updating.chooses or self.step.updating.streams:
+                self.step = replace(self.step, updating=chosen(self.step.updating, self._moment(over)))
+            host, device = self.step.updating.queues()
+            self.in_time = (
+                host.in_time(self._free[HOST], self._offloaded, over),
+                device.in_time(self._free[STREAM], self._offloaded, over),
+            )
+        for lane, queue, in_time in zip((HOST, STREAM), self.step.updating.queues(), self.in_time, strict=True):
+            for at, (chunk, duration) in enumerate(queue.ordered(in_time)):
+                earliest = self._offloaded[chunk]
+                done = self._do(lane, earliest if at < in_time else max(over, earliest), duration)
+                self._updated[chunk] = max(over, done)  # an early one is confirmed when the norm is known
+        for _, duration in self.step.device_update_ms:
             self._do(GPU, 0.0, duration)
 
-    def _chosen(self, over: float) -> Step:
-        """The step with a number of early updates for which its next forward waits least."""
+    def _moment(self, over: float) -> Moment:
         used: dict[int, float] = {}
         for visit, start in zip(self.step.forward, self.starts[GPU], strict=False):
             for chunk in visit.chunks:
                 used.setdefault(chunk, start)
-        fetches = (fetch for visit in self.step.forward for fetch in visit.fetches)
-        # What is fetched once more is for backward.
-        uploads = [
-            (fetch.chunk, start, used.pop(fetch.chunk, inf))
-            for fetch, start in zip(fetches, self.starts[UP], strict=False)
-        ]
-        chosen, least = self.step, self._wait_ms(self.step, over, uploads)
-        none = replace(chosen, n_early=0)
-        if least >= self._wait_ms(none, over, uploads):
-            return none
-        for n_early in range(self.step.n_early - 1, 0, -1):
-            if least <= 0 or n_early < chosen.n_early - _TRIED:
-                break
-            fewer = replace(chosen, n_early=n_early)
-            wait = self._wait_ms(fewer, over, uploads)
-            if wait <= least:
-                chosen, least = fewer, wait
-        return chosen
-
-    def _wait_ms(self, step: Step, over: float, uploads: list[tuple[int, float, float]]) -> float:
-        """How long forward waits for updates, by its ``uploads`` without them: chunk, start and when it is used."""
-        in_time = self._in_time(step, over)
-        free, done = self._free[HOST], [0.0] * len(step.upload_ms)
-        for at, (chunk, duration) in enumerate(step.host_updates(in_time)):
-            earliest = self._offloaded[chunk]
-            free = done[chunk] = max(free, earliest if at < in_time else max(over, earliest)) + duration
-        link = wait = 0.0
-        for chunk, start, use in uploads:
-            link = max(link, start, done[chunk] - over) + step.upload_ms[chunk]
-            wait = max(wait, link - use)
-        return wait
-
-    def _in_time(self, step: Step, over: float) -> int:
-        """How many early updates of ``step`` begin before backward is ``over``."""
-        free = self._free[HOST]
-        for count, (chunk, duration) in enumerate(step.host_update_ms[: step.n_early][::-1]):
-            start = max(free, self._offloaded[chunk])
-            if start >= over:
-                return count
-            free = start + duration
-        return step.n_early
+        fetched = [fetch.chunk for visit in self.step.forward for fetch in visit.fetches]
+        return Moment(
+            over=over,
+            free=(self._free[HOST], self._free[STREAM]),
+            offloaded=self._offloaded,
+            upload_ms=self.step.upload_ms,
+            uploads=uploads_of(fetched, self.starts[UP], used),
+        )
 
 
 def _stretches(run: _Run, rates: Rates) -> list[list[float]]:
-    """By lane, per operation the factor on its duration. See [Note: contention]."""
-    counts = [len(starts) for starts in run.starts]
+    """By lane, per operation the factor on its duration. See [Note: contention].
+
+    The last lane, which most plans leave idle, costs nothing then.
+    """
+    n_lanes = len(LANES) if run.starts[STREAM] else STREAM
+    counts = [len(starts) for starts in run.starts[:n_lanes]]
     starts = np.array([moment for lane in run.starts for moment in lane])
     ends = np.array([moment for lane in run.ends for moment in lane])
     firsts = [0, *accumulate(counts)]
@@ -384,16 +353,17 @@ def _stretches(run: _Run, rates: Rates) -> list[list[float]]:
         busy = _busy(starts[lane], ends[lane], ends) - _busy(starts[lane], ends[lane], starts)
         shares.append(np.clip(busy / lengths, 0.0, 1.0))
     beside = [
-        np.concatenate([shares[others[which]][lane] for others, lane in zip(OTHERS, lanes, strict=True)])
-        for which in range(len(LANES) - 1)
+        np.concatenate([shares[others[which]][lane] for others, lane in zip(OTHERS[:n_lanes], lanes, strict=True)])
+        for which in range(n_lanes - 1)
     ]
     alone = [1.0 - share for share in beside]
     rate = np.zeros(len(starts))
-    for present in product((False, True), repeat=len(beside)):
-        first, second, third = (beside[at] if runs else alone[at] for at, runs in enumerate(present))
-        rate += first * second * third * np.repeat([of_lane[present] for of_lane in rates], counts)
+    idle = (False,) * (len(LANES) - n_lanes)
+    for present in product((False, True), repeat=n_lanes - 1):
+        weights = reduce(np.multiply, (beside[at] if runs else alone[at] for at, runs in enumerate(present)))
+        rate += weights * np.repeat([of_lane[*present, *idle] for of_lane in rates[:n_lanes]], counts)
     factors: list[float] = (1.0 / rate).tolist()
-    return [factors[lane] for lane in lanes]
+    return [*(factors[lane] for lane in lanes), *([[]] * (len(LANES) - n_lanes))]
 
 
 def _busy(starts: Times, ends: Times, until: Times) -> Times:

@@ -33,7 +33,7 @@ def updated_chunks(profile: ModelProfile, layout: Layout) -> list[int]:
 
 def streamed_chunks(candidates: Sequence[int], n_stream: int) -> list[int]:
     """``n_stream`` of ``candidates``, evenly. See [Note: which chunks are streamed]."""
-    return [candidates[nth * len(candidates) // n_stream - 1] for nth in range(1, n_stream + 1)]
+    return [candidates[-(-nth * len(candidates) // n_stream) - 1] for nth in range(1, n_stream + 1)]
 
 
 def staging_bytes(hardware: HardwareProfile, chunk_elements: int) -> int:

@@ -28,6 +28,7 @@ from protrain.planning import (
     search,
 )
 from protrain.planning.simulate import simulate
+from protrain.planning.updating import Updating
 from protrain.profiler import ModelProfile
 from protrain.profiler.model_profile import BlockRecord, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.quantities import parse_bytes
@@ -168,7 +169,7 @@ def test_sixty_blocks_are_searched_in_no_time() -> None:
 def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = []
 
-    def count(*args: Any, **options: Any) -> tuple[float, int]:
+    def count(*args: Any, **options: Any) -> tuple[float, Updating]:
         simulated.append(simulate(*args, **options))
         return simulated[-1]
 
