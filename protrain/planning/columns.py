@@ -20,7 +20,7 @@ Bounds are worked out for all choices of block modes at once, as arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ from protrain.planning.runtime import RuntimeModel, Times
 from protrain.profiler.model_profile import ModelProfile
 
 # What is at most this much faster than the fastest found isn't looked for: the prediction is no better.
-_GAIN = 0.003
+MUST_GAIN = 0.003
 _ROUNDING = 1e-9  # what sums in another order differ by, and more
 
 
@@ -47,7 +47,7 @@ class Candidate(NamedTuple):
     n_swap: int
     n_ckpt: int
     n_speculate: int
-    n_stream: int = 0
+    n_stream: int
 
 
 class _Column(NamedTuple):
@@ -79,6 +79,9 @@ class Columns:
         memory: the memory model of both.
         runtime: the runtime model.
         tolerance: plans this much slower than the fastest are kept, unless they swap.
+        streams: the device may update some of the chunks in host memory, for which it has the room.
+        n_swaps: the numbers of swapped blocks to look at; all when None.
+        fastest_ms: of a plan known already; those found must be faster.
     """
 
     def __init__(
@@ -89,18 +92,23 @@ class Columns:
         runtime: RuntimeModel,
         *,
         tolerance: float,
+        streams: bool = False,
+        n_swaps: Collection[int] | None = None,
+        fastest_ms: float = float("inf"),
     ) -> None:
         self._hardware = hardware
         self._memory = memory
         self._runtime = runtime
         self._tolerance = tolerance
+        self._streams = streams
+        self._to_beat = fastest_ms < float("inf")
         self._n_chunks = len(memory.layout.chunks)
         n_blocks = len(profile.blocks)
         counts = [
             (n_swap, n_ckpt)
             for n_swap in range(n_blocks + 1)
             for n_ckpt in range(n_blocks - n_swap + 1)
-            if memory.kept_bytes(n_swap + n_ckpt) <= hardware.device_bytes
+            if memory.kept_bytes(n_swap + n_ckpt) <= hardware.device_bytes and (n_swaps is None or n_swap in n_swaps)
         ]
         self._modes = [block_modes(n_blocks, *pair) for pair in counts]
         self._n_swap, self._n_ckpt = np.array(counts, dtype=np.int64).reshape(-1, 2).T
@@ -111,7 +119,7 @@ class Columns:
         self._placed: dict[int, _Placed] = {}
         self._untouched = block_modes(n_blocks, 0, 0)
         self._untouched_of: dict[tuple[int, int, int], float] = {}  # by n_persist, n_buffer, most early updates
-        self._fastest_ms = float("inf")
+        self._fastest_ms = fastest_ms
         self._found: list[Candidate] = []
 
     def walk(self) -> list[Candidate]:
@@ -127,11 +135,11 @@ class Columns:
 
         With the most buffers and early updates that any of them has room for. Worked out once there is a plan to beat.
         """
-        if not self._found:
+        if self._fastest_ms == float("inf"):
             return 0.0
         placed = self._place(n_persist)
         most = int(placed.n_buffer.max()), int(placed.most_early.max())
-        return self._untouched_ms((n_persist, *most), self._fastest_ms * (1 - _GAIN))
+        return self._untouched_ms((n_persist, *most), self._fastest_ms * (1 - MUST_GAIN))
 
     def _untouched_ms(self, placement: tuple[int, int, int], limit_ms: float) -> float:
         """The step with no block recomputed or swapped, as if there were memory for it, or at least ``limit_ms``.
@@ -140,12 +148,12 @@ class Columns:
         """
         known = self._untouched_of.get(placement)
         if known is None:
-            known, _ = self._runtime.fitted_ms(self._untouched, *placement, limit_ms=limit_ms)
+            known, *_ = self._runtime.fitted_ms(self._untouched, *placement, streams=self._streams, limit_ms=limit_ms)
             self._untouched_of[placement] = known
         return known
 
     def _may_win(self, bound_ms: float) -> bool:
-        return bound_ms < self._fastest_ms * (1 - _GAIN)
+        return bound_ms < self._fastest_ms * (1 - MUST_GAIN)
 
     def _columns(self) -> Iterator[_Column]:
         """Those that hold any plan that fits."""
@@ -159,7 +167,7 @@ class Columns:
         # More checkpointed than swapped blocks only add; fewer give swapping room, which may take less.
         balanced = (starts + n_swaps - self._n_ckpt[starts])[of_column]
         for n_persist in range(self._n_chunks + 1):
-            left = hardware.device_bytes - memory.static_bytes(n_persist, memory.least_buffers(n_persist))
+            left = hardware.device_bytes - self._static_bytes(n_persist, memory.least_buffers(n_persist))
             fits = (self._margined <= left) & self._fits_host(n_persist)
             # Nothing may fit here and yet with more persistent chunks: after the last one none is staged or buffered.
             if not fits.any():
@@ -168,10 +176,16 @@ class Columns:
             first = firsts[of_column]
             counts = (rows >= first) & (rows <= np.maximum(first, balanced))
             all_buffers, most_early = self._n_chunks - n_persist, self._most_early(n_persist)
-            bound_ms = self._runtime.bound_ms(self._undisturbed, n_persist, all_buffers, most_early)
+            bound_ms = self._bound_ms(n_persist, all_buffers, most_early)
             bounds_ms = np.minimum.reduceat(np.where(counts, bound_ms, np.inf), starts).tolist()
             for at in np.flatnonzero(firsts < len(rows)).tolist():
                 yield _Column(bounds_ms[at], int(n_swaps[at]), n_persist, int(firsts[at]), int(ends[at]))
+
+    def _static_bytes(self, n_persist: int, n_buffer: int) -> int:
+        return self._memory.static_bytes(n_persist, n_buffer, n_stream=int(self._streams))
+
+    def _bound_ms(self, n_persist: int, n_buffer: NDArray[np.int64] | int, most_early: NDArray[np.int64]) -> Times:
+        return self._runtime.bound_ms(self._undisturbed, n_persist, n_buffer, most_early, streams=self._streams)
 
     def _fits_host(self, n_persist: int) -> NDArray[np.bool_]:
         """Whether host memory has room, by choice: which blocks are swapped depends on what lies between them."""
@@ -186,17 +200,17 @@ class Columns:
     def _place(self, n_persist: int) -> _Placed:
         placed = self._placed.get(n_persist)
         if placed is None:
-            memory, runtime, all_buffers = self._memory, self._runtime, self._n_chunks - n_persist
+            memory, all_buffers = self._memory, self._n_chunks - n_persist
             least_buffers = memory.least_buffers(n_persist)
-            spare = self._hardware.device_bytes - memory.static_bytes(n_persist, least_buffers) - self._margined
+            spare = self._hardware.device_bytes - self._static_bytes(n_persist, least_buffers) - self._margined
             n_buffer = np.minimum(all_buffers, least_buffers + spare // memory.buffer_bytes)
             n_buffer = np.where((spare < 0) | ~self._fits_host(n_persist), -1, n_buffer)
             most_early = self._most_early(n_persist)
             placed = self._placed[n_persist] = _Placed(
                 n_buffer=n_buffer,
                 most_early=most_early,
-                bound_ms=runtime.bound_ms(self._undisturbed, n_persist, n_buffer, most_early),
-                all_bound_ms=runtime.bound_ms(self._undisturbed, n_persist, all_buffers, most_early),
+                bound_ms=self._bound_ms(n_persist, n_buffer, most_early),
+                all_bound_ms=self._bound_ms(n_persist, all_buffers, most_early),
                 least_ms=np.full(len(n_buffer), np.nan),
             )
         return placed
@@ -209,7 +223,9 @@ class Columns:
             same = np.flatnonzero(placed.n_buffer == n_buffer)
             choices, step = self._choices.some(same), self._undisturbed.some(same)
             early = placed.most_early[same]
-            placed.least_ms[same] = self._runtime.placed_bound_ms(step, choices, n_persist, n_buffer, early)
+            placed.least_ms[same] = self._runtime.placed_bound_ms(
+                step, choices, n_persist, n_buffer, early, streams=self._streams
+            )
         return float(placed.least_ms[row])
 
     def _walk(self, column: _Column) -> None:
@@ -228,9 +244,10 @@ class Columns:
             before = n_buffer
             if not self._may_win(float(placed.bound_ms[row])):
                 continue
-            # Swapping must pay: what it frees is not worth having for the same time.
-            limit_ms = self._fastest_ms * (1 - _GAIN if n_swap and self._found else 1 + self._tolerance)
-            step_ms, n_speculate = self._step_ms(row, n_persist, limit_ms)
+            # Swapping and streaming must pay: what they free is not worth having for the same time.
+            must_gain = self._to_beat or (n_swap and self._found)
+            limit_ms = self._fastest_ms * (1 - MUST_GAIN if must_gain else 1 + self._tolerance)
+            step_ms, n_speculate, n_stream = self._step_ms(row, n_persist, limit_ms)
             ends_column = n_ckpt >= n_swap
             if step_ms >= limit_ms:
                 if ends_column and n_buffer == all_buffers:
@@ -244,41 +261,43 @@ class Columns:
             postponed.clear()
             unlimited_ms = step_ms
             if ends_column and n_buffer < all_buffers:
-                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, limit_ms)
+                unlimited_ms, *_ = self._simulated_ms(row, n_persist, all_buffers, limit_ms)
                 if unlimited_ms >= limit_ms:
                     return
-            self._found.append(Candidate(step_ms, n_persist, n_buffer, n_swap, n_ckpt, n_speculate))
+            self._found.append(Candidate(step_ms, n_persist, n_buffer, n_swap, n_ckpt, n_speculate, n_stream))
             self._fastest_ms = min(self._fastest_ms, step_ms)
-            if ends_column and step_ms <= unlimited_ms * (1 + _GAIN):
+            if ends_column and step_ms <= unlimited_ms * (1 + MUST_GAIN):
                 return
 
-    def _step_ms(self, row: int, n_persist: int, limit_ms: float) -> tuple[float, int]:
-        """Of a choice of block modes with all buffers that fit, and its early updates.
+    def _step_ms(self, row: int, n_persist: int, limit_ms: float) -> tuple[float, int, int]:
+        """Of a choice of block modes with all buffers that fit, and its early and its streamed updates.
 
         Infinite when it cannot be below ``limit_ms``.
         """
         if self._least_ms(row, n_persist) * (1 - _ROUNDING) >= limit_ms:
-            return float("inf"), 0
+            return float("inf"), 0, 0
         placed = self._place(n_persist)
         n_buffer = int(placed.n_buffer[row])
         # Without swapping most placements are met once. With it, again and again.
         if self._n_swap[row]:
             placement = n_persist, n_buffer, int(placed.most_early[row])
             if self._untouched_ms(placement, limit_ms) >= limit_ms:
-                return float("inf"), 0
+                return float("inf"), 0, 0
         return self._simulated_ms(row, n_persist, n_buffer, limit_ms)
 
     def _simulated_ms(
         self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf")
-    ) -> tuple[float, int]:
+    ) -> tuple[float, int, int]:
         most_early = int(self._place(n_persist).most_early[row])
-        return self._runtime.fitted_ms(self._modes[row], n_persist, n_buffer, most_early, limit_ms=limit_ms)
+        return self._runtime.fitted_ms(
+            self._modes[row], n_persist, n_buffer, most_early, streams=self._streams, limit_ms=limit_ms
+        )
 
     def _ends_column(self, row: int, n_persist: int, limit_ms: float) -> bool:
         """Whether a choice that takes ``limit_ms`` or more leaves nothing to find in its column."""
         n_buffer = int(self._place(n_persist).n_buffer[row])
-        unlimited_ms, _ = self._simulated_ms(row, n_persist, self._n_chunks - n_persist, limit_ms)
+        unlimited_ms, *_ = self._simulated_ms(row, n_persist, self._n_chunks - n_persist, limit_ms)
         if unlimited_ms >= limit_ms:
             return True
-        hardly_slower_ms = unlimited_ms * (1 + _GAIN)
+        hardly_slower_ms = unlimited_ms * (1 + MUST_GAIN)
         return hardly_slower_ms >= limit_ms and self._simulated_ms(row, n_persist, n_buffer)[0] <= hardly_slower_ms

@@ -100,12 +100,9 @@ class RuntimeModel:
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
         streamed_gparams, streamed_gbps = _streamed_rates(hardware, profile.dtype)
         self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype], streamed_gbps)
-        # What the device takes for a millisecond of the host's updates: alone, and while both work.
+        # What the device takes for a millisecond of the host's updates, and both together, at full rate.
         self._streamed_ms = hardware.host_adam_gparams / streamed_gparams
-        host, device = (
-            self._rates[lane][tuple(other in (GPU, HOST, STREAM) for other in OTHERS[lane])] for lane in (HOST, STREAM)
-        )
-        self._beside_ms = self._streamed_ms * host / device
+        self._together = self._streamed_ms / (1.0 + self._streamed_ms)
         self._work: tuple[Modes, tuple[list[Work], list[float]]] | None = None  # of the modes asked for last
         self._visits_of: dict[tuple[int, int], list[Visit]] = {}  # by n_persist and n_buffer
         # For bounds: sums from the first chunk on.
@@ -140,6 +137,18 @@ class RuntimeModel:
         """The most chunks that the device may update in host memory."""
         return sum(chunk >= n_persist + n_speculate for chunk in self._updated)
 
+    def balanced(self, n_persist: int, n_speculate: int) -> int:
+        """Chunks for the device to update in host memory, of all that it may, to end when the host does."""
+        host, device = (
+            self._rates[lane][tuple(other in (GPU, HOST, STREAM) for other in OTHERS[lane])] for lane in (HOST, STREAM)
+        )
+        return round(self.streamable(n_persist, n_speculate) / (1 + self._streamed_ms * host / device))
+
+    @property
+    def streams(self) -> bool:
+        """Whether the search may have the device update chunks in host memory: how fast it does must be known."""
+        return self._hardware.device_type == "cuda" and self._hardware.streamed_adam_gparams is not None
+
     @property
     def speculates(self) -> bool:
         """Whether updates before step() save time: with updates inside backward, or on a CPU, there is none to save."""
@@ -165,19 +174,27 @@ class RuntimeModel:
         return simulate(step, self._rates, limit_ms=limit_ms)[0]
 
     def fitted_ms(
-        self, modes: Modes, n_persist: int, n_buffer: int, most: int, *, limit_ms: float = float("inf")
-    ) -> tuple[float, int]:
-        """The same with up to ``most`` early updates: as many as seem best. See [Note: how many early updates].
+        self,
+        modes: Modes,
+        n_persist: int,
+        n_buffer: int,
+        most: int,
+        *,
+        streams: bool = False,
+        limit_ms: float = float("inf"),
+    ) -> tuple[float, int, int]:
+        """The same with up to ``most`` early updates, and streamed ones: as many as seem best. See updating.py.
 
         Returns:
-            (step time, n_speculate).
+            (step time, n_speculate, n_stream).
         """
-        if not most:
-            return self.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms), 0
+        if not most and not streams:
+            return self.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms), 0, 0
         step = self._step(modes, n_persist, n_buffer, most)
-        step = replace(step, updating=replace(step.updating, chooses=True))
+        step = replace(step, updating=replace(step.updating, chooses=most > 0, streams=streams))
         step_ms, found = simulate(step, self._rates, limit_ms=limit_ms)
-        return step_ms, found.host_ms[found.n_early - 1][0] - n_persist + 1 if found.n_early else 0
+        n_early = 0 if self._in_backward else found.n_early
+        return step_ms, found.host_ms[n_early - 1][0] - n_persist + 1 if n_early else 0, found.n_stream
 
     def timeline(
         self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0, n_stream: int = 0
@@ -252,7 +269,9 @@ class RuntimeModel:
             gpu = gpu + self._flatten_of_visit[len(calls) - 1 - at]
         return gpu
 
-    def bound_ms(self, step: Undisturbed, n_persist: int, n_buffer: Counts, n_speculate: Counts) -> Times:
+    def bound_ms(
+        self, step: Undisturbed, n_persist: int, n_buffer: Counts, n_speculate: Counts, *, streams: bool = False
+    ) -> Times:
         """What the step takes at least, whatever overlaps, by choice; counts may differ between choices.
 
         Each is a time that lanes need, at full rate but for the last, for work that must follow each other:
@@ -266,26 +285,32 @@ class RuntimeModel:
           them, the last of all, is needed in forward, and everything from there to the next norm comes after it (unless
           updates run in backward). Weights that go up and swapped activations that go out meanwhile slow it down (see
           :meth:`_late_ms`).
+
+        With ``streams`` the device may take a part of the host's updates: no better than both at full rate, with which
+        nothing interferes.
         """
         again = np.maximum(0, self._used_from[n_persist] - n_buffer) * self._least_upload[n_persist]
         backward = np.maximum(step.backward_ms, step.back_ms + again)
         gpu = step.forward_ms + backward + self._device_before[n_persist]
         if n_persist > self._last_trainable or self._hardware.device_type == "cpu":
             return gpu
-        host = self._host_before[-1] - self._host_before[n_persist]
+        host = (self._host_before[-1] - self._host_before[n_persist]) * (self._together if streams else 1.0)
         up = self._fresh_from[n_persist]
         least = np.maximum(np.maximum(gpu, np.maximum(up, again) + again + step.back_ms), host)
         if self._in_backward:
             return least
-        late = self._late(n_persist, n_speculate)
-        return np.where(late > 0, np.maximum(least, late + self._late_ms(up, step.out_ms) + backward), least)
-
-    def _late(self, n_persist: int, n_speculate: Counts) -> Times:
-        """Host updates, undisturbed, that wait for the norm."""
-        return self._host_before[-1] - np.array(self._host_before)[n_persist + n_speculate]
+        late_ms = self._late_ms(n_persist, n_speculate, up, step.out_ms, streams=streams)
+        return np.where(late_ms > 0, np.maximum(least, late_ms + backward), least)
 
     def placed_bound_ms(
-        self, step: Undisturbed, choices: Choices, n_persist: int, n_buffer: int, n_speculate: Counts
+        self,
+        step: Undisturbed,
+        choices: Choices,
+        n_persist: int,
+        n_buffer: int,
+        n_speculate: Counts,
+        *,
+        streams: bool = False,
     ) -> Times:
         """The same, tighter and at more cost, for one placement: uploads of backward wait for buffers as they will.
 
@@ -294,25 +319,30 @@ class RuntimeModel:
         after the first (nothing goes up after the last step worked out).
         """
         if self._hardware.device_type == "cpu":
-            return self.bound_ms(step, n_persist, n_buffer, n_speculate)
+            return self.bound_ms(step, n_persist, n_buffer, n_speculate, streams=streams)
         backward = np.maximum(step.backward_ms, self._backward(choices, self._placed(n_persist, n_buffer)))
         device = self._device_before[n_persist]
         gpu = step.forward_ms + backward + device
         if self._in_backward or n_persist > self._last_trainable:
             return gpu
-        late = self._late(n_persist, n_speculate)
-        up = self._fresh_from[n_persist]
+        late_ms = self._late_ms(n_persist, n_speculate, self._fresh_from[n_persist], step.out_ms, streams=streams)
         disturbed = device * (1.0 / min(self._rates[GPU].values()) - 1.0)
-        return np.where(late > 0, np.maximum(gpu, late + self._late_ms(up, step.out_ms) + backward - disturbed), gpu)
+        return np.where(late_ms > 0, np.maximum(gpu, late_ms + backward - disturbed), gpu)
 
-    def _late_ms(self, up_ms: float, out_ms: Times) -> Times:
-        """At least, from when the undisturbed host optimizer would be done to the end of forward.
+    def _late_ms(self, n_persist: int, n_speculate: Counts, up_ms: float, out_ms: Times, *, streams: bool) -> Times:
+        """At least, from the norm, for which host updates wait, to the end of forward; 0 where none waits.
 
         In the time of the host optimizer let u of ``up_ms`` and d of ``out_ms`` be done: it takes ``u * a + d * b``
         more, after which forward takes ``after`` more; what is not done then follows, so that forward ends no earlier
         than after ``up_ms - u`` and ``out_ms - d``. The least over u and d of the latest of the three is where all are
         the same, or the first alone with u or d at 0.
         """
+        undisturbed = (
+            self._host_before[-1] - np.array(self._host_before)[n_persist + n_speculate] + np.zeros_like(out_ms)
+        )
+        if streams:
+            least = undisturbed * self._together + min(self._upload[n_persist:], default=0.0) + self._after_update_ms
+            return np.where(undisturbed > 0, least, 0.0)
         after = self._after_host_ms
         a, b = self._slower_host
         late = np.full_like(out_ms, after)
@@ -320,7 +350,7 @@ class RuntimeModel:
             met = (after + weights * a * up_ms + activations * b * out_ms) / (1 + weights * a + activations * b)
             possible = (met <= up_ms if weights else True) & (met <= out_ms if activations else True)
             late = np.where(possible, np.maximum(late, met), late)
-        return late
+        return np.where(undisturbed > 0, undisturbed + late, 0.0)
 
     def _held(self, unit: int) -> tuple[int, ...]:
         chunks = self._layout.unit_chunks
@@ -345,7 +375,6 @@ class RuntimeModel:
                 n_early=sum(t > 0 for t in self._host_update[n_persist : None if self._in_backward else last]),
                 n_stream=n_stream,
                 streamed_ms=self._streamed_ms,
-                beside_ms=self._beside_ms,
                 inside=self._in_backward,
             ),
             after_update_ms=self._after_update_ms,

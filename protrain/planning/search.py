@@ -13,7 +13,7 @@ import numpy as np
 from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.choices import Choices
-from protrain.planning.columns import Candidate, Columns
+from protrain.planning.columns import MUST_GAIN, Candidate, Columns
 from protrain.planning.infeasible import device_error, host_error
 from protrain.planning.layout import Layout, choose_chunk_elements, pack
 from protrain.planning.memory import Activations, MemoryModel
@@ -26,6 +26,9 @@ from protrain.profiler.model_profile import ModelProfile
 _TOLERANCE = 0.005
 _NEAR = 0.03  # of plans within this of the fastest other numbers of early updates are tried
 _NOTHING = 0.001  # what early updates must save at least
+_PARTS = 4  # of all early updates: where to begin looking when others may be streamed
+_CLIMBED = 3  # of the fastest plans: those for which numbers of early and streamed updates are looked for together
+_TURNS = ((0, -1), (0, 1), (-1, 1), (1, -1), (-1, 0), (1, 0))  # of the numbers of early and of streamed updates
 
 Counts = tuple[int, int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_speculate, n_stream
 
@@ -50,15 +53,10 @@ def search(
         ValueError: ``chunk_elements`` does not suit the model.
     """
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
-    found = Columns(profile, hardware, models.memory, models.runtime, tolerance=_TOLERANCE).walk()
-    if not found:
+    plan = models.fastest()
+    if plan is None:
         raise models.infeasible()
-    near = min(found)[0] * (1 + _NEAR)
-    found = [models.refined(candidate) for candidate in found if candidate.step_ms <= near]
-    fastest = min(found)[0]
-    close = [candidate for candidate in found if candidate[0] <= fastest * (1 + _TOLERANCE)]
-    chosen = min(close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate))
-    return models.plan(*models.best_early(*models.more_persistent(chosen, fastest * (1 + _TOLERANCE))))
+    return plan
 
 
 def evaluate(
@@ -141,6 +139,7 @@ class _Models:
         self.layout: Layout = pack(profile, chunk_elements or choose_chunk_elements(profile))
         self.memory = MemoryModel(profile, hardware, self.layout)
         self.runtime = RuntimeModel(profile, hardware, self.layout, update_in_backward=step_during_backward)
+        self._all = profile, hardware, self.memory, self.runtime
 
     def plan(
         self,
@@ -175,6 +174,50 @@ class _Models:
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )
 
+    def fastest(self) -> Plan | None:
+        """The fastest plan; None when none fits.
+
+        Placements that are good without streamed updates are with them as well, as a rule, and leave little to find.
+        """
+        found = self._refined(Columns(*self._all, tolerance=_TOLERANCE).walk())
+        if not found:
+            return None
+        plan = self._chosen(found)
+        if not self.runtime.streams:
+            return plan
+        streamed = [self.climbed(self.streamed(one)) for one in sorted(found)[:_CLIMBED]]
+        streamed = [one for one in streamed if one.n_stream and one.step_ms < plan.step_ms * (1 - MUST_GAIN)]
+        fastest_ms = min([plan.step_ms, *(one.step_ms for one in streamed)])
+        # Swapped activations and streamed states compete for the link: no other numbers of swapped blocks are tried.
+        n_swaps = {0, *(one.n_swap for one in found)}
+        columns = Columns(*self._all, tolerance=_TOLERANCE, streams=True, n_swaps=n_swaps, fastest_ms=fastest_ms)
+        streamed = [self.climbed(one) for one in sorted([*streamed, *columns.walk()])[:_CLIMBED]]
+        return self._chosen(streamed) if streamed else plan
+
+    def _refined(self, found: list[Candidate]) -> list[Candidate]:
+        """Those near the fastest."""
+        near_ms = min(found)[0] * (1 + _NEAR) if found else 0.0
+        return [self.refined(candidate) for candidate in found if candidate.step_ms <= near_ms]
+
+    def _chosen(self, found: list[Candidate]) -> Plan:
+        limit_ms = min(found)[0] * (1 + _TOLERANCE)
+        close = [candidate for candidate in found if candidate.step_ms <= limit_ms]
+        chosen = min(close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate))
+        return self.plan(*self.best_early(*self.more_persistent(chosen, limit_ms)))
+
+    def streamed(self, plan: Candidate) -> Candidate:
+        """``plan`` with streamed updates, for which it gives up buffers where states need the room on their way."""
+        memory, modes = self.memory, block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
+        activations = memory.activations(modes)
+        most = self.most_early(plan.n_persist, activations)
+        left = self.hardware.device_bytes - memory.device_bytes(plan.n_persist, plan.n_buffer, activations, 1)
+        n_buffer = plan.n_buffer + min(0, left // memory.buffer_bytes)
+        if n_buffer < memory.least_buffers(plan.n_persist):
+            return plan
+        found = self.runtime.fitted_ms(modes, plan.n_persist, n_buffer, most, streams=True, limit_ms=plan.step_ms)
+        step_ms, n_speculate, n_stream = found
+        return plan._replace(step_ms=step_ms, n_buffer=n_buffer, n_speculate=n_speculate, n_stream=n_stream)
+
     def more_persistent(self, plan: Candidate, limit_ms: float) -> Counts:
         """The plan with most persistent chunks that fits and takes at most ``limit_ms``; ``plan`` does."""
         memory, n_chunks = self.memory, len(self.layout.chunks)
@@ -183,15 +226,16 @@ class _Models:
         left = self.hardware.device_bytes - memory.margined_bytes(activations)
         for more in range(n_chunks, plan.n_persist, -1):
             least = memory.least_buffers(more)
-            spare = (left - memory.static_bytes(more, least)) // memory.buffer_bytes
+            spare = (left - memory.static_bytes(more, least, plan.n_stream)) // memory.buffer_bytes
             if spare < 0:
                 continue
             buffers = min(n_chunks - more, least + spare)
-            step_ms, early = self.runtime.fitted_ms(
-                modes, more, buffers, self.most_early(more, activations), limit_ms=limit_ms
+            most_early = self.most_early(more, activations)
+            step_ms, early, stream = self.runtime.fitted_ms(
+                modes, more, buffers, most_early, streams=plan.n_stream > 0, limit_ms=limit_ms
             )
             if step_ms < limit_ms:
-                return more, buffers, plan.n_swap, plan.n_ckpt, early, plan.n_stream
+                return more, buffers, plan.n_swap, plan.n_ckpt, early, stream
         return plan[1:]
 
     def most_early(self, n_persist: int, activations: Activations) -> int:
@@ -201,19 +245,43 @@ class _Models:
         return int(self.memory.most_speculated(n_persist, np.array(activations.swapped_bytes)))
 
     def refined(self, plan: Candidate) -> Candidate:
-        """The same with none, all or one more or less of the early updates where that is faster.
+        """The same with none, all or one more or less of the early updates where that is faster, and of the streamed.
 
-        The simulation chooses their number by waits alone; they also slow down what runs beside them.
+        The simulation chooses their numbers by waits alone; they also slow down what runs beside them.
         """
         modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
         most = self.most_early(plan.n_persist, self.memory.activations(modes))
         best = plan
         for early in sorted({0, most, max(0, plan.n_speculate - 1), min(most, plan.n_speculate + 1)}):
-            limit_ms = best.step_ms
-            step_ms = self.runtime.step_ms(modes, plan.n_persist, plan.n_buffer, early, limit_ms=limit_ms)
-            if step_ms < limit_ms:
-                best = best._replace(step_ms=step_ms, n_speculate=early)
+            best = self._better(best, modes, early, plan.n_stream)
         return best
+
+    def climbed(self, plan: Candidate) -> Candidate:
+        """The same with the numbers of early and streamed updates from where no small change of both is faster."""
+        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
+        most = self.most_early(plan.n_persist, self.memory.activations(modes))
+        best = plan
+        for early in {most * part // _PARTS for part in range(_PARTS + 1)}:
+            best = self._better(best, modes, early, self.runtime.balanced(plan.n_persist, early))
+        size = 1 + most // (2 * _PARTS)
+        while size and best.n_stream:
+            before = best
+            for early, stream in _TURNS:
+                turned = best.n_speculate + size * early, best.n_stream + stream
+                if 0 <= turned[0] <= most and turned[1] > 0:
+                    best = self._better(best, modes, *turned)
+            if best == before:
+                size //= 2
+        return best
+
+    def _better(self, plan: Candidate, modes: tuple[BlockMode, ...], n_speculate: int, n_stream: int) -> Candidate:
+        """``plan`` with these numbers of early and streamed updates, or as many as there may be, if that is faster."""
+        n_stream = min(n_stream, self.runtime.streamable(plan.n_persist, n_speculate))
+        counts = plan.n_persist, plan.n_buffer, n_speculate, n_stream
+        step_ms = self.runtime.step_ms(modes, *counts, limit_ms=plan.step_ms)
+        if step_ms >= plan.step_ms:
+            return plan
+        return plan._replace(step_ms=step_ms, n_speculate=n_speculate, n_stream=n_stream)
 
     def best_early(
         self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int, n_stream: int
@@ -224,11 +292,13 @@ class _Models:
         """
         modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt)
         most = self.most_early(n_persist, self.memory.activations(modes))
-        times = [self.runtime.step_ms(modes, n_persist, n_buffer, early) for early in range(most + 1)]
+        streamed = [min(n_stream, self.runtime.streamable(n_persist, early)) for early in range(most + 1)]
+        times = [self.runtime.step_ms(modes, n_persist, n_buffer, *both) for both in enumerate(streamed)]
         limit_ms = min(times) * (1 + _NOTHING)
         needed = next(early for early, step_ms in enumerate(times) if step_ms <= limit_ms)
         enough = (early for early in range(min(most, -(-3 * needed // 2)), needed - 1, -1) if times[early] <= limit_ms)
-        return n_persist, n_buffer, n_swap, n_ckpt, next(enough), n_stream
+        early = next(enough)
+        return n_persist, n_buffer, n_swap, n_ckpt, early, streamed[early]
 
     def check_counts(
         self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int, n_stream: int

@@ -75,7 +75,7 @@ def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float,
 
     Contention only makes operations longer, so the first pass bounds the second from below; so does :func:`_least_ms`.
     """
-    first = _Run.of(step)
+    first = _Run.of(step, rates=rates)
     step = first.step
     if first.step_ms >= limit_ms or not first.moves:
         return first.step_ms, step.updating
@@ -174,12 +174,24 @@ class _Run:
         self._swapped = [start_ms] * len(step.swap_ms)  # by unit: its activations are in host memory
         self._back = [start_ms] * len(step.swap_ms)  # they are on the device again
         self._unsettled = start_ms
+        self._rates: Rates | None = None
 
     @classmethod
-    def of(cls, step: Step, stretch: list[list[float]] | None = None, in_time: tuple[int, int] | None = None) -> _Run:
-        """Both steps. Stretches belong to operations in the order of the run that they come from, and its in_time."""
+    def of(
+        cls,
+        step: Step,
+        stretch: list[list[float]] | None = None,
+        in_time: tuple[int, int] | None = None,
+        *,
+        rates: Rates | None = None,
+    ) -> _Run:
+        """Both steps. Stretches belong to operations in the order of the run that they come from, and its in_time.
+
+        What the first run chooses depends on ``rates``.
+        """
         run = cls(step, [iter(one) for one in stretch] if stretch else [repeat(1.0)] * len(LANES), 0.0)
         run.in_time = in_time
+        run._rates = rates
         ends = []
         for _ in range(2):
             run.begin_ms = run._free[GPU]
@@ -326,12 +338,21 @@ class _Run:
             for chunk in visit.chunks:
                 used.setdefault(chunk, start)
         fetched = [fetch.chunk for visit in self.step.forward for fetch in visit.fetches]
+        alone, beside = 1.0, (1.0, 1.0)
+        if self.step.updating.streams and self._rates is not None:
+            busy = {GPU: 1.0} | {
+                lane: sum(map(float.__sub__, self.ends[lane], self.starts[lane])) / over for lane in (UP, DOWN)
+            }
+            alone = _slower(HOST, busy, self._rates)
+            beside = _slower(HOST, busy | {STREAM: 1.0}, self._rates), _slower(STREAM, busy | {HOST: 1.0}, self._rates)
         return Moment(
             over=over,
             free=(self._free[HOST], self._free[STREAM]),
             offloaded=self._offloaded,
             upload_ms=self.step.upload_ms,
             uploads=uploads_of(fetched, self.starts[UP], used),
+            alone=alone,
+            beside=beside,
         )
 
 
@@ -364,6 +385,18 @@ def _stretches(run: _Run, rates: Rates) -> list[list[float]]:
         rate += weights * np.repeat([of_lane[*present, *idle] for of_lane in rates[:n_lanes]], counts)
     factors: list[float] = (1.0 / rate).tolist()
     return [*(factors[lane] for lane in lanes), *([[]] * (len(LANES) - n_lanes))]
+
+
+def _slower(lane: int, busy: dict[int, float], rates: Rates) -> float:
+    """The factor on durations of ``lane`` beside others that are busy for such parts of the time."""
+    rate = 0.0
+    for present, left in rates[lane].items():
+        weight = 1.0
+        for other, runs in zip(OTHERS[lane], present, strict=True):
+            share = min(1.0, busy.get(other, 0.0))
+            weight *= share if runs else 1.0 - share
+        rate += weight * left
+    return 1.0 / rate
 
 
 def _busy(starts: Times, ends: Times, until: Times) -> Times:

@@ -7,7 +7,8 @@ how long that waits for updates; from the most that there may be it goes down un
 
 [Note: how many streamed updates] Where forward waits for updates, the device takes a part of those that are not early,
 with which it ends when the host does. How long forward waits then is known in the same way, and decides between this
-number and those around it: uploads set in at different times.
+number and those around it: uploads set in at different times. Here it counts that both are slower beside each other
+and beside copies, as far as those keep the link busy: full rates would leave the host more than it can do.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from protrain.planning.streaming import streamed_chunks
 
 _TRIED = 3  # early updates, or streamed ones, fewer than what was best so far
+_STEPS = 4  # from all early updates to none, where others are streamed
 
 
 class Queue(NamedTuple):
@@ -36,13 +38,13 @@ class Queue(NamedTuple):
         first = self.n_early - in_time
         return [*self.updates[first : self.n_early][::-1], *self.updates[:first], *self.updates[self.n_early :]]
 
-    def in_time(self, free: float, offloaded: Sequence[float], over: float) -> int:
+    def in_time(self, free: float, offloaded: Sequence[float], over: float, slower: float = 1.0) -> int:
         """How many early updates begin before backward is ``over``, by when their gradients are there."""
         for count, (chunk, duration) in enumerate(self.updates[: self.n_early][::-1]):
             start = max(free, offloaded[chunk])
             if start >= over:
                 return count
-            free = start + duration
+            free = start + duration * slower
         return self.n_early
 
 
@@ -54,7 +56,6 @@ class Updating:
     n_early: int  # of those, the first: updated as gradients come if that begins before backward is over
     n_stream: int = 0  # updated by the device, none of them early unless all are
     streamed_ms: float = 1.0  # what the device takes for a millisecond's work of the host
-    beside_ms: float = 1.0  # the same while both work
     inside: bool = False  # all are early: updates wait for no step()
     chooses: bool = False  # n_early is how many there may be; see [Note: how many early updates]
     streams: bool = False  # n_stream is open; see [Note: how many streamed updates]
@@ -64,19 +65,14 @@ class Updating:
         """What the device may update."""
         return self.host_ms if self.inside else self.host_ms[self.n_early :]
 
-    def queues(self, streamed_ms: float | None = None) -> tuple[Queue, Queue]:
-        """Of the host and of the device; with another cost of the device's when given."""
+    def queues(self) -> tuple[Queue, Queue]:
+        """Of the host and of the device."""
         if not self.n_stream:
             return Queue(self.host_ms, self.n_early), Queue((), 0)
-        cost = self.streamed_ms if streamed_ms is None else streamed_ms
         chosen = set(streamed_chunks([chunk for chunk, _ in self.candidates], self.n_stream))
         host = [update for update in self.host_ms if update[0] not in chosen]
-        device = [(chunk, duration * cost) for chunk, duration in self.host_ms if chunk in chosen]
+        device = [(chunk, duration * self.streamed_ms) for chunk, duration in self.host_ms if chunk in chosen]
         return Queue(host, len(host) if self.inside else self.n_early), Queue(device, len(device) if self.inside else 0)
-
-    def balanced(self) -> Updating:
-        """The same with as many streamed updates as let host and device end together."""
-        return replace(self, n_stream=round(len(self.candidates) / (1 + self.beside_ms)))
 
 
 class Moment(NamedTuple):
@@ -87,20 +83,32 @@ class Moment(NamedTuple):
     offloaded: Sequence[float]  # by chunk: when its gradient was
     upload_ms: Sequence[float]  # by chunk
     uploads: list[tuple[int, float, float]]  # of forward, without updates to wait for: chunk, start and when it is used
+    alone: float  # what an update on the host takes for each millisecond of its own,
+    beside: tuple[float, float]  # and while the device works as well, and one by the device
 
     def wait_ms(self, updating: Updating) -> float:
         """How long the next forward waits for updates."""
         done = [0.0] * len(self.upload_ms)
-        for free, queue in zip(self.free, updating.queues(updating.beside_ms), strict=True):
-            in_time = queue.in_time(free, self.offloaded, self.over)
+        slower = self.beside if updating.n_stream else (self.alone, 1.0)
+        works = list(zip(slower, updating.queues(), strict=True))
+        for free, (factor, queue) in zip(self.free, works, strict=True):
+            in_time = queue.in_time(free, self.offloaded, self.over, factor)
             for at, (chunk, duration) in enumerate(queue.ordered(in_time)):
                 earliest = self.offloaded[chunk]
-                free = done[chunk] = max(free, earliest if at < in_time else max(self.over, earliest)) + duration
+                start = max(free, earliest if at < in_time else max(self.over, earliest))
+                free = done[chunk] = start + duration * factor
         link = wait = 0.0
         for chunk, start, use in self.uploads:
             link = max(link, start, done[chunk] - self.over) + self.upload_ms[chunk]
             wait = max(wait, link - use)
+        if updating.streams:  # who has more to do than a step takes would fall behind from step to step
+            wait = max(wait, *(sum(ms for _, ms in queue.updates) * factor - self.over for factor, queue in works))
         return wait
+
+    def balanced(self, updating: Updating) -> Updating:
+        """The same with as many streamed updates as let host and device end together."""
+        host, device = self.beside
+        return replace(updating, n_stream=round(len(updating.candidates) / (1 + updating.streamed_ms * device / host)))
 
 
 def uploads_of(
@@ -119,38 +127,50 @@ def chosen(updating: Updating, moment: Moment) -> Updating:
     best = _early(updating, moment) if updating.chooses else updating
     if not updating.streams:
         return best
-    least = moment.wait_ms(best)
-    if least <= 0:
-        return best
-    most = (_early(updating, moment, streamed=True) if updating.chooses else updating).balanced()
-    first = min(most.n_stream + 1, len(most.candidates))
-    found, wait_ms = most, inf
-    for n_stream in range(first, 0, -1):
-        if n_stream < found.n_stream - _TRIED:
+    most = _early_beside_streamed(updating, moment) if updating.chooses else updating
+    found, least = most, inf
+    for n_stream in range(min(moment.balanced(most).n_stream + 1, len(most.candidates)), 0, -1):
+        if n_stream < found.n_stream - _TRIED and least < inf:
             break
         fewer = replace(most, n_stream=n_stream)
         wait = moment.wait_ms(fewer)
-        if wait <= wait_ms:
-            found, wait_ms = fewer, wait
-    return found if wait_ms < least else best
+        if wait <= least:
+            found, least = fewer, wait
+    return found if least < moment.wait_ms(best) else best
 
 
-def _early(updating: Updating, moment: Moment, *, streamed: bool = False) -> Updating:
-    """With the number of early updates for which forward waits least, be it that some others are streamed."""
-
-    def variant(n_early: int) -> Updating:
-        found = replace(updating, n_early=n_early)
-        return found.balanced() if streamed else found
-
-    best = variant(updating.n_early)
-    least, none = moment.wait_ms(best), variant(0)
+def _early(updating: Updating, moment: Moment) -> Updating:
+    best, least = updating, moment.wait_ms(updating)
+    none = replace(updating, n_early=0)
     if least >= moment.wait_ms(none):
         return none
     for n_early in range(updating.n_early - 1, 0, -1):
         if least <= 0 or n_early < best.n_early - _TRIED:
             break
-        fewer = variant(n_early)
+        fewer = replace(updating, n_early=n_early)
         wait = moment.wait_ms(fewer)
         if wait <= least:
             best, least = fewer, wait
     return best
+
+
+def _early_beside_streamed(updating: Updating, moment: Moment) -> Updating:
+    """Some of the others are streamed: what is not early is a smaller loss, and more are not better until none is.
+
+    Looked for in steps that become smaller.
+    """
+    known: dict[int, float] = {}
+
+    def wait_ms(n_early: int) -> float:
+        if n_early not in known:
+            known[n_early] = moment.wait_ms(moment.balanced(replace(updating, n_early=n_early)))
+        return known[n_early]
+
+    most = updating.n_early
+    step = max(1, most // _STEPS)
+    best = min(range(most, -1, -step), key=lambda n_early: (wait_ms(n_early), n_early))
+    while step > 1:
+        step = -(-step // 2) if step > 2 else 1
+        around = [n_early for n_early in (best - step, best, best + step) if 0 <= n_early <= most]
+        best = min(around, key=lambda n_early: (wait_ms(n_early), n_early))
+    return replace(updating, n_early=best)
