@@ -21,7 +21,6 @@ from typing import NamedTuple
 from protrain.planning.streaming import streamed_chunks
 
 _TRIED = 3  # early updates, or streamed ones, fewer than what was best so far
-_STEPS = 4  # from all early updates to none, where others are streamed
 
 
 class Queue(NamedTuple):
@@ -105,10 +104,10 @@ class Moment(NamedTuple):
             wait = max(wait, *(sum(ms for _, ms in queue.updates) * factor - self.over for factor, queue in works))
         return wait
 
-    def balanced(self, updating: Updating) -> Updating:
-        """The same with as many streamed updates as let host and device end together."""
+    def balanced(self, updating: Updating) -> int:
+        """As many streamed updates as let host and device end together."""
         host, device = self.beside
-        return replace(updating, n_stream=round(len(updating.candidates) / (1 + updating.streamed_ms * device / host)))
+        return round(len(updating.candidates) / (1 + updating.streamed_ms * device / host))
 
 
 def uploads_of(
@@ -124,19 +123,18 @@ def uploads_of(
 
 def chosen(updating: Updating, moment: Moment) -> Updating:
     """With the numbers of early and streamed updates for which the next forward waits least."""
-    best = _early(updating, moment) if updating.chooses else updating
+    none = _early(updating, moment) if updating.chooses else updating
     if not updating.streams:
-        return best
-    most = _early_beside_streamed(updating, moment) if updating.chooses else updating
-    found, least = most, inf
-    for n_stream in range(min(moment.balanced(most).n_stream + 1, len(most.candidates)), 0, -1):
-        if n_stream < found.n_stream - _TRIED and least < inf:
+        return none
+    found, least = none, inf
+    for n_stream in range(min(moment.balanced(none) + 1, len(none.candidates)), 0, -1):
+        if found is not none and n_stream < found.n_stream - _TRIED:
             break
-        fewer = replace(most, n_stream=n_stream)
+        fewer = replace(none, n_stream=n_stream)
         wait = moment.wait_ms(fewer)
         if wait <= least:
             found, least = fewer, wait
-    return found if least < moment.wait_ms(best) else best
+    return found if least < moment.wait_ms(none) else none
 
 
 def _early(updating: Updating, moment: Moment) -> Updating:
@@ -152,25 +150,3 @@ def _early(updating: Updating, moment: Moment) -> Updating:
         if wait <= least:
             best, least = fewer, wait
     return best
-
-
-def _early_beside_streamed(updating: Updating, moment: Moment) -> Updating:
-    """Some of the others are streamed: what is not early is a smaller loss, and more are not better until none is.
-
-    Looked for in steps that become smaller.
-    """
-    known: dict[int, float] = {}
-
-    def wait_ms(n_early: int) -> float:
-        if n_early not in known:
-            known[n_early] = moment.wait_ms(moment.balanced(replace(updating, n_early=n_early)))
-        return known[n_early]
-
-    most = updating.n_early
-    step = max(1, most // _STEPS)
-    best = min(range(most, -1, -step), key=lambda n_early: (wait_ms(n_early), n_early))
-    while step > 1:
-        step = -(-step // 2) if step > 2 else 1
-        around = [n_early for n_early in (best - step, best, best + step) if 0 <= n_early <= most]
-        best = min(around, key=lambda n_early: (wait_ms(n_early), n_early))
-    return replace(updating, n_early=best)

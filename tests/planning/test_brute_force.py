@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from protrain.profiler.model_profile import BlockRecord, ModelProfile, Parameter
 
 MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
-Counts = tuple[int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_speculate
+Counts = tuple[int, int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_speculate, n_stream
 # Frozen chunks between others: 37, 59, 107. All early updates are not the best: 16, 1072. Contention decides: 15, 44.
 # 3126: all persistent need less than all but one.
 SEEDS = (15, 16, 37, 44, 59, 107, 1072, 3126, *range(200, 205), 206, 207)
@@ -89,6 +90,7 @@ def random_machine(draw: random.Random) -> HardwareProfile:
     link = draw.choice([2.0, 10.0, 55.0, 200.0])
     device_bytes = int(draw.uniform(500, 2500)) * MIB
     host_bytes = int(draw.choice([draw.uniform(300, 1500), draw.uniform(1000, 4000)])) * MIB
+    streaming = random.Random(host_bytes)
     return replace(
         known,
         contention=contention,
@@ -96,13 +98,15 @@ def random_machine(draw: random.Random) -> HardwareProfile:
         h2d_gbps=link,
         d2h_gbps=link,
         bidirectional_gbps=1.6 * link,
+        streamed_adam_gparams=streaming.choice([None, link * streaming.uniform(0.04, 0.06)]),
+        streamed_adam_copies=streaming.choice([False, False, True]),
         device_bytes=device_bytes,
         host_bytes=host_bytes,
     )
 
 
-def every_plan(memory: MemoryModel, *, inside: bool) -> Iterator[Counts]:
-    """All that fit."""
+def every_plan(memory: MemoryModel, runtime: RuntimeModel, *, inside: bool) -> Iterator[Counts]:
+    """All that fit, with streamed updates where the search may choose them."""
     hardware, n_blocks, n_chunks = memory.hardware, len(memory.profile.blocks), len(memory.layout.chunks)
     for n_swap in range(n_blocks + 1):
         for n_ckpt in range(n_blocks - n_swap + 1):
@@ -112,9 +116,12 @@ def every_plan(memory: MemoryModel, *, inside: bool) -> Iterator[Counts]:
                 for n_buffer in range(memory.least_buffers(n_persist), away + 1):
                     if memory.device_bytes(n_persist, n_buffer, activations) > hardware.device_bytes:
                         break
+                    fits = memory.device_bytes(n_persist, n_buffer, activations, 1) <= hardware.device_bytes
                     for n_speculate in range(1 if inside else away + 1):
                         if memory.host_bytes(n_persist, activations, n_speculate) <= hardware.host_bytes:
-                            yield n_persist, n_buffer, n_swap, n_ckpt, n_speculate
+                            most = runtime.streamable(n_persist, n_speculate) if runtime.streams and fits else 0
+                            for n_stream in range(most + 1):
+                                yield n_persist, n_buffer, n_swap, n_ckpt, n_speculate, n_stream
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -126,15 +133,16 @@ def test_no_plan_at_all_is_better_and_none_beats_its_bounds(seed: int) -> None:
     memory = MemoryModel(profile, hardware, layout)
     runtime = RuntimeModel(profile, hardware, layout, update_in_backward=inside)
     best, n_plans = float("inf"), 0
-    for n_persist, n_buffer, n_swap, n_ckpt, early in every_plan(memory, inside=inside):
+    for n_persist, n_buffer, n_swap, n_ckpt, early, stream in every_plan(memory, runtime, inside=inside):
         modes = block_modes(len(profile.blocks), n_swap, n_ckpt)
         choices = Choices.of([modes])
         undisturbed = runtime.undisturbed(choices)
-        step_ms = runtime.step_ms(modes, n_persist, n_buffer, early)
+        step_ms = runtime.step_ms(modes, n_persist, n_buffer, early, stream)
         least_ms = step_ms * (1 + 1e-9)
-        assert runtime.bound_ms(undisturbed, n_persist, n_buffer, early)[0] <= least_ms
-        assert runtime.placed_bound_ms(undisturbed, choices, n_persist, n_buffer, early)[0] <= least_ms
-        assert runtime.step_ms(modes, n_persist, n_buffer, early, limit_ms=least_ms) == step_ms
+        place: dict[str, Any] = {"n_persist": n_persist, "n_buffer": n_buffer, "n_speculate": early}
+        assert runtime.bound_ms(undisturbed, **place, streams=stream > 0)[0] <= least_ms
+        assert runtime.placed_bound_ms(undisturbed, choices, **place, streams=stream > 0)[0] <= least_ms
+        assert runtime.step_ms(modes, **place, n_stream=stream, limit_ms=least_ms) == step_ms
         best = min(best, step_ms)
         n_plans += 1
     assert n_plans > 10
