@@ -185,7 +185,7 @@ class _Models:
         plan = self._chosen(found)
         if not self.runtime.streams:
             return plan
-        streamed = [self.climbed(self.streamed(one)) for one in sorted(found)[:_CLIMBED]]
+        streamed = [self.climbed(one) for one in map(self.streamed, sorted(found)[:_CLIMBED]) if one is not None]
         streamed = [one for one in streamed if one.n_stream and one.step_ms < plan.step_ms * (1 - MUST_GAIN)]
         fastest_ms = min([plan.step_ms, *(one.step_ms for one in streamed)])
         # Swapped activations and streamed states compete for the link: no other numbers of swapped blocks are tried.
@@ -205,15 +205,18 @@ class _Models:
         chosen = min(close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate))
         return self.plan(*self.best_early(*self.more_persistent(chosen, limit_ms)))
 
-    def streamed(self, plan: Candidate) -> Candidate:
-        """``plan`` with streamed updates, for which it gives up buffers where states need the room on their way."""
+    def streamed(self, plan: Candidate) -> Candidate | None:
+        """``plan`` with streamed updates, for which it gives up buffers where states need the room on their way.
+
+        Its step time is no more than that of ``plan`` where that is faster. None when there is no such room.
+        """
         memory, modes = self.memory, block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
         activations = memory.activations(modes)
         most = self.most_early(plan.n_persist, activations)
         left = self.hardware.device_bytes - memory.device_bytes(plan.n_persist, plan.n_buffer, activations, 1)
         n_buffer = plan.n_buffer + min(0, left // memory.buffer_bytes)
         if n_buffer < memory.least_buffers(plan.n_persist):
-            return plan
+            return None
         found = self.runtime.fitted_ms(modes, plan.n_persist, n_buffer, most, streams=True, limit_ms=plan.step_ms)
         step_ms, n_speculate, n_stream = found
         return plan._replace(step_ms=step_ms, n_buffer=n_buffer, n_speculate=n_speculate, n_stream=n_stream)
