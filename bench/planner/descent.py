@@ -9,7 +9,7 @@ from bench.planner.measure import Point
 from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, evaluate, pack
-from protrain.planning.streaming import updated_chunks
+from protrain.planning.layout import updated_chunks
 from protrain.profiler import ModelProfile
 
 _KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_speculate", "n_stream")

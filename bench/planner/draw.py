@@ -8,7 +8,7 @@ import numpy as np
 
 from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, block_modes, choose_chunk_elements, evaluate, pack
-from protrain.planning.streaming import updated_chunks
+from protrain.planning.layout import updated_chunks
 from protrain.profiler.model_profile import ModelProfile
 
 _TRIES = 20_000

@@ -22,10 +22,9 @@ from protrain.engine.streams import streams_for
 from protrain.engine.swap import ALIGNMENT_BYTES, HostSlots
 from protrain.engine.units import make_units
 from protrain.engine.worker import HostWorker
-from protrain.planning.layout import pack
+from protrain.planning.layout import pack, streamed_chunks, updated_chunks
 from protrain.planning.plan import BlockMode, Plan, moved_input_bytes
 from protrain.planning.schedule import Schedule
-from protrain.planning.streaming import streamed_chunks, updated_chunks
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels.host_library import library
 

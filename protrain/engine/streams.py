@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from protrain.planning.streaming import STAGING_SLOTS
 from protrain_kernels import AdamStaging
 
 
@@ -96,7 +95,7 @@ class Streams:
 
     def adam_staging(self, size_bytes: int) -> AdamStaging:
         """Device memory for updates by the device of what lies in host memory."""
-        return AdamStaging(torch.device("cpu"), size_bytes=size_bytes, slots=STAGING_SLOTS)
+        return AdamStaging(torch.device("cpu"), size_bytes=size_bytes)
 
     @contextmanager
     def streaming(self, done: Mark) -> Iterator[None]:
@@ -186,7 +185,6 @@ class CudaStreams(Streams):
         staging = AdamStaging(
             self.device,
             size_bytes=size_bytes,
-            slots=STAGING_SLOTS,
             upload=self.streamed_h2d,
             download=self.streamed_d2h,
         )

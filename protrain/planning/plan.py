@@ -53,7 +53,7 @@ class Plan(Record):
     host_bytes: int  # predicted, all host memory of the engine
     step_ms: float  # predicted
     n_speculate: int = 0  # chunks after the persistent ones that are updated before step() where host memory has room
-    n_stream: int = 0  # of the other chunks in host memory: planning.streaming says which the device updates
+    n_stream: int = 0  # of the other chunks in host memory: planning.layout says which the device updates
     transient_bytes: int  # the part of device_bytes that is neither chunks, buffers, staging nor saved activations
 
     def __str__(self) -> str:

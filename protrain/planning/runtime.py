@@ -20,10 +20,10 @@ from protrain.planning.choices import Choices
 from protrain.planning.compute_times import compute_times
 from protrain.planning.contention import OTHERS, rates
 from protrain.planning.fetches import Fetches
-from protrain.planning.layout import Layout
+from protrain.planning.layout import Layout, updated_chunks
 from protrain.planning.plan import BlockMode
 from protrain.planning.simulate import Step, Visit, Work, simulate, timeline
-from protrain.planning.streaming import updated_chunks
+from protrain.planning.streaming import streamed_rates
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline
 from protrain.planning.updating import Updating
 from protrain.planning.visits import computing_by_visit, gradients_by_visit
@@ -34,12 +34,6 @@ Times = NDArray[np.float64]
 Counts = NDArray[np.int64] | int
 
 _HOST_ADAM_BYTES = {"bfloat16": 26, "float16": 28, "float32": 28}  # DRAM traffic per parameter of one host update
-_STREAMED_BYTES = {
-    "bfloat16": (14, 12),
-    "float16": (16, 14),
-    "float32": (16, 12),
-}  # a parameter, to the device and back
-_CALIBRATED_BYTES = (12, 12)
 
 
 class Undisturbed(NamedTuple):
@@ -98,7 +92,7 @@ class RuntimeModel:
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, [chunk.trainable for chunk in layout.chunks])
         self._needed = held
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
-        streamed_gparams, streamed_gbps = _streamed_rates(hardware, profile.dtype)
+        streamed_gparams, streamed_gbps = streamed_rates(hardware, profile.dtype)
         self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype], streamed_gbps)
         # What the device takes for a millisecond of the host's updates, and both together, at full rate.
         self._streamed_ms = hardware.host_adam_gparams / streamed_gparams
@@ -431,19 +425,6 @@ class RuntimeModel:
                 swap_back = (*swap_back, fetched)
             work.append(Work(self._backward_ms[at] + recompute[unit], swap[unit][0], swap_back))
         return work, [back for _, back in swap]
-
-
-def _streamed_rates(hardware: HardwareProfile, dtype: str) -> tuple[float, tuple[float, float]]:
-    """1e9 parameters a second that the device updates in host memory, and GB/s to it and back.
-
-    Calibration has the gradient on the device, from where it comes over the link here. The link's traffic in both
-    directions together is the limit.
-    """
-    there, back = _STREAMED_BYTES[dtype]
-    calibrated = sum(_CALIBRATED_BYTES)
-    gparams = hardware.streamed_adam_gparams or hardware.bidirectional_gbps / calibrated
-    gparams *= calibrated / (there + back)
-    return gparams, (gparams * there, gparams * back)
 
 
 def _in_a_row(step: Step) -> float:

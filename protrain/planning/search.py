@@ -1,6 +1,7 @@
 """The search: the integers that make a step fastest within the memory there is (paper section 4).
 
-It leaves nothing out that could win (:mod:`protrain.planning.columns`).
+It leaves nothing out that could win (:mod:`protrain.planning.columns`), but for streamed updates, which are looked for
+where they are likely to.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def search(
     step_during_backward: bool = False,
 ) -> Plan:
     """The fastest plan for ``profile`` on ``hardware``, within 1%: see _TOLERANCE and Columns.
+
+    Where a device that updates chunks in host memory makes it faster still, that plan: as a rule the fastest of those.
 
     Args:
         profile: of the model and the batch.

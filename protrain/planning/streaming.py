@@ -1,43 +1,34 @@
 """Host chunks that the device updates, their states streamed through it, while the host updates the others.
 
 Not in the paper. The host's memory is the limit of both, and yet together they do more than the host does alone.
-
-[Note: which chunks are streamed] The next forward needs chunks in order, so both must come along in that order: of
-every k chunks the device gets the last, which has to be there when the host is done with the k - 1 before it. Chunks
-that are updated early stay with the host, which does that while backward has the link.
+:func:`protrain.planning.layout.streamed_chunks` says which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.layout import Layout
-from protrain.profiler.model_profile import ModelProfile
 
-STAGING_SLOTS = 2  # one is copied in while the other is copied out
+_STAGING_SLOTS = 2  # of AdamStaging: one is copied in while the other is copied out
 _STAGING_BYTES = 128 * 1024**2  # pieces of a state are some 20 MiB then, which reach the full rate of a copy engine
+# Bytes a parameter over the link, to the device and back; and when calibrated, with the gradient on the device.
+_STREAMED_BYTES = {"bfloat16": (14, 12), "float16": (16, 14), "float32": (16, 12)}
+_CALIBRATED_BYTES = 12 + 12
 _STATE_BYTES = 18  # a parameter at most: a float16 weight and everything else in float32
-
-
-def updated_chunks(profile: ModelProfile, layout: Layout) -> list[int]:
-    """Chunks that a step updates: trainable ones that a unit uses, for no gradient comes otherwise."""
-    used = {
-        chunk
-        for unit in profile.calls
-        for member in (unit, *profile.units[unit].within)
-        for chunk in layout.unit_chunks[member]
-    }
-    return [chunk.index for chunk in layout.chunks if chunk.trainable and chunk.index in used]
-
-
-def streamed_chunks(candidates: Sequence[int], n_stream: int) -> list[int]:
-    """``n_stream`` of ``candidates``, evenly. See [Note: which chunks are streamed]."""
-    return [candidates[-(-nth * len(candidates) // n_stream) - 1] for nth in range(1, n_stream + 1)]
 
 
 def staging_bytes(hardware: HardwareProfile, chunk_elements: int) -> int:
     """Device memory that streamed states pass through: none where a kernel reaches into host memory."""
     if not hardware.streamed_adam_copies:
         return 0
-    return min(_STAGING_BYTES, STAGING_SLOTS * _STATE_BYTES * chunk_elements)
+    return min(_STAGING_BYTES, _STAGING_SLOTS * _STATE_BYTES * chunk_elements)
+
+
+def streamed_rates(hardware: HardwareProfile, dtype: str) -> tuple[float, tuple[float, float]]:
+    """1e9 parameters a second that the device alone updates in host memory, and GB/s to it and back.
+
+    Where calibration does not know, what the link allows. The limit is its traffic in both directions together.
+    """
+    there, back = _STREAMED_BYTES[dtype]
+    gparams = hardware.streamed_adam_gparams or hardware.bidirectional_gbps / _CALIBRATED_BYTES
+    gparams *= _CALIBRATED_BYTES / (there + back)
+    return gparams, (gparams * there, gparams * back)

@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from protrain.planning.streaming import streamed_chunks
+from protrain.planning.layout import streamed_chunks
 
 _TRIED = 3  # early updates, or streamed ones, fewer than what was best so far
+_STEPS = 4  # from all early updates to none, to begin with, when others may be streamed
 
 
 class Queue(NamedTuple):
@@ -126,11 +127,12 @@ def chosen(updating: Updating, moment: Moment) -> Updating:
     none = _early(updating, moment) if updating.chooses else updating
     if not updating.streams:
         return none
-    found, least = none, inf
-    for n_stream in range(min(moment.balanced(none) + 1, len(none.candidates)), 0, -1):
-        if found is not none and n_stream < found.n_stream - _TRIED:
+    most = _early_beside_streamed(updating, moment) if updating.chooses else updating
+    found, least = most, inf
+    for n_stream in range(min(moment.balanced(most) + 1, len(most.candidates)), 0, -1):
+        if found is not most and n_stream < found.n_stream - _TRIED:
             break
-        fewer = replace(none, n_stream=n_stream)
+        fewer = replace(most, n_stream=n_stream)
         wait = moment.wait_ms(fewer)
         if wait <= least:
             found, least = fewer, wait
@@ -150,3 +152,22 @@ def _early(updating: Updating, moment: Moment) -> Updating:
         if wait <= least:
             best, least = fewer, wait
     return best
+
+
+def _early_beside_streamed(updating: Updating, moment: Moment) -> Updating:
+    """With the best number of early updates when others are streamed, looked for in steps that become smaller."""
+    waits: dict[int, tuple[float, int]] = {}
+
+    def wait(n_early: int) -> tuple[float, int]:
+        if n_early not in waits:
+            some = replace(updating, n_early=n_early)
+            waits[n_early] = moment.wait_ms(replace(some, n_stream=moment.balanced(some))), n_early
+        return waits[n_early]
+
+    most = updating.n_early
+    size = -(-most // _STEPS)
+    best = min(range(most, -1, -size), key=wait)
+    while size > 1:
+        size //= 2
+        best = min((n_early for n_early in (best - size, best, best + size) if 0 <= n_early <= most), key=wait)
+    return replace(updating, n_early=best)

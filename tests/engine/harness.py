@@ -15,7 +15,7 @@ import protrain
 from protrain.batch import arguments
 from protrain.optim import ProTrainOptimizer
 from protrain.planning import BlockMode, MemoryModel, Plan, check, choose_chunk_elements, evaluate, pack
-from protrain.planning.streaming import updated_chunks
+from protrain.planning.layout import updated_chunks
 from protrain.profiler import ModelProfile
 from protrain_kernels import padded
 from tests.engine.plain_loop import PlainOptimizer, prepare_plain

@@ -8,7 +8,9 @@ import importlib
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from protrain.engine.chunks import Chunk
 from protrain.engine.gradients import host_accumulate
 from protrain.engine.streamer import Streamer
 from protrain.optim import ProTrainOptimizer
-from protrain.planning.streaming import streamed_chunks
+from protrain.planning.layout import streamed_chunks
 from protrain_kernels import AdamStaging
 from tests.engine import residual
 from tests.engine.harness import (
@@ -39,6 +41,7 @@ from tests.engine.harness import (
     wrap_under,
 )
 from tests.engine.plain_loop import prepare_plain
+from tests.engine.test_tracing import read
 
 SPEC = Spec("none", "least", (NONE, CKPT), small=True, stream=True)
 STEPS = 6
@@ -317,3 +320,18 @@ def test_plans_that_contradict_themselves_are_refused(device: torch.device) -> N
     for wrong, most in ((dataclasses.replace(plan, n_stream=99), plan.n_chunks), (early, 0)):
         with pytest.raises(ValueError, match=f"n_stream must be 0 to {most}"):
             protrain.wrap(model, adamw(model), example_batch=data[0], device=device, plan=wrong)
+
+
+def test_they_are_traced_in_a_row_of_their_own(device: torch.device, tmp_path: Path) -> None:
+    data, model = residual.batches(2), residual.make()
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    with protrain.trace(optimizer, tmp_path / "trace.json"):
+        Loop().run(wrapped, optimizer, data)
+    rows = read(tmp_path / "trace.json")
+    chunks = optimizer._engine.chunks
+    for row, streamed in (("host optimizer", False), ("streamed updates", True)):
+        names = Counter(event["name"] for event in rows["ProTrain, measured", row])
+        assert names == Counter({f"update {chunk.index}": 2 for chunk in chunks if chunk.streamed == streamed})
+    if device.type == "cuda":  # on a CPU all is predicted to stand in a row
+        assert rows["ProTrain, predicted", "streamed updates"]
+    assert all(worker.times is None for worker in optimizer._engine.workers)

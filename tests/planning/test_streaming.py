@@ -12,7 +12,8 @@ from protrain.hardware import HardwareProfile, load
 from protrain.hardware.profile import Contention
 from protrain.planning import BlockMode, RuntimeModel, pack
 from protrain.planning.contention import OTHERS, rates
-from protrain.planning.streaming import staging_bytes, streamed_chunks, updated_chunks
+from protrain.planning.layout import streamed_chunks, updated_chunks
+from protrain.planning.streaming import staging_bytes
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP
 from tests.planning.test_runtime import MACHINE, MOVE, N, make_profile, model_of
 
