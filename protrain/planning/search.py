@@ -195,7 +195,7 @@ class _Models:
         n_swaps = {0, *(one.n_swap for one in found)}
         columns = Columns(*self._all, tolerance=_TOLERANCE, streams=True, n_swaps=n_swaps, fastest_ms=fastest_ms)
         streamed = [self.climbed(one) for one in sorted([*streamed, *columns.walk()])[:_CLIMBED]]
-        return self._chosen(streamed) if streamed else plan
+        return min(plan, self._chosen(streamed), key=lambda one: one.step_ms) if streamed else plan
 
     def _refined(self, found: list[Candidate]) -> list[Candidate]:
         """Those near the fastest."""
@@ -209,9 +209,9 @@ class _Models:
         return self.plan(*self.best_early(*self.more_persistent(chosen, limit_ms)))
 
     def streamed(self, plan: Candidate) -> Candidate | None:
-        """``plan`` with streamed updates, for which it gives up buffers where states need the room on their way.
+        """``plan`` with streamed updates if that is faster, and with the buffers for which they leave room.
 
-        Its step time is no more than that of ``plan`` where that is faster. None when there is no such room.
+        None when they leave too few.
         """
         memory, modes = self.memory, block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
         activations = memory.activations(modes)
@@ -220,9 +220,12 @@ class _Models:
         n_buffer = plan.n_buffer + min(0, left // memory.buffer_bytes)
         if n_buffer < memory.least_buffers(plan.n_persist):
             return None
+        plan = plan._replace(n_buffer=n_buffer)
         found = self.runtime.fitted_ms(modes, plan.n_persist, n_buffer, most, streams=True, limit_ms=plan.step_ms)
         step_ms, n_speculate, n_stream = found
-        return plan._replace(step_ms=step_ms, n_buffer=n_buffer, n_speculate=n_speculate, n_stream=n_stream)
+        if step_ms >= plan.step_ms:
+            return plan
+        return plan._replace(step_ms=step_ms, n_speculate=n_speculate, n_stream=n_stream)
 
     def more_persistent(self, plan: Candidate, limit_ms: float) -> Counts:
         """The plan with most persistent chunks that fits and takes at most ``limit_ms``; ``plan`` does."""
@@ -251,9 +254,9 @@ class _Models:
         return int(self.memory.most_speculated(n_persist, np.array(activations.swapped_bytes)))
 
     def refined(self, plan: Candidate) -> Candidate:
-        """The same with none, all or one more or less of the early updates where that is faster, and of the streamed.
+        """The same with none, all or one more or less of the early updates where that is faster.
 
-        The simulation chooses their numbers by waits alone; they also slow down what runs beside them.
+        The simulation chooses their number by waits alone; they also slow down what runs beside them.
         """
         modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
         most = self.most_early(plan.n_persist, self.memory.activations(modes))
