@@ -3,7 +3,8 @@
 The step is the user's own forward and backward, with each block under non-reentrant checkpointing, so that the trace
 needs the room of one block, whatever the model's size. A block's weights are on the device while its forward, or its
 recomputation and backward, run. Boundaries are the block's call in forward, and in backward the gradients of its
-outputs (start) and inputs (end).
+outputs (start) and inputs (end). Between blocks the backward of each unit starts a stretch of its own: what the engine
+fetches for a block comes when the backward of the unit behind it begins.
 """
 
 from __future__ import annotations
@@ -202,10 +203,22 @@ class Step:
         return enter
 
     def _leave_hook(self, path: str) -> Callable[..., None]:
-        def leave(*_: Any) -> None:
-            if self._forward:
-                popped = self.active.pop()
-                assert popped == path, f"{popped} left as {path}"
+        inner = [block for block in self._block_paths if f"{block}.".startswith(f"{path}." if path else "")]
+        between = path in self._owned and not inner
+
+        def start(_: Tensor) -> None:
+            if self._open is not None and self._open.block is None:
+                self._switch(None)
+
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            if not self._forward:
+                return
+            popped = self.active.pop()
+            assert popped == path, f"{popped} left as {path}"
+            if between and not self._probing:
+                for tensor in tensors_in(output):
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(start)
 
         return leave
 

@@ -223,6 +223,9 @@ def _blocks(step: Step, durations: list[tuple[float, float]]) -> tuple[BlockReco
             saved_tensors=use.saved_tensors,
             forward_peak_bytes=use.forward_peak_bytes,
             input_bytes=sum(size for key, size in use.inputs.items() if shared[key] == 1),
+            unsaved_input_bytes=sum(
+                size for key, size in use.inputs.items() if shared[key] == 1 and key not in use.saved_inputs
+            ),
             output_bytes=use.output_bytes,
             forward_ms=forward[path],
             backward_ms=backward[path],
