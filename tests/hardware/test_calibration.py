@@ -16,7 +16,7 @@ from protrain.hardware.calibration import differences
 from protrain.hardware.calibration.contention import Activity, groups_on, units_per_second
 from protrain.hardware.calibration.effort import Effort
 from protrain.hardware.calibration.host_memory import CPU, random_tensor
-from protrain.hardware.calibration.optimizers import AdamChunk, best_threads, thread_counts
+from protrain.hardware.calibration.optimizers import AdamChunk, HostChunks, best_threads, thread_counts
 from protrain.hardware.calibration.timing import durations_s, figure_of, spread_of
 from protrain.hardware.memory import usable_cores
 from protrain.hardware.profile import Contention, Figure
@@ -228,6 +228,20 @@ def test_a_chunk_is_updated_by_its_step() -> None:
     assert (before != after).float().mean() > 0.9
 
 
+def test_chunks_of_the_host_are_updated_in_turn() -> None:
+    chunks = HostChunks(1024)
+    seen = []
+    for _ in range(8):
+        chunk = next(chunks._chunks)
+        seen.append(chunk)
+    assert len({id(chunk) for chunk in seen}) == 4
+    before = [chunk.weight.clone() for chunk in seen[:4]]
+    for _ in range(3):
+        chunks.update(threads=1)
+    changed = [not torch.equal(chunk.weight, old) for chunk, old in zip(seen[:4], before, strict=True)]
+    assert changed == [True, True, True, False]
+
+
 def test_thread_counts_and_the_fewest_that_are_best() -> None:
     assert thread_counts(1) == [1]
     assert thread_counts(4) == [1, 2, 4]
@@ -246,8 +260,8 @@ def test_sizes_go_with_time_and_room() -> None:
     assert full.tensor_bytes == GIB
     shrink: list[Callable[[], Effort]] = [
         lambda: _effort(seconds=3.0),
-        lambda: _effort(host_gib=1.2),
-        lambda: _effort(device_gib=1.2),
+        lambda: _effort(host_gib=1.6),
+        lambda: _effort(device_gib=1.6),
     ]
     for make in shrink:
         assert make().size == pytest.approx(0.1)

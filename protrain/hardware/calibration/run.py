@@ -24,7 +24,14 @@ from protrain.hardware.calibration.effort import FULL_SECONDS, Effort
 from protrain.hardware.calibration.host_memory import CPU, dram_figures, pinning_gbps
 from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
 from protrain.hardware.calibration.launching import one_core_taken
-from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk, best_threads, thread_counts
+from protrain.hardware.calibration.optimizers import (
+    AdamChunk,
+    HostChunks,
+    StreamedChunk,
+    adam_figure,
+    best_threads,
+    thread_counts,
+)
 from protrain.hardware.calibration.ranks import Ranks, ranks_of_this_run
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.datasheet import of_card, pcie_gbps
@@ -151,16 +158,18 @@ class Calibration:
         self._done_s += full_s
 
     def measure_all(self, *, torch_threads: int) -> None:
-        """Every stage in turn; buffers of one are gone before the next.
+        """Every stage in turn; most buffers of one are gone before the next.
 
         Args:
             torch_threads: what torch was going to use.
         """
         self._device_alone()
         pinned = [self._transfers()]
-        self._host(torch_threads=torch_threads)
+        chunks = HostChunks(self.effort.adam_elements)
+        self._host(chunks, torch_threads=torch_threads)
         self._optimizers_and_kernels()
-        pinned.append(self._together())
+        pinned.append(self._together(chunks))
+        del chunks
         self._collectives()
         self.warnings += pinning_doubts(pinned)
         self.figures = self.ranks.slowest(self.figures)
@@ -194,15 +203,14 @@ class Calibration:
             self.figures.append(pinning_gbps(self.effort.tensor_bytes, self.device))
         return accepted
 
-    def _host(self, *, torch_threads: int) -> None:
+    def _host(self, chunks: HostChunks, *, torch_threads: int) -> None:
         with self._stage("host memory", _DRAM_S) as budget_s:
             dram = dram_figures(self.effort.tensor_bytes, budget_s=budget_s)
-        chunk = AdamChunk.on(CPU, self.effort.adam_elements)
         by_threads = {}
         for count in thread_counts(self.threads):
             # On a GPU a step's launching thread takes a core; on a CPU that thread does the updates.
             with self._stage("AdamW on the host", _ADAM_S) as budget_s, one_core_taken(wanted=self.on_gpu):
-                by_threads[count] = chunk.figure("host AdamW", CPU, budget_s=budget_s, threads=count)
+                by_threads[count] = adam_figure("host AdamW", chunks, CPU, budget_s=budget_s, threads=count)
         self.figures += [*dram, *by_threads.values()]
         self._adam_threads = best_threads(by_threads)
         self.warnings += thread_doubts(
@@ -216,7 +224,7 @@ class Calibration:
     def _optimizers_and_kernels(self) -> None:
         with self._stage("AdamW on the device", _ADAM_S) as budget_s:
             chunk = AdamChunk.on(self.device, self.effort.adam_elements)
-            figure = chunk.figure("device AdamW", self.device, budget_s=budget_s, sheet=self._sheet)
+            figure = adam_figure("device AdamW", chunk, self.device, budget_s=budget_s, sheet=self._sheet)
             self.figures.append(figure)
             del chunk
         if self.on_gpu:
@@ -230,8 +238,8 @@ class Calibration:
             with self._stage("flatten and pack", _KERNEL_S) as budget_s:
                 self.figures.append(kernel(self.device, self.effort.hidden, budget_s=budget_s, sheet=self._sheet))
 
-    def _together(self) -> bool:
-        together = Together(self.device, self.effort, self._products, threads=self._adam_threads)
+    def _together(self, chunks: HostChunks) -> bool:
+        together = Together(self.device, self.effort, self._products, chunks, threads=self._adam_threads)
         with together.ready() as accepted:
             for group in groups_on(self.device) if self.ranks.agree(accepted) else ():
                 with self._stage(" + ".join(group), _GROUP_S) as budget_s, one_core_taken(wanted=self.on_gpu):
