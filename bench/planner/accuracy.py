@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from bench.planner.results import CaseResult
 from protrain.records import Record
 
-
 _LEAST_HOST_BYTES = 256 * 1024**2  # that errors are shares of: a plan that needs no host memory still has some pages
 
 
