@@ -212,7 +212,7 @@ def _timeline(plan: Plan, runtime: RuntimeModel, hardware: HardwareProfile, layo
         return runtime.timeline(plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate)
     times = runtime.times
     forward_ms = sum(times.forward) + sum(times.gap_forward)
-    recomputed = (ms for ms, mode in zip(times.forward, plan.block_modes, strict=True) if mode.recomputes)
+    recomputed = (ms for ms, mode in zip(times.recompute, plan.block_modes, strict=True) if mode.recomputes)
     backward_ms = times.total - forward_ms + sum(recomputed)
     update_ms = sum(
         chunk.elements / (hardware.device_adam_gparams if index < plan.n_persist else hardware.host_adam_gparams) / 1e6

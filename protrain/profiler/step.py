@@ -123,7 +123,7 @@ class Step:
             torch.cuda.synchronize(self._device)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with torch.enable_grad(), set_checkpoint_early_stop(False):
+        with torch.enable_grad(), set_checkpoint_early_stop(True):
             self._switch(None)
             with _Uses(self) if self._measure else nullcontext():
                 output = self._model(*args, **kwargs)
@@ -280,11 +280,14 @@ class Step:
                 return forward(*args, **kwargs)
             if call.state != "open":  # its outputs have no hook of their own: it starts with the first saved tensor
                 self._switch(call.block, call)
-            with FusedAttention() if self._device.type == "meta" else nullcontext():  # backward suspends function modes
-                output = forward(*args, **kwargs)
-            assert self._open is not None
-            self._open.recomputed = self._stamp()
-            return output
+            try:
+                with (
+                    FusedAttention() if self._device.type == "meta" else nullcontext()
+                ):  # backward suspends function modes
+                    return forward(*args, **kwargs)
+            finally:  # it ends with the last tensor that is saved, like the engine's: torch raises to stop it there
+                assert self._open is not None
+                self._open.recomputed = self._stamp()
 
         return run
 

@@ -387,3 +387,22 @@ def test_a_hiccup_in_one_of_many_alike_blocks_is_not_believed() -> None:
     found = profile(nn.Sequential(*blocks), (torch.randn(4, 8),))
     assert len(found.blocks) == 5
     assert max(block.forward_ms for block in found.blocks) < 25.0
+
+
+def test_recomputation_ends_with_the_last_saved_tensor() -> None:
+    class Ending(_Block):
+        """Its last product saves nothing but its factors, which are there before it: it is not computed again."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.02)
+            hidden = torch.tanh(self.up(x))
+            y = self.down(hidden)
+            time.sleep(0.06)
+            return y
+
+    found = profile(nn.Sequential(*[Ending() for _ in range(3)]), (torch.randn(4, 8),))
+    for block in found.blocks:
+        assert block.forward_ms >= 80.0
+        assert block.recompute_ms is not None
+        assert 20.0 <= block.recompute_ms < 60.0
+        assert block.backward_ms < 20.0
