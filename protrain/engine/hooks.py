@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from protrain import batch as batches
 from protrain.compilation import CompiledForward
-from protrain.engine.chunks import Member
 from protrain.engine.engine import Engine
 from protrain.engine.parameter import Handle, PresentParameter, manage, release
 from protrain.engine.units import Unit
@@ -25,9 +24,10 @@ from protrain.errors import MisuseError
 def install(engine: Engine) -> None:
     """Hook the engine into its model."""
     for member in engine.members:
-        manage(member.parameter, Handle(member.name, member.index, engine))
+        handle = Handle(member.name, member.index, engine, trainable=member.parameter.requires_grad)
         if member.parameter.requires_grad:
-            member.parameter.register_post_accumulate_grad_hook(_gradient_hook(engine, member))
+            member.parameter.register_post_accumulate_grad_hook(_gradient_hook(handle))
+        manage(member.parameter, handle)
         if not member.chunk.persistent:
             release(member.parameter, engine.placeholder)
     for unit in engine.units:
@@ -35,8 +35,7 @@ def install(engine: Engine) -> None:
     engine.model.forward = _root_forward(engine)
 
 
-def _gradient_hook(engine: Engine, member: Member) -> Callable[[Tensor], None]:
-    handle = Handle(member.name, member.index, engine)
+def _gradient_hook(handle: Handle) -> Callable[[Tensor], None]:
     return lambda parameter: handle.engine.gradient_ready(handle.index)
 
 

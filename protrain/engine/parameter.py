@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from protrain.engine.engine import Engine
 
 _RAW_GRAD: Any = torch.Tensor.grad
+_RAW_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
 class Handle:
@@ -34,9 +35,10 @@ class Handle:
     holds, and a model that the user drops must take its chunks with it.
     """
 
-    def __init__(self, name: str, index: int, engine: Engine) -> None:
+    def __init__(self, name: str, index: int, engine: Engine, *, trainable: bool) -> None:
         self.name = name
         self.index = index
+        self.trainable = trainable  # required a gradient when the model was wrapped
         self._engine = weakref.ref(engine)
 
     @property
@@ -53,10 +55,27 @@ class Handle:
         return self.engine.gradients.is_pending(self.index)
 
 
+def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
+    handle = parameter.protrain_handle
+    if value and not handle.trainable:
+        raise MisuseError(
+            f"{handle.name} was frozen when the model was wrapped, so it has no optimizer states and would not be "
+            "trained: set requires_grad before protrain.wrap, and wrap the model anew to train other parameters"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        _RAW_REQUIRES_GRAD.__set__(parameter, value)
+
+
 class PresentParameter(nn.Parameter):
     """A managed parameter whose data is on the device now."""
 
     protrain_handle: Handle
+    requires_grad: Any = property(_RAW_REQUIRES_GRAD.__get__, _set_requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Freeze it, and train it again; MisuseError to train what was frozen when the model was wrapped."""
+        self.requires_grad = requires_grad
+        return self
 
     @property
     def grad(self) -> None:

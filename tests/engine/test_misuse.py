@@ -190,7 +190,6 @@ OPERATIONS: dict[str, Callable[[nn.Parameter], Any]] = {
     "getitem": lambda p: p[0],
     "stack": lambda p: torch.stack([torch.zeros(p.shape), p]),
     "linear": lambda p: nn.functional.linear(torch.zeros(2, p.shape[1]), p),
-    "freeze": lambda p: p.requires_grad_(False),
 }
 
 
