@@ -35,6 +35,7 @@ from protrain.engine.streams import Streams
 from protrain.engine.swap import HostSlots, Swaps
 from protrain.engine.units import Unit
 from protrain.engine.worker import HostWorker
+from protrain.errors import MisuseError
 from protrain.planning.plan import Plan
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
@@ -79,6 +80,7 @@ class Engine:
         self.gradients = gradients
         self.swaps = Swaps(swap_slots)
         self.ledger = ledger
+        self.whole: set[int] = set()  # members that full_parameters has on the CPU now
         self.steps = 0  # optimizer steps that changed weights
         self.placeholder = torch.full((), float("nan"), dtype=dtype, device=device)  # expands to any shape
         self._training_order = training_order
@@ -105,6 +107,7 @@ class Engine:
 
     def run_unit(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a unit's forward with its parameters on the device."""
+        self.refuse_while_whole(f"the forward of {unit.label}")
         self._order.enter(unit.index)
         args, kwargs = self._out_of_buffers((args, kwargs), unit)
         recall(unit.residents)
@@ -159,6 +162,7 @@ class Engine:
         """The first sign of a backward: have its end announced."""
         if self._in_backward:
             return
+        self.refuse_while_whole("backward()")
         self.backward_begins()
         self._in_backward = True
         self._order = self._training_order
@@ -237,6 +241,14 @@ class Engine:
         self.worker.drain()
         for chunk in self.chunks:
             chunk.wait_for_update()
+
+    def refuse_while_whole(self, what: str) -> None:
+        """MisuseError inside full_parameters: the CPU copies would be neither used nor updated."""
+        if self.whole:
+            name = self.members[min(self.whole)].name
+            raise MisuseError(
+                f"{what} inside `with protrain.full_parameters(...)`, which has {name} on the CPU: leave it first"
+            )
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import protrain
 from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import (
@@ -21,6 +22,7 @@ from tests.engine.harness import (
     Trainer,
     adamw,
     assert_same,
+    default_loss,
     states,
     wrap_under,
 )
@@ -82,3 +84,62 @@ def test_what_was_frozen_when_wrapped_cannot_be_trained(spec: Spec, device: torc
     untouched = wrapped()
     assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
     assert_same(states(model, optimizer), states(*untouched))
+
+
+# -- full_parameters ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_wrong_shape_keeps_no_edit_and_does_no_harm(spec: Spec, device: torch.device) -> None:
+    def edit() -> None:
+        with protrain.full_parameters(model), torch.no_grad():
+            model.get_parameter("enter.weight").zero_()
+            model.get_parameter("blocks.1.norm.bias").data = torch.zeros(7)
+            model.get_parameter("leave.weight").zero_()
+
+    data = batches(3)
+    (model, optimizer), untouched = (wrap_under(spec, m, adamw(m), data[0], device=device) for m in (make(), make()))
+    with pytest.raises(ValueError, match=r"blocks\.1\.norm\.bias was given the shape \(7,\), not \(48,\): no edit"):
+        edit()
+    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
+    assert_same(states(model, optimizer), states(*untouched))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_nothing_runs_inside_full_parameters(spec: Spec, device: torch.device) -> None:
+    data = batches(3)
+    (model, optimizer), untouched = (wrap_under(spec, m, adamw(m), data[0], device=device) for m in (make(), make()))
+    loss = default_loss(model, data[0])
+    runs: list[tuple[str, Callable[[], Any]]] = [
+        ("the forward of enter", lambda: model(*data[0])),
+        (r"backward\(\)", lambda: loss.backward()),
+        (r"step\(\)", lambda: optimizer.step()),
+    ]
+    for what, run in runs:
+        with (
+            pytest.raises(MisuseError, match=rf"{what} inside .*full_parameters.*which has blocks.1.*leave it first"),
+            protrain.full_parameters(model.get_submodule("blocks.1")),
+        ):
+            run()
+    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
+    assert_same(states(model, optimizer), states(*untouched))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_full_parameters_within_others_and_their_state_dict(spec: Spec, device: torch.device) -> None:
+    data, inner = batches(2), make()
+    model, optimizer = wrap_under(spec, inner, adamw(inner), data[0], device=device)
+    block: Any = model.get_submodule("blocks.1")
+    with protrain.full_parameters(block), torch.no_grad():
+        block.norm.bias.fill_(0.25)
+        with protrain.full_parameters(model):
+            assert (block.norm.bias == 0.25).all()
+            model.get_parameter("leave.bias").fill_(0.125)
+        assert (model.state_dict()["leave.bias"] == 0.125).all()
+        assert (model.state_dict()["blocks.1.norm.bias"] == 0.25).all()
+        block.first.bias.fill_(0.5)
+        block.load_state_dict({**block.state_dict(), "second.bias": torch.full((48,), 0.75)})
+    after = model.state_dict()
+    for name, value in (("norm.bias", 0.25), ("first.bias", 0.5), ("second.bias", 0.75)):
+        assert (after[f"blocks.1.{name}"] == value).all()
+    assert len(set(Loop().run(model, optimizer, data))) == 2
