@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from protrain.engine.arena import Arena
 from protrain.engine.buffers import BufferPool
-from protrain.engine.chunks import Chunk, Member, recall
+from protrain.engine.chunks import Chunk, Member
+from protrain.engine.edits import edit_error, edited_in, recall
 from protrain.engine.gradients import Gradients
 from protrain.engine.ledger import Ledger
 from protrain.engine.parameter import ReleasedParameter, point_at, release
@@ -149,12 +150,18 @@ class Engine:
 
     def unbind(self, unit: Unit) -> None:
         """End one ``bind``."""
+        edited = [member for member in unit.members if edited_in(member, self.buffers.content(member.chunk))]
         for member in unit.members:
             member.bound -= 1
             if member.bound == 0:
                 release(member.parameter, self.placeholder)
         for chunk in unit.chunks:
             self.buffers.release(chunk)
+        for member in edited:
+            if not self.buffers.held(member.chunk):
+                self.buffers.invalidate(member.chunk)
+        if edited:
+            raise edit_error(edited[0], "changed in place")
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -250,12 +257,18 @@ class Engine:
                 f"{what} inside `with protrain.full_parameters(...)`, which has {name} on the CPU: leave it first"
             )
 
+    def refuse_edits(self) -> None:
+        """MisuseError for a persistent weight that was changed elsewhere than inside full_parameters."""
+        members = [member for unit in self.units for member in unit.residents if member.index not in self.whole]
+        recall(member for member in members if not isinstance(member.parameter, ReleasedParameter))  # in state_dict
+
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Nothing of the engine runs inside: for reading and writing state from the host."""
         self.abandon_backward()  # one that raised holds chunks still
         self.wait_for_updates()
         self.streams.synchronize()
+        self.refuse_edits()
         yield
 
     def weights_changed(self, chunks: list[Chunk]) -> None:

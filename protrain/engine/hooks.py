@@ -29,6 +29,7 @@ def install(engine: Engine) -> None:
         if member.parameter.requires_grad:
             member.parameter.register_post_accumulate_grad_hook(_gradient_hook(handle))
         manage(member.parameter, handle)
+        member.edits = member.parameter._version
         if not member.chunk.persistent:
             release(member.parameter, engine.placeholder)
     for unit in engine.units:

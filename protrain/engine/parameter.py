@@ -24,6 +24,7 @@ from protrain.errors import MisuseError
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine
 
+_RAW_DATA: Any = torch.Tensor.data
 _RAW_GRAD: Any = torch.Tensor.grad
 _RAW_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
@@ -70,6 +71,8 @@ class PresentParameter(nn.Parameter):
     """A managed parameter whose data is on the device now."""
 
     protrain_handle: Handle
+    # As `detach` gives it, so that an edit through it counts as one of the parameter: see [Note: edits].
+    data: Any = property(lambda parameter: parameter.detach(), _RAW_DATA.__set__)
     requires_grad: Any = property(_RAW_REQUIRES_GRAD.__get__, _set_requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:

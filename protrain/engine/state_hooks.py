@@ -123,6 +123,7 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
 def _put_back(engine: Engine, members: list[Member]) -> None:
     for member in members:
         engine.whole.remove(member.index)
+        member.edits = member.parameter._version
         if member.chunk.persistent:
             point_at(member.parameter, member.view(member.chunk.weight))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.engine.harness import (
     adamw,
     assert_same,
     default_loss,
+    seeded,
     states,
     wrap_under,
 )
@@ -143,3 +145,97 @@ def test_full_parameters_within_others_and_their_state_dict(spec: Spec, device: 
     for name, value in (("norm.bias", 0.25), ("first.bias", 0.5), ("second.bias", 0.75)):
         assert (after[f"blocks.1.{name}"] == value).all()
     assert len(set(Loop().run(model, optimizer, data))) == 2
+
+
+# -- edits elsewhere ---------------------------------------------------------------------------------------------------
+
+EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "data": lambda p: p.data.mul_(0.5),
+    "no_grad": lambda p: torch.no_grad()(p.mul_)(0.5),
+    "init": lambda p: nn.init.zeros_(p),  # zero and a negative remainder would be NaN
+    "rows": lambda p: p.data[1:3].fill_(0.25),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_outside_full_parameters_is_said_once_and_counts(
+    edit: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    def edit_before(moment: str) -> None:
+        if moment == "step":
+            optimizer.backward(default_loss(model, data[2]))
+        EDITS[edit](parameter)
+        with pytest.raises(MisuseError, match=r"data of blocks\.1\.first\.weight was changed .*full_parameters"):
+            runs[moment]()
+        optimizer.zero_grad()
+
+    data = batches(5)
+    for moment in ("forward", "step", "read"):
+        inner = make()
+        model, optimizer = wrap_under(RESIDENT, inner, adamw(inner), data[0], device=device, dtype=dtype)
+        Loop().run(model, optimizer, data[:2])
+        name = "blocks.1.first.weight"
+        parameter, before = model.get_parameter(name), states(model, optimizer)
+        runs: dict[str, Callable[[], Any]] = {
+            "forward": functools.partial(model, *data[2]),
+            "step": optimizer.step,
+            "read": model.state_dict,
+        }
+        edit_before(moment)
+        expected = before[f"model.{name}"].clone()
+        EDITS[edit](nn.Parameter(expected))
+        after = states(model, optimizer)
+        assert torch.equal(after.pop(f"model.{name}"), expected)
+        assert torch.equal(after.pop(f"master.{name}"), expected.float())
+        assert_same(after, {key: before[key] for key in after})
+        assert len(set(Loop().run(model, optimizer, data[3:]))) == 2
+        assert optimizer.export_parameter(name)["master"].isfinite().all()
+
+
+def test_edits_of_many_are_all_taken_over_at_once(device: torch.device) -> None:
+    data, inner = batches(2), make()
+    model, optimizer = wrap_under(RESIDENT, inner, adamw(inner), data[0], device=device, dtype=torch.bfloat16)
+    Loop().run(model, optimizer, data)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with pytest.raises(MisuseError, match=r"was changed in place"):
+        optimizer.state_dict()
+    assert not any(optimizer.export_parameter(name)["master"].any() for name in optimizer.parameter_names())
+
+
+class Renormed(nn.Module):
+    """An embedding changes its own weight in forward when it has a max_norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("spec", [RESIDENT, Spec("none", "least", (CKPT,))], ids=str)
+def test_a_forward_that_edits_its_weight_is_refused(spec: Spec, device: torch.device) -> None:
+    def wrapped() -> tuple[Any, ProTrainOptimizer]:
+        with seeded():
+            inner = Renormed()
+        return wrap_under(spec, inner, adamw(inner), (ids,), device=device, dtype=torch.bfloat16)
+
+    ids = torch.arange(32).view(2, 16)
+    (model, optimizer), untouched = wrapped(), wrapped()
+    model.embedding.max_norm = 1e6  # none is that long: autograd counts it as an edit all the same
+    with pytest.raises(MisuseError, match=r"data of embedding\.weight was changed in place .*full_parameters"):
+        model(ids)
+    model.embedding.max_norm = None
+    losses = [Loop().run(*pair, [(ids,)] * 3) for pair in ((model, optimizer), untouched)]
+    if spec is RESIDENT:
+        assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # the master is as the weight
+    else:
+        assert losses[0] == losses[1]
+        assert_same(states(model, optimizer), states(*untouched))
