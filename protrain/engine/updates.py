@@ -97,10 +97,10 @@ class Updates:
         self._decoupled = decoupled
         self._early: dict[int, _Early] = {}  # by chunk
         self._round = _Round()
+        self._begun_with: list[AdamScalars] | None = None  # hyperparameters at the last backward; None: wrong ones
         self._inside: list[tuple[Chunk, _Once]] = []  # updates given to the host in this backward
         self._backwards = 0  # since the last step, without those that only accumulate
         self._usual_backwards = 1
-        self._begun_with: list[AdamScalars] | None = None  # hyperparameters at the last backward; None: wrong ones
         self._last_job: Job | None = None
         self._host_scale = engine.arena.take(1, torch.float32)
         self._device_scale = engine.streams.lasting(torch.ones(1, dtype=torch.float32, device=engine.device))
