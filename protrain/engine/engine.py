@@ -90,6 +90,7 @@ class Engine:
         self._backward_start = len(profile.calls)
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
         self._state_addresses = {storage_address(chunk.weight) for chunk in chunks if chunk.persistent}
+        self._residents = [member for unit in units for member in unit.residents]
         self._current: Unit | None = None  # whose backward runs
         self._in_backward = False
         # What the optimizer wants to know; see protrain.optim.
@@ -259,8 +260,10 @@ class Engine:
 
     def refuse_edits(self) -> None:
         """MisuseError for a persistent weight that was changed elsewhere than inside full_parameters."""
-        members = [member for unit in self.units for member in unit.residents if member.index not in self.whole]
-        recall(member for member in members if not isinstance(member.parameter, ReleasedParameter))  # in state_dict
+        # Few, if any: every parameter is looked at in every step, so the one look is as quick as it can be.
+        changed = [member for member in self._residents if member.parameter._version != member.edits]
+        changed = [member for member in changed if member.index not in self.whole]
+        recall(member for member in changed if not isinstance(member.parameter, ReleasedParameter))  # in state_dict
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

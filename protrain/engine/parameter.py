@@ -118,7 +118,7 @@ class PresentParameter(nn.Parameter):
 _GETTERS = """
     shape dtype device requires_grad is_leaf ndim layout grad_fn is_cuda is_cpu is_meta is_sparse is_sparse_csr
     is_quantized is_mkldnn is_nested output_nr names itemsize nbytes is_xla is_mps is_xpu is_hpu is_vulkan is_ipu
-    is_maia is_mtia retains_grad _backward_hooks
+    is_maia is_mtia retains_grad _backward_hooks _version
 """
 _METHODS = """
     size numel nelement dim ndimension element_size is_floating_point is_complex is_signed get_device type
