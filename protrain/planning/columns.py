@@ -123,7 +123,7 @@ class Columns:
         self._choices = Choices.of(self._modes)
         peak, _, self._swapped = memory.all_activations(self._choices)
         peak_moved, _, _ = memory.all_activations(self._choices._replace(ckpt_swap=self._choices.ckpt))
-        self._margined = {False: memory.with_margin(peak), True: memory.with_margin(peak_moved)}  # by moves
+        self._margined = memory.with_margin(peak), memory.with_margin(peak_moved)  # all inputs kept, all moved
         self._undisturbed = runtime.undisturbed(self._choices)
         self._placed: dict[tuple[int, bool], _Placed] = {}  # by n_persist and moves
         self._untouched = block_modes(n_blocks, 0, 0)
@@ -136,10 +136,7 @@ class Columns:
         # A good plan early leaves little to simulate: first what does not swap, and of that what moves no inputs.
         for column in sorted(self._columns(), key=lambda column: (column.n_swap > 0, column.moves, column)):
             if self._may_win(column.bound_ms) and self._may_win(self._free_ms(column)):
-                if column.moves:
-                    self._walk_moves(column)
-                else:
-                    self._walk(column)
+                (self._walk_moves if column.moves else self._walk)(column)
         return self._found
 
     def _free_ms(self, column: _Column) -> float:
@@ -198,10 +195,9 @@ class Columns:
 
     def _most_buffers(self, n_persist: int, moves: bool) -> Bytes:
         """``_Placed.n_buffer``."""
-        n_buffer = self._memory.most_buffers(n_persist, self._margined[False])
-        if moves:
-            kept, n_buffer = n_buffer, self._memory.most_buffers(n_persist, self._margined[True])
-            n_buffer = np.where(n_buffer > kept, n_buffer, -1)
+        kept, moved = (self._memory.most_buffers(n_persist, margined) for margined in self._margined)
+        swaps = self._n_swap > 0
+        n_buffer = np.where(swaps | (moved > kept), moved, -1) if moves else np.where(swaps, -1, kept)
         return np.where(self._fits_host(n_persist), n_buffer, -1)
 
     def _fits_host(self, n_persist: int) -> NDArray[np.bool_]:
@@ -240,90 +236,94 @@ class Columns:
         return float(placed.least_ms[row])
 
     def _walk(self, column: _Column) -> None:
-        n_swap, n_persist = column.n_swap, column.n_persist
+        """Where nothing moves."""
+        n_persist = column.n_persist
         placed, all_buffers = self._place(n_persist, moves=False), self._n_chunks - n_persist
         postponed: list[int] = []
         before = -1
         for row in range(column.first, column.end):
-            n_ckpt, n_buffer = int(self._n_ckpt[row]), int(placed.n_buffer[row])
-            if n_ckpt >= n_swap and not self._may_win(float(placed.all_bound_ms[row])):
+            n_buffer = int(placed.n_buffer[row])
+            if not self._may_win(float(placed.all_bound_ms[row])):
                 return
-            if n_buffer < 0:
-                continue
-            if n_buffer == before and n_ckpt > n_swap:
+            if n_buffer == before:
                 continue  # one more is recomputed for nothing
             before = n_buffer
             if not self._may_win(float(placed.bound_ms[row])):
                 continue
-            # Swapping must pay: what it frees is not worth having for the same time.
-            limit_ms = self._paying_ms if n_swap and self._found else self._fastest_ms * (1 + self._tolerance)
-            step_ms, n_speculate = self._step_ms(row, n_persist, False, limit_ms)
-            ends_column = n_ckpt >= n_swap
+            limit_ms = self._fastest_ms * (1 + self._tolerance)
+            step_ms, n_speculate = self._step_ms(row, n_persist, limit_ms, moves=False)
             if step_ms >= limit_ms:
-                if ends_column and n_buffer == all_buffers:
+                if n_buffer == all_buffers:
                     return
-                if ends_column:
-                    postponed.append(row)
+                postponed.append(row)
                 continue
             # Whether the column ended before matters only now that it would change anything.
             if any(self._ends_column(one, n_persist, limit_ms) for one in postponed):
                 return
             postponed.clear()
             unlimited_ms = step_ms
-            if ends_column and n_buffer < all_buffers:
+            if n_buffer < all_buffers:
                 unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, limit_ms)
                 if unlimited_ms >= limit_ms:
                     return
-            self._add(Candidate(step_ms, n_persist, n_buffer, n_swap, n_ckpt, 0, n_speculate))
-            if ends_column and step_ms <= unlimited_ms * (1 + _GAIN):
+            self._add(Candidate(step_ms, n_persist, n_buffer, 0, int(self._n_ckpt[row]), 0, n_speculate))
+            if step_ms <= unlimited_ms * (1 + _GAIN):
                 return
 
     def _walk_moves(self, column: _Column) -> None:
-        n_swap, n_persist = column.n_swap, column.n_persist
+        """Where blocks are swapped or inputs move, which must pay: what it frees isn't worth having for the same time.
+
+        See the second list above.
+        """
+        n_persist = column.n_persist
         placed, all_buffers = self._place(n_persist, moves=True), self._n_chunks - n_persist
-        lost = -1  # with so many buffers it is too slow, and so it is with more recomputed
+        lost = -1  # with as many buffers or fewer it is too slow, and so it is with more recomputed
+        tested = False
         for row in range(column.first, column.end):
-            n_buffer, only_adds = int(placed.n_buffer[row]), int(self._n_ckpt[row]) >= n_swap
+            n_buffer, only_adds = int(placed.n_buffer[row]), int(self._n_ckpt[row]) >= column.n_swap
             if only_adds and not self._may_win(float(placed.all_bound_ms[row])):
                 return
             if n_buffer <= lost or not self._may_win(float(placed.bound_ms[row])):
                 continue
-            least_ms, _ = self._step_ms(row, n_persist, True, self._paying_ms)
-            if not self._may_win(least_ms):
-                if only_adds and n_buffer == all_buffers:
-                    return
-                if only_adds:
-                    lost = n_buffer
+            least = self._step_ms(row, n_persist, self._paying_ms, moves=True)
+            wins = self._may_win(least[0])
+            found = wins and self._try_rooms(row, n_persist, least)
+            if not only_adds:
                 continue
-            if self._walk_rooms(row, n_persist, least_ms) and only_adds:
-                if n_buffer < all_buffers:
-                    least_ms, _ = self._simulated_ms(row, n_persist, all_buffers, self._paying_ms)
-                if not self._may_win(least_ms):
-                    return
+            if not wins:
+                lost = n_buffer
+            unlimited_ms = least[0]
+            if n_buffer < all_buffers:
+                # Whether the column ends here is worth a simulation where one was needed, once, and when it may end.
+                if not found and (tested or unlimited_ms == float("inf")):
+                    continue
+                tested = True
+                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, self._paying_ms)
+            if not self._may_win(unlimited_ms):
+                return
 
-    def _walk_rooms(self, row: int, n_persist: int, least_ms: float) -> bool:
-        """Whether one of the numbers of moved inputs is found to be faster than all before.
+    def _try_rooms(self, row: int, n_persist: int, least: tuple[float, int]) -> bool:
+        """Whether a number of moved inputs is found with which a choice is faster than all before.
 
-        Args:
-            row: the choice of the other block modes.
-            n_persist: the number of persistent chunks.
-            least_ms: the step with the most buffers, if moving inputs cost nothing.
+        ``least`` is the step with the most buffers, if moving inputs cost nothing, and its early updates.
         """
         n_swap, n_ckpt = int(self._n_swap[row]), int(self._n_ckpt[row])
         known, n_found = int(self._place(n_persist, moves=True).n_buffer[row]), len(self._found)
         for n_ckpt_swap, n_buffer, swapped_bytes in reversed(self._moves.rooms(n_swap, n_ckpt, n_persist)):
-            if n_buffer < known and self._may_win(least_ms):
-                known = n_buffer
-                least_ms, _ = self._simulated_ms(row, n_persist, n_buffer, self._paying_ms)
-            if not n_ckpt_swap or not self._may_win(least_ms):
+            if not self._may_win(least[0]):
                 break
-            most_early = 0
-            if self._runtime.speculates:
-                most_early = int(self._memory.most_speculated(n_persist, np.array(swapped_bytes)))
-            modes = block_modes(len(self._untouched), n_swap, n_ckpt, n_ckpt_swap)
-            limit_ms = self._paying_ms
-            step_ms, n_speculate = self._runtime.fitted_ms(modes, n_persist, n_buffer, most_early, limit_ms=limit_ms)
-            if step_ms < limit_ms:
+            if n_buffer < known:
+                known, least = n_buffer, self._simulated_ms(row, n_persist, n_buffer, self._paying_ms)
+            step_ms, n_speculate = least
+            if n_ckpt_swap and self._may_win(step_ms):
+                most_early = self._runtime.speculates and self._memory.most_speculated(
+                    n_persist, np.array(swapped_bytes)
+                )
+                modes = block_modes(len(self._untouched), n_swap, n_ckpt, n_ckpt_swap)
+                step_ms, n_speculate = self._runtime.fitted_ms(
+                    modes, n_persist, n_buffer, int(most_early), limit_ms=self._paying_ms
+                )
+            if self._may_win(step_ms):
                 self._add(Candidate(step_ms, n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate))
         return len(self._found) > n_found
 
@@ -331,7 +331,7 @@ class Columns:
         self._found.append(candidate)
         self._fastest_ms = min(self._fastest_ms, candidate.step_ms)
 
-    def _step_ms(self, row: int, n_persist: int, moves: bool, limit_ms: float) -> tuple[float, int]:
+    def _step_ms(self, row: int, n_persist: int, limit_ms: float, *, moves: bool) -> tuple[float, int]:
         """Of a choice of block modes with all buffers that fit, and its early updates; moving inputs costs nothing.
 
         Infinite when it cannot be below ``limit_ms``.
