@@ -10,11 +10,9 @@ import json
 
 import numpy as np
 
-from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.choices import Choices
 from protrain.planning.columns import Candidate, Columns
-from protrain.planning.infeasible import device_error, host_error
+from protrain.planning.infeasible import device_error, host_error, nothing_fits
 from protrain.planning.layout import Layout, choose_chunk_elements, pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.moves import Moves
@@ -53,7 +51,7 @@ def search(
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
     found = Columns(profile, hardware, models.memory, models.runtime, models.moves, tolerance=_TOLERANCE).walk()
     if not found:
-        raise models.infeasible()
+        raise nothing_fits(models.memory, models.moves)
     near = min(found)[0] * (1 + _NEAR)
     found = [models.refined(candidate) for candidate in found if candidate.step_ms <= near]
     fastest = min(found)[0]
@@ -281,22 +279,3 @@ class _Models:
             raise device_error(self.memory, plan.n_persist, plan.n_buffer, activations)
         if plan.host_bytes > self.hardware.host_bytes:
             raise host_error(self.memory, plan.n_persist, activations, n_speculate=plan.n_speculate)
-
-    def infeasible(self) -> PlanError:
-        """Why no plan at all fits: the device cannot hold the smallest one, or the host what the device leaves over."""
-        memory, n_blocks = self.memory, len(self.profile.blocks)
-        modes = [
-            block_modes(n_blocks, n_swap, n) for n_swap in range(n_blocks + 1) for n in range(n_blocks - n_swap + 1)
-        ]
-        peak_bytes, _, swapped_bytes = memory.all_activations(Choices.of(modes))
-        placements = range(len(self.layout.chunks), -1, -1)
-        static = np.array([memory.static_bytes(n, memory.least_buffers(n)) for n in placements])
-        needed = memory.with_margin(peak_bytes)[:, None] + static  # by modes and placement
-        fits = needed <= self.hardware.device_bytes
-        if fits.any():
-            host = np.array([memory.host_bytes_beside(n, 0) for n in placements]) + swapped_bytes[:, None]
-            which, at = divmod(int(np.where(fits, host, host.max() + 1).argmin()), len(placements))
-            return host_error(memory, placements[at], memory.activations(modes[which]))
-        which, at = divmod(int(needed.argmin()), len(placements))
-        n_persist = placements[at]
-        return device_error(memory, n_persist, memory.least_buffers(n_persist), memory.activations(modes[which]))
