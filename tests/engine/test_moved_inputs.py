@@ -262,5 +262,5 @@ def test_the_plan_says_how_many_inputs_move(device: torch.device) -> None:
     model = make_residual()
     spec = Spec("none", "least", (CKPT_SWAP, CKPT, NONE))
     _, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device)
-    assert f"n_ckpt=2/{DEPTH} n_ckpt_swap=2" in str(optimizer.plan)
+    assert f"n_ckpt=4/{DEPTH} n_ckpt_swap=2" in str(optimizer.plan)
     assert protrain.Plan.from_json(optimizer.plan.to_json()) == optimizer.plan
