@@ -35,7 +35,7 @@ def kept_ms(traced: ModelProfile, hardware: HardwareProfile, chunk_elements: int
 
 
 def test_inputs_of_a_long_sequence_make_room_for_untouched_blocks() -> None:
-    traced, hardware = make_profile(**LONG), machine("12GiB", "40GiB")
+    traced, hardware = make_profile(**LONG), machine("10GiB", "40GiB")
     plan = search(traced, hardware)
     assert plan.n_ckpt_swap > 0
     assert plan.n_swap == 0
@@ -49,8 +49,21 @@ def test_inputs_stay_where_that_costs_nothing() -> None:
     assert search(traced, machine("200GiB", "40GiB")).n_ckpt_swap == 0  # everything fits
     slow = {"h2d_gbps": 0.1, "d2h_gbps": 0.1, "bidirectional_gbps": 0.2}
     assert search(traced, machine("12GiB", "40GiB", **slow)).n_ckpt_swap == 0  # each takes longer than a block
-    fewest = search(traced, machine("12GiB", "40GiB")).n_ckpt_swap
-    assert 0 < fewest < search(traced, machine("11GiB", "40GiB")).n_ckpt_swap
+
+
+@pytest.mark.parametrize("device", ["8GiB", "11GiB", "20GiB"])
+def test_no_more_inputs_move_than_must(device: str) -> None:
+    traced, hardware = make_profile(**LONG), machine(device, "40GiB")
+    plan = search(traced, hardware)
+    assert plan.n_ckpt_swap > 0
+    options: dict[str, Any] = {"n_persist": plan.n_persist, "n_swap": 0, "n_ckpt": plan.n_ckpt}
+    for fewer in range(plan.n_ckpt_swap):
+        for n_buffer in range(1, plan.n_chunks - plan.n_persist + 1):
+            try:
+                by_hand = evaluate(traced, hardware, n_buffer=n_buffer, n_ckpt_swap=fewer, **options)
+            except PlanError:
+                break
+            assert by_hand.step_ms >= plan.step_ms
 
 
 def test_moved_inputs_make_fit_what_else_would_not() -> None:
