@@ -51,7 +51,7 @@ def test_inputs_stay_where_that_costs_nothing() -> None:
     assert search(traced, machine("12GiB", "40GiB", **slow)).n_ckpt_swap == 0  # each takes longer than a block
 
 
-@pytest.mark.parametrize("device", ["8GiB", "11GiB", "20GiB"])
+@pytest.mark.parametrize("device", ["8.25GiB", "11GiB", "26GiB"])
 def test_no_more_inputs_move_than_must(device: str) -> None:
     traced, hardware = make_profile(**LONG), machine(device, "40GiB")
     plan = search(traced, hardware)
@@ -63,7 +63,7 @@ def test_no_more_inputs_move_than_must(device: str) -> None:
                 by_hand = evaluate(traced, hardware, n_buffer=n_buffer, n_ckpt_swap=fewer, **options)
             except PlanError:
                 break
-            assert by_hand.step_ms >= plan.step_ms
+            assert by_hand.step_ms > plan.step_ms
 
 
 def test_moved_inputs_make_fit_what_else_would_not() -> None:
