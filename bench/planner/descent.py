@@ -11,7 +11,7 @@ from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.profiler import ModelProfile
 
-_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_speculate")
+_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate")
 _BETTER = 0.995  # of the step time: less is noise
 
 
@@ -27,7 +27,8 @@ def descend(
 ) -> Iterator[Point]:
     """The chosen plan, ``others`` spread over what fits, and every neighbour on the way down from the fastest of them.
 
-    A neighbour differs by one in one knob; where it doesn't fit, buffers and early updates give way.
+    A neighbour differs by one in one knob. Where it doesn't fit, buffers and early updates give way; where fewer blocks
+    are recomputed, moved inputs do.
     """
     best = chosen = measure(None)
     yield chosen
@@ -63,7 +64,7 @@ def _faster(best: Point, point: Point) -> Point:
 
 
 def _key(plan: Plan) -> tuple[int, ...]:
-    return plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_speculate
+    return plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap, plan.n_speculate
 
 
 def _neighbours(
@@ -78,6 +79,7 @@ def _neighbours(
             if not 0 <= away <= plan.n_chunks:
                 continue
             early = counts["n_speculate"] if knob == "n_speculate" else min(counts["n_speculate"], away)
+            moved = counts["n_ckpt_swap"] if knob == "n_ckpt_swap" else min(counts["n_ckpt_swap"], counts["n_ckpt"])
             buffers = counts["n_buffer"]
             if knob != "n_buffer":
                 buffers = max(min(buffers, away), memory.least_buffers(counts["n_persist"]))
@@ -90,6 +92,7 @@ def _neighbours(
                         n_buffer=buffers,
                         n_swap=counts["n_swap"],
                         n_ckpt=counts["n_ckpt"],
+                        n_ckpt_swap=moved,
                         n_speculate=early,
                         chunk_elements=plan.chunk_elements,
                         step_during_backward=step_during_backward,

@@ -34,7 +34,8 @@ def draw(
         n_persist = generator.randint(0, n_chunks)
         least = memory.least_buffers(n_persist)
         n_buffer = generator.randint(least, max(least, n_chunks - n_persist))
-        activations = memory.activations(block_modes(n_blocks, n_swap, n_ckpt))
+        n_ckpt_swap = generator.choice([0, generator.randint(0, n_ckpt)])
+        activations = memory.activations(block_modes(n_blocks, n_swap, n_ckpt, n_ckpt_swap))
         fits = memory.device_bytes(n_persist, n_buffer, activations) <= hardware.device_bytes
         if not fits or memory.host_bytes(n_persist, activations) > hardware.host_bytes:
             continue
@@ -42,7 +43,7 @@ def draw(
         if not step_during_backward and hardware.device_type == "cuda":
             most = int(memory.most_speculated(n_persist, np.array(activations.swapped_bytes)))
             n_speculate = generator.choice([0, most, generator.randint(0, most)])
-        key = (n_persist, n_buffer, n_swap, n_ckpt, n_speculate)
+        key = (n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate)
         if key not in found:
             found[key] = evaluate(
                 profile,
@@ -51,6 +52,7 @@ def draw(
                 n_buffer=n_buffer,
                 n_swap=n_swap,
                 n_ckpt=n_ckpt,
+                n_ckpt_swap=n_ckpt_swap,
                 n_speculate=n_speculate,
                 step_during_backward=step_during_backward,
             )

@@ -12,7 +12,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout, pack
 from protrain.planning.memory import MemoryModel, state_bytes
 from protrain.planning.phases import WAITS, Phase, phases
-from protrain.planning.plan import Plan, block_modes
+from protrain.planning.plan import BlockMode, Plan, block_modes, moved_input_bytes
 from protrain.planning.runtime import RuntimeModel
 from protrain.planning.search import check, search
 from protrain.planning.tables import aligned, format_change, format_ms
@@ -23,15 +23,15 @@ from protrain.records import Record
 
 MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # shares of the memory there is, on top of it
 _SAME = 0.005  # times this close are the same: the search itself prefers by other grounds within it
-KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_speculate")
+KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change(Record):
     """One knob turned by one, all others as they are.
 
-    Where a number of buffers or early updates makes no sense beside the new number of persistent chunks, the nearest
-    that does is taken.
+    Where a number of buffers or early updates makes no sense beside the new number of persistent chunks, or one of
+    moved inputs beside the new number of recomputed blocks, the nearest that does is taken.
     """
 
     knob: str
@@ -195,12 +195,19 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     weights = sum(chunk.elements * element for chunk in away)
     gradients = sum(chunk.elements * element for chunk in away if chunk.trainable)
     activations = memory.activations(plan.block_modes)
+    moved = sum(
+        moved_input_bytes(block)
+        for block, mode in zip(memory.profile.blocks, plan.block_modes, strict=True)
+        if mode is BlockMode.CKPT_SWAP
+    )
     parts = {
         "weights": weights,
         "gradients": gradients,
         "optimizer states": sum(state_bytes(chunk, memory.profile.dtype) for chunk in away) - weights - gradients,
-        "swapped activations": activations.swapped_bytes,
+        "swapped activations": activations.swapped_bytes - moved,
     }
+    if plan.n_ckpt_swap:
+        parts["moved inputs of recomputed blocks"] = moved
     if plan.n_speculate:
         parts["second copies for early updates"] = memory.spare_bytes(plan.n_persist, plan.n_speculate)
     needed = memory.host_bytes(plan.n_persist, activations, plan.n_speculate)
@@ -244,6 +251,7 @@ def _changes(plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Iterator
                     impossible = few if counts["n_buffer"] < least else "every non-persistent chunk has a buffer"
                 counts["n_buffer"] = min(max(counts["n_buffer"], least), most)
                 counts["n_speculate"] = min(counts["n_speculate"], most)
+                counts["n_ckpt_swap"] = min(counts["n_ckpt_swap"], counts["n_ckpt"])
             change = Change(
                 knob=knob,
                 step=step,
@@ -256,10 +264,10 @@ def _changes(plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Iterator
                 impossible=impossible,
             )
             if not impossible:
-                n_persist, n_buffer, n_swap, n_ckpt, n_speculate = change.counts
+                n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate = change.counts
                 modes = plan.block_modes
-                if knob in ("n_swap", "n_ckpt"):
-                    modes = block_modes(n_blocks, n_swap, n_ckpt)
+                if knob in ("n_swap", "n_ckpt", "n_ckpt_swap"):
+                    modes = block_modes(n_blocks, n_swap, n_ckpt, n_ckpt_swap)
                 activations = memory.activations(modes)
                 device_bytes = memory.device_bytes(n_persist, n_buffer, activations)
                 host_bytes = memory.host_bytes(n_persist, activations, n_speculate)
@@ -286,6 +294,8 @@ def _impossible(counts: dict[str, int], knob: str, n_chunks: int, n_blocks: int,
         return "every chunk in host memory is updated early"
     if counts["n_swap"] + counts["n_ckpt"] > n_blocks:
         return "every block is swapped or checkpointed"
+    if knob == "n_ckpt_swap" and counts["n_ckpt_swap"] > counts["n_ckpt"]:
+        return "the inputs of every recomputed block move"
     return ""
 
 

@@ -101,6 +101,14 @@ class MemoryModel:
         """The most non-persistent chunks that the units active at one time hold."""
         return self._least_buffers[n_persist]
 
+    def most_buffers(self, n_persist: int, margined_bytes: Bytes) -> Bytes:
+        """Chunk buffers that fit beside activations of these sizes; -1 where not as many as are needed do."""
+        least = self._least_buffers[n_persist]
+        spare = self.hardware.device_bytes - self.static_bytes(n_persist, least) - margined_bytes
+        return np.where(
+            spare < 0, -1, np.minimum(len(self.layout.chunks) - n_persist, least + spare // self.buffer_bytes)
+        )
+
     def static_bytes(self, n_persist: int, n_buffer: int) -> int:
         """Device memory that is taken for the whole training."""
         return sum(self.static_parts(n_persist, n_buffer).values())

@@ -10,24 +10,23 @@ import json
 
 import numpy as np
 
-from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.choices import Choices
 from protrain.planning.columns import Candidate, Columns
-from protrain.planning.infeasible import device_error, host_error
+from protrain.planning.infeasible import device_error, host_error, nothing_fits
 from protrain.planning.layout import Layout, choose_chunk_elements, pack
-from protrain.planning.memory import Activations, MemoryModel
+from protrain.planning.memory import MemoryModel
+from protrain.planning.moves import Moves
 from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
 from protrain.profiler.model_profile import ModelProfile
 
-# Of plans within this of the fastest, the one with most persistent chunks and then fewest swapped blocks wins: what is
-# not moved cannot be late.
+# Of plans within this of the fastest, the one with most persistent chunks, then fewest swapped blocks and then fewest
+# moved inputs wins: what is not moved cannot be late.
 _TOLERANCE = 0.005
 _NEAR = 0.03  # of plans within this of the fastest other numbers of early updates are tried
 _NOTHING = 0.001  # what early updates must save at least
 
-Counts = tuple[int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_speculate
+Counts = tuple[int, int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate
 
 
 def search(
@@ -50,15 +49,18 @@ def search(
         ValueError: ``chunk_elements`` does not suit the model.
     """
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
-    found = Columns(profile, hardware, models.memory, models.runtime, tolerance=_TOLERANCE).walk()
+    found = Columns(profile, hardware, models.memory, models.runtime, models.moves, tolerance=_TOLERANCE).walk()
     if not found:
-        raise models.infeasible()
+        raise nothing_fits(models.memory, models.moves)
     near = min(found)[0] * (1 + _NEAR)
     found = [models.refined(candidate) for candidate in found if candidate.step_ms <= near]
     fastest = min(found)[0]
     close = [candidate for candidate in found if candidate[0] <= fastest * (1 + _TOLERANCE)]
-    chosen = min(close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate))
-    return models.plan(*models.best_early(*models.more_persistent(chosen, fastest * (1 + _TOLERANCE))))
+    chosen = min(
+        close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate.n_ckpt_swap, candidate)
+    )
+    limit_ms = fastest * (1 + _TOLERANCE)
+    return models.plan(*models.best_early(*models.fewer_moved(*models.more_persistent(chosen, limit_ms), limit_ms)))
 
 
 def evaluate(
@@ -69,6 +71,7 @@ def evaluate(
     n_buffer: int,
     n_swap: int,
     n_ckpt: int,
+    n_ckpt_swap: int = 0,
     n_speculate: int = 0,
     chunk_elements: int | None = None,
     step_during_backward: bool = False,
@@ -80,8 +83,8 @@ def evaluate(
         PlanError: the plan does not fit ``hardware``.
     """
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
-    models.check_counts(n_persist, n_buffer, n_swap, n_ckpt, n_speculate)
-    plan = models.plan(n_persist, n_buffer, n_swap, n_ckpt, n_speculate)
+    models.check_counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate)
+    plan = models.plan(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate)
     models.check_fits(plan)
     return plan
 
@@ -102,17 +105,18 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
     models = _Models(profile, hardware, plan.chunk_elements, step_during_backward)
     if plan.n_chunks != len(models.layout.chunks):
         raise ValueError(f"the plan says n_chunks={plan.n_chunks}, but the model has {len(models.layout.chunks)}")
-    counts = [sum(mode is kind for mode in plan.block_modes) for kind in (BlockMode.SWAP, BlockMode.CKPT)]
-    if len(plan.block_modes) != len(profile.blocks) or counts != [plan.n_swap, plan.n_ckpt]:
+    n_swap, n_moved = (plan.block_modes.count(kind) for kind in (BlockMode.SWAP, BlockMode.CKPT_SWAP))
+    n_ckpt = sum(mode.recomputes for mode in plan.block_modes)
+    modes = (plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap)
+    if len(plan.block_modes) != len(profile.blocks) or (n_swap, n_ckpt, n_moved) != modes:
         raise ValueError(
-            f"the plan's block_modes name {len(plan.block_modes)} blocks, {counts[0]} swapped and {counts[1]} "
-            f"checkpointed; the model has {len(profile.blocks)} blocks and the plan says n_swap={plan.n_swap}, "
-            f"n_ckpt={plan.n_ckpt}"
+            f"the plan's block_modes name {len(plan.block_modes)} blocks, {n_swap} swapped and {n_ckpt} checkpointed, "
+            f"{n_moved} of these with moved inputs; the model has {len(profile.blocks)} blocks and the plan says "
+            f"n_swap={plan.n_swap}, n_ckpt={plan.n_ckpt}, n_ckpt_swap={plan.n_ckpt_swap}"
         )
-    models.check_counts(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_speculate)
-    fresh = models.plan(
-        *(plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_speculate), modes=plan.block_modes
-    )
+    counts = (plan.n_persist, plan.n_buffer, *modes, plan.n_speculate)
+    models.check_counts(*counts)
+    fresh = models.plan(*counts, modes=plan.block_modes)
     models.check_fits(fresh)
     return fresh
 
@@ -139,6 +143,7 @@ class _Models:
         self.in_backward = step_during_backward
         self.layout: Layout = pack(profile, chunk_elements or choose_chunk_elements(profile))
         self.memory = MemoryModel(profile, hardware, self.layout)
+        self.moves = Moves(self.memory)
         self.runtime = RuntimeModel(profile, hardware, self.layout, update_in_backward=step_during_backward)
 
     def plan(
@@ -147,13 +152,14 @@ class _Models:
         n_buffer: int,
         n_swap: int,
         n_ckpt: int,
+        n_ckpt_swap: int,
         n_speculate: int,
         *,
         modes: tuple[BlockMode, ...] | None = None,
     ) -> Plan:
         """The plan with its predictions."""
         profile, memory = self.profile, self.memory
-        modes = modes or block_modes(len(profile.blocks), n_swap, n_ckpt)
+        modes = modes or block_modes(len(profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
         activations = memory.activations(modes)
         return Plan(
             n_persist=n_persist,
@@ -167,6 +173,7 @@ class _Models:
             tokens=profile.tokens,
             device_bytes=memory.device_bytes(n_persist, n_buffer, activations),
             host_bytes=memory.host_bytes(n_persist, activations, n_speculate),
+            n_ckpt_swap=n_ckpt_swap,
             n_speculate=n_speculate,
             step_ms=self.runtime.step_ms(modes, n_persist, n_buffer, n_speculate),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
@@ -175,35 +182,54 @@ class _Models:
     def more_persistent(self, plan: Candidate, limit_ms: float) -> Counts:
         """The plan with most persistent chunks that fits and takes at most ``limit_ms``; ``plan`` does."""
         memory, n_chunks = self.memory, len(self.layout.chunks)
-        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
+        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap)
         activations = memory.activations(modes)
-        left = self.hardware.device_bytes - memory.margined_bytes(activations)
+        margined_bytes = np.array(memory.margined_bytes(activations))
         for more in range(n_chunks, plan.n_persist, -1):
-            least = memory.least_buffers(more)
-            spare = (left - memory.static_bytes(more, least)) // memory.buffer_bytes
-            if spare < 0:
+            buffers = int(memory.most_buffers(more, margined_bytes))
+            if buffers < 0:
                 continue
-            buffers = min(n_chunks - more, least + spare)
             step_ms, early = self.runtime.fitted_ms(
-                modes, more, buffers, self.most_early(more, activations), limit_ms=limit_ms
+                modes, more, buffers, self.most_early(more, activations.swapped_bytes), limit_ms=limit_ms
             )
             if step_ms < limit_ms:
-                return more, buffers, plan.n_swap, plan.n_ckpt, early
+                return more, buffers, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap, early
         return plan[1:]
 
-    def most_early(self, n_persist: int, activations: Activations) -> int:
+    def fewer_moved(
+        self,
+        n_persist: int,
+        n_buffer: int,
+        n_swap: int,
+        n_ckpt: int,
+        n_ckpt_swap: int,
+        n_speculate: int,
+        limit_ms: float,
+    ) -> Counts:
+        """The same with the fewest moved inputs, and the buffers that then fit, that take at most ``limit_ms``."""
+        for fewer, buffers, swapped_bytes in self.moves.rooms(n_swap, n_ckpt, n_persist) if n_ckpt_swap else ():
+            if fewer >= n_ckpt_swap:
+                break
+            modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt, fewer)
+            most_early = self.most_early(n_persist, swapped_bytes)
+            step_ms, early = self.runtime.fitted_ms(modes, n_persist, buffers, most_early, limit_ms=limit_ms)
+            if step_ms < limit_ms:
+                return n_persist, buffers, n_swap, n_ckpt, fewer, early
+        return n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate
+
+    def most_early(self, n_persist: int, swapped_bytes: int) -> int:
         """Early updates that host memory has room for."""
         if not self.runtime.speculates:
             return 0
-        return int(self.memory.most_speculated(n_persist, np.array(activations.swapped_bytes)))
+        return int(self.memory.most_speculated(n_persist, np.array(swapped_bytes)))
 
     def refined(self, plan: Candidate) -> Candidate:
         """The same with none, all or one more or less of the early updates where that is faster.
 
         The simulation chooses their number by waits alone; they also slow down what runs beside them.
         """
-        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
-        most = self.most_early(plan.n_persist, self.memory.activations(modes))
+        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap)
+        most = self.most_early(plan.n_persist, self.memory.activations(modes).swapped_bytes)
         best = plan
         for early in sorted({0, most, max(0, plan.n_speculate - 1), min(most, plan.n_speculate + 1)}):
             limit_ms = best.step_ms
@@ -212,20 +238,24 @@ class _Models:
                 best = best._replace(step_ms=step_ms, n_speculate=early)
         return best
 
-    def best_early(self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int) -> Counts:
+    def best_early(
+        self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_ckpt_swap: int, n_speculate: int
+    ) -> Counts:
         """The same with the best number of early updates, or fewer where those save nothing: they take memory.
 
         Half as many again as are needed, should the host be slower than it was when it was calibrated.
         """
-        modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt)
-        most = self.most_early(n_persist, self.memory.activations(modes))
+        modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
+        most = self.most_early(n_persist, self.memory.activations(modes).swapped_bytes)
         times = [self.runtime.step_ms(modes, n_persist, n_buffer, early) for early in range(most + 1)]
         limit_ms = min(times) * (1 + _NOTHING)
         needed = next(early for early, step_ms in enumerate(times) if step_ms <= limit_ms)
         enough = (early for early in range(min(most, -(-3 * needed // 2)), needed - 1, -1) if times[early] <= limit_ms)
-        return n_persist, n_buffer, n_swap, n_ckpt, next(enough)
+        return n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, next(enough)
 
-    def check_counts(self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int = 0) -> None:
+    def check_counts(
+        self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_ckpt_swap: int, n_speculate: int
+    ) -> None:
         """ValueError for a count out of range."""
         n_chunks = len(self.layout.chunks)
         if not 0 <= n_persist <= n_chunks:
@@ -240,7 +270,7 @@ class _Models:
             raise ValueError(f"n_speculate must be 0 to {most}, the number of chunks in host memory, not {n_speculate}")
         if n_speculate and self.in_backward:
             raise ValueError("n_speculate must be 0 with step_during_backward=True: no update waits for step() then")
-        block_modes(len(self.profile.blocks), n_swap, n_ckpt)
+        block_modes(len(self.profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
 
     def check_fits(self, plan: Plan) -> None:
         """PlanError when ``plan`` needs more than there is."""
@@ -249,22 +279,3 @@ class _Models:
             raise device_error(self.memory, plan.n_persist, plan.n_buffer, activations)
         if plan.host_bytes > self.hardware.host_bytes:
             raise host_error(self.memory, plan.n_persist, activations, n_speculate=plan.n_speculate)
-
-    def infeasible(self) -> PlanError:
-        """Why no plan at all fits: the device cannot hold the smallest one, or the host what the device leaves over."""
-        memory, n_blocks = self.memory, len(self.profile.blocks)
-        modes = [
-            block_modes(n_blocks, n_swap, n) for n_swap in range(n_blocks + 1) for n in range(n_blocks - n_swap + 1)
-        ]
-        peak_bytes, _, swapped_bytes = memory.all_activations(Choices.of(modes))
-        placements = range(len(self.layout.chunks), -1, -1)
-        static = np.array([memory.static_bytes(n, memory.least_buffers(n)) for n in placements])
-        needed = memory.with_margin(peak_bytes)[:, None] + static  # by modes and placement
-        fits = needed <= self.hardware.device_bytes
-        if fits.any():
-            host = np.array([memory.host_bytes_beside(n, 0) for n in placements]) + swapped_bytes[:, None]
-            which, at = divmod(int(np.where(fits, host, host.max() + 1).argmin()), len(placements))
-            return host_error(memory, placements[at], memory.activations(modes[which]))
-        which, at = divmod(int(needed.argmin()), len(placements))
-        n_persist = placements[at]
-        return device_error(memory, n_persist, memory.least_buffers(n_persist), memory.activations(modes[which]))

@@ -87,7 +87,8 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, early:
         n_persist=n_persist,
         n_buffer={"least": least, "middle": (least + most) // 2, "all": most}[spec.buffers],
         n_swap=modes.count(SWAP),
-        n_ckpt=modes.count(CKPT),
+        n_ckpt=modes.count(CKPT) + modes.count(CKPT_SWAP),
+        n_ckpt_swap=modes.count(CKPT_SWAP),
         n_speculate=most if spec.early and early else 0,
         chunk_elements=chunk_elements,
     )

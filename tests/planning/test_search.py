@@ -144,7 +144,7 @@ def test_no_plan_by_hand_is_better(device: str, kind: str) -> None:
 def test_more_memory_never_makes_it_slower() -> None:
     traced = make_profile(8)
     slow_host = {"host_adam_gparams": 0.2}
-    times = [search(traced, machine(n * 256 * MIB, "4GiB", **slow_host)).step_ms for n in range(6, 30)]
+    times = [search(traced, machine(n * 256 * MIB, "4GiB", **slow_host)).step_ms for n in range(3, 30)]
     assert all(more <= 1.01 * less for less, more in pairwise(times))
     assert times[0] > 1.1 * times[-1]
 
@@ -178,7 +178,7 @@ def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest
     plan = search(traced, machine("80GiB", "700GiB"))
     assert 0 < plan.n_persist < plan.n_chunks
     assert plan.n_speculate > 0
-    assert 0 < len(simulated) < 450  # 387; without what a placement takes at least, thousands
+    assert 0 < len(simulated) < 550  # 485; without what a placement takes at least, thousands
 
 
 def test_swapped_blocks_lie_early_with_checkpointed_ones_between() -> None:
@@ -201,6 +201,8 @@ def _counts(**changes: int) -> dict[str, Any]:
         ({"n_buffer": 0}, "n_buffer must be 1 to 6 when 2 of 8 chunks are persistent, not 0"),
         ({"n_buffer": 7}, "not 7"),
         ({"n_swap": 1}, "n_swap=1 and n_ckpt=6"),
+        ({"n_ckpt_swap": 7}, "n_ckpt_swap must be 0 to 6, the number of recomputed blocks, not 7"),
+        ({"n_ckpt_swap": -1}, "not -1"),
     ],
 )
 def test_counts_out_of_range_are_named(changes: dict[str, int], message: str) -> None:
@@ -258,13 +260,14 @@ def test_a_plan_survives_its_file_and_is_checked(tmp_path: Path) -> None:
     assert check(loaded, traced, hardware) == plan
 
 
-def test_a_plan_from_before_there_were_early_updates_has_none() -> None:
+@pytest.mark.parametrize("name", ["n_ckpt_swap", "n_speculate"])
+def test_a_plan_from_before_there_was_a_count_has_none(name: str) -> None:
     traced, hardware = make_profile(), machine("3GiB", "3GiB")
-    facts = search(traced, hardware).to_dict()
-    del facts["n_speculate"]
+    facts = evaluate(traced, hardware, **_counts(), chunk_elements=8 * MIB).to_dict()
+    del facts[name]
     loaded = Plan.from_dict(facts)
-    assert loaded.n_speculate == 0
-    assert check(loaded, traced, hardware).n_speculate == 0
+    assert getattr(loaded, name) == 0
+    assert getattr(check(loaded, traced, hardware), name) == 0
 
 
 def test_check_refuses_what_does_not_belong() -> None:
@@ -277,6 +280,10 @@ def test_check_refuses_what_does_not_belong() -> None:
         check(replace(plan, n_chunks=99), traced, hardware)
     with pytest.raises(ValueError, match="block_modes name 1 blocks"):
         check(replace(plan, block_modes=(NONE,)), traced, hardware)
+    moved = evaluate(traced, hardware, **_counts(n_ckpt_swap=3), chunk_elements=8 * MIB)
+    assert check(moved, traced, hardware) == moved
+    with pytest.raises(ValueError, match=r"6 checkpointed, 3 of these with moved inputs; .* n_ckpt_swap=2"):
+        check(replace(moved, n_ckpt_swap=2), traced, hardware)
     with pytest.raises(PlanError, match="GPU"):
         check(plan, traced, machine("1GiB", "3GiB"))
     with pytest.raises(PlanError, match="host"):
