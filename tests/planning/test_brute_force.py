@@ -20,7 +20,7 @@ Counts = tuple[int, int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_c
 # Frozen chunks between others: 37, 59, 107. All early updates are not the best: 16, 1072. Contention decides: 15, 44.
 # 3126: all persistent need less than all but one.
 SEEDS = (15, 16, 37, 44, 59, 107, 1072, 3126, *range(200, 205), 206, 207)
-# Inputs are a sixteenth of what a block saves, or as said. Moved inputs save more than 1% beside swapped blocks: 4, 20.
+# By seed and share. Moved inputs save more than 1% beside swapped blocks: 4, 20.
 # Nothing fits without: 82, 1095. The most buffers that moving makes room for are not the best: 80, 463; nor are the
 # least: 416, 474.
 MOVING = (
