@@ -7,6 +7,7 @@ and the engine treat inputs the same way, through the functions here.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,21 +29,21 @@ def check(batch: Any) -> None:
             raise ValueError(
                 f"a batch's keys are argument names of the model's forward and must be text, not {wrong!r}"
             )
-    if not any(True for _ in _named_tensors(batch)):
+    if not any(True for _ in named_tensors(batch)):
         raise ValueError("the batch holds no tensor; pass the inputs that the training loop gives to the model")
 
 
 def shapes(batch: Any) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor in ``batch``; nested ones under dotted names, positions as "0", "1"."""
     check(batch)
-    return {name: tuple(tensor.shape) for name, tensor in _named_tensors(batch)}
+    return {name: tuple(tensor.shape) for name, tensor in named_tensors(batch)}
 
 
 def tokens(batch: Any) -> int:
     """Elements of the first integer tensor in ``batch``; without one, the first dimension of the first tensor."""
     check(batch)
     first: Tensor | None = None
-    for _, tensor in _named_tensors(batch):
+    for _, tensor in named_tensors(batch):
         if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool:
             return tensor.numel()
         first = tensor if first is None else first
@@ -56,6 +57,20 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return tuple(batch), {}
+
+
+def excess(shape: tuple[int, ...], planned: tuple[int, ...], *, rows_first: bool) -> str:
+    """How an input of ``shape`` could need more memory than one of the ``planned`` shape; "" if in no way.
+
+    More rows of shorter sequences need no more, but fewer rows of longer ones do: attention grows with the square. So
+    no dimension may be longer except the first, and that one only where it is known to be the rows (``rows_first``).
+    """
+    if math.prod(shape) > math.prod(planned):
+        return "larger"
+    rank = max(len(shape), len(planned))
+    pairs = zip((1,) * (rank - len(shape)) + shape, (1,) * (rank - len(planned)) + planned, strict=True)
+    longer = [at for at, (size, limit) in enumerate(pairs) if size > limit and not (rows_first and at == 0)]
+    return f"longer in dimension {longer[0] - rank + len(shape)}" if longer else ""
 
 
 def to_device(tree: Any, device: torch.device | str) -> Any:
@@ -106,7 +121,8 @@ def loss_of(output: Any) -> Tensor:
     return torch.stack(parts).sum()
 
 
-def _named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in ``tree`` under its dotted name."""
     if isinstance(tree, Tensor):
         yield name, tree
         return
@@ -117,4 +133,4 @@ def _named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     else:
         return
     for key, value in children:
-        yield from _named_tensors(value, f"{name}.{key}" if name else key)
+        yield from named_tensors(value, f"{name}.{key}" if name else key)

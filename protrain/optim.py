@@ -121,13 +121,16 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient. Returns before the offloaded ones are done.
 
         Raises:
-            MisuseError: no backward() came before.
+            MisuseError: no backward() came before, or a weight was edited outside full_parameters, or it is called
+                inside.
         """
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        self._engine.refuse_while_whole("step()")
         self._engine.abandon_backward()
+        self._engine.refuse_edits()
         if self.step_during_backward:
             if not self._updated:
                 self._need_gradients("step()")

@@ -62,11 +62,11 @@ def wrap(
             training
             mode. The same object comes back, with hooks.
         optimizer: torch.optim.AdamW or Adam over the model's parameters, with any groups. Its param_groups stay live.
-        example_batch: the largest batch of the training: a mapping (``model(**batch)``) or a tuple (``model(*batch)``).
+        example_batch: a mapping (``model(**batch)``) or a tuple (``model(*batch)``), in every dimension as long as any
+            batch of the training.
         device: "cuda", "cuda:1", "cpu"; default: the current GPU, or the CPU when there is none.
         dtype: of the weights: bfloat16 (default on GPUs), float16 (needs ``optimizer.backward(loss)``) or float32
-            (default
-            on the CPU). Only parameters are cast; the master is fp32 always.
+            (default on the CPU). Only parameters are cast; the master is fp32 always.
         device_memory: bytes or "24GiB" to stay within; default: what is free. On the CPU a simulated budget.
         host_memory: likewise for host memory.
         plan: a Plan, or a JSON file of one, in place of the search.

@@ -111,6 +111,13 @@ def tiny_batch() -> Callable[..., dict[str, torch.Tensor]]:
     return build
 
 
+@pytest.fixture
+def interpreted_kernels() -> None:
+    """Triton kernels run on the CPU: where there is a GPU they are compiled for it, and the test skips."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton is compiled for the GPU here")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu skip, saying why, where there is none."""
     if torch.cuda.is_available():

@@ -6,5 +6,6 @@ worker    one process per case: wraps, trains a few steps under each plan, measu
 accuracy  predictions made anew from the recorded profiles, beside what was measured
 regret    the chosen plan against others on the same machine
 largest   the largest models of four families on the paper's machines, simulated: python -m bench.planner.largest
+layerwise what hooks on layers miss of a step's peak memory: python -m bench.planner.layerwise
 picture   the scatter plot
 """

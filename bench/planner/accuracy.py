@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from bench.planner.results import CaseResult
 from protrain.records import Record
 
+_LEAST_HOST_BYTES = 256 * 1024**2  # that errors are shares of: a plan that needs no host memory still has some pages
+
 
 @dataclass(frozen=True, kw_only=True)
 class Errors(Record):
@@ -38,7 +40,7 @@ def errors_of(results: Iterable[CaseResult]) -> Errors | None:
             time.append(found.step_ms / point.median_ms - 1)
             paper.append(found.paper_ms / point.median_ms - 1)
             device.append(found.device_bytes / point.allocated_bytes - 1)
-            host.append(found.host_bytes / max(1, point.host_bytes) - 1)
+            host.append((found.host_bytes - point.host_bytes) / max(_LEAST_HOST_BYTES, point.host_bytes))
     if not time:
         return None
     return Errors(

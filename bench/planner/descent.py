@@ -12,7 +12,7 @@ from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.planning.layout import updated_chunks
 from protrain.profiler import ModelProfile
 
-_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_speculate", "n_stream")
+_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream")
 _BETTER = 0.995  # of the step time: less is noise
 
 
@@ -28,7 +28,8 @@ def descend(
 ) -> Iterator[Point]:
     """The chosen plan, ``others`` spread over what fits, and every neighbour on the way down from the fastest of them.
 
-    A neighbour differs by one in one knob; where it doesn't fit, buffers, early and streamed updates give way.
+    A neighbour differs by one in one knob. Where it doesn't fit, buffers, early and streamed updates give way; where
+    fewer blocks are recomputed, moved inputs do.
     """
     best = chosen = measure(None)
     yield chosen
@@ -64,7 +65,8 @@ def _faster(best: Point, point: Point) -> Point:
 
 
 def _key(plan: Plan) -> tuple[int, ...]:
-    return plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_speculate, plan.n_stream
+    counts = plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap
+    return *counts, plan.n_speculate, plan.n_stream
 
 
 def _neighbours(
@@ -80,6 +82,7 @@ def _neighbours(
             if not 0 <= away <= plan.n_chunks:
                 continue
             early = counts["n_speculate"] if knob == "n_speculate" else min(counts["n_speculate"], away)
+            moved = counts["n_ckpt_swap"] if knob == "n_ckpt_swap" else min(counts["n_ckpt_swap"], counts["n_ckpt"])
             buffers = counts["n_buffer"]
             if knob != "n_buffer":
                 buffers = max(min(buffers, away), memory.least_buffers(counts["n_persist"]))
@@ -94,6 +97,7 @@ def _neighbours(
                         n_buffer=buffers,
                         n_swap=counts["n_swap"],
                         n_ckpt=counts["n_ckpt"],
+                        n_ckpt_swap=moved,
                         n_speculate=early,
                         n_stream=stream,
                         chunk_elements=plan.chunk_elements,

@@ -35,7 +35,8 @@ def draw(
         n_persist = generator.randint(0, n_chunks)
         least = memory.least_buffers(n_persist)
         n_buffer = generator.randint(least, max(least, n_chunks - n_persist))
-        activations = memory.activations(block_modes(n_blocks, n_swap, n_ckpt))
+        n_ckpt_swap = generator.choice([0, generator.randint(0, n_ckpt)])
+        activations = memory.activations(block_modes(n_blocks, n_swap, n_ckpt, n_ckpt_swap))
         fits = memory.device_bytes(n_persist, n_buffer, activations) <= hardware.device_bytes
         if not fits or memory.host_bytes(n_persist, activations) > hardware.host_bytes:
             continue
@@ -49,7 +50,7 @@ def draw(
             n_stream = generator.choice([0, generator.randint(0, others)])
         if memory.device_bytes(n_persist, n_buffer, activations, n_stream) > hardware.device_bytes:
             continue
-        key = (n_persist, n_buffer, n_swap, n_ckpt, n_speculate, n_stream)
+        key = (n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream)
         if key not in found:
             found[key] = evaluate(
                 profile,
@@ -58,6 +59,7 @@ def draw(
                 n_buffer=n_buffer,
                 n_swap=n_swap,
                 n_ckpt=n_ckpt,
+                n_ckpt_swap=n_ckpt_swap,
                 n_speculate=n_speculate,
                 n_stream=n_stream,
                 step_during_backward=step_during_backward,

@@ -1,25 +1,20 @@
 """The host arena: all host memory of the engine, exact to the page, pinned where transfers touch it.
 
-Anonymous mappings with huge pages advised, touched by many threads, and handed out page by page. What is copied to or
-from a GPU is registered with the CUDA driver when it is handed out, each piece on its own, as a copy must not cross
-from one registration into another. torch's ``pin_memory`` rounds to powers of two and is several times slower to set
-up.
+Anonymous mappings (:mod:`protrain.host_memory`), handed out page by page. What is copied to or from a GPU is
+registered with the CUDA driver when it is handed out, each piece on its own, as a copy must not cross from one
+registration into another. torch's ``pin_memory`` rounds to powers of two and is several times slower to set up.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from protrain.host_memory import map_host_memory
 from protrain.quantities import format_bytes
-
-_TOUCHED_BYTES = 64 * 1024**2  # by one thread at a time
-_THREADS = 8
 
 
 def aligned(count: int) -> int:
@@ -69,18 +64,9 @@ class _Segment:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.used_bytes = 0
-        try:
-            self._map = mmap.mmap(-1, size_bytes)
-        except (OSError, ValueError) as error:
-            raise MemoryError(f"cannot map {format_bytes(size_bytes)} of host memory: {error}") from None
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.memory = map_host_memory(size_bytes)
         self._pinned: list[int] = []
         weakref.finalize(self, _unpin, self._pinned)
-        pieces = range(0, size_bytes, _TOUCHED_BYTES)
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(self._touch, pieces))
 
     def take(self, count: int) -> Tensor:
         piece = self.memory[self.used_bytes : self.used_bytes + count]
@@ -95,11 +81,6 @@ class _Segment:
                 "pass a smaller host_memory"
             )
         self._pinned.append(piece.data_ptr())
-
-    def _touch(self, start: int) -> None:
-        # Page faults are taken here by many threads, not one by one inside the driver or the first step.
-        piece = self.memory[start : start + _TOUCHED_BYTES]
-        ctypes.memset(piece.data_ptr(), 0, piece.numel())
 
 
 def _unpin(addresses: list[int]) -> None:

@@ -118,9 +118,20 @@ class BufferPool:
         return buffer.memory
 
     def acquire_all(self, chunks: list[Chunk], schedule: Schedule) -> dict[int, Tensor]:
-        """The weights of all that a unit needs, by chunk index. What is there is taken first, lest it be given up."""
+        """The weights of all that a unit needs, by chunk index, or none of them when one cannot be had.
+
+        What is there is taken first, lest it be given up.
+        """
+        acquired: dict[int, Tensor] = {}
         there_first = sorted(chunks, key=lambda chunk: chunk.index not in self._by_chunk)
-        return {chunk.index: self.acquire(chunk, schedule) for chunk in there_first}
+        try:
+            for chunk in there_first:
+                acquired[chunk.index] = self.acquire(chunk, schedule)
+        except BaseException:  # an interrupt too, as this is where the main thread waits
+            for chunk in there_first[: len(acquired)]:
+                self.release(chunk)
+            raise
+        return acquired
 
     def content(self, chunk: Chunk) -> Tensor:
         """The memory of the buffer that a unit holds ``chunk`` in."""

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from protrain.engine.arena import Arena, aligned
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.worker import Job
-from protrain.errors import MisuseError
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels import AdamScalars, AdamStaging, AdamStates, adam, adam_out_of_place, streamed_adam
@@ -43,6 +42,7 @@ class Member:
     offset: int  # elements
     bound: int = 0  # how many active units hold it on the device
     address: int = 0  # of its weight in a persistent chunk
+    edits: int = 0  # autograd's count of changes in place that are known of: see [Note: edits]
 
     def view(self, flat: Tensor) -> Tensor:
         """This parameter's part of a 1-d tensor laid out as its chunk."""
@@ -279,30 +279,3 @@ def make_members(
     for chunk in chunks:
         chunk.members.sort(key=lambda member: member.offset)
     return members
-
-
-def recall(members: list[Member]) -> None:
-    """Point parameters of persistent chunks at their chunk again, where a module gave them storage of their own.
-
-    Recurrent modules do (``flatten_parameters``), with the same values, and an update of the chunk would no longer
-    reach them.
-
-    Raises:
-        MisuseError: the values are others.
-    """
-    for member in members:
-        parameter = member.parameter
-        if parameter.data_ptr() == member.address:
-            continue
-        kept, found = member.view(member.chunk.weight), parameter.data.to(member.chunk.weight.device)
-        if found.dtype != kept.dtype or not torch.equal(_bits(found), _bits(kept)):
-            raise MisuseError(
-                f"the data of {member.name} was replaced outside `with protrain.full_parameters(model):`, which is "
-                "where the values of managed parameters can be edited"
-            )
-        parameter.data = kept
-
-
-def _bits(values: Tensor) -> Tensor:
-    """As bytes, so that NaN equals itself."""
-    return values.reshape(-1).view(torch.uint8)

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from protrain.engine.arena import Arena
 from protrain.engine.buffers import BufferPool
-from protrain.engine.chunks import Chunk, Member, recall
+from protrain.engine.chunks import Chunk, Member
+from protrain.engine.edits import edit_error, edited_in, recall
 from protrain.engine.gradients import Gradients
 from protrain.engine.ledger import Ledger
 from protrain.engine.parameter import ReleasedParameter, point_at, release
@@ -35,6 +36,7 @@ from protrain.engine.streams import Streams
 from protrain.engine.swap import HostSlots, Swaps
 from protrain.engine.units import Unit
 from protrain.engine.worker import HostWorker
+from protrain.errors import MisuseError
 from protrain.planning.plan import Plan
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
@@ -83,6 +85,7 @@ class Engine:
         self.gradients = gradients
         self.swaps = Swaps(swap_slots)
         self.ledger = ledger
+        self.whole: set[int] = set()  # members that full_parameters has on the CPU now
         self.steps = 0  # optimizer steps that changed weights
         self.placeholder = torch.full((), float("nan"), dtype=dtype, device=device)  # expands to any shape
         self._training_order = training_order
@@ -91,6 +94,7 @@ class Engine:
         self._backward_start = len(profile.calls)
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
         self._state_addresses = {storage_address(chunk.weight) for chunk in chunks if chunk.persistent}
+        self._residents = [member for unit in units for member in unit.residents]
         self._current: Unit | None = None  # whose backward runs
         self._in_backward = False
         # What the optimizer wants to know; see protrain.optim.
@@ -109,6 +113,7 @@ class Engine:
 
     def run_unit(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a unit's forward with its parameters on the device."""
+        self.refuse_while_whole(f"the forward of {unit.label}")
         self._order.enter(unit.index)
         args, kwargs = self._out_of_buffers((args, kwargs), unit)
         recall(unit.residents)
@@ -150,12 +155,18 @@ class Engine:
 
     def unbind(self, unit: Unit) -> None:
         """End one ``bind``."""
+        edited = [member for member in unit.members if edited_in(member, self.buffers.content(member.chunk))]
         for member in unit.members:
             member.bound -= 1
             if member.bound == 0:
                 release(member.parameter, self.placeholder)
         for chunk in unit.chunks:
             self.buffers.release(chunk)
+        for member in edited:
+            if not self.buffers.held(member.chunk):
+                self.buffers.invalidate(member.chunk)
+        if edited:
+            raise edit_error(edited[0], "changed in place")
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -163,6 +174,7 @@ class Engine:
         """The first sign of a backward: have its end announced."""
         if self._in_backward:
             return
+        self.refuse_while_whole("backward()")
         self.backward_begins()
         self._in_backward = True
         self._order = self._training_order
@@ -248,12 +260,28 @@ class Engine:
         for chunk in self.chunks:
             chunk.wait_for_update()
 
+    def refuse_while_whole(self, what: str) -> None:
+        """MisuseError inside full_parameters: the CPU copies would be neither used nor updated."""
+        if self.whole:
+            name = self.members[min(self.whole)].name
+            raise MisuseError(
+                f"{what} inside `with protrain.full_parameters(...)`, which has {name} on the CPU: leave it first"
+            )
+
+    def refuse_edits(self) -> None:
+        """MisuseError for a persistent weight that was changed elsewhere than inside full_parameters."""
+        # Few, if any: every parameter is looked at in every step, so the one look is as quick as it can be.
+        changed = [member for member in self._residents if member.parameter._version != member.edits]
+        changed = [member for member in changed if member.index not in self.whole]
+        recall(member for member in changed if not isinstance(member.parameter, ReleasedParameter))  # in state_dict
+
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Nothing of the engine runs inside: for reading and writing state from the host."""
         self.abandon_backward()  # one that raised holds chunks still
         self.wait_for_updates()
         self.streams.synchronize()
+        self.refuse_edits()
         yield
 
     def weights_changed(self, chunks: list[Chunk]) -> None:

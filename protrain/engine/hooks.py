@@ -7,6 +7,7 @@ model's own ``forward`` also brings inputs to the device. ``functools.wraps`` ke
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from protrain import batch as batches
 from protrain.compilation import CompiledForward
-from protrain.engine.chunks import Member
 from protrain.engine.engine import Engine
 from protrain.engine.parameter import Handle, PresentParameter, manage, release
 from protrain.engine.units import Unit
@@ -25,9 +25,11 @@ from protrain.errors import MisuseError
 def install(engine: Engine) -> None:
     """Hook the engine into its model."""
     for member in engine.members:
-        manage(member.parameter, Handle(member.name, member.index, engine))
+        handle = Handle(member.name, member.index, engine, trainable=member.parameter.requires_grad)
         if member.parameter.requires_grad:
-            member.parameter.register_post_accumulate_grad_hook(_gradient_hook(engine, member))
+            member.parameter.register_post_accumulate_grad_hook(_gradient_hook(handle))
+        manage(member.parameter, handle)
+        member.edits = member.parameter._version
         if not member.chunk.persistent:
             release(member.parameter, engine.placeholder)
     for unit in engine.units:
@@ -35,8 +37,7 @@ def install(engine: Engine) -> None:
     engine.model.forward = _root_forward(engine)
 
 
-def _gradient_hook(engine: Engine, member: Member) -> Callable[[Tensor], None]:
-    handle = Handle(member.name, member.index, engine)
+def _gradient_hook(handle: Handle) -> Callable[[Tensor], None]:
     return lambda parameter: handle.engine.gradient_ready(handle.index)
 
 
@@ -75,7 +76,10 @@ def _with_plain_parameters(parameters: list[nn.Parameter], function: Callable[..
 def _root_forward(engine: Engine) -> Callable[..., Any]:
     model = engine.model
     original = model.forward
-    planned = engine.profile.batch_shapes
+    names = _positional_names(original)
+    planned = {_by_keyword(name, names): shape for name, shape in engine.profile.batch_shapes.items()}
+    # Recurrent and attention modules of torch say so when sequences come first.
+    rows_first = all(getattr(module, "batch_first", True) for module in model.modules())
     extra = batches.training_arguments(model, {})
 
     @functools.wraps(original)
@@ -84,31 +88,41 @@ def _root_forward(engine: Engine) -> Callable[..., Any]:
         args, kwargs = batches.cast_inputs(args, kwargs, engine.dtype)
         if torch.is_grad_enabled():
             kwargs = {**extra, **kwargs}
-            _refuse_larger(planned, engine.profile.tokens, args, kwargs)
+            given = {_by_keyword(str(at), names): value for at, value in enumerate(args)} | kwargs
+            _refuse_larger(given, planned, engine.profile.tokens, rows_first=rows_first)
         engine.begin_forward()
         return original(*args, **kwargs)
 
     return forward
 
 
-def _refuse_larger(planned: dict[str, tuple[int, ...]], tokens: int, args: Any, kwargs: Any) -> None:
-    """MisuseError when a training batch is larger than the plan was made for: an OOM later would be worse."""
-    given = dict(kwargs) | {str(at): value for at, value in enumerate(args)}
-    for name, value in given.items():
-        if not isinstance(value, Tensor):
-            continue
-        limit = planned.get(name)
-        count = 1
-        for size in limit or ():
-            count *= size
-        if limit is not None and value.numel() > count:
+def _positional_names(function: Callable[..., Any]) -> list[str]:
+    """Names of the parameters that may be passed by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind in kinds]
+
+
+def _by_keyword(name: str, names: list[str]) -> str:
+    """``name`` of an input, dotted where it is nested, with its keyword in place of its position."""
+    position, dot, rest = name.partition(".")
+    known = position.isdecimal() and int(position) < len(names)
+    return (names[int(position)] if known else position) + dot + rest
+
+
+def _refuse_larger(
+    given: dict[str, Any], planned: dict[str, tuple[int, ...]], tokens: int, *, rows_first: bool
+) -> None:
+    """MisuseError when a training batch may need more than the plan was made for: an OOM later would be worse."""
+    found = dict(batches.named_tensors(given))
+    for name, value in found.items():
+        how = batches.excess(tuple(value.shape), planned[name], rows_first=rows_first) if name in planned else ""
+        if how:
             raise MisuseError(
-                f"{name} has shape {tuple(value.shape)}, larger than the {limit} that the plan was made for: pass the "
-                "largest batch of the training as example_batch to protrain.wrap"
+                f"{name} has shape {tuple(value.shape)}, {how} than the {planned[name]} that the plan was made for: "
+                "pass an example_batch to protrain.wrap that is as long in every dimension as any batch of the training"
             )
-    whole = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    if whole and not any(name in planned for name in whole) and batches.tokens(whole) > tokens:
+    if found and not any(name in planned for name in found) and batches.tokens(found) > tokens:
         raise MisuseError(
-            f"the batch has {batches.tokens(whole)} tokens, more than the {tokens} that the plan was made for: pass "
+            f"the batch has {batches.tokens(found)} tokens, more than the {tokens} that the plan was made for: pass "
             "the largest batch of the training as example_batch to protrain.wrap"
         )

@@ -24,7 +24,9 @@ from protrain.errors import MisuseError
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine
 
+_RAW_DATA: Any = torch.Tensor.data
 _RAW_GRAD: Any = torch.Tensor.grad
+_RAW_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
 class Handle:
@@ -34,9 +36,10 @@ class Handle:
     holds, and a model that the user drops must take its chunks with it.
     """
 
-    def __init__(self, name: str, index: int, engine: Engine) -> None:
+    def __init__(self, name: str, index: int, engine: Engine, *, trainable: bool) -> None:
         self.name = name
         self.index = index
+        self.trainable = trainable  # required a gradient when the model was wrapped
         self._engine = weakref.ref(engine)
 
     @property
@@ -53,10 +56,29 @@ class Handle:
         return self.engine.gradients.is_pending(self.index)
 
 
+def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
+    handle = parameter.protrain_handle
+    if value and not handle.trainable:
+        raise MisuseError(
+            f"{handle.name} was frozen when the model was wrapped, so it has no optimizer states and would not be "
+            "trained: set requires_grad before protrain.wrap, and wrap the model anew to train other parameters"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        _RAW_REQUIRES_GRAD.__set__(parameter, value)
+
+
 class PresentParameter(nn.Parameter):
     """A managed parameter whose data is on the device now."""
 
     protrain_handle: Handle
+    # As `detach` gives it, so that an edit through it counts as one of the parameter: see [Note: edits].
+    data: Any = property(lambda parameter: parameter.detach(), _RAW_DATA.__set__)
+    requires_grad: Any = property(_RAW_REQUIRES_GRAD.__get__, _set_requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Freeze it, and train it again; MisuseError to train what was frozen when the model was wrapped."""
+        self.requires_grad = requires_grad
+        return self
 
     @property
     def grad(self) -> None:
@@ -96,7 +118,7 @@ class PresentParameter(nn.Parameter):
 _GETTERS = """
     shape dtype device requires_grad is_leaf ndim layout grad_fn is_cuda is_cpu is_meta is_sparse is_sparse_csr
     is_quantized is_mkldnn is_nested output_nr names itemsize nbytes is_xla is_mps is_xpu is_hpu is_vulkan is_ipu
-    is_maia is_mtia retains_grad _backward_hooks
+    is_maia is_mtia retains_grad _backward_hooks _version
 """
 _METHODS = """
     size numel nelement dim ndimension element_size is_floating_point is_complex is_signed get_device type

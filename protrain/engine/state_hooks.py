@@ -83,11 +83,14 @@ class StateHooks:
     def _enter(self, members: list[Member]) -> None:
         with self.engine.quiet():
             for member in members:
-                member.parameter.__class__ = _Exported
-                _Exported.hooks[id(member.parameter)] = self
+                if member.index not in self.engine.whole:  # inside full_parameters it is like any parameter
+                    member.parameter.__class__ = _Exported
+                    _Exported.hooks[id(member.parameter)] = self
 
     def _end(self, members: list[Member]) -> None:
         for member in members:
+            if member.index in self.engine.whole:
+                continue
             resident = member.chunk.persistent or member.bound
             member.parameter.__class__ = PresentParameter if resident else ReleasedParameter
 
@@ -97,33 +100,50 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
     """Make every parameter of ``module`` whole for reading or editing, on the CPU; edits are written back.
 
     ``module`` is a wrapped model or any part of one. Inside, parameters hold CPU copies of their 16-bit (or fp32)
-    weights, so ask for a part of a large model at a time.
+    weights, so ask for a part of a large model at a time. Nothing of the model runs inside.
 
     Raises:
-        ValueError: ``module`` is not wrapped, or a parameter was given another shape.
+        ValueError: ``module`` is not wrapped, or a parameter was given another shape; no edit is kept then.
     """
     engine, members = _members(module)
     with engine.quiet():
+        members = [member for member in members if member.index not in engine.whole]  # within another one
         copies = [read_weight(member) for member in members]
         for member, copy in zip(members, copies, strict=True):
             point_at(member.parameter, copy.clone())
+            engine.whole.add(member.index)
     try:
         yield
     finally:
-        changed = []
-        for member, copy in zip(members, copies, strict=True):
-            edited = member.parameter.data
-            if edited.shape != member.shape:
-                raise ValueError(f"{member.name} was given the shape {tuple(edited.shape)}, not {tuple(member.shape)}")
-            if not torch.equal(edited, copy):
-                write_weight(member, edited)
-                changed.append(member.chunk)
-            if member.chunk.persistent:
-                point_at(member.parameter, member.view(member.chunk.weight))
-            else:
-                release(member.parameter, engine.placeholder)
-        if changed:
-            engine.weights_changed(changed)
+        edited = [member.parameter.data.to("cpu") for member in members]
+        _put_back(engine, members)
+        _keep_edits(engine, members, copies, edited)
+
+
+def _put_back(engine: Engine, members: list[Member]) -> None:
+    for member in members:
+        engine.whole.remove(member.index)
+        member.edits = member.parameter._version
+        if member.chunk.persistent:
+            point_at(member.parameter, member.view(member.chunk.weight))
+        else:
+            release(member.parameter, engine.placeholder)
+
+
+def _keep_edits(engine: Engine, members: list[Member], copies: list[Tensor], edited: list[Tensor]) -> None:
+    changed = []
+    for member, copy, value in zip(members, copies, edited, strict=True):
+        if value.shape != member.shape:
+            raise ValueError(
+                f"{member.name} was given the shape {tuple(value.shape)}, not {tuple(member.shape)}: no edit made in "
+                "this full_parameters is kept"
+            )
+        if value.dtype != copy.dtype or not torch.equal(value, copy):
+            changed.append((member, value))
+    for member, value in changed:
+        write_weight(member, value)
+    if changed:
+        engine.weights_changed([member.chunk for member, _ in changed])
 
 
 def _members(module: nn.Module) -> tuple[Engine, list[Member]]:

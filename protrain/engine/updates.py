@@ -93,6 +93,7 @@ class Updates:
         self._decoupled = decoupled
         self._early: dict[int, _Early] = {}  # by chunk
         self._round = _Round()
+        self._begun_with: list[AdamScalars] | None = None  # hyperparameters at the last backward; None: wrong ones
         self._inside: list[tuple[Chunk, _Once]] = []  # updates given to the host in this backward
         self._backwards = 0  # since the last step, without those that only accumulate
         self._usual_backwards = 1
@@ -101,10 +102,9 @@ class Updates:
         self._device_scale = engine.streams.lasting(torch.ones(1, dtype=torch.float32, device=engine.device))
         self._scale_ready = engine.streams.mark()
 
-    def check_hyperparameters(self) -> None:
-        """ValueError for a wrong one before anything is updated: it must not leave half a step behind."""
-        for group_index in range(len(self._optimizer.param_groups)):
-            self._scalars(group_index, 1)
+    def check_hyperparameters(self) -> list[AdamScalars]:
+        """Those of all groups; ValueError for a wrong one before anything is updated: no half step is left behind."""
+        return [self._scalars(group_index, 1) for group_index in range(len(self._optimizer.param_groups))]
 
     def has_gradients(self, chunk: Chunk) -> bool:
         """Whether an update of ``chunk`` would do anything."""
@@ -127,6 +127,10 @@ class Updates:
     def backward_begins(self) -> None:
         """A backward that does not only accumulate."""
         self._backwards += 1
+        try:
+            self._begun_with = self.check_hyperparameters()
+        except ValueError:  # step() says so, unless it is mended until then
+            self._begun_with = None
 
     def begin_early(self, chunk: Chunk, factor: float) -> None:
         """Update ``chunk``, whose gradient is complete, if there is room; ``factor`` is what is supposed.
@@ -170,8 +174,9 @@ class Updates:
     def step(self, scale: Scale | None, supposed: float) -> None:
         """Update every parameter that has a gradient; ``supposed`` is what early updates took for the scale."""
         self._end_round()
+        foreseen = supposed if self.check_hyperparameters() == self._begun_with else None
         for chunk in self._engine.chunks:
-            self._update(chunk, scale, supposed)
+            self._update(chunk, scale, foreseen)
         self._usual_backwards = max(1, self._backwards)
         self._backwards = 0
 
@@ -214,7 +219,7 @@ class Updates:
                 self.steps[member.index] += 1
         return pieces
 
-    def _update(self, chunk: Chunk, scale: Scale | None, supposed: float) -> None:
+    def _update(self, chunk: Chunk, scale: Scale | None, supposed: float | None) -> None:
         pieces = self._begin(chunk)
         if not pieces:
             return

@@ -33,6 +33,10 @@ class Choices(NamedTuple):
         """How many there are."""
         return self.ckpt.shape[1]
 
+    def moving(self, counts: NDArray[np.int64]) -> Choices:
+        """The same with the inputs of the first so many recomputed blocks moved: a count by choice."""
+        return self._replace(ckpt_swap=self.ckpt & (np.cumsum(self.ckpt, axis=0) <= counts))
+
     def some(self, which: NDArray[np.intp]) -> Choices:
         """Those at the positions ``which``."""
         return Choices(self.ckpt[:, which], self.swap[:, which], self.ckpt_swap[:, which])

@@ -15,12 +15,20 @@ bound; what a column holds is simulated (:mod:`protrain.planning.simulate`) unle
 - ``RuntimeModel.placed_bound_ms``, which knows the order of uploads, is too long. Then steps with every chunk in a
   buffer wait as well: that a column had ended before matters only once something else is found in it.
 
+Inputs of recomputed blocks that move to host memory make a column of their own beside each of these, for what moves
+only makes a step longer: what it gains is room for buffers (:mod:`protrain.planning.moves`). So bounds are those of the
+same step with as many buffers as fit when all inputs move, and none of that costs anything. A choice of block modes is
+left out unless that is more buffers than fit with all inputs kept and such a step is fast enough; only then numbers of
+moved inputs are tried, from the most buffers down, until as many buffers would be too slow at no cost. As with
+swapping, what moves must pay.
+
 Bounds are worked out for all choices of block modes at once, as arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +36,8 @@ from numpy.typing import NDArray
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.choices import Choices
-from protrain.planning.memory import MemoryModel
+from protrain.planning.memory import Bytes, MemoryModel
+from protrain.planning.moves import Moves
 from protrain.planning.plan import block_modes
 from protrain.planning.runtime import RuntimeModel, Times
 from protrain.profiler.model_profile import ModelProfile
@@ -46,24 +55,29 @@ class Candidate(NamedTuple):
     n_buffer: int
     n_swap: int
     n_ckpt: int
+    n_ckpt_swap: int
     n_speculate: int
     n_stream: int
 
 
 class _Column(NamedTuple):
-    """Plans with one number of swapped blocks and of persistent chunks."""
+    """Plans with one number of swapped blocks and of persistent chunks, whose inputs all stay or some of them move."""
 
     bound_ms: float  # none is faster
     n_swap: int
     n_persist: int
+    moves: bool
     first: int  # of its choices of block modes: it fits
     end: int
 
 
 class _Placed(NamedTuple):
-    """What holds for every choice of block modes under one number of persistent chunks."""
+    """What holds for every choice of block modes under one number of persistent chunks.
 
-    n_buffer: NDArray[np.int64]  # negative where the choice doesn't fit
+    Where inputs move: if all of them did at no cost.
+    """
+
+    n_buffer: NDArray[np.int64]  # negative where the choice doesn't fit, or fits as many with all inputs kept
     most_early: NDArray[np.int64]
     bound_ms: Times
     all_bound_ms: Times  # with every chunk in a buffer
@@ -78,9 +92,10 @@ class Columns:
         hardware: the limits.
         memory: the memory model of both.
         runtime: the runtime model.
-        tolerance: plans this much slower than the fastest are kept, unless they swap.
-        streams: the device may update some of the chunks in host memory, for which it has the room.
-        n_swaps: the numbers of swapped blocks to look at; all when None.
+        moves: what fits when inputs move.
+        tolerance: plans this much slower than the fastest are kept, unless they swap or move inputs.
+        streams: the device may update some of the chunks in host memory, for which there is room. Only where neither
+            activations nor inputs move: those and the states would compete for the link.
         fastest_ms: of a plan known already; those found must be faster.
     """
 
@@ -90,15 +105,16 @@ class Columns:
         hardware: HardwareProfile,
         memory: MemoryModel,
         runtime: RuntimeModel,
+        moves: Moves,
         *,
         tolerance: float,
         streams: bool = False,
-        n_swaps: Collection[int] | None = None,
         fastest_ms: float = float("inf"),
     ) -> None:
         self._hardware = hardware
         self._memory = memory
         self._runtime = runtime
+        self._moves = moves
         self._tolerance = tolerance
         self._streams = streams
         self._to_beat = fastest_ms < float("inf")
@@ -108,15 +124,16 @@ class Columns:
             (n_swap, n_ckpt)
             for n_swap in range(n_blocks + 1)
             for n_ckpt in range(n_blocks - n_swap + 1)
-            if memory.kept_bytes(n_swap + n_ckpt) <= hardware.device_bytes and (n_swaps is None or n_swap in n_swaps)
+            if memory.kept_bytes(n_swap + n_ckpt) <= hardware.device_bytes
         ]
         self._modes = [block_modes(n_blocks, *pair) for pair in counts]
         self._n_swap, self._n_ckpt = np.array(counts, dtype=np.int64).reshape(-1, 2).T
         self._choices = Choices.of(self._modes)
         peak, _, self._swapped = memory.all_activations(self._choices)
-        self._margined = memory.with_margin(peak)
+        peak_moved, _, _ = memory.all_activations(self._choices._replace(ckpt_swap=self._choices.ckpt))
+        self._margined = memory.with_margin(peak), memory.with_margin(peak_moved)  # all inputs kept, all moved
         self._undisturbed = runtime.undisturbed(self._choices)
-        self._placed: dict[int, _Placed] = {}
+        self._placed: dict[tuple[int, bool], _Placed] = {}  # by n_persist and moves
         self._untouched = block_modes(n_blocks, 0, 0)
         self._untouched_of: dict[tuple[int, int, int], float] = {}  # by n_persist, n_buffer, most early updates
         self._fastest_ms = fastest_ms
@@ -124,22 +141,22 @@ class Columns:
 
     def walk(self) -> list[Candidate]:
         """Whatever was the fastest when it was found, or hardly slower; empty when nothing fits."""
-        # A good plan early leaves little to simulate: first what does not swap.
-        for column in sorted(self._columns(), key=lambda column: (column.n_swap > 0, column)):
-            if self._may_win(column.bound_ms) and self._may_win(self._free_ms(column.n_persist)):
-                self._walk(column)
+        # A good plan early leaves little to simulate: first what does not swap, and of that what moves no inputs.
+        for column in sorted(self._columns(), key=lambda column: (column.n_swap > 0, column.moves, column)):
+            if self._may_win(column.bound_ms) and self._may_win(self._free_ms(column)):
+                (self._walk_moves if column.moves else self._walk)(column)
         return self._found
 
-    def _free_ms(self, n_persist: int) -> float:
-        """What no plan with ``n_persist`` persistent chunks is faster than, or as much as can't win.
+    def _free_ms(self, column: _Column) -> float:
+        """What no plan with that many persistent chunks is faster than, or as much as can't win.
 
         With the most buffers and early updates that any of them has room for. Worked out once there is a plan to beat.
         """
         if self._fastest_ms == float("inf"):
             return 0.0
-        placed = self._place(n_persist)
+        placed = self._place(column.n_persist, column.moves)
         most = int(placed.n_buffer.max()), int(placed.most_early.max())
-        return self._untouched_ms((n_persist, *most), self._fastest_ms * (1 - MUST_GAIN))
+        return self._untouched_ms((column.n_persist, *most), self._fastest_ms * (1 - MUST_GAIN))
 
     def _untouched_ms(self, placement: tuple[int, int, int], limit_ms: float) -> float:
         """The step with no block recomputed or swapped, as if there were memory for it, or at least ``limit_ms``.
@@ -153,11 +170,15 @@ class Columns:
         return known
 
     def _may_win(self, bound_ms: float) -> bool:
-        return bound_ms < self._fastest_ms * (1 - MUST_GAIN)
+        return bound_ms < self._paying_ms
+
+    @property
+    def _paying_ms(self) -> float:
+        """What is not faster isn't worth looking for."""
+        return self._fastest_ms * (1 - MUST_GAIN)
 
     def _columns(self) -> Iterator[_Column]:
         """Those that hold any plan that fits."""
-        memory, hardware = self._memory, self._hardware
         n_swaps, starts = np.unique(self._n_swap, return_index=True)
         if not starts.size:
             return
@@ -166,9 +187,8 @@ class Columns:
         of_column = np.repeat(np.arange(len(starts)), ends - starts)
         # More checkpointed than swapped blocks only add; fewer give swapping room, which may take less.
         balanced = (starts + n_swaps - self._n_ckpt[starts])[of_column]
-        for n_persist in range(self._n_chunks + 1):
-            left = hardware.device_bytes - self._static_bytes(n_persist, memory.least_buffers(n_persist))
-            fits = (self._margined <= left) & self._fits_host(n_persist)
+        for n_persist, moves in product(range(self._n_chunks + 1), (False,) if self._streams else (False, True)):
+            fits = self._most_buffers(n_persist, moves) >= 0
             # Nothing may fit here and yet with more persistent chunks: after the last one none is staged or buffered.
             if not fits.any():
                 continue
@@ -179,13 +199,18 @@ class Columns:
             bound_ms = self._bound_ms(n_persist, all_buffers, most_early)
             bounds_ms = np.minimum.reduceat(np.where(counts, bound_ms, np.inf), starts).tolist()
             for at in np.flatnonzero(firsts < len(rows)).tolist():
-                yield _Column(bounds_ms[at], int(n_swaps[at]), n_persist, int(firsts[at]), int(ends[at]))
-
-    def _static_bytes(self, n_persist: int, n_buffer: int) -> int:
-        return self._memory.static_bytes(n_persist, n_buffer, n_stream=int(self._streams))
+                yield _Column(bounds_ms[at], int(n_swaps[at]), n_persist, moves, int(firsts[at]), int(ends[at]))
 
     def _bound_ms(self, n_persist: int, n_buffer: NDArray[np.int64] | int, most_early: NDArray[np.int64]) -> Times:
         return self._runtime.bound_ms(self._undisturbed, n_persist, n_buffer, most_early, streams=self._streams)
+
+    def _most_buffers(self, n_persist: int, moves: bool) -> Bytes:
+        """``_Placed.n_buffer``."""
+        n_stream = int(self._streams)
+        kept, moved = (self._memory.most_buffers(n_persist, margined, n_stream) for margined in self._margined)
+        swaps = self._n_swap > 0
+        n_buffer = np.where(swaps | (moved > kept), moved, -1) if moves else np.where(swaps, -1, kept)
+        return np.where(self._fits_host(n_persist), n_buffer, -1)
 
     def _fits_host(self, n_persist: int) -> NDArray[np.bool_]:
         """Whether host memory has room, by choice: which blocks are swapped depends on what lies between them."""
@@ -197,16 +222,12 @@ class Columns:
             return np.zeros(len(self._modes), dtype=np.int64)
         return self._memory.most_speculated(n_persist, self._swapped)
 
-    def _place(self, n_persist: int) -> _Placed:
-        placed = self._placed.get(n_persist)
+    def _place(self, n_persist: int, moves: bool) -> _Placed:
+        placed = self._placed.get((n_persist, moves))
         if placed is None:
-            memory, all_buffers = self._memory, self._n_chunks - n_persist
-            least_buffers = memory.least_buffers(n_persist)
-            spare = self._hardware.device_bytes - self._static_bytes(n_persist, least_buffers) - self._margined
-            n_buffer = np.minimum(all_buffers, least_buffers + spare // memory.buffer_bytes)
-            n_buffer = np.where((spare < 0) | ~self._fits_host(n_persist), -1, n_buffer)
-            most_early = self._most_early(n_persist)
-            placed = self._placed[n_persist] = _Placed(
+            all_buffers = self._n_chunks - n_persist
+            n_buffer, most_early = self._most_buffers(n_persist, moves), self._most_early(n_persist)
+            placed = self._placed[n_persist, moves] = _Placed(
                 n_buffer=n_buffer,
                 most_early=most_early,
                 bound_ms=self._bound_ms(n_persist, n_buffer, most_early),
@@ -215,9 +236,9 @@ class Columns:
             )
         return placed
 
-    def _least_ms(self, row: int, n_persist: int) -> float:
+    def _least_ms(self, row: int, n_persist: int, moves: bool) -> float:
         """A tighter bound of what a choice of block modes takes with all buffers that fit."""
-        placed = self._place(n_persist)
+        placed = self._place(n_persist, moves)
         if np.isnan(placed.least_ms[row]):
             n_buffer = int(placed.n_buffer[row])
             same = np.flatnonzero(placed.n_buffer == n_buffer)
@@ -229,54 +250,109 @@ class Columns:
         return float(placed.least_ms[row])
 
     def _walk(self, column: _Column) -> None:
-        n_swap, n_persist = column.n_swap, column.n_persist
-        placed, all_buffers = self._place(n_persist), self._n_chunks - n_persist
+        """Where nothing moves."""
+        n_persist = column.n_persist
+        placed, all_buffers = self._place(n_persist, moves=False), self._n_chunks - n_persist
         postponed: list[int] = []
         before = -1
         for row in range(column.first, column.end):
-            n_ckpt, n_buffer = int(self._n_ckpt[row]), int(placed.n_buffer[row])
-            if n_ckpt >= n_swap and not self._may_win(float(placed.all_bound_ms[row])):
+            n_buffer = int(placed.n_buffer[row])
+            if not self._may_win(float(placed.all_bound_ms[row])):
                 return
-            if n_buffer < 0:
-                continue
-            if n_buffer == before and n_ckpt > n_swap:
+            if n_buffer == before:
                 continue  # one more is recomputed for nothing
             before = n_buffer
             if not self._may_win(float(placed.bound_ms[row])):
                 continue
-            # Swapping and streaming must pay: what they free is not worth having for the same time.
-            must_gain = self._to_beat or (n_swap and self._found)
-            limit_ms = self._fastest_ms * (1 - MUST_GAIN if must_gain else 1 + self._tolerance)
-            step_ms, n_speculate, n_stream = self._step_ms(row, n_persist, limit_ms)
-            ends_column = n_ckpt >= n_swap
+            limit_ms = self._paying_ms if self._to_beat else self._fastest_ms * (1 + self._tolerance)
+            step_ms, n_speculate, n_stream = self._step_ms(row, n_persist, limit_ms, moves=False)
             if step_ms >= limit_ms:
-                if ends_column and n_buffer == all_buffers:
+                if n_buffer == all_buffers:
                     return
-                if ends_column:
-                    postponed.append(row)
+                postponed.append(row)
                 continue
             # Whether the column ended before matters only now that it would change anything.
             if any(self._ends_column(one, n_persist, limit_ms) for one in postponed):
                 return
             postponed.clear()
             unlimited_ms = step_ms
-            if ends_column and n_buffer < all_buffers:
+            if n_buffer < all_buffers:
                 unlimited_ms, *_ = self._simulated_ms(row, n_persist, all_buffers, limit_ms)
                 if unlimited_ms >= limit_ms:
                     return
-            self._found.append(Candidate(step_ms, n_persist, n_buffer, n_swap, n_ckpt, n_speculate, n_stream))
-            self._fastest_ms = min(self._fastest_ms, step_ms)
-            if ends_column and step_ms <= unlimited_ms * (1 + MUST_GAIN):
+            self._add(Candidate(step_ms, n_persist, n_buffer, 0, int(self._n_ckpt[row]), 0, n_speculate, n_stream))
+            if step_ms <= unlimited_ms * (1 + MUST_GAIN):
                 return
 
-    def _step_ms(self, row: int, n_persist: int, limit_ms: float) -> tuple[float, int, int]:
-        """Of a choice of block modes with all buffers that fit, and its early and its streamed updates.
+    def _walk_moves(self, column: _Column) -> None:
+        """Where blocks are swapped or inputs move, which must pay: what it frees isn't worth having for the same time.
+
+        See the second list above.
+        """
+        n_persist = column.n_persist
+        placed, all_buffers = self._place(n_persist, moves=True), self._n_chunks - n_persist
+        lost = -1  # with as many buffers or fewer it is too slow, and so it is with more recomputed
+        tested = False
+        for row in range(column.first, column.end):
+            n_buffer, only_adds = int(placed.n_buffer[row]), int(self._n_ckpt[row]) >= column.n_swap
+            if only_adds and not self._may_win(float(placed.all_bound_ms[row])):
+                return
+            if n_buffer <= lost or not self._may_win(float(placed.bound_ms[row])):
+                continue
+            least = self._step_ms(row, n_persist, self._paying_ms, moves=True)
+            wins = self._may_win(least[0])
+            found = wins and self._try_rooms(row, n_persist, least)
+            if not only_adds:
+                continue
+            if not wins:
+                lost = n_buffer
+            unlimited_ms = least[0]
+            if n_buffer < all_buffers:
+                # Whether the column ends here is worth a simulation where one was needed, once, and when it may end.
+                if not found and (tested or unlimited_ms == float("inf")):
+                    continue
+                tested = True
+                unlimited_ms, *_ = self._simulated_ms(row, n_persist, all_buffers, self._paying_ms)
+            if not self._may_win(unlimited_ms):
+                return
+
+    def _try_rooms(self, row: int, n_persist: int, least: tuple[float, int, int]) -> bool:
+        """Whether a number of moved inputs is found with which a choice is faster than all before.
+
+        ``least`` is the step with the most buffers, if moving inputs cost nothing, and its early updates.
+        """
+        n_swap, n_ckpt = int(self._n_swap[row]), int(self._n_ckpt[row])
+        known, n_found = int(self._place(n_persist, moves=True).n_buffer[row]), len(self._found)
+        for n_ckpt_swap, n_buffer, swapped_bytes in reversed(self._moves.rooms(n_swap, n_ckpt, n_persist)):
+            if not self._may_win(least[0]):
+                break
+            if n_buffer < known:
+                known, least = n_buffer, self._simulated_ms(row, n_persist, n_buffer, self._paying_ms)
+            step_ms, n_speculate, _ = least
+            if n_ckpt_swap and self._may_win(step_ms):
+                most_early = self._runtime.speculates and self._memory.most_speculated(
+                    n_persist, np.array(swapped_bytes)
+                )
+                modes = block_modes(len(self._untouched), n_swap, n_ckpt, n_ckpt_swap)
+                step_ms, n_speculate, _ = self._runtime.fitted_ms(
+                    modes, n_persist, n_buffer, int(most_early), limit_ms=self._paying_ms
+                )
+            if self._may_win(step_ms):
+                self._add(Candidate(step_ms, n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, 0))
+        return len(self._found) > n_found
+
+    def _add(self, candidate: Candidate) -> None:
+        self._found.append(candidate)
+        self._fastest_ms = min(self._fastest_ms, candidate.step_ms)
+
+    def _step_ms(self, row: int, n_persist: int, limit_ms: float, *, moves: bool) -> tuple[float, int, int]:
+        """Of a choice of block modes with all buffers that fit, and its early updates; moving inputs costs nothing.
 
         Infinite when it cannot be below ``limit_ms``.
         """
-        if self._least_ms(row, n_persist) * (1 - _ROUNDING) >= limit_ms:
+        if self._least_ms(row, n_persist, moves) * (1 - _ROUNDING) >= limit_ms:
             return float("inf"), 0, 0
-        placed = self._place(n_persist)
+        placed = self._place(n_persist, moves)
         n_buffer = int(placed.n_buffer[row])
         # Without swapping most placements are met once. With it, again and again.
         if self._n_swap[row]:
@@ -288,14 +364,14 @@ class Columns:
     def _simulated_ms(
         self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf")
     ) -> tuple[float, int, int]:
-        most_early = int(self._place(n_persist).most_early[row])
+        most_early = int(self._place(n_persist, moves=False).most_early[row])
         return self._runtime.fitted_ms(
             self._modes[row], n_persist, n_buffer, most_early, streams=self._streams, limit_ms=limit_ms
         )
 
     def _ends_column(self, row: int, n_persist: int, limit_ms: float) -> bool:
         """Whether a choice that takes ``limit_ms`` or more leaves nothing to find in its column."""
-        n_buffer = int(self._place(n_persist).n_buffer[row])
+        n_buffer = int(self._place(n_persist, moves=False).n_buffer[row])
         unlimited_ms, *_ = self._simulated_ms(row, n_persist, self._n_chunks - n_persist, limit_ms)
         if unlimited_ms >= limit_ms:
             return True

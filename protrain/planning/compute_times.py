@@ -16,6 +16,7 @@ class ComputeTimes:
 
     forward: tuple[float, ...]  # per block
     backward: tuple[float, ...]  # per block, without recomputation
+    recompute: tuple[float, ...]  # per block
     gap_forward: tuple[float, ...]  # before every block, and after the last
     gap_backward: tuple[float, ...]  # the same places
 
@@ -52,6 +53,9 @@ def _measured(profile: ModelProfile) -> ComputeTimes:
     return ComputeTimes(
         forward=tuple(block.forward_ms for block in profile.blocks),
         backward=tuple(block.backward_ms for block in profile.blocks),
+        recompute=tuple(
+            block.forward_ms if block.recompute_ms is None else block.recompute_ms for block in profile.blocks
+        ),
         gap_forward=tuple(gaps["forward"]),
         gap_backward=tuple(gaps["backward"]),
     )
@@ -74,6 +78,7 @@ def _estimated(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes
     return ComputeTimes(
         forward=forward,
         backward=tuple(time * (1 + share) for time in forward),
+        recompute=forward,
         gap_forward=(*([0.0] * len(forward)), head),
         gap_backward=(*([0.0] * len(forward)), head * (1 + share)),
     )

@@ -12,7 +12,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout, pack
 from protrain.planning.memory import MemoryModel, state_bytes
 from protrain.planning.phases import WAITS, Phase, phases
-from protrain.planning.plan import Plan, block_modes
+from protrain.planning.plan import BlockMode, Plan, block_modes, moved_input_bytes
 from protrain.planning.runtime import RuntimeModel
 from protrain.planning.search import check, search
 from protrain.planning.tables import aligned, format_change, format_ms
@@ -23,15 +23,16 @@ from protrain.records import Record
 
 MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # shares of the memory there is, on top of it
 _SAME = 0.005  # times this close are the same: the search itself prefers by other grounds within it
-KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_speculate", "n_stream")
+KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change(Record):
     """One knob turned by one, all others as they are.
 
-    Where a number of buffers, early or streamed updates makes no sense beside the new number of persistent chunks or
-    of early updates, the nearest that does is taken.
+    Where a number of buffers, early or streamed updates makes no sense beside the new number of persistent chunks, one
+    of streamed updates beside that of early ones, or one of moved inputs beside the new number of recomputed blocks,
+    the nearest that does is taken.
     """
 
     knob: str
@@ -195,12 +196,19 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     weights = sum(chunk.elements * element for chunk in away)
     gradients = sum(chunk.elements * element for chunk in away if chunk.trainable)
     activations = memory.activations(plan.block_modes)
+    moved = sum(
+        moved_input_bytes(block)
+        for block, mode in zip(memory.profile.blocks, plan.block_modes, strict=True)
+        if mode is BlockMode.CKPT_SWAP
+    )
     parts = {
         "weights": weights,
         "gradients": gradients,
         "optimizer states": sum(state_bytes(chunk, memory.profile.dtype) for chunk in away) - weights - gradients,
-        "swapped activations": activations.swapped_bytes,
+        "swapped activations": activations.swapped_bytes - moved,
     }
+    if plan.n_ckpt_swap:
+        parts["moved inputs of recomputed blocks"] = moved
     if plan.n_speculate:
         parts["second copies for early updates"] = memory.spare_bytes(plan.n_persist, plan.n_speculate)
     needed = memory.host_bytes(plan.n_persist, activations, plan.n_speculate)
@@ -213,7 +221,7 @@ def _timeline(plan: Plan, runtime: RuntimeModel, hardware: HardwareProfile, layo
         return runtime.timeline(plan.block_modes, *counts)
     times = runtime.times
     forward_ms = sum(times.forward) + sum(times.gap_forward)
-    recomputed = (ms for ms, mode in zip(times.forward, plan.block_modes, strict=True) if mode.recomputes)
+    recomputed = (ms for ms, mode in zip(times.recompute, plan.block_modes, strict=True) if mode.recomputes)
     backward_ms = times.total - forward_ms + sum(recomputed)
     update_ms = sum(
         chunk.elements / (hardware.device_adam_gparams if index < plan.n_persist else hardware.host_adam_gparams) / 1e6
@@ -249,6 +257,7 @@ def _changes(plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Iterator
                 if knob == "n_stream" and counts["n_stream"] > others:
                     impossible = "the device updates every chunk in host memory that is not updated early"
                 counts["n_stream"] = min(counts["n_stream"], others)
+                counts["n_ckpt_swap"] = min(counts["n_ckpt_swap"], counts["n_ckpt"])
             change = Change(
                 knob=knob,
                 step=step,
@@ -261,10 +270,10 @@ def _changes(plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Iterator
                 impossible=impossible,
             )
             if not impossible:
-                n_persist, n_buffer, n_swap, n_ckpt, n_speculate, n_stream = change.counts
+                n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream = change.counts
                 modes = plan.block_modes
-                if knob in ("n_swap", "n_ckpt"):
-                    modes = block_modes(n_blocks, n_swap, n_ckpt)
+                if knob in ("n_swap", "n_ckpt", "n_ckpt_swap"):
+                    modes = block_modes(n_blocks, n_swap, n_ckpt, n_ckpt_swap)
                 activations = memory.activations(modes)
                 device_bytes = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
                 host_bytes = memory.host_bytes(n_persist, activations, n_speculate)
@@ -291,6 +300,8 @@ def _impossible(counts: dict[str, int], knob: str, n_chunks: int, n_blocks: int,
         return "every chunk in host memory is updated early"
     if counts["n_swap"] + counts["n_ckpt"] > n_blocks:
         return "every block is swapped or checkpointed"
+    if knob == "n_ckpt_swap" and counts["n_ckpt_swap"] > counts["n_ckpt"]:
+        return "the inputs of every recomputed block move"
     return ""
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.infeasible import least_bytes
 from protrain.planning.layout import choose_chunk_elements, pack
-from protrain.planning.memory import Activations, MemoryModel
-from protrain.planning.plan import BlockMode, Plan
+from protrain.planning.memory import MemoryModel
+from protrain.planning.moves import Moves
+from protrain.planning.plan import Plan
 from protrain.planning.search import search
 from protrain.planning.tables import aligned, format_ms
 from protrain.profiler.model_profile import ModelProfile
@@ -55,7 +57,8 @@ def frontier(
         PlanError: nothing fits ``hardware``.
     """
     whole = search(profile, hardware, step_during_backward=step_during_backward)
-    least = least_device_bytes(roomiest(profile, hardware)[0], hardware.host_bytes)
+    memory = MemoryModel(profile, hardware, pack(profile, choose_chunk_elements(profile)))
+    least = least_device_bytes(memory, hardware.host_bytes)
     assert least is not None, "a plan fits, so the one that takes least does"
     used = max(least, whole.device_bytes)
     top = hardware.device_bytes if used > 0.9 * hardware.device_bytes else used
@@ -68,23 +71,7 @@ def frontier(
     return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
 
 
-def roomiest(profile: ModelProfile, hardware: HardwareProfile) -> tuple[MemoryModel, Activations]:
-    """The memory model, and the activations that leave most room: of every block checkpointed.
-
-    Whatever else is done with a block adds to what the trace measured with all of them checkpointed.
-    """
-    memory = MemoryModel(profile, hardware, pack(profile, choose_chunk_elements(profile)))
-    return memory, memory.activations((BlockMode.CKPT,) * len(profile.blocks))
-
-
 def least_device_bytes(memory: MemoryModel, host_bytes: int) -> int | None:
     """The least device memory of any plan that stays within ``host_bytes``; None when none does."""
-    activations = memory.activations((BlockMode.CKPT,) * len(memory.profile.blocks))
-    return min(
-        (
-            memory.device_bytes(n_persist, memory.least_buffers(n_persist), activations)
-            for n_persist in range(len(memory.layout.chunks) + 1)
-            if memory.host_bytes(n_persist, activations) <= host_bytes
-        ),
-        default=None,
-    )
+    device, host = least_bytes(memory, Moves(memory))
+    return min(device[host <= host_bytes].tolist(), default=None)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from protrain.errors import PlanError
-from protrain.planning.memory import Activations, MemoryModel
+from protrain.planning.memory import Activations, Bytes, MemoryModel
+from protrain.planning.moves import Moves
+from protrain.planning.plan import block_modes
 from protrain.quantities import format_bytes
 
 
@@ -38,7 +42,7 @@ def host_error(memory: MemoryModel, n_persist: int, activations: Activations, *,
     spare = memory.spare_bytes(n_persist, n_speculate)
     parts = {
         "optimizer states and weights of non-persistent chunks": needed - activations.swapped_bytes - spare,
-        "swapped activations": activations.swapped_bytes,
+        "swapped activations and moved inputs": activations.swapped_bytes,
         "second copies for early updates": spare,
     }
     remedies = [f"host_memory of at least {_at_least(needed)} fits"]
@@ -53,6 +57,32 @@ def host_error(memory: MemoryModel, n_persist: int, activations: Activations, *,
         remedy=f"To fit: {'; '.join(remedies)}. Device memory: needed {format_bytes(device)}, "
         f"available {format_bytes(hardware.device_bytes)}.",
     )
+
+
+def least_bytes(memory: MemoryModel, moves: Moves) -> tuple[Bytes, Bytes]:
+    """Device and host bytes of the plans that leave most room, both [n_persist, n_ckpt_swap].
+
+    Every block is recomputed, since whatever else is done with one adds to what the trace measured with all of them
+    checkpointed, and there are no more chunk buffers than must be.
+    """
+    placements = range(len(memory.layout.chunks) + 1)
+    static = np.array([memory.static_bytes(n, memory.least_buffers(n)) for n in placements])
+    host = np.array([memory.host_bytes_beside(n, 0) for n in placements])
+    margined_bytes, swapped_bytes = moves.activations(0, len(memory.profile.blocks))
+    return static[:, None] + margined_bytes, host[:, None] + swapped_bytes
+
+
+def nothing_fits(memory: MemoryModel, moves: Moves) -> PlanError:
+    """Why no plan at all fits: the device cannot hold the smallest one, or the host what the device leaves over."""
+    device_bytes, host_bytes = least_bytes(memory, moves)
+    fits = device_bytes <= memory.hardware.device_bytes
+    needed = np.where(fits, host_bytes, host_bytes.max() + 1) if fits.any() else device_bytes
+    n_persist, n_ckpt_swap = divmod(int(needed.argmin()), needed.shape[1])
+    n_blocks = len(memory.profile.blocks)
+    activations = memory.activations(block_modes(n_blocks, 0, n_blocks, n_ckpt_swap))
+    if fits.any():
+        return host_error(memory, n_persist, activations)
+    return device_error(memory, n_persist, memory.least_buffers(n_persist), activations)
 
 
 def _smaller_batch(batch: int, share: float) -> int:

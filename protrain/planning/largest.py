@@ -1,8 +1,9 @@
 """The deepest model of a family that trains on a machine: which depth still has a plan, found in a handful of profiles.
 
 Whether anything fits is a question for the memory model alone: checkpointing every block leaves most room, and then
-only the number of persistent chunks is open. What is needed grows evenly with depth, so a straight line through two
-depths nearly hits the last that fits; the depths around it are tried until one fits and the next does not.
+only the numbers of persistent chunks and of moved inputs are open. What is needed grows evenly with depth, so a
+straight line through two depths nearly hits the last that fits; the depths around it are tried until one fits and the
+next does not.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 
 from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.frontier import roomiest
-from protrain.planning.infeasible import device_error, host_error
-from protrain.planning.plan import BlockMode, Plan
+from protrain.planning.infeasible import least_bytes, nothing_fits
+from protrain.planning.layout import choose_chunk_elements, pack
+from protrain.planning.memory import MemoryModel
+from protrain.planning.moves import Moves
+from protrain.planning.plan import Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
 from protrain.planning.search import evaluate
 from protrain.planning.tables import aligned, format_ms
@@ -105,27 +108,21 @@ class _Need:
 
     profile: ModelProfile
     device_bytes: int  # the least of any plan
-    states_bytes: int  # of all chunks, on the device or the host
+    host_bytes: int  # with all chunks and all moved inputs there
     fits: bool
     error: PlanError  # what to say when it does not
 
 
 def _need(profile: ModelProfile, hardware: HardwareProfile) -> _Need:
-    memory, activations = roomiest(profile, hardware)
-    counts = range(len(memory.layout.chunks) + 1)
-    device = [memory.device_bytes(n, memory.least_buffers(n), activations) for n in counts]
-    inside = [n for n in counts if device[n] <= hardware.device_bytes]
-    smallest = min(counts, key=device.__getitem__)
-    most = max(inside, default=smallest)  # host memory falls with every persistent chunk
-    host_bytes = memory.host_bytes(most, activations)
+    memory = MemoryModel(profile, hardware, pack(profile, choose_chunk_elements(profile)))
+    moves = Moves(memory)
+    device, host = least_bytes(memory, moves)
     return _Need(
         profile=profile,
-        device_bytes=device[smallest],
-        states_bytes=memory.host_bytes(0, activations),
-        fits=bool(inside) and host_bytes <= hardware.host_bytes,
-        error=host_error(memory, most, activations)
-        if inside
-        else device_error(memory, smallest, memory.least_buffers(smallest), activations),
+        device_bytes=int(device.min()),
+        host_bytes=int(host.max()),
+        fits=bool(((device <= hardware.device_bytes) & (host <= hardware.host_bytes)).any()),
+        error=nothing_fits(memory, moves),
     )
 
 
@@ -139,7 +136,7 @@ def _guess(known: dict[int, _Need], hardware: HardwareProfile) -> int:
     found = float(MOST_LAYERS)
     for name, limit in room.items():
         at, before = (
-            need.device_bytes + (need.states_bytes if name == "both" else 0) for need in (known[second], known[first])
+            need.device_bytes + (need.host_bytes if name == "both" else 0) for need in (known[second], known[first])
         )
         if at > before:
             found = min(found, second + (limit - at) * (second - first) / (at - before))
@@ -148,28 +145,26 @@ def _guess(known: dict[int, _Need], hardware: HardwareProfile) -> int:
 
 def _fastest(need: _Need, hardware: HardwareProfile, step_during_backward: bool) -> Plan:
     """The fastest placement with every block checkpointed; at the limit there is little room for anything else."""
-    memory, activations = roomiest(need.profile, hardware)
-    layout = memory.layout
-    runtime = RuntimeModel(need.profile, hardware, layout, update_in_backward=step_during_backward)
-    modes = (BlockMode.CKPT,) * len(need.profile.blocks)
-    n_chunks = len(layout.chunks)
-    best: tuple[float, int, int] | None = None
-    for n_persist in range(n_chunks + 1):
-        least = memory.least_buffers(n_persist)
-        spare = hardware.device_bytes - memory.device_bytes(n_persist, least, activations)
-        if spare < 0 or memory.host_bytes(n_persist, activations) > hardware.host_bytes:
-            continue
-        n_buffer = min(n_chunks - n_persist, least + spare // memory.buffer_bytes)
-        found = (runtime.step_ms(modes, n_persist, n_buffer), -n_persist, n_buffer)
-        best = found if best is None else min(best, found)
+    profile, n_blocks = need.profile, len(need.profile.blocks)
+    layout = pack(profile, choose_chunk_elements(profile))
+    moves = Moves(MemoryModel(profile, hardware, layout))
+    runtime = RuntimeModel(profile, hardware, layout, update_in_backward=step_during_backward)
+    best, best_ms = None, float("inf")
+    for n_persist in range(len(layout.chunks), -1, -1):
+        for n_ckpt_swap, n_buffer, _ in moves.rooms(0, n_blocks, n_persist):
+            modes = block_modes(n_blocks, 0, n_blocks, n_ckpt_swap)
+            step_ms = runtime.step_ms(modes, n_persist, n_buffer, limit_ms=best_ms)
+            if step_ms < best_ms:
+                best, best_ms = (n_persist, n_buffer, n_ckpt_swap), step_ms
     assert best is not None, "this depth fits"
     return evaluate(
-        need.profile,
+        profile,
         hardware,
-        n_persist=-best[1],
-        n_buffer=best[2],
+        n_persist=best[0],
+        n_buffer=best[1],
         n_swap=0,
-        n_ckpt=len(modes),
+        n_ckpt=n_blocks,
+        n_ckpt_swap=best[2],
         chunk_elements=layout.chunk_elements,
         step_during_backward=step_during_backward,
     )

@@ -12,6 +12,8 @@ and less what its modes take away:
 
     recomputed from moved inputs   its inputs, from when the next block's forward is done until the backward of the
                                    block after it begins
+    untouched or swapped           those of its inputs that none of its saved tensors holds, between its forward and
+                                   its backward
 
 A block's own saved activations in its own backward are part of the measured peak, which recomputed them.
 """
@@ -101,6 +103,14 @@ class MemoryModel:
         """The most non-persistent chunks that the units active at one time hold."""
         return self._least_buffers[n_persist]
 
+    def most_buffers(self, n_persist: int, margined_bytes: Bytes, n_stream: int = 0) -> Bytes:
+        """Chunk buffers that fit beside activations of these sizes; -1 where not as many as are needed do."""
+        least = self._least_buffers[n_persist]
+        spare = self.hardware.device_bytes - self.static_bytes(n_persist, least, n_stream) - margined_bytes
+        return np.where(
+            spare < 0, -1, np.minimum(len(self.layout.chunks) - n_persist, least + spare // self.buffer_bytes)
+        )
+
     def static_bytes(self, n_persist: int, n_buffer: int, n_stream: int = 0) -> int:
         """Device memory that is taken for the whole training."""
         return sum(self.static_parts(n_persist, n_buffer, n_stream).values())
@@ -183,6 +193,7 @@ class MemoryModel:
                 if block is not None:
                     kept = kept - untouched[block] * share
                     away = away - choices.ckpt_swap[block] * stretch.input_bytes
+                    away = away - ~choices.ckpt[block] * stretch.unsaved_input_bytes
             # Index -1, for "no block", saves nothing.
             waiting = kept if neighbour < 0 else kept + choices.swap[neighbour] * size
             # The trace has all inputs on the device; the neighbour's is there in truth.
@@ -192,6 +203,7 @@ class MemoryModel:
             if stretch.forward and block is not None:
                 kept = kept + untouched[block] * share
                 away = away + choices.ckpt_swap[block] * stretch.input_bytes
+                away = away + ~choices.ckpt[block] * stretch.unsaved_input_bytes
         swapped = nothing
         for block, record in enumerate(self.profile.blocks):
             swapped = swapped + choices.swap[block] * (record.saved_bytes + HOST_ALIGNMENT * record.saved_tensors)
@@ -213,7 +225,8 @@ class _Stretch:
     before_bytes: int  # saved by that call
     after: int  # the block whose backward comes next
     after_bytes: int
-    input_bytes: int  # of one call of the block, and of those of its neighbours
+    unsaved_input_bytes: int  # of one call of the block
+    input_bytes: int  # the same, saved or not, and those of its neighbours
     before_input_bytes: int
     after_input_bytes: int
 
@@ -224,11 +237,15 @@ def _walk(profile: ModelProfile) -> list[_Stretch]:
     share[-1] = 0
     inputs = {index: block.input_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
     inputs[-1] = 0
+    unsaved = {index: block.unsaved_input_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
     order = [segment.block for segment in profile.segments]
     result = []
-    before = -1
+    before, at_loss = -1, True  # not yet in the backward of a block
     for index, segment in enumerate(profile.segments):
         after = next((block for block in order[index + 1 :] if block is not None), -1)
+        at_loss = at_loss and (segment.phase == "forward" or segment.block is None)
+        if at_loss and segment.phase == "backward" and order[index + 1 : index + 2] == [None]:
+            after = -1  # fetched when the backward of what comes right behind the block begins, not with the loss
         result.append(
             _Stretch(
                 forward=segment.phase == "forward",
@@ -241,6 +258,7 @@ def _walk(profile: ModelProfile) -> list[_Stretch]:
                 before_bytes=share[before],
                 after=after,
                 after_bytes=share[after],
+                unsaved_input_bytes=0 if segment.block is None else unsaved[segment.block],
                 input_bytes=0 if segment.block is None else inputs[segment.block],
                 before_input_bytes=inputs[before],
                 after_input_bytes=inputs[after],

@@ -29,7 +29,7 @@ def paper_step_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, 
     for index, (block, mode) in enumerate(zip(profile.blocks, plan.block_modes, strict=True)):
         at = place[index]
         forward[at] += times.forward[index]
-        backward[at] += times.backward[index] + (times.forward[index] if mode.recomputes else 0.0)
+        backward[at] += times.backward[index] + (times.recompute[index] if mode.recomputes else 0.0)
         if mode is BlockMode.SWAP:
             out[at] += block.saved_bytes / hardware.d2h_gbps / 1e6
             back[at] += block.saved_bytes / hardware.h2d_gbps / 1e6

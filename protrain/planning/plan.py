@@ -1,4 +1,11 @@
-"""Plan: the four integers, and what they were chosen for."""
+"""Plan: the integers, and what they were chosen for.
+
+[Note: whose inputs move] Of the recomputed blocks it is the first in execution order. A block's input is away from when
+the next block's forward is done until that block's backward begins, and the earlier the block, the longer: the stretch
+of an earlier block contains that of a later one. So where inputs are of one size, no other choice of as many moves
+leaves more memory at any moment. It also costs the least time: an early input has most of the step between its way out
+and its way back, and both lie where the link has least to do, as the first chunks are those that persist.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +43,8 @@ class Plan(Record):
     """Everything the engine needs to know; the engine never searches and never changes it.
 
     Chunks ``0 .. n_persist - 1`` of the layout that ``chunk_elements`` produces are persistent. Counts that the paper
-    calls n_buffer, n_swap and n_ckpt have its meaning; ``block_modes`` spells the last two out, one per block.
-    CKPT_SWAP blocks, which the paper does not have, count as neither.
+    calls n_buffer, n_swap and n_ckpt have its meaning; ``block_modes`` spells the last two out, one per block. Of the
+    ``n_ckpt`` recomputed blocks ``n_ckpt_swap`` have their inputs moved, which the paper does not have.
     """
 
     n_persist: int
@@ -52,16 +59,16 @@ class Plan(Record):
     device_bytes: int  # predicted peak
     host_bytes: int  # predicted, all host memory of the engine
     step_ms: float  # predicted
+    n_ckpt_swap: int = 0  # of n_ckpt, those recomputed from inputs that wait in host memory
     n_speculate: int = 0  # chunks after the persistent ones that are updated before step() where host memory has room
     n_stream: int = 0  # of the other chunks in host memory: planning.layout says which the device updates
     transient_bytes: int  # the part of device_bytes that is neither chunks, buffers, staging nor saved activations
 
     def __str__(self) -> str:
-        n_ckpt_swap = self.block_modes.count(BlockMode.CKPT_SWAP)
         return (
             f"n_persist={self.n_persist}/{self.n_chunks} n_buffer={self.n_buffer} "
             f"n_swap={self.n_swap} n_ckpt={self.n_ckpt}/{len(self.block_modes)}"
-            + (f" n_ckpt_swap={n_ckpt_swap}" if n_ckpt_swap else "")
+            + (f" n_ckpt_swap={self.n_ckpt_swap}" if self.n_ckpt_swap else "")
             + (f" n_speculate={self.n_speculate}" if self.n_speculate else "")
             + (f" n_stream={self.n_stream}" if self.n_stream else "")
         )
@@ -80,16 +87,20 @@ def moved_input_bytes(record: BlockRecord) -> int:
     return record.input_bytes + _INPUT_ALIGNMENT_BYTES if record.input_bytes else 0
 
 
-def block_modes(n_blocks: int, n_swap: int, n_ckpt: int) -> tuple[BlockMode, ...]:
+def block_modes(n_blocks: int, n_swap: int, n_ckpt: int, n_ckpt_swap: int = 0) -> tuple[BlockMode, ...]:
     """Modes in execution order: swapped blocks early with checkpointed ones between them, untouched blocks last.
 
-    Recomputing the block between two swapped ones gives the link time for the transfer (paper section 3).
+    Recomputing the block between two swapped ones gives the link time for the transfer (paper section 3). Of the
+    checkpointed blocks the first ``n_ckpt_swap`` have their inputs moved: see [Note: whose inputs move].
     """
     if min(n_swap, n_ckpt) < 0 or n_swap + n_ckpt > n_blocks:
         raise ValueError(
             f"n_swap={n_swap} and n_ckpt={n_ckpt} must not be negative, nor more than {n_blocks} blocks in all"
         )
+    if not 0 <= n_ckpt_swap <= n_ckpt:
+        raise ValueError(f"n_ckpt_swap must be 0 to {n_ckpt}, the number of recomputed blocks, not {n_ckpt_swap}")
     pairs = min(n_swap, n_ckpt)
-    early = [BlockMode.SWAP, BlockMode.CKPT] * pairs
-    early += [BlockMode.SWAP] * (n_swap - pairs) + [BlockMode.CKPT] * (n_ckpt - pairs)
+    recomputed = [BlockMode.CKPT_SWAP] * n_ckpt_swap + [BlockMode.CKPT] * (n_ckpt - n_ckpt_swap)
+    early = [mode for recompute in recomputed[:pairs] for mode in (BlockMode.SWAP, recompute)]
+    early += [BlockMode.SWAP] * (n_swap - pairs) + recomputed[pairs:]
     return (*early, *[BlockMode.NONE] * (n_blocks - n_swap - n_ckpt))

@@ -87,7 +87,7 @@ class RuntimeModel:
                 self._swap_ms[unit] = _ms(size, hardware.d2h_gbps), _ms(size, hardware.h2d_gbps)
                 size_in = profile.blocks[block].input_bytes / n_calls
                 self._inputs_ms[unit] = _ms(size_in, hardware.d2h_gbps), _ms(size_in, hardware.h2d_gbps)
-                self._recompute_ms[unit] = self.times.forward[block] / n_calls
+                self._recompute_ms[unit] = self.times.recompute[block] / n_calls
                 self._swappable[unit] = block if size else None
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, [chunk.trainable for chunk in layout.chunks])
         self._needed = held

@@ -11,19 +11,18 @@ import json
 
 import numpy as np
 
-from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.choices import Choices
 from protrain.planning.columns import MUST_GAIN, Candidate, Columns
-from protrain.planning.infeasible import device_error, host_error
+from protrain.planning.infeasible import device_error, host_error, nothing_fits
 from protrain.planning.layout import Layout, choose_chunk_elements, pack
-from protrain.planning.memory import Activations, MemoryModel
+from protrain.planning.memory import MemoryModel
+from protrain.planning.moves import Moves
 from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
 from protrain.profiler.model_profile import ModelProfile
 
-# Of plans within this of the fastest, the one with most persistent chunks and then fewest swapped blocks wins: what is
-# not moved cannot be late.
+# Of plans within this of the fastest, the one with most persistent chunks, then fewest swapped blocks and then fewest
+# moved inputs wins: what is not moved cannot be late.
 _TOLERANCE = 0.005
 _NEAR = 0.03  # of plans within this of the fastest other numbers of early updates are tried
 _NOTHING = 0.001  # what early updates must save at least
@@ -31,7 +30,8 @@ _PARTS = 4  # of all early updates: where to begin looking when others may be st
 _CLIMBED = 3  # of the fastest plans: those for which numbers of early and streamed updates are looked for together
 _TURNS = ((0, -1), (0, 1), (-1, 1), (1, -1), (-1, 0), (1, 0))  # of the numbers of early and of streamed updates
 
-Counts = tuple[int, int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_speculate, n_stream
+# n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream
+Counts = tuple[int, int, int, int, int, int, int]
 
 
 def search(
@@ -58,7 +58,7 @@ def search(
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
     plan = models.fastest()
     if plan is None:
-        raise models.infeasible()
+        raise nothing_fits(models.memory, models.moves)
     return plan
 
 
@@ -70,6 +70,7 @@ def evaluate(
     n_buffer: int,
     n_swap: int,
     n_ckpt: int,
+    n_ckpt_swap: int = 0,
     n_speculate: int = 0,
     n_stream: int = 0,
     chunk_elements: int | None = None,
@@ -82,7 +83,7 @@ def evaluate(
         PlanError: the plan does not fit ``hardware``.
     """
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
-    counts = n_persist, n_buffer, n_swap, n_ckpt, n_speculate, n_stream
+    counts = n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream
     models.check_counts(*counts)
     plan = models.plan(*counts)
     models.check_fits(plan)
@@ -105,16 +106,18 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
     models = _Models(profile, hardware, plan.chunk_elements, step_during_backward)
     if plan.n_chunks != len(models.layout.chunks):
         raise ValueError(f"the plan says n_chunks={plan.n_chunks}, but the model has {len(models.layout.chunks)}")
-    counts = [sum(mode is kind for mode in plan.block_modes) for kind in (BlockMode.SWAP, BlockMode.CKPT)]
-    if len(plan.block_modes) != len(profile.blocks) or counts != [plan.n_swap, plan.n_ckpt]:
+    n_swap, n_moved = (plan.block_modes.count(kind) for kind in (BlockMode.SWAP, BlockMode.CKPT_SWAP))
+    n_ckpt = sum(mode.recomputes for mode in plan.block_modes)
+    modes = (plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap)
+    if len(plan.block_modes) != len(profile.blocks) or (n_swap, n_ckpt, n_moved) != modes:
         raise ValueError(
-            f"the plan's block_modes name {len(plan.block_modes)} blocks, {counts[0]} swapped and {counts[1]} "
-            f"checkpointed; the model has {len(profile.blocks)} blocks and the plan says n_swap={plan.n_swap}, "
-            f"n_ckpt={plan.n_ckpt}"
+            f"the plan's block_modes name {len(plan.block_modes)} blocks, {n_swap} swapped and {n_ckpt} checkpointed, "
+            f"{n_moved} of these with moved inputs; the model has {len(profile.blocks)} blocks and the plan says "
+            f"n_swap={plan.n_swap}, n_ckpt={plan.n_ckpt}, n_ckpt_swap={plan.n_ckpt_swap}"
         )
-    planned = plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_speculate, plan.n_stream
-    models.check_counts(*planned)
-    fresh = models.plan(*planned, modes=plan.block_modes)
+    counts = (plan.n_persist, plan.n_buffer, *modes, plan.n_speculate, plan.n_stream)
+    models.check_counts(*counts)
+    fresh = models.plan(*counts, modes=plan.block_modes)
     models.check_fits(fresh)
     return fresh
 
@@ -141,8 +144,8 @@ class _Models:
         self.in_backward = step_during_backward
         self.layout: Layout = pack(profile, chunk_elements or choose_chunk_elements(profile))
         self.memory = MemoryModel(profile, hardware, self.layout)
+        self.moves = Moves(self.memory)
         self.runtime = RuntimeModel(profile, hardware, self.layout, update_in_backward=step_during_backward)
-        self._all = profile, hardware, self.memory, self.runtime
 
     def plan(
         self,
@@ -150,6 +153,7 @@ class _Models:
         n_buffer: int,
         n_swap: int,
         n_ckpt: int,
+        n_ckpt_swap: int,
         n_speculate: int,
         n_stream: int,
         *,
@@ -157,7 +161,7 @@ class _Models:
     ) -> Plan:
         """The plan with its predictions."""
         profile, memory = self.profile, self.memory
-        modes = modes or block_modes(len(profile.blocks), n_swap, n_ckpt)
+        modes = modes or block_modes(len(profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
         activations = memory.activations(modes)
         return Plan(
             n_persist=n_persist,
@@ -171,6 +175,7 @@ class _Models:
             tokens=profile.tokens,
             device_bytes=memory.device_bytes(n_persist, n_buffer, activations, n_stream),
             host_bytes=memory.host_bytes(n_persist, activations, n_speculate),
+            n_ckpt_swap=n_ckpt_swap,
             n_speculate=n_speculate,
             n_stream=n_stream,
             step_ms=self.runtime.step_ms(modes, n_persist, n_buffer, n_speculate, n_stream),
@@ -182,46 +187,45 @@ class _Models:
 
         Placements that are good without streamed updates are with them as well, as a rule, and leave little to find.
         """
-        found = self._refined(Columns(*self._all, tolerance=_TOLERANCE).walk())
+        models = self.profile, self.hardware, self.memory, self.runtime, self.moves
+        found = Columns(*models, tolerance=_TOLERANCE).walk()
         if not found:
             return None
+        near_ms = min(found)[0] * (1 + _NEAR)
+        found = [self.refined(candidate) for candidate in found if candidate.step_ms <= near_ms]
         plan = self._chosen(found)
         if not self.runtime.streams:
             return plan
         streamed = [self.climbed(one) for one in map(self.streamed, sorted(found)[:_CLIMBED]) if one is not None]
         streamed = [one for one in streamed if one.n_stream and one.step_ms < plan.step_ms * (1 - MUST_GAIN)]
         fastest_ms = min([plan.step_ms, *(one.step_ms for one in streamed)])
-        # Swapped activations and streamed states compete for the link: no other numbers of swapped blocks are tried.
-        n_swaps = {0, *(one.n_swap for one in found)}
-        columns = Columns(*self._all, tolerance=_TOLERANCE, streams=True, n_swaps=n_swaps, fastest_ms=fastest_ms)
-        streamed = [self.climbed(one) for one in sorted([*streamed, *columns.walk()])[:_CLIMBED]]
+        others = Columns(*models, tolerance=_TOLERANCE, streams=True, fastest_ms=fastest_ms).walk()
+        streamed = [self.climbed(one) for one in sorted([*streamed, *others])[:_CLIMBED]]
         return min(plan, self._chosen(streamed), key=lambda one: one.step_ms) if streamed else plan
-
-    def _refined(self, found: list[Candidate]) -> list[Candidate]:
-        """Those near the fastest."""
-        near_ms = min(found)[0] * (1 + _NEAR) if found else 0.0
-        return [self.refined(candidate) for candidate in found if candidate.step_ms <= near_ms]
 
     def _chosen(self, found: list[Candidate]) -> Plan:
         limit_ms = min(found)[0] * (1 + _TOLERANCE)
         close = [candidate for candidate in found if candidate.step_ms <= limit_ms]
-        chosen = min(close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate))
-        return self.plan(*self.best_early(*self.more_persistent(chosen, limit_ms)))
+        chosen = min(
+            close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate.n_ckpt_swap, candidate)
+        )
+        counts = self.more_persistent(chosen, limit_ms)
+        return self.plan(*self.best_early(*self.fewer_moved(*counts, limit_ms)))
 
     def streamed(self, plan: Candidate) -> Candidate | None:
         """``plan`` with streamed updates if that is faster, and with the buffers for which they leave room.
 
         None when they leave too few.
         """
-        memory, modes = self.memory, block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
+        memory = self.memory
+        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap)
         activations = memory.activations(modes)
-        most = self.most_early(plan.n_persist, activations)
-        left = self.hardware.device_bytes - memory.device_bytes(plan.n_persist, plan.n_buffer, activations, 1)
-        n_buffer = plan.n_buffer + min(0, left // memory.buffer_bytes)
-        if n_buffer < memory.least_buffers(plan.n_persist):
+        most = self.most_early(plan.n_persist, activations.swapped_bytes)
+        fit = int(memory.most_buffers(plan.n_persist, np.array(memory.margined_bytes(activations)), 1))
+        if fit < 0:
             return None
-        plan = plan._replace(n_buffer=n_buffer)
-        found = self.runtime.fitted_ms(modes, plan.n_persist, n_buffer, most, streams=True, limit_ms=plan.step_ms)
+        plan = plan._replace(n_buffer=min(plan.n_buffer, fit))
+        found = self.runtime.fitted_ms(modes, plan.n_persist, plan.n_buffer, most, streams=True, limit_ms=plan.step_ms)
         step_ms, n_speculate, n_stream = found
         if step_ms >= plan.step_ms:
             return plan
@@ -230,45 +234,69 @@ class _Models:
     def more_persistent(self, plan: Candidate, limit_ms: float) -> Counts:
         """The plan with most persistent chunks that fits and takes at most ``limit_ms``; ``plan`` does."""
         memory, n_chunks = self.memory, len(self.layout.chunks)
-        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
+        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap)
         activations = memory.activations(modes)
-        left = self.hardware.device_bytes - memory.margined_bytes(activations)
+        margined_bytes = np.array(memory.margined_bytes(activations))
         for more in range(n_chunks, plan.n_persist, -1):
-            least = memory.least_buffers(more)
-            spare = (left - memory.static_bytes(more, least, plan.n_stream)) // memory.buffer_bytes
-            if spare < 0:
+            buffers = int(memory.most_buffers(more, margined_bytes, plan.n_stream))
+            if buffers < 0:
                 continue
-            buffers = min(n_chunks - more, least + spare)
-            most_early = self.most_early(more, activations)
+            most_early = self.most_early(more, activations.swapped_bytes)
             step_ms, early, stream = self.runtime.fitted_ms(
                 modes, more, buffers, most_early, streams=plan.n_stream > 0, limit_ms=limit_ms
             )
             if step_ms < limit_ms:
-                return more, buffers, plan.n_swap, plan.n_ckpt, early, stream
+                return more, buffers, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap, early, stream
         return plan[1:]
 
-    def most_early(self, n_persist: int, activations: Activations) -> int:
+    def fewer_moved(
+        self,
+        n_persist: int,
+        n_buffer: int,
+        n_swap: int,
+        n_ckpt: int,
+        n_ckpt_swap: int,
+        n_speculate: int,
+        n_stream: int,
+        limit_ms: float,
+    ) -> Counts:
+        """The same with the fewest moved inputs, and the buffers that then fit, that take at most ``limit_ms``.
+
+        With streamed updates, for which there is room beside these buffers, as it is.
+        """
+        rooms = self.moves.rooms(n_swap, n_ckpt, n_persist) if n_ckpt_swap and not n_stream else []
+        for fewer, buffers, swapped_bytes in rooms:
+            if fewer >= n_ckpt_swap:
+                break
+            modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt, fewer)
+            most_early = self.most_early(n_persist, swapped_bytes)
+            step_ms, early, _ = self.runtime.fitted_ms(modes, n_persist, buffers, most_early, limit_ms=limit_ms)
+            if step_ms < limit_ms:
+                return n_persist, buffers, n_swap, n_ckpt, fewer, early, 0
+        return n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream
+
+    def most_early(self, n_persist: int, swapped_bytes: int) -> int:
         """Early updates that host memory has room for."""
         if not self.runtime.speculates:
             return 0
-        return int(self.memory.most_speculated(n_persist, np.array(activations.swapped_bytes)))
+        return int(self.memory.most_speculated(n_persist, np.array(swapped_bytes)))
 
     def refined(self, plan: Candidate) -> Candidate:
         """The same with none, all or one more or less of the early updates where that is faster.
 
         The simulation chooses their number by waits alone; they also slow down what runs beside them.
         """
-        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
-        most = self.most_early(plan.n_persist, self.memory.activations(modes))
+        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap)
+        most = self.most_early(plan.n_persist, self.memory.activations(modes).swapped_bytes)
         best = plan
         for early in sorted({0, most, max(0, plan.n_speculate - 1), min(most, plan.n_speculate + 1)}):
-            best = self._better(best, modes, early, plan.n_stream)
+            best = self._better(best, modes, early, 0)
         return best
 
     def climbed(self, plan: Candidate) -> Candidate:
         """The same with the numbers of early and streamed updates from where no small change of both is faster."""
-        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt)
-        most = self.most_early(plan.n_persist, self.memory.activations(modes))
+        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap)
+        most = self.most_early(plan.n_persist, self.memory.activations(modes).swapped_bytes)
         best = plan
         for early in {most * part // _PARTS for part in range(_PARTS + 1)}:
             best = self._better(best, modes, early, self.runtime.balanced(plan.n_persist, early))
@@ -293,24 +321,38 @@ class _Models:
         return plan._replace(step_ms=step_ms, n_speculate=n_speculate, n_stream=n_stream)
 
     def best_early(
-        self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int, n_stream: int
+        self,
+        n_persist: int,
+        n_buffer: int,
+        n_swap: int,
+        n_ckpt: int,
+        n_ckpt_swap: int,
+        n_speculate: int,
+        n_stream: int,
     ) -> Counts:
         """The same with the best number of early updates, or fewer where those save nothing: they take memory.
 
         Half as many again as are needed, should the host be slower than it was when it was calibrated.
         """
-        modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt)
-        most = self.most_early(n_persist, self.memory.activations(modes))
+        modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
+        most = self.most_early(n_persist, self.memory.activations(modes).swapped_bytes)
         streamed = [min(n_stream, self.runtime.streamable(n_persist, early)) for early in range(most + 1)]
         times = [self.runtime.step_ms(modes, n_persist, n_buffer, *both) for both in enumerate(streamed)]
         limit_ms = min(times) * (1 + _NOTHING)
         needed = next(early for early, step_ms in enumerate(times) if step_ms <= limit_ms)
         enough = (early for early in range(min(most, -(-3 * needed // 2)), needed - 1, -1) if times[early] <= limit_ms)
         early = next(enough)
-        return n_persist, n_buffer, n_swap, n_ckpt, early, streamed[early]
+        return n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, early, streamed[early]
 
     def check_counts(
-        self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_speculate: int, n_stream: int
+        self,
+        n_persist: int,
+        n_buffer: int,
+        n_swap: int,
+        n_ckpt: int,
+        n_ckpt_swap: int,
+        n_speculate: int,
+        n_stream: int,
     ) -> None:
         """ValueError for a count out of range."""
         n_chunks = len(self.layout.chunks)
@@ -332,7 +374,7 @@ class _Models:
                 f"n_stream must be 0 to {candidates}, the number of chunks in host memory that are trained and not "
                 f"updated early, not {n_stream}"
             )
-        block_modes(len(self.profile.blocks), n_swap, n_ckpt)
+        block_modes(len(self.profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
 
     def check_fits(self, plan: Plan) -> None:
         """PlanError when ``plan`` needs more than there is."""
@@ -341,22 +383,3 @@ class _Models:
             raise device_error(self.memory, plan.n_persist, plan.n_buffer, activations, n_stream=plan.n_stream)
         if plan.host_bytes > self.hardware.host_bytes:
             raise host_error(self.memory, plan.n_persist, activations, n_speculate=plan.n_speculate)
-
-    def infeasible(self) -> PlanError:
-        """Why no plan at all fits: the device cannot hold the smallest one, or the host what the device leaves over."""
-        memory, n_blocks = self.memory, len(self.profile.blocks)
-        modes = [
-            block_modes(n_blocks, n_swap, n) for n_swap in range(n_blocks + 1) for n in range(n_blocks - n_swap + 1)
-        ]
-        peak_bytes, _, swapped_bytes = memory.all_activations(Choices.of(modes))
-        placements = range(len(self.layout.chunks), -1, -1)
-        static = np.array([memory.static_bytes(n, memory.least_buffers(n)) for n in placements])
-        needed = memory.with_margin(peak_bytes)[:, None] + static  # by modes and placement
-        fits = needed <= self.hardware.device_bytes
-        if fits.any():
-            host = np.array([memory.host_bytes_beside(n, 0) for n in placements]) + swapped_bytes[:, None]
-            which, at = divmod(int(np.where(fits, host, host.max() + 1).argmin()), len(placements))
-            return host_error(memory, placements[at], memory.activations(modes[which]))
-        which, at = divmod(int(needed.argmin()), len(placements))
-        n_persist = placements[at]
-        return device_error(memory, n_persist, memory.least_buffers(n_persist), memory.activations(modes[which]))

@@ -50,6 +50,8 @@ class BlockRecord(Record):
     forward_ms: float
     backward_ms: float
     forward_flops: int
+    recompute_ms: float | None = None  # until the last saved tensor is there; None: not measured
+    unsaved_input_bytes: int = 0  # of input_bytes, what only a checkpoint keeps: the block itself saves it nowhere
 
 
 @dataclass(frozen=True, kw_only=True)

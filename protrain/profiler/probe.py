@@ -29,6 +29,7 @@ class BlockUse:
     output_bytes: int = 0
     flops: int = 0
     inputs: dict[StorageWeakRef, int] = field(default_factory=dict)  # storage of an argument with a graph -> bytes
+    saved_inputs: set[StorageWeakRef] = field(default_factory=set)  # those of them that autograd keeps for the block
 
 
 def probe(
@@ -47,16 +48,23 @@ def probe(
     Saved tensors are counted by storage, without those of ``constants`` (weights, buffers) and of the arguments.
     """
     saved: dict[StorageWeakRef, int] = {}
-    for tensor in tensors_in((args, kwargs)):
+    given = tensors_in((args, kwargs))
+    for tensor in given:
         if tensor.grad_fn is not None:  # not a mask, nor what the caller holds anyway
             use.inputs[storage_key(tensor)] = _size(tensor)
     # Copies, because a block may write its inputs in place.
     args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-    known = {*constants, *(storage_key(tensor) for tensor in tensors_in((args, kwargs)))}
+    copies = {
+        storage_key(copy): storage_key(tensor) for copy, tensor in zip(tensors_in((args, kwargs)), given, strict=True)
+    }
+    known = {*constants, *copies}
 
     def pack(tensor: Tensor) -> Tensor:
-        if storage_key(tensor) not in known:
-            saved[storage_key(tensor)] = _size(tensor)
+        key = storage_key(tensor)
+        if key in copies:
+            use.saved_inputs.add(copies[key])
+        elif key not in known:
+            saved[key] = _size(tensor)
         return tensor.detach()  # an output kept with its own graph node would never be freed
 
     meter.reset_peak()

@@ -3,7 +3,8 @@
 The step is the user's own forward and backward, with each block under non-reentrant checkpointing, so that the trace
 needs the room of one block, whatever the model's size. A block's weights are on the device while its forward, or its
 recomputation and backward, run. Boundaries are the block's call in forward, and in backward the gradients of its
-outputs (start) and inputs (end).
+outputs (start) and inputs (end). Between blocks the backward of each unit starts a stretch of its own: what the engine
+fetches for a block comes when the backward of the unit behind it begins.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Step:
             torch.cuda.synchronize(self._device)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with torch.enable_grad(), set_checkpoint_early_stop(False):
+        with torch.enable_grad(), set_checkpoint_early_stop(True):
             self._switch(None)
             with _Uses(self) if self._measure else nullcontext():
                 output = self._model(*args, **kwargs)
@@ -202,10 +203,22 @@ class Step:
         return enter
 
     def _leave_hook(self, path: str) -> Callable[..., None]:
-        def leave(*_: Any) -> None:
-            if self._forward:
-                popped = self.active.pop()
-                assert popped == path, f"{popped} left as {path}"
+        inner = [block for block in self._block_paths if f"{block}.".startswith(f"{path}." if path else "")]
+        between = path in self._owned and not inner
+
+        def start(_: Tensor) -> None:
+            if self._open is not None and self._open.block is None:
+                self._switch(None)
+
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            if not self._forward:
+                return
+            popped = self.active.pop()
+            assert popped == path, f"{popped} left as {path}"
+            if between and not self._probing:
+                for tensor in tensors_in(output):
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(start)
 
         return leave
 
@@ -267,11 +280,14 @@ class Step:
                 return forward(*args, **kwargs)
             if call.state != "open":  # its outputs have no hook of their own: it starts with the first saved tensor
                 self._switch(call.block, call)
-            with FusedAttention() if self._device.type == "meta" else nullcontext():  # backward suspends function modes
-                output = forward(*args, **kwargs)
-            assert self._open is not None
-            self._open.recomputed = self._stamp()
-            return output
+            try:
+                with (
+                    FusedAttention() if self._device.type == "meta" else nullcontext()
+                ):  # backward suspends function modes
+                    return forward(*args, **kwargs)
+            finally:  # it ends with the last tensor that is saved, like the engine's: torch raises to stop it there
+                assert self._open is not None
+                self._open.recomputed = self._stamp()
 
         return run
 

@@ -205,15 +205,17 @@ def _blocks(step: Step, durations: list[tuple[float, float]]) -> tuple[BlockReco
     shared = Counter(key for use in step.blocks.values() for key in use.inputs)
     forward = dict.fromkeys(step.blocks, 0.0)
     backward = dict.fromkeys(step.blocks, 0.0)
+    recompute = dict.fromkeys(step.blocks, 0.0)
     for segment, (whole, recomputation) in zip(step.segments, durations, strict=True):
         if segment.block is not None and segment.phase == "forward":
             forward[segment.block] += whole
         elif segment.block is not None:
             backward[segment.block] += whole - recomputation
+            recompute[segment.block] += recomputation
     kinds: dict[object, list[str]] = {}
     for path, use in step.blocks.items():
         kinds.setdefault((use.flops, use.saved_bytes, use.saved_tensors, use.output_bytes), []).append(path)
-    for times in (forward, backward):
+    for times in (forward, backward, recompute):
         for alike in kinds.values():
             times |= dict.fromkeys(alike, median(times[path] for path in alike))
     return tuple(
@@ -223,6 +225,10 @@ def _blocks(step: Step, durations: list[tuple[float, float]]) -> tuple[BlockReco
             saved_tensors=use.saved_tensors,
             forward_peak_bytes=use.forward_peak_bytes,
             input_bytes=sum(size for key, size in use.inputs.items() if shared[key] == 1),
+            recompute_ms=recompute[path],
+            unsaved_input_bytes=sum(
+                size for key, size in use.inputs.items() if shared[key] == 1 and key not in use.saved_inputs
+            ),
             output_bytes=use.output_bytes,
             forward_ms=forward[path],
             backward_ms=backward[path],

@@ -143,17 +143,19 @@ def _hold(go: threading.Event) -> None:
     go.wait(60)
 
 
-def test_hyperparameters_changed_after_backward(device: torch.device) -> None:
+@pytest.mark.parametrize(("changes", "early_steps"), [(STEPS, 1), (3, 3)], ids=["always", "at-first"])
+def test_hyperparameters_changed_after_backward(device: torch.device, changes: int, early_steps: int) -> None:
     def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
-        for batch in data:
+        for index, batch in enumerate(data):
             default_loss(model, batch).backward()
-            for group in optimizer.param_groups:
+            for group in optimizer.param_groups if index < changes else []:
                 group["lr"] *= 0.5
             optimizer.step()
             optimizer.zero_grad()
 
     optimizer, n_chunks = trained(run, device)
-    assert counts(optimizer) == (STEPS * n_chunks, STEPS * n_chunks)
+    # Step 0 is done again; then none until the one after a step whose rates were those of its backward.
+    assert counts(optimizer) == (early_steps * n_chunks, n_chunks)
 
 
 def test_a_replaced_list_of_groups_counts(device: torch.device) -> None:

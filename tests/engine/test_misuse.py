@@ -143,6 +143,41 @@ def test_a_larger_batch_is_refused_and_a_smaller_one_trains(
         assert model(**tiny_batch(batch=3)).logits.shape[0] == 3
 
 
+def test_as_many_tokens_in_longer_sequences_are_refused(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
+    model, optimizer = wrapped()
+    longer, shorter = tiny_batch(batch=1, sequence=32), tiny_batch(batch=4, sequence=8)
+    words = r"input_ids has shape \(1, 32\), longer in dimension 1 than the \(2, 16\) .* as long in every dimension"
+    for call in (lambda: model(**longer), lambda: model(longer["input_ids"], labels=longer["labels"])):
+        with pytest.raises(MisuseError, match=words):
+            call()
+    first, second = train(model, optimizer, shorter, steps=2)
+    assert second < first
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2))
+
+    def forward(self, inputs: dict[str, list[Tensor]]) -> Tensor:
+        (x,) = inputs["x"]
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_where_sequences_come_first_no_dimension_may_be_longer() -> None:
+    def inputs(*shape: int) -> tuple[dict[str, list[Tensor]]]:
+        return ({"x": [torch.randn(*shape)]},)
+
+    model: nn.Module = SequenceFirst()
+    model, _ = wrap_under(OFFLOADED, model, adamw(model), inputs(16, 2, 8), device=CPU)
+    for shape, dimension in (((32, 1, 8), 0), ((8, 4, 8), 1)):
+        with pytest.raises(MisuseError, match=rf"inputs\.x\.0 .* longer in dimension {dimension} than the \(16, 2"):
+            model(*inputs(*shape))
+    model(inputs=inputs(9, 2, 8)[0]).backward()
+
+
 def test_a_larger_positional_batch_is_refused() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
@@ -190,7 +225,6 @@ OPERATIONS: dict[str, Callable[[nn.Parameter], Any]] = {
     "getitem": lambda p: p[0],
     "stack": lambda p: torch.stack([torch.zeros(p.shape), p]),
     "linear": lambda p: nn.functional.linear(torch.zeros(2, p.shape[1]), p),
-    "freeze": lambda p: p.requires_grad_(False),
 }
 
 

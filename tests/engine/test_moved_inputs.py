@@ -13,6 +13,7 @@ import protrain
 from protrain.engine.ledger import SimulatedLedger
 from protrain.engine.streams import Streams, streams_for
 from protrain.optim import ProTrainOptimizer
+from protrain.planning import evaluate
 from tests.engine import residual
 from tests.engine.harness import (
     CKPT,
@@ -20,11 +21,13 @@ from tests.engine.harness import (
     NONE,
     SWAP,
     Batch,
+    Loop,
     Spec,
     adamw,
     assert_same,
     check_equal_to_plain,
     default_loss,
+    plain_run,
     seeded,
     states,
     wrap_under,
@@ -262,5 +265,31 @@ def test_the_plan_says_how_many_inputs_move(device: torch.device) -> None:
     model = make_residual()
     spec = Spec("none", "least", (CKPT_SWAP, CKPT, NONE))
     _, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device)
-    assert f"n_ckpt=2/{DEPTH} n_ckpt_swap=2" in str(optimizer.plan)
+    assert f"n_ckpt=4/{DEPTH} n_ckpt_swap=2" in str(optimizer.plan)
     assert protrain.Plan.from_json(optimizer.plan.to_json()) == optimizer.plan
+
+
+def test_the_search_moves_inputs_where_nothing_else_fits_and_training_keeps_its_bits() -> None:
+    data, loop = rows(), Loop(max_norm=0.5)
+    expected, final = plain_run(make_residual, data, loop=loop, device=CPU, dtype=torch.float32)
+    model = make_residual()
+    profile = protrain.profile(model, data[0], optimizer=adamw(model), device="cpu", dtype=torch.float32)
+    roomy = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
+    options: dict[str, Any] = {"n_persist": 0, "n_buffer": 1, "n_swap": 0, "n_ckpt": DEPTH}
+    kept, moved = (evaluate(profile, roomy, n_ckpt_swap=count, **options) for count in (0, DEPTH))
+    assert moved.device_bytes < kept.device_bytes - INPUT_BYTES
+    wrapped, optimizer = protrain.wrap(
+        model,
+        adamw(model),
+        example_batch=data[0],
+        device="cpu",
+        device_memory=kept.device_bytes - 1,
+        host_memory="1GiB",
+        progress=False,
+    )
+    assert optimizer.plan.n_ckpt_swap > 0
+    assert loop.run(wrapped, optimizer, data) == expected
+    assert_same(states(wrapped, optimizer), final)
+    ledger = optimizer._engine.ledger
+    assert isinstance(ledger, SimulatedLedger)
+    assert ledger.peak_bytes <= optimizer.plan.device_bytes < kept.device_bytes

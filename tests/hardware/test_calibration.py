@@ -16,7 +16,8 @@ from protrain.hardware.calibration import differences
 from protrain.hardware.calibration.contention import Activity, groups_on, units_per_second
 from protrain.hardware.calibration.effort import Effort
 from protrain.hardware.calibration.host_memory import CPU, random_tensor
-from protrain.hardware.calibration.optimizers import AdamChunk, best_threads, thread_counts
+from protrain.hardware.calibration.optimizers import AdamChunk, HostChunks, best_threads, thread_counts
+from protrain.hardware.calibration.run import decisive
 from protrain.hardware.calibration.timing import durations_s, figure_of, spread_of
 from protrain.hardware.memory import usable_cores
 from protrain.hardware.profile import Contention, Figure
@@ -47,6 +48,14 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def _figure(name: str, at: str, median: float) -> Figure:
     return Figure(name=name, at=at, unit="GB/s", median=median, p20=median, p80=median, datasheet=None)
+
+
+def test_a_hiccup_at_the_largest_size_does_not_count() -> None:
+    """On an H100 one run in ten has 68 GB/s for 256 MiB both ways, after 96 for 64 and 128 MiB."""
+    rates = {"1 MiB": 120.0, "64 MiB": 96.3, "128 MiB": 95.4, "256 MiB": 67.8}
+    assert decisive([_figure("both ways", at, rate) for at, rate in rates.items()]).median == 96.3
+    ways = {"copies": 3.1, "a": 1.0, "b": 1.0, "zero copy": 2.9}
+    assert decisive([_figure("streamed AdamW", at, rate) for at, rate in ways.items()]).at == "copies"
 
 
 def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
@@ -228,6 +237,20 @@ def test_a_chunk_is_updated_by_its_step() -> None:
     assert (before != after).float().mean() > 0.9
 
 
+def test_chunks_of_the_host_are_updated_in_turn() -> None:
+    chunks = HostChunks(1024)
+    seen = []
+    for _ in range(8):
+        chunk = next(chunks._chunks)
+        seen.append(chunk)
+    assert len({id(chunk) for chunk in seen}) == 4
+    before = [chunk.weight.clone() for chunk in seen[:4]]
+    for _ in range(3):
+        chunks.update(threads=1)
+    changed = [not torch.equal(chunk.weight, old) for chunk, old in zip(seen[:4], before, strict=True)]
+    assert changed == [True, True, True, False]
+
+
 def test_thread_counts_and_the_fewest_that_are_best() -> None:
     assert thread_counts(1) == [1]
     assert thread_counts(4) == [1, 2, 4]
@@ -246,8 +269,8 @@ def test_sizes_go_with_time_and_room() -> None:
     assert full.tensor_bytes == GIB
     shrink: list[Callable[[], Effort]] = [
         lambda: _effort(seconds=3.0),
-        lambda: _effort(host_gib=1.2),
-        lambda: _effort(device_gib=1.2),
+        lambda: _effort(host_gib=1.6),
+        lambda: _effort(device_gib=1.6),
     ]
     for make in shrink:
         assert make().size == pytest.approx(0.1)

@@ -5,25 +5,38 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 
 from protrain.hardware import HardwareProfile, load
-from protrain.planning import MemoryModel, RuntimeModel, block_modes, pack, search
+from protrain.planning import MemoryModel, RuntimeModel, block_modes, check, pack, search
 from protrain.planning.choices import Choices
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 
 MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
-Counts = tuple[int, int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_speculate, n_stream
+# n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream
+Counts = tuple[int, int, int, int, int, int, int]
 # Frozen chunks between others: 37, 59, 107. All early updates are not the best: 16, 1072. Contention decides: 15, 44.
 # 3126: all persistent need less than all but one.
 SEEDS = (15, 16, 37, 44, 59, 107, 1072, 3126, *range(200, 205), 206, 207)
+# By seed and share. Moved inputs save more than 1% beside swapped blocks: 4, 20.
+# Nothing fits without: 82, 1095. The most buffers that moving makes room for are not the best: 80, 463; nor are the
+# least: 416, 474.
+MOVING = (
+    *((seed, 16) for seed in (58, 84, 416)),
+    *((seed, 4) for seed in (4, 20, 32, 80, 82, 108, 207, 1095, 1123)),
+    *((seed, 8) for seed in (463, 474)),
+)
 
 
-def random_profile(draw: random.Random) -> ModelProfile:
-    """Blocks of different or equal size, time and activations between an embedding and a head, some of it frozen."""
+def random_profile(draw: random.Random, share: int) -> ModelProfile:
+    """Blocks of different or equal size, time and activations between an embedding and a head, some of it frozen.
+
+    A block's input is one of ``share`` parts of what it saves.
+    """
     n = draw.choice([3, 4, 5, 6])
     sizes = [draw.choice([N, N // 2, N // 4]) if draw.random() < 0.5 else N for _ in range(n + 2)]
     saved = [draw.choice([50, 100, 200, 400]) * MIB for _ in range(n)]
@@ -33,7 +46,7 @@ def random_profile(draw: random.Random) -> ModelProfile:
     if draw.random() < 0.5:
         ms = [ms[0]] * n
     freezes = draw.random() < 0.3
-    live = [sum(size // 16 for size in saved[:at]) for at in range(n + 1)]
+    live = [sum(size // share for size in saved[:at]) for at in range(n + 1)]
 
     def segment(phase: str, block: int | None, live_bytes: int, peak_bytes: int, duration_ms: float) -> SegmentRecord:
         return SegmentRecord(
@@ -70,8 +83,8 @@ def random_profile(draw: random.Random) -> ModelProfile:
                 saved_bytes=saved[at],
                 saved_tensors=10,
                 forward_peak_bytes=saved[at] + saved[at] // 8,
-                input_bytes=saved[at] // 16,
-                output_bytes=saved[at] // 16,
+                input_bytes=saved[at] // share,
+                output_bytes=saved[at] // share,
                 forward_ms=ms[at],
                 backward_ms=2 * ms[at],
                 forward_flops=10**10,
@@ -106,35 +119,36 @@ def random_machine(draw: random.Random) -> HardwareProfile:
 
 
 def every_plan(memory: MemoryModel, runtime: RuntimeModel, *, inside: bool) -> Iterator[Counts]:
-    """All that fit, with streamed updates where the search may choose them."""
+    """All that fit, with streamed updates where the search may choose them and no inputs move."""
     hardware, n_blocks, n_chunks = memory.hardware, len(memory.profile.blocks), len(memory.layout.chunks)
-    for n_swap in range(n_blocks + 1):
-        for n_ckpt in range(n_blocks - n_swap + 1):
-            activations = memory.activations(block_modes(n_blocks, n_swap, n_ckpt))
-            for n_persist in range(n_chunks + 1):
-                away = n_chunks - n_persist
-                for n_buffer in range(memory.least_buffers(n_persist), away + 1):
-                    if memory.device_bytes(n_persist, n_buffer, activations) > hardware.device_bytes:
-                        break
-                    fits = memory.device_bytes(n_persist, n_buffer, activations, 1) <= hardware.device_bytes
-                    for n_speculate in range(1 if inside else away + 1):
-                        if memory.host_bytes(n_persist, activations, n_speculate) <= hardware.host_bytes:
-                            most = runtime.streamable(n_persist, n_speculate) if runtime.streams and fits else 0
-                            for n_stream in range(most + 1):
-                                yield n_persist, n_buffer, n_swap, n_ckpt, n_speculate, n_stream
+    for n_swap, n_ckpt, n_moved in product(range(n_blocks + 1), repeat=3):
+        if n_swap + n_ckpt > n_blocks or n_moved > n_ckpt:
+            continue
+        activations = memory.activations(block_modes(n_blocks, n_swap, n_ckpt, n_moved))
+        for n_persist in range(n_chunks + 1):
+            away = n_chunks - n_persist
+            for n_buffer in range(memory.least_buffers(n_persist), away + 1):
+                if memory.device_bytes(n_persist, n_buffer, activations) > hardware.device_bytes:
+                    break
+                fits = memory.device_bytes(n_persist, n_buffer, activations, 1) <= hardware.device_bytes
+                streams = runtime.streams and fits and not n_moved
+                for n_speculate in range(1 if inside else away + 1):
+                    if memory.host_bytes(n_persist, activations, n_speculate) <= hardware.host_bytes:
+                        for n_stream in range(runtime.streamable(n_persist, n_speculate) + 1 if streams else 1):
+                            yield n_persist, n_buffer, n_swap, n_ckpt, n_moved, n_speculate, n_stream
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_no_plan_at_all_is_better_and_none_beats_its_bounds(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "share"), [*((seed, 16) for seed in SEEDS), *MOVING])
+def test_no_plan_at_all_is_better_and_none_beats_its_bounds(seed: int, share: int) -> None:
     draw = random.Random(seed)
-    profile, hardware = random_profile(draw), random_machine(draw)
+    profile, hardware = random_profile(draw, share), random_machine(draw)
     inside = draw.random() < 0.25
     layout = pack(profile, N)
     memory = MemoryModel(profile, hardware, layout)
     runtime = RuntimeModel(profile, hardware, layout, update_in_backward=inside)
     best, n_plans = float("inf"), 0
-    for n_persist, n_buffer, n_swap, n_ckpt, early, stream in every_plan(memory, runtime, inside=inside):
-        modes = block_modes(len(profile.blocks), n_swap, n_ckpt)
+    for n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, early, stream in every_plan(memory, runtime, inside=inside):
+        modes = block_modes(len(profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
         choices = Choices.of([modes])
         undisturbed = runtime.undisturbed(choices)
         step_ms = runtime.step_ms(modes, n_persist, n_buffer, early, stream)
@@ -143,10 +157,13 @@ def test_no_plan_at_all_is_better_and_none_beats_its_bounds(seed: int) -> None:
         assert runtime.bound_ms(undisturbed, **place, streams=stream > 0)[0] <= least_ms
         assert runtime.placed_bound_ms(undisturbed, choices, **place, streams=stream > 0)[0] <= least_ms
         assert runtime.step_ms(modes, **place, n_stream=stream, limit_ms=least_ms) == step_ms
-        best = min(best, step_ms)
+        if not stream or not (n_swap or n_ckpt_swap):  # streamed updates are not looked for where activations move
+            best = min(best, step_ms)
         n_plans += 1
     assert n_plans > 10
     found = search(profile, hardware, chunk_elements=N, step_during_backward=inside)
-    assert best <= found.step_ms <= 1.01 * best
+    assert found.step_ms <= 1.01 * best
+    assert found.step_ms >= best or (found.n_stream and (found.n_swap or found.n_ckpt_swap))
+    assert check(found, profile, hardware, step_during_backward=inside) == found
     assert found.device_bytes <= hardware.device_bytes
     assert found.host_bytes <= hardware.host_bytes

@@ -164,7 +164,7 @@ def test_on_a_cpu_nothing_overlaps() -> None:
 
 def test_a_knob_does_what_the_plan_with_it_does() -> None:
     traced, hardware = make_profile(), machine(16384, **SLOW_HOST)
-    plan = hand_made(traced, hardware, n_persist=2, n_swap=1, n_ckpt=2, n_speculate=1, n_stream=1)
+    plan = hand_made(traced, hardware, n_persist=2, n_swap=1, n_ckpt=2, n_ckpt_swap=1, n_speculate=1, n_stream=1)
     changes = explain(plan, traced, hardware).changes
     assert [(change.knob, change.step) for change in changes] == [(knob, step) for knob in KNOBS for step in (1, -1)]
     for change in changes:
@@ -202,7 +202,11 @@ def test_impossible_knobs_say_why() -> None:
     assert found(changes, "n_buffer", 1).impossible == "every non-persistent chunk has a buffer"
     assert found(changes, "n_swap", -1).impossible == "there is none to give up"
     assert found(changes, "n_ckpt", 1).impossible == "every block is swapped or checkpointed"
-    assert found(changes, "n_persist", -1).counts == (5, 1, 0, 6, 0, 0)  # with the buffer that it then needs
+    assert found(changes, "n_persist", -1).counts == (5, 1, 0, 6, 0, 0, 0)  # with the buffer that it then needs
+    assert found(changes, "n_ckpt_swap", -1).impossible == "there is none to give up"
+    moved = explain(hand_made(traced, hardware, n_ckpt=3, n_ckpt_swap=3), traced, hardware).changes
+    assert found(moved, "n_ckpt_swap", 1).impossible == "the inputs of every recomputed block move"
+    assert found(moved, "n_ckpt", -1).counts == (0, 2, 0, 2, 2, 0, 0)  # with as many inputs as it then has
     assert found(changes, "n_speculate", 1).impossible == "every chunk in host memory is updated early"
     all_streamed = "the device updates every chunk in host memory that is not updated early"
     assert found(changes, "n_stream", 1).impossible == all_streamed

@@ -10,8 +10,8 @@ import pytest
 
 from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile, load
-from protrain.planning import Frontier, Largest, frontier, largest, search
-from protrain.planning.frontier import least_device_bytes, roomiest
+from protrain.planning import Frontier, Largest, MemoryModel, choose_chunk_elements, frontier, largest, pack, search
+from protrain.planning.frontier import least_device_bytes
 from protrain.planning.mismatch import refuse_other_model
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 
@@ -19,8 +19,8 @@ MIB = 1024**2
 N = 8 * MIB
 
 
-def make_profile(n: int, *, saved: int = 64 * MIB) -> ModelProfile:
-    """``n`` equal blocks whose inputs stay alive from forward to backward."""
+def make_profile(n: int, *, saved: int = 64 * MIB, movable: bool = True) -> ModelProfile:
+    """``n`` equal blocks whose inputs stay alive from forward to backward, or move if they are ``movable``."""
 
     def segment(phase: str, index: int, duration: float) -> SegmentRecord:
         live = saved // 16 * index
@@ -42,7 +42,7 @@ def make_profile(n: int, *, saved: int = 64 * MIB) -> ModelProfile:
                 saved_bytes=saved,
                 saved_tensors=4,
                 forward_peak_bytes=saved,
-                input_bytes=saved // 16,
+                input_bytes=saved // 16 if movable else 0,
                 output_bytes=saved // 16,
                 forward_ms=5.0,
                 backward_ms=10.0,
@@ -88,7 +88,7 @@ def test_the_frontier_goes_from_the_least_that_works_to_all_there_is(device_mib:
 
 def test_a_small_host_raises_the_least_device_memory() -> None:
     traced = make_profile(8)
-    memory, _ = roomiest(traced, machine(8192, 4096))
+    memory = MemoryModel(traced, machine(8192, 4096), pack(traced, choose_chunk_elements(traced)))
     roomy, tight = (least_device_bytes(memory, size * MIB) for size in (4096, 400))
     assert roomy is not None
     assert tight is not None
@@ -109,34 +109,45 @@ def test_a_frontier_of_what_does_not_fit_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "where"),
+    ("hardware", "movable", "where"),
     [
-        (machine(1024, 1024), "host"),
-        (machine(512, 100_000), "GPU"),  # inputs of checkpointed blocks fill the device first
-        (machine(4096, 2048), "host"),
+        (machine(1024, 1024), True, "host"),
+        (machine(512, 100_000), False, "GPU"),  # inputs of checkpointed blocks fill the device first
+        (machine(4096, 2048), True, "host"),
+        (machine(512, 6000), True, "host"),
     ],
 )
-def test_the_largest_depth_has_a_plan_and_the_next_has_none(hardware: HardwareProfile, where: str) -> None:
+def test_the_largest_depth_has_a_plan_and_the_next_has_none(
+    hardware: HardwareProfile, movable: bool, where: str
+) -> None:
     asked = []
 
     def profile_of(layers: int) -> ModelProfile:
         asked.append(layers)
-        return make_profile(layers)
+        return make_profile(layers, movable=movable)
 
     found = largest(profile_of, hardware, most_layers=200)
     assert 4 < found.layers < 200
-    plan = search(make_profile(found.layers), hardware)
+    plan = search(make_profile(found.layers, movable=movable), hardware)
     assert found.plan.step_ms <= 1.25 * plan.step_ms
     assert found.plan.device_bytes <= hardware.device_bytes
     assert found.plan.host_bytes <= hardware.host_bytes
     assert found.parameters == found.layers * N
     assert found.tokens_per_s == pytest.approx(1024e3 / found.plan.step_ms)
     with pytest.raises(PlanError) as raised:
-        search(make_profile(found.layers + 1), hardware)
+        search(make_profile(found.layers + 1, movable=movable), hardware)
     assert raised.value.where == where
     assert found.one_more.startswith(f"no plan fits the {where} memory: needed")
     assert len(set(asked)) == len(asked) <= 8, "a profile takes seconds"
     assert Largest.from_json(found.to_json()) == found
+
+
+def test_moved_inputs_let_a_model_be_deeper() -> None:
+    hardware = machine(512, 6000)
+    kept = largest(lambda layers: make_profile(layers, movable=False), hardware)
+    moved = largest(make_profile, hardware)
+    assert moved.layers > 1.1 * kept.layers
+    assert moved.plan.n_ckpt_swap > 0
 
 
 def test_the_search_for_depth_ends_somewhere() -> None:

@@ -38,6 +38,28 @@ def test_tokens_are_elements_of_integers_or_rows() -> None:
     assert batches.tokens((torch.zeros(3, 8, 8),)) == 3
 
 
+@pytest.mark.parametrize(
+    ("shape", "planned", "rows_first", "otherwise"),
+    [
+        ((2, 16), (2, 16), "", ""),
+        ((3, 16), (2, 16), "larger", "larger"),
+        ((1, 32), (2, 16), "longer in dimension 1", "longer in dimension 1"),
+        ((4, 8), (2, 16), "", "longer in dimension 0"),
+        ((1, 4, 8), (2, 2, 8), "longer in dimension 1", "longer in dimension 1"),
+        ((8,), (4, 8), "", ""),
+        ((32,), (4, 8), "longer in dimension 0", "longer in dimension 0"),
+        ((2, 2, 8), (4, 8), "", "longer in dimension 0"),
+        ((), (), "", ""),
+        ((2,), (), "larger", "larger"),
+    ],
+)
+def test_what_may_need_more_memory_than_planned(
+    shape: tuple[int, ...], planned: tuple[int, ...], rows_first: str, otherwise: str
+) -> None:
+    assert batches.excess(shape, planned, rows_first=True) == rows_first
+    assert batches.excess(shape, planned, rows_first=False) == otherwise
+
+
 def test_only_fp32_is_cast_and_nesting_is_kept() -> None:
     kept = torch.zeros(2, dtype=torch.float64)
     args, kwargs = batches.cast_inputs(

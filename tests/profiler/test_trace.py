@@ -234,7 +234,8 @@ def test_segments_alternate_and_grow_by_the_blocks_inputs() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*[_Block() for _ in range(4)]), nn.Linear(8, 8))
     traced = profile(model, (torch.randn(16, 8),))
     blocks = [segment.block for segment in traced.segments]
-    assert blocks == [None, 0, None, 1, None, 2, None, 3, None, None, 3, 2, 1, 0, None]
+    # In backward the loss, then the last layer's own stretch, in which what the last block needs is fetched.
+    assert blocks == [None, 0, None, 1, None, 2, None, 3, None, None, None, 3, 2, 1, 0, None]
     forward = [s for s in traced.segments if s.phase == "forward" and s.block is not None]
     growth = {b.live_bytes - a.live_bytes for a, b in pairwise(forward)}
     assert growth == {16 * 8 * 4} == {traced.blocks[0].input_bytes}
@@ -243,6 +244,31 @@ def test_segments_alternate_and_grow_by_the_blocks_inputs() -> None:
     assert traced.blocks[0].saved_bytes == 16 * 32 * 4
     assert all(s.peak_bytes >= traced.blocks[0].saved_bytes for s in backward)
     assert traced.blocks[0].forward_flops == 2 * 2 * 16 * 8 * 32
+
+
+def test_inputs_that_only_a_checkpoint_keeps_are_told_apart() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.up(x) + y  # a linear layer saves its input, a sum nothing
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.layers = nn.Linear(8, 8), nn.ModuleList([Sum() for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for layer in self.layers:
+                x = layer(x * 2, x * 3)
+            return x
+
+    for block in profile(Model(), (torch.randn(16, 8),)).blocks:
+        assert block.input_bytes == 2 * 16 * 8 * 4
+        assert block.unsaved_input_bytes == 16 * 8 * 4
 
 
 def test_a_block_called_often_is_one_block() -> None:
@@ -361,3 +387,22 @@ def test_a_hiccup_in_one_of_many_alike_blocks_is_not_believed() -> None:
     found = profile(nn.Sequential(*blocks), (torch.randn(4, 8),))
     assert len(found.blocks) == 5
     assert max(block.forward_ms for block in found.blocks) < 25.0
+
+
+def test_recomputation_ends_with_the_last_saved_tensor() -> None:
+    class Ending(_Block):
+        """Its last product saves nothing but its factors, which are there before it: it is not computed again."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.02)
+            hidden = torch.tanh(self.up(x))
+            y = self.down(hidden)
+            time.sleep(0.06)
+            return y
+
+    found = profile(nn.Sequential(*[Ending() for _ in range(3)]), (torch.randn(4, 8),))
+    for block in found.blocks:
+        assert block.forward_ms >= 80.0
+        assert block.recompute_ms is not None
+        assert 20.0 <= block.recompute_ms < 60.0
+        assert block.backward_ms < 20.0

@@ -16,8 +16,7 @@ import torch
 
 from protrain.hardware.calibration.device_rates import Products
 from protrain.hardware.calibration.effort import Effort
-from protrain.hardware.calibration.host_memory import CPU
-from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk
+from protrain.hardware.calibration.optimizers import HostChunks, StreamedChunk
 from protrain.hardware.calibration.timing import spread_of
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.profile import Contention
@@ -135,16 +134,17 @@ def _rate(stamps: Sequence[float]) -> float:
 class Together:
     """The activities of one machine, with what they work on. Made once, used for every group."""
 
-    def __init__(self, device: torch.device, effort: Effort, products: Products, *, threads: int) -> None:
+    def __init__(
+        self, device: torch.device, effort: Effort, products: Products, chunks: HostChunks, *, threads: int
+    ) -> None:
         self._device = device
         self._copies = Transfers(device, max(effort.transfer_bytes))
-        chunk = AdamChunk.on(CPU, effort.adam_elements)  # not of self: a cycle would keep gigabytes until collected
         self._streamed = StreamedChunk(device, effort.adam_elements) if device.type == "cuda" else None
         self._alone: dict[str, float] = {}
         runs: dict[str, Callable[[], object]] = {
             "h2d": self._on_device(self._copies.up),
             "d2h": self._on_device(self._copies.down),
-            "host_adam": lambda: chunk.update(threads),
+            "host_adam": lambda: chunks.update(threads),
             "matmul": self._on_device(lambda: products.run(_PRODUCTS_IN_UNIT)),
         }
         if self._streamed is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 MIB = 1024**2
 GIB = 1024**3
 FULL_SECONDS = 30.0
-_ROOM_BYTES = 12 * GIB  # free memory that full sizes, 3 GiB at the most, are modest beside
+_ROOM_BYTES = 16 * GIB  # free memory that full sizes, 5 GiB at the most, are modest beside
 _LARGEST_TRANSFER_MIB = 256
 
 
@@ -35,7 +35,7 @@ class Effort:
 
     @property
     def adam_elements(self) -> int:
-        """Parameters of the chunk that AdamW updates, a multiple of 1024: 1.7 GB in bf16 with a split master."""
+        """Parameters of the chunk that AdamW updates, a multiple of 1024: 0.9 GB in bf16 with a split master."""
         return max(64, int(64 * 1024 * self.size)) * 1024
 
     @property

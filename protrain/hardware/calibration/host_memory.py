@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
+import itertools
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from protrain.hardware.calibration.timing import durations_s, figure_of
 from protrain.hardware.profile import Figure
+from protrain.host_memory import map_host_memory
 
 CPU = torch.device("cpu")
-_TOUCHED_BYTES = 64 * 1024**2  # by one thread at a time
-_TOUCH_THREADS = 8
 _RANDOM_BLOCK = 1 << 20  # elements that repeat: drawing gigabytes of random numbers would take longer than measuring
 _PINNINGS = 3
-
-
-def map_host(elements: int, dtype: torch.dtype) -> Tensor:
-    """A zeroed 1-d tensor as the engine maps its host memory: huge pages advised, touched by many threads."""
-    count = elements * dtype.itemsize
-    mapped = mmap.mmap(-1, max(count, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(mapped, dtype=torch.uint8)[:count]
-    with ThreadPoolExecutor(_TOUCH_THREADS) as pool:
-        list(pool.map(lambda start: _touch(memory[start : start + _TOUCHED_BYTES]), range(0, count, _TOUCHED_BYTES)))
-    return memory.view(dtype)
-
-
-def _touch(piece: Tensor) -> None:
-    ctypes.memset(piece.data_ptr(), 0, piece.numel())
 
 
 def fill_random(tensor: Tensor, *, positive: bool = False, scale: float = 1.0) -> Tensor:
@@ -57,18 +38,24 @@ def fill_random(tensor: Tensor, *, positive: bool = False, scale: float = 1.0) -
 
 
 def random_tensor(elements: int, dtype: torch.dtype, device: torch.device, *, positive: bool = False) -> Tensor:
-    """A random 1-d tensor: in memory of :func:`map_host` on the host."""
-    empty = map_host(elements, dtype) if device.type == "cpu" else torch.empty(elements, dtype=dtype, device=device)
+    """A random 1-d tensor: in memory of :func:`protrain.host_memory.map_host_memory` on the host."""
+    empty = (
+        map_host_memory(elements * dtype.itemsize).view(dtype)
+        if device.type == "cpu"
+        else torch.empty(elements, dtype=dtype, device=device)
+    )
     return fill_random(empty, positive=positive)
 
 
 def dram_figures(size_bytes: int, *, budget_s: float) -> list[Figure]:
     """What torch's threads move through the host's memory; ``size_bytes`` a tensor, far more than the caches.
 
-    By an update in place, which is what AdamW does, and by a triad, whose written lines are read first.
+    By an update in place, which is what AdamW does, and by a triad, whose written lines are read first. The update
+    takes one after the other: a single tensor would be found in part in the last cache.
     """
-    one, other, third = (random_tensor(size_bytes // 4, torch.float32, CPU) for _ in range(3))
-    update = durations_s(lambda: one.mul_(1.0), CPU, budget_s=budget_s / 2)
+    one, other, third = tensors = [random_tensor(size_bytes // 4, torch.float32, CPU) for _ in range(3)]
+    turns = itertools.cycle(tensors)
+    update = durations_s(lambda: next(turns).mul_(1.0), CPU, budget_s=budget_s / 2)
     triad = durations_s(lambda: torch.add(third, one, alpha=0.5, out=other), CPU, budget_s=budget_s / 2)
     return [
         figure_of("host DRAM", update, 2 * size_bytes / 1e9, "GB/s", at="update in place"),
@@ -111,7 +98,7 @@ def _register(tensor: Tensor, device: torch.device) -> bool:
 
 def pinning_gbps(size_bytes: int, device: torch.device) -> Figure:
     """How fast memory that was touched is registered with the driver; 0 when it refuses."""
-    memory = map_host(size_bytes, torch.uint8)
+    memory = map_host_memory(size_bytes)
     samples = []
     for _ in range(_PINNINGS):
         begin = time.perf_counter()

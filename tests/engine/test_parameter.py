@@ -1,0 +1,241 @@
+"""Managed parameters whose flags are changed, or whose values are edited, after wrapping."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import protrain
+from protrain.errors import MisuseError
+from protrain.optim import ProTrainOptimizer
+from tests.engine.harness import (
+    CKPT,
+    CKPT_SWAP,
+    NONE,
+    SWAP,
+    Loop,
+    Spec,
+    Trainer,
+    adamw,
+    assert_same,
+    default_loss,
+    seeded,
+    states,
+    wrap_under,
+)
+from tests.engine.plain_loop import prepare_plain
+from tests.engine.residual import batches, make
+
+RESIDENT = Spec("all", "least", (NONE,))
+SPECS = (
+    RESIDENT,
+    Spec("some", "least", (CKPT, SWAP, NONE), early=True),
+    Spec("none", "least", (CKPT_SWAP, NONE), small=True, early=True),
+)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["step", "step-during-backward"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_freezing_for_some_steps_has_the_plain_loops_bits(spec: Spec, inside: bool, device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer) -> list[float]:
+        loop, parts = Loop(), [model.get_submodule(name) for name in ("enter", "blocks.0", "blocks.2.norm")]
+        losses = loop.run(model, optimizer, data[:2])
+        for part in parts:
+            part.requires_grad_(False)
+        model.get_parameter("blocks.4.first.weight").requires_grad = False
+        losses += loop.run(model, optimizer, data[2:4])
+        model.requires_grad_(True)
+        return losses + loop.run(model, optimizer, data[4:])
+
+    data = batches(6)
+    model, again = make(), make()
+    plain, trainer = prepare_plain(model, adamw(model), device=device, dtype=torch.bfloat16)
+    expected = run(plain, trainer)
+    wrapped, optimizer = wrap_under(
+        spec, again, adamw(again), data[0], device=device, dtype=torch.bfloat16, step_during_backward=inside
+    )
+    assert run(wrapped, optimizer) == expected
+    assert_same(states(wrapped, optimizer), states(plain, trainer))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_what_was_frozen_when_wrapped_cannot_be_trained(spec: Spec, device: torch.device) -> None:
+    def wrapped() -> tuple[nn.Module, ProTrainOptimizer]:
+        model = make()
+        model.get_submodule("blocks.1").requires_grad_(False)
+        return wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+
+    data = batches(3)
+    model, optimizer = wrapped()
+    frozen = model.get_parameter("blocks.1.first.weight")
+    attempts: list[Callable[[], Any]] = [
+        lambda: model.requires_grad_(True),
+        lambda: frozen.requires_grad_(),
+        lambda: setattr(frozen, "requires_grad", True),
+    ]
+    for attempt in attempts:
+        with pytest.raises(MisuseError, match=r"blocks\.1\..* was frozen when .* wrapped.*wrap the model anew"):
+            attempt()
+    frozen.requires_grad_(False)  # as it is
+    assert not frozen.requires_grad
+    untouched = wrapped()
+    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
+    assert_same(states(model, optimizer), states(*untouched))
+
+
+# -- full_parameters ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_wrong_shape_keeps_no_edit_and_does_no_harm(spec: Spec, device: torch.device) -> None:
+    def edit() -> None:
+        with protrain.full_parameters(model), torch.no_grad():
+            model.get_parameter("enter.weight").zero_()
+            model.get_parameter("blocks.1.norm.bias").data = torch.zeros(7)
+            model.get_parameter("leave.weight").zero_()
+
+    data = batches(3)
+    (model, optimizer), untouched = (wrap_under(spec, m, adamw(m), data[0], device=device) for m in (make(), make()))
+    with pytest.raises(ValueError, match=r"blocks\.1\.norm\.bias was given the shape \(7,\), not \(48,\): no edit"):
+        edit()
+    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
+    assert_same(states(model, optimizer), states(*untouched))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_nothing_runs_inside_full_parameters(spec: Spec, device: torch.device) -> None:
+    data = batches(3)
+    (model, optimizer), untouched = (wrap_under(spec, m, adamw(m), data[0], device=device) for m in (make(), make()))
+    loss = default_loss(model, data[0])
+    runs: list[tuple[str, Callable[[], Any]]] = [
+        ("the forward of enter", lambda: model(*data[0])),
+        (r"backward\(\)", lambda: loss.backward()),
+        (r"step\(\)", lambda: optimizer.step()),
+    ]
+    for what, run in runs:
+        with (
+            pytest.raises(MisuseError, match=rf"{what} inside .*full_parameters.*which has blocks.1.*leave it first"),
+            protrain.full_parameters(model.get_submodule("blocks.1")),
+        ):
+            run()
+    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
+    assert_same(states(model, optimizer), states(*untouched))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_full_parameters_within_others_and_their_state_dict(spec: Spec, device: torch.device) -> None:
+    data, inner = batches(2), make()
+    model, optimizer = wrap_under(spec, inner, adamw(inner), data[0], device=device)
+    block: Any = model.get_submodule("blocks.1")
+    with protrain.full_parameters(block), torch.no_grad():
+        block.norm.bias.fill_(0.25)
+        with protrain.full_parameters(model):
+            assert (block.norm.bias == 0.25).all()
+            model.get_parameter("leave.bias").fill_(0.125)
+        assert (model.state_dict()["leave.bias"] == 0.125).all()
+        assert (model.state_dict()["blocks.1.norm.bias"] == 0.25).all()
+        block.first.bias.fill_(0.5)
+        block.load_state_dict({**block.state_dict(), "second.bias": torch.full((48,), 0.75)})
+    after = model.state_dict()
+    for name, value in (("norm.bias", 0.25), ("first.bias", 0.5), ("second.bias", 0.75)):
+        assert (after[f"blocks.1.{name}"] == value).all()
+    assert len(set(Loop().run(model, optimizer, data))) == 2
+
+
+# -- edits elsewhere ---------------------------------------------------------------------------------------------------
+
+EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "data": lambda p: p.data.mul_(0.5),
+    "no_grad": lambda p: torch.no_grad()(p.mul_)(0.5),
+    "init": lambda p: nn.init.zeros_(p),  # zero and a negative remainder would be NaN
+    "rows": lambda p: p.data[1:3].fill_(0.25),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_outside_full_parameters_is_said_once_and_counts(
+    edit: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    def edit_before(moment: str) -> None:
+        if moment == "step":
+            optimizer.backward(default_loss(model, data[2]))
+        EDITS[edit](parameter)
+        with pytest.raises(MisuseError, match=r"data of blocks\.1\.first\.weight was changed .*full_parameters"):
+            runs[moment]()
+        optimizer.zero_grad()
+
+    data = batches(5)
+    for moment in ("forward", "step", "read"):
+        inner = make()
+        model, optimizer = wrap_under(RESIDENT, inner, adamw(inner), data[0], device=device, dtype=dtype)
+        Loop().run(model, optimizer, data[:2])
+        name = "blocks.1.first.weight"
+        parameter, before = model.get_parameter(name), states(model, optimizer)
+        runs: dict[str, Callable[[], Any]] = {
+            "forward": functools.partial(model, *data[2]),
+            "step": optimizer.step,
+            "read": model.state_dict,
+        }
+        edit_before(moment)
+        expected = before[f"model.{name}"].clone()
+        EDITS[edit](nn.Parameter(expected))
+        after = states(model, optimizer)
+        assert torch.equal(after.pop(f"model.{name}"), expected)
+        assert torch.equal(after.pop(f"master.{name}"), expected.float())
+        assert_same(after, {key: before[key] for key in after})
+        assert len(set(Loop().run(model, optimizer, data[3:]))) == 2
+        assert optimizer.export_parameter(name)["master"].isfinite().all()
+
+
+def test_edits_of_many_are_all_taken_over_at_once(device: torch.device) -> None:
+    data, inner = batches(2), make()
+    model, optimizer = wrap_under(RESIDENT, inner, adamw(inner), data[0], device=device, dtype=torch.bfloat16)
+    Loop().run(model, optimizer, data)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with pytest.raises(MisuseError, match=r"was changed in place"):
+        optimizer.state_dict()
+    assert not any(optimizer.export_parameter(name)["master"].any() for name in optimizer.parameter_names())
+
+
+class Renormed(nn.Module):
+    """An embedding changes its own weight in forward when it has a max_norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("spec", [RESIDENT, Spec("none", "least", (CKPT,))], ids=str)
+def test_a_forward_that_edits_its_weight_is_refused(spec: Spec, device: torch.device) -> None:
+    def wrapped() -> tuple[Any, ProTrainOptimizer]:
+        with seeded():
+            inner = Renormed()
+        return wrap_under(spec, inner, adamw(inner), (ids,), device=device, dtype=torch.bfloat16)
+
+    ids = torch.arange(32).view(2, 16)
+    (model, optimizer), untouched = wrapped(), wrapped()
+    model.embedding.max_norm = 1e6  # none is that long: autograd counts it as an edit all the same
+    with pytest.raises(MisuseError, match=r"data of embedding\.weight was changed in place .*full_parameters"):
+        model(ids)
+    model.embedding.max_norm = None
+    losses = [Loop().run(*pair, [(ids,)] * 3) for pair in ((model, optimizer), untouched)]
+    if spec is RESIDENT:
+        assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # the master is as the weight
+    else:
+        assert losses[0] == losses[1]
+        assert_same(states(model, optimizer), states(*untouched))
