@@ -46,6 +46,7 @@ _LOADED_S = 0.3  # of queued work under which the card is asked for its clocks a
 _MATMUL_S, _COPY_S, _TRANSFERS_S, _DRAM_S, _ADAM_S, _STREAMED_S, _KERNEL_S = 2.0, 0.5, 3.0, 1.5, 0.4, 1.5, 0.4
 _GROUP_S, _COLLECTIVE_S = 0.9, 0.4  # a group; a size
 _LARGEST = 3
+_AT_THE_BEST = ("the best number again", "and once more")  # figures of the host's AdamW
 _BY_SIZE = ("h2d", "d2h", "both ways", "all_gather", "reduce_scatter")
 
 
@@ -169,9 +170,9 @@ class Calibration:
         chunk = AdamChunk.on(CPU, self.effort.adam_elements)
         self._host(chunk, torch_threads=torch_threads)
         self._optimizers_and_kernels()
-        self._host_again(chunk, "again")
+        self._host_again(chunk, _AT_THE_BEST[0])
         pinned.append(self._together(chunk))
-        self._host_again(chunk, "once more")
+        self._host_again(chunk, _AT_THE_BEST[1])
         del chunk
         self._collectives()
         self.warnings += pinning_doubts(pinned)
@@ -215,7 +216,8 @@ class Calibration:
             with self._stage("AdamW on the host", _ADAM_S) as budget_s, one_core_taken(wanted=self.on_gpu):
                 by_threads[count] = adam_figure("host AdamW", chunk, CPU, budget_s=budget_s, threads=count)
         self.figures += [*dram, *by_threads.values()]
-        self._adam_threads = best_threads(by_threads)
+        slowest = self.ranks.slowest(list(by_threads.values()))  # all processes must choose the same
+        self._adam_threads = best_threads(dict(zip(by_threads, slowest, strict=True)))
         self.warnings += thread_doubts(
             by_threads,
             max(figure.median for figure in dram),
@@ -229,7 +231,7 @@ class Calibration:
         threads = self._adam_threads
         with self._stage("AdamW on the host", _ADAM_S) as budget_s, one_core_taken(wanted=self.on_gpu):
             figure = adam_figure("host AdamW", chunk, CPU, budget_s=budget_s, threads=threads)
-        self.figures.append(replace(figure, at=f"{figure.at}, {when}"))
+        self.figures.append(replace(figure, at=when))
 
     def _optimizers_and_kernels(self) -> None:
         with self._stage("AdamW on the device", _ADAM_S) as budget_s:
@@ -268,9 +270,8 @@ class Calibration:
         names = dict.fromkeys(figure.name for figure in self.figures)
         best = {name: decisive([figure for figure in self.figures if figure.name == name]) for name in names}
         rates = {name: figure.median for name, figure in best.items()}
-        at_best = [
-            f for f in self.figures if f.name == "host AdamW" and f.at.startswith(f"{self._adam_threads} threads")
-        ]
+        best_at = (f"{self._adam_threads} threads", *_AT_THE_BEST)
+        at_best = [figure for figure in self.figures if figure.name == "host AdamW" and figure.at in best_at]
         rates["host AdamW"] = statistics.median(figure.median for figure in at_best)
         streamed = best.get("streamed AdamW")
         return replace(
