@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +30,10 @@ def map_host_memory(size_bytes: int) -> Tensor:
         mapped = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError) as error:
         raise MemoryError(f"cannot map {format_bytes(size_bytes)} of host memory: {error}") from None
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # Linux knows them
-        if hasattr(mmap, advice):
-            mapped.madvise(getattr(mmap, advice))
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):  # on Linux
+            with contextlib.suppress(OSError):  # a kernel may be built without
+                mapped.madvise(getattr(mmap, advice))
     memory = torch.frombuffer(mapped, dtype=torch.uint8)[:size_bytes]  # keeps the mapping
     # Page faults are taken here by many threads, not one by one inside the driver or the first step.
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -192,6 +192,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
         Of float16 it also has the loss scale.
         """
+        self._engine.refuse_while_whole("the optimizer's state_dict()")
         numbers = {id(p): number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
         state: dict[int, dict[str, Tensor]] = {}
         with self._engine.quiet():
@@ -211,6 +212,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the groups or shapes are those of another model.
         """
+        self._engine.refuse_while_whole("the optimizer's load_state_dict()")
         groups, saved = self.param_groups, state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
             raise ValueError(
@@ -244,6 +246,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         Trainable: ``master``, ``exp_avg``, ``exp_avg_sq`` (fp32, the parameter's shape) and ``step``; frozen:
         ``weight``.
         """
+        self._engine.refuse_while_whole("export_parameter()")
         member = self._by_name[name]
         with self._engine.quiet():
             if member.group < 0:
@@ -255,6 +258,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         member = self._by_name.get(name)
         if member is None:
             raise ValueError(f"the model has no parameter {name!r}: load a checkpoint of the same model")
+        self._engine.refuse_while_whole("import_parameter()")
         self._check_shapes(member, tensors)
         with self._engine.quiet():
             if "weight" in tensors:
@@ -311,6 +315,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             )
         if self.step_during_backward:
             self._updates.check_hyperparameters()
+            self._engine.refuse_edits()  # here step() would be too late
         if not self._engine.gradients.no_sync:
             self._updates.backward_begins()
         self._norm_squared = self._coefficient = None

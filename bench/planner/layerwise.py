@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import protrain
 from protrain import batch as batches
@@ -154,7 +154,8 @@ def view_step(model: nn.Module, batch: dict[str, Tensor], *, recompute: bool) ->
     meter.count(batch.values())
     view = LayerView(meter)
     on_meta = as_if_on_gpu() if device.type == "meta" else nullcontext()
-    with on_meta, meter, _watched(model, view, find_blocks(model), recompute=recompute), warnings.catch_warnings():
+    watched = _watched(model, view, find_blocks(model), recompute=recompute)
+    with on_meta, meter, watched, set_checkpoint_early_stop(False), warnings.catch_warnings():  # to each layer's end
         warnings.filterwarnings("ignore", message="Full backward hook")  # of the embedding, whose inputs are words
         meter.reset_peak()
         batches.loss_of(model(**batches.training_arguments(model, batch))).backward()

@@ -95,6 +95,7 @@ class Engine:
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
         self._state_addresses = {storage_address(chunk.weight) for chunk in chunks if chunk.persistent}
         self._residents = [member for unit in units for member in unit.residents]
+        self._edited: set[int] = set()  # chunks whose buffers hold what must not be used again
         self._current: Unit | None = None  # whose backward runs
         self._in_backward = False
         # What the optimizer wants to know; see protrain.optim.
@@ -160,11 +161,12 @@ class Engine:
             member.bound -= 1
             if member.bound == 0:
                 release(member.parameter, self.placeholder)
+        self._edited |= {member.chunk.index for member in edited}
         for chunk in unit.chunks:
             self.buffers.release(chunk)
-        for member in edited:
-            if not self.buffers.held(member.chunk):
-                self.buffers.invalidate(member.chunk)
+            if chunk.index in self._edited and not self.buffers.held(chunk):
+                self.buffers.invalidate(chunk)
+                self._edited.remove(chunk.index)
         if edited:
             raise edit_error(edited[0], "changed in place")
 

@@ -109,9 +109,13 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
     with engine.quiet():
         members = [member for member in members if member.index not in engine.whole]  # within another one
         copies = [read_weight(member) for member in members]
-        for member, copy in zip(members, copies, strict=True):
-            point_at(member.parameter, copy.clone())
-            engine.whole.add(member.index)
+        try:
+            for member, copy in zip(members, copies, strict=True):
+                engine.whole.add(member.index)
+                point_at(member.parameter, copy.clone())
+        except BaseException:  # no memory for the copies, or interrupted
+            _put_back(engine, [member for member in members if member.index in engine.whole])
+            raise
     try:
         yield
     finally:

@@ -259,7 +259,7 @@ class Columns:
             n_buffer = int(placed.n_buffer[row])
             if not self._may_win(float(placed.all_bound_ms[row])):
                 return
-            if n_buffer == before:
+            if n_buffer < 0 or n_buffer == before:
                 continue  # one more is recomputed for nothing
             before = n_buffer
             if not self._may_win(float(placed.bound_ms[row])):

@@ -51,7 +51,7 @@ class BlockRecord(Record):
     backward_ms: float
     forward_flops: int
     recompute_ms: float | None = None  # until the last saved tensor is there; None: not measured
-    unsaved_input_bytes: int = 0  # of input_bytes, what only a checkpoint keeps: the block itself saves it nowhere
+    unsaved_input_bytes: int = 0  # of input_bytes, what only a checkpoint keeps; no more than saved_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

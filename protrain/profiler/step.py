@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -77,6 +79,7 @@ class Step:
         self.calls: list[str] = []  # units in the order of one forward
         self.uses: dict[str, dict[int, None]] = {}  # unit -> parameters it used without owning them
         self.blocks: dict[str, BlockUse] = {}  # in execution order
+        self.saved_between: set[StorageWeakRef] = set()  # what autograd keeps for operations outside blocks
         self.active: list[str] = []  # units being called, innermost last
         self.within: dict[str, set[str]] = {}  # unit -> units that were active when it was called
         self._model = model
@@ -125,14 +128,20 @@ class Step:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.enable_grad(), set_checkpoint_early_stop(True):
             self._switch(None)
-            with _Uses(self) if self._measure else nullcontext():
+            saved = saved_tensors_hooks(self._note_saved, lambda tensor: tensor)
+            with _Uses(self) if self._measure else nullcontext(), saved if self._measure else nullcontext():
                 output = self._model(*args, **kwargs)
-            loss = batches.loss_of(output)
+                loss = batches.loss_of(output)
             del output
             self._forward = False
             self._switch(None)
             loss.backward()
             self._close()
+
+    def _note_saved(self, tensor: Tensor) -> Tensor:
+        if self._open is not None and self._open.block is None:  # not what the checkpoint keeps of a block's inputs
+            self.saved_between.add(storage_key(tensor))
+        return tensor.detach()  # an output kept with its own graph node would never be freed
 
     # -- segments
 

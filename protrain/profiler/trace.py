@@ -226,8 +226,13 @@ def _blocks(step: Step, durations: list[tuple[float, float]]) -> tuple[BlockReco
             forward_peak_bytes=use.forward_peak_bytes,
             input_bytes=sum(size for key, size in use.inputs.items() if shared[key] == 1),
             recompute_ms=recompute[path],
-            unsaved_input_bytes=sum(
-                size for key, size in use.inputs.items() if shared[key] == 1 and key not in use.saved_inputs
+            unsaved_input_bytes=min(
+                use.saved_bytes,  # or a block would take less when it is not recomputed
+                sum(
+                    size
+                    for key, size in use.inputs.items()
+                    if shared[key] == 1 and key not in use.saved_inputs and key not in step.saved_between
+                ),
             ),
             output_bytes=use.output_bytes,
             forward_ms=forward[path],

@@ -148,6 +148,57 @@ def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype
     assert len(plans) >= 4, "the budget hardly changes the plan"
 
 
+class _WithHeads(nn.Module):
+    """Every block's output is an input of the next and of a head beside it, which saves what the block does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 64)
+        self.layers = nn.ModuleList(_Widened() for _ in range(5))
+        self.heads = nn.ModuleList(nn.Linear(64, 4) for _ in range(5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, total = self.embed(ids), torch.zeros((), device=ids.device)
+        for layer, head in zip(self.layers, self.heads, strict=True):
+            x = layer(x)
+            total = total + head(x).float().mean()
+        return total
+
+
+class _Widened(nn.Module):
+    """Saves its input in fp32 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(x.float().square().to(x.dtype))
+
+
+def test_inputs_that_something_else_keeps_are_predicted() -> None:
+    ids = torch.randint(32, (16, 64), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model: nn.Module = _WithHeads()
+    model, optimizer = wrap_under(
+        Spec("some", "all", (NONE,)), model, adamw(model), (ids,), device=CPU, dtype=torch.bfloat16
+    )
+    meter = _DeviceMeter(optimizer._engine)
+
+    def step() -> None:
+        model(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    optimizer._engine.wait_for_updates()
+    meter.count(resident(optimizer._engine))
+    meter.count([ids])
+    with meter:
+        step()
+    assert 1.0 <= optimizer.plan.device_bytes / meter.peak_bytes <= 1.05
+
+
 @pytest.mark.parametrize(("family", "vocabulary"), [("gpt2", VOCABULARY), ("llama", VOCABULARY), ("llama", 4096)])
 @pytest.mark.parametrize("modes", [(NONE,), (SWAP,), (SWAP, CKPT, NONE, NONE), (CKPT,)], ids=str)
 def test_the_prediction_is_the_true_peak_and_a_margin(family: str, vocabulary: int, modes: Any) -> None:

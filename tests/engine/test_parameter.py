@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import protrain
+from protrain.engine.parameter import point_at
 from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import (
@@ -116,6 +117,8 @@ def test_nothing_runs_inside_full_parameters(spec: Spec, device: torch.device) -
         ("the forward of enter", lambda: model(*data[0])),
         (r"backward\(\)", lambda: loss.backward()),
         (r"step\(\)", lambda: optimizer.step()),
+        (r"export_parameter\(\)", lambda: optimizer.export_parameter("enter.weight")),
+        (r"state_dict\(\)", lambda: optimizer.state_dict()),
     ]
     for what, run in runs:
         with (
@@ -145,6 +148,29 @@ def test_full_parameters_within_others_and_their_state_dict(spec: Spec, device: 
     for name, value in (("norm.bias", 0.25), ("first.bias", 0.5), ("second.bias", 0.75)):
         assert (after[f"blocks.1.{name}"] == value).all()
     assert len(set(Loop().run(model, optimizer, data))) == 2
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_entering_full_parameters_without_memory_leaves_all_as_it_was(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = batches(3)
+    (model, optimizer), untouched = (wrap_under(spec, m, adamw(m), data[0], device=device) for m in (make(), make()))
+    pointed = 0
+
+    def point(*args: Any) -> None:
+        nonlocal pointed
+        pointed += 1
+        if pointed == 4:
+            raise MemoryError("no memory for the copy")
+        point_at(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("protrain.engine.state_hooks.point_at", point)
+        with pytest.raises(MemoryError, match="no memory for the copy"), protrain.full_parameters(model):
+            raise AssertionError("not reached")
+    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
+    assert_same(states(model, optimizer), states(*untouched))
 
 
 # -- edits elsewhere ---------------------------------------------------------------------------------------------------
@@ -205,6 +231,19 @@ def test_edits_of_many_are_all_taken_over_at_once(device: torch.device) -> None:
     assert not any(optimizer.export_parameter(name)["master"].any() for name in optimizer.parameter_names())
 
 
+def test_an_edit_between_forward_and_backward_reaches_no_update_inside_it(device: torch.device) -> None:
+    data, inner = batches(1), make()
+    model, optimizer = wrap_under(
+        RESIDENT, inner, adamw(inner), data[0], device=device, dtype=torch.bfloat16, step_during_backward=True
+    )
+    Loop().run(model, optimizer, data)
+    loss = default_loss(model, data[0])
+    EDITS["init"](model.get_parameter("enter.bias"))  # which no operation saved
+    with pytest.raises(MisuseError, match=r"data of enter\.bias was changed in place"):
+        loss.backward()
+    assert not optimizer.export_parameter("enter.bias")["master"].any()
+
+
 class Renormed(nn.Module):
     """An embedding changes its own weight in forward when it has a max_norm."""
 
@@ -239,3 +278,41 @@ def test_a_forward_that_edits_its_weight_is_refused(spec: Spec, device: torch.de
     else:
         assert losses[0] == losses[1]
         assert_same(states(model, optimizer), states(*untouched))
+
+
+class Edited(nn.Linear):
+    """A layer that may change its own weight in forward."""
+
+    edits = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.edits:
+            self.weight.data.mul_(100.0)
+        return super().forward(input)
+
+
+class Scaled(nn.Module):
+    """Root and head have one chunk, which the root holds as long as its forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1024, 16))  # with a chunk of its own the head would be by itself
+        self.head = Edited(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x * self.gain[0])
+
+
+def test_an_edit_in_a_buffer_that_an_outer_unit_holds_too_is_undone(device: torch.device) -> None:
+    x = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+    with seeded():
+        inner = Scaled()
+    model, optimizer = wrap_under(Spec("none", "all", (NONE,)), inner, adamw(inner), (x,), device=device)
+    head: Any = model.get_submodule("head")
+    assert optimizer.plan.n_chunks == 1
+    before = model(x).detach().clone()
+    head.edits = True
+    with pytest.raises(MisuseError, match=r"data of head\.weight was changed in place"):
+        model(x)
+    head.edits = False
+    assert torch.equal(model(x), before)

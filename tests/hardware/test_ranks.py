@@ -58,7 +58,7 @@ def test_two_processes_measure_their_collectives_twice(tmp_path: Path) -> None:
     for name, rate in (("all_gather", profile.all_gather_gbps), ("reduce_scatter", profile.reduce_scatter_gbps)):
         by_size = {figure.at: figure.median for figure in profile.figures if figure.name == name}
         assert next(iter(by_size)) == "1 MiB"
-        assert rate == list(by_size.values())[-1]
+        assert rate == max(list(by_size.values())[-3:])
         assert 0 < rate < 100, "two processes of one host move less than its memory does"
     kept = list((tmp_path / "cache" / "hardware").iterdir())
     assert [HardwareProfile.load(path) for path in kept] == [profile]

@@ -16,7 +16,7 @@ import torch
 
 from protrain.hardware.calibration.device_rates import Products
 from protrain.hardware.calibration.effort import Effort
-from protrain.hardware.calibration.optimizers import HostChunks, StreamedChunk
+from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk
 from protrain.hardware.calibration.timing import spread_of
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.profile import Contention
@@ -135,7 +135,7 @@ class Together:
     """The activities of one machine, with what they work on. Made once, used for every group."""
 
     def __init__(
-        self, device: torch.device, effort: Effort, products: Products, chunks: HostChunks, *, threads: int
+        self, device: torch.device, effort: Effort, products: Products, chunk: AdamChunk, *, threads: int
     ) -> None:
         self._device = device
         self._copies = Transfers(device, max(effort.transfer_bytes))
@@ -144,7 +144,7 @@ class Together:
         runs: dict[str, Callable[[], object]] = {
             "h2d": self._on_device(self._copies.up),
             "d2h": self._on_device(self._copies.down),
-            "host_adam": lambda: chunks.update(threads),
+            "host_adam": lambda: chunk.update(threads),
             "matmul": self._on_device(lambda: products.run(_PRODUCTS_IN_UNIT)),
         }
         if self._streamed is not None:

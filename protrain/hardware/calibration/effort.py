@@ -7,7 +7,7 @@ from dataclasses import dataclass
 MIB = 1024**2
 GIB = 1024**3
 FULL_SECONDS = 30.0
-_ROOM_BYTES = 16 * GIB  # free memory that full sizes, 5 GiB at the most, are modest beside
+_ROOM_BYTES = 12 * GIB  # free memory that full sizes, 3 GiB at the most, are modest beside
 _LARGEST_TRANSFER_MIB = 256
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from protrain.hardware.profile import Figure
 from protrain_kernels import AdamStaging, adam, adam_scalars, streamed_adam
 
 ADAM_BYTES = 26  # a parameter, bf16 with the split master
-_HOST_CHUNKS = 4  # with 0.9 GB each
 _STREAMED_BYTES = 12  # a parameter, each way: the states without the gradient, which is on the device
 _STREAMED_SHARE = 4  # of a chunk's parameters is streamed: a link is many times slower than memory
 _ENOUGH = 0.97  # of the best rate: more threads than reach it are better left to others
@@ -55,25 +53,9 @@ class AdamChunk:
         adam(self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad, STEP, threads=threads)
 
 
-class HostChunks:
-    """Chunks in host memory that are updated in turn, as in a step.
-
-    A server's last cache has hundreds of megabytes: one chunk alone would find a part of itself there every time, and
-    seem faster than chunks in a step are.
-    """
-
-    def __init__(self, elements: int) -> None:
-        self.elements = elements  # of each
-        self._chunks = itertools.cycle([AdamChunk.on(CPU, elements) for _ in range(_HOST_CHUNKS)])
-
-    def update(self, threads: int) -> None:
-        """One AdamW step of the next."""
-        next(self._chunks).update(threads)
-
-
 def adam_figure(
     name: str,
-    chunk: AdamChunk | HostChunks,
+    chunk: AdamChunk,
     device: torch.device,
     *,
     budget_s: float,
