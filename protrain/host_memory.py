@@ -20,7 +20,7 @@ def map_host_memory(size_bytes: int) -> Tensor:
     """``size_bytes`` zeroed bytes on pages of their own, there already: a 1-d uint8 tensor.
 
     A private mapping, because only that has huge pages wherever they may be advised; those of a shared one are another
-    setting of the system, off by default, and without them faults take five times as long. Forked processes (a
+    setting of the system, off by default, and without them placing takes several times as long. Forked processes (a
     DataLoader's workers) do not inherit it: the first write after a fork would copy every page.
 
     Raises:

@@ -301,7 +301,7 @@ def _impossible(counts: dict[str, int], knob: str, n_chunks: int, n_blocks: int,
     if counts["n_swap"] + counts["n_ckpt"] > n_blocks:
         return "every block is swapped or checkpointed"
     if knob == "n_ckpt_swap" and counts["n_ckpt_swap"] > counts["n_ckpt"]:
-        return "the inputs of every recomputed block move"
+        return "the inputs of every recomputed block move" if counts["n_ckpt"] else "no block is recomputed"
     return ""
 
 

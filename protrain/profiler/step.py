@@ -290,9 +290,8 @@ class Step:
             if call.state != "open":  # its outputs have no hook of their own: it starts with the first saved tensor
                 self._switch(call.block, call)
             try:
-                with (
-                    FusedAttention() if self._device.type == "meta" else nullcontext()
-                ):  # backward suspends function modes
+                # Backward suspends function modes.
+                with FusedAttention() if self._device.type == "meta" else nullcontext():
                     return forward(*args, **kwargs)
             finally:  # it ends with the last tensor that is saved, like the engine's: torch raises to stop it there
                 assert self._open is not None

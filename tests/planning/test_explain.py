@@ -204,6 +204,8 @@ def test_impossible_knobs_say_why() -> None:
     assert found(changes, "n_ckpt", 1).impossible == "every block is swapped or checkpointed"
     assert found(changes, "n_persist", -1).counts == (5, 1, 0, 6, 0, 0, 0)  # with the buffer that it then needs
     assert found(changes, "n_ckpt_swap", -1).impossible == "there is none to give up"
+    kept = explain(hand_made(traced, hardware, n_ckpt=0), traced, hardware).changes
+    assert found(kept, "n_ckpt_swap", 1).impossible == "no block is recomputed"
     moved = explain(hand_made(traced, hardware, n_ckpt=3, n_ckpt_swap=3), traced, hardware).changes
     assert found(moved, "n_ckpt_swap", 1).impossible == "the inputs of every recomputed block move"
     assert found(moved, "n_ckpt", -1).counts == (0, 2, 0, 2, 2, 0, 0)  # with as many inputs as it then has

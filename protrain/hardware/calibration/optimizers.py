@@ -52,25 +52,18 @@ class AdamChunk:
         """One AdamW step where the chunk lies."""
         adam(self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad, STEP, threads=threads)
 
-
-def adam_figure(
-    name: str,
-    chunk: AdamChunk,
-    device: torch.device,
-    *,
-    budget_s: float,
-    threads: int = 0,
-    sheet: Datasheet | None = None,
-) -> Figure:
-    """The rate of ``chunk.update``, in 1e9 parameters a second."""
-    return figure_of(
-        name,
-        durations_s(lambda: chunk.update(threads), device, budget_s=budget_s),
-        chunk.elements / 1e9,
-        "G param/s",
-        at=f"{threads} threads" if threads else "",
-        datasheet=None if sheet is None else sheet.memory_gbps / ADAM_BYTES,
-    )
+    def figure(
+        self, name: str, device: torch.device, *, budget_s: float, threads: int = 0, sheet: Datasheet | None = None
+    ) -> Figure:
+        """The rate of :meth:`update`, in 1e9 parameters a second."""
+        return figure_of(
+            name,
+            durations_s(lambda: self.update(threads), device, budget_s=budget_s),
+            self.elements / 1e9,
+            "G param/s",
+            at=f"{threads} threads" if threads else "",
+            datasheet=None if sheet is None else sheet.memory_gbps / ADAM_BYTES,
+        )
 
 
 def thread_counts(threads: int) -> list[int]:

@@ -25,13 +25,7 @@ from protrain.hardware.calibration.effort import FULL_SECONDS, Effort
 from protrain.hardware.calibration.host_memory import CPU, dram_figures, pinning_gbps
 from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
 from protrain.hardware.calibration.launching import one_core_taken
-from protrain.hardware.calibration.optimizers import (
-    AdamChunk,
-    StreamedChunk,
-    adam_figure,
-    best_threads,
-    thread_counts,
-)
+from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk, best_threads, thread_counts
 from protrain.hardware.calibration.ranks import Ranks, ranks_of_this_run
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.datasheet import of_card, pcie_gbps
@@ -210,11 +204,7 @@ class Calibration:
     def _host(self, chunk: AdamChunk, *, torch_threads: int) -> None:
         with self._stage("host memory", _DRAM_S) as budget_s:
             dram = dram_figures(self.effort.tensor_bytes, budget_s=budget_s)
-        by_threads = {}
-        for count in thread_counts(self.threads):
-            # On a GPU a step's launching thread takes a core; on a CPU that thread does the updates.
-            with self._stage("AdamW on the host", _ADAM_S) as budget_s, one_core_taken(wanted=self.on_gpu):
-                by_threads[count] = adam_figure("host AdamW", chunk, CPU, budget_s=budget_s, threads=count)
+        by_threads = {count: self._on_host(chunk, count) for count in thread_counts(self.threads)}
         self.figures += [*dram, *by_threads.values()]
         slowest = self.ranks.slowest(list(by_threads.values()))  # all processes must choose the same
         self._adam_threads = best_threads(dict(zip(by_threads, slowest, strict=True)))
@@ -228,15 +218,17 @@ class Calibration:
 
     def _host_again(self, chunk: AdamChunk, when: str) -> None:
         """The host's AdamW at another moment: what slows the host of a virtual machine comes and goes in seconds."""
-        threads = self._adam_threads
+        self.figures.append(replace(self._on_host(chunk, self._adam_threads), at=when))
+
+    def _on_host(self, chunk: AdamChunk, threads: int) -> Figure:
+        # On a GPU a step's launching thread takes a core; on a CPU that thread does the updates.
         with self._stage("AdamW on the host", _ADAM_S) as budget_s, one_core_taken(wanted=self.on_gpu):
-            figure = adam_figure("host AdamW", chunk, CPU, budget_s=budget_s, threads=threads)
-        self.figures.append(replace(figure, at=when))
+            return chunk.figure("host AdamW", CPU, budget_s=budget_s, threads=threads)
 
     def _optimizers_and_kernels(self) -> None:
         with self._stage("AdamW on the device", _ADAM_S) as budget_s:
             chunk = AdamChunk.on(self.device, self.effort.adam_elements)
-            figure = adam_figure("device AdamW", chunk, self.device, budget_s=budget_s, sheet=self._sheet)
+            figure = chunk.figure("device AdamW", self.device, budget_s=budget_s, sheet=self._sheet)
             self.figures.append(figure)
             del chunk
         if self.on_gpu:
