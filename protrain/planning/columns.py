@@ -2,9 +2,9 @@
 
 Block modes fix the activations, so per choice of modes only the placement of chunks is left. For one number of
 persistent chunks more buffers never make a step slower, so all that fit are taken, and of the early updates that fit as
-many as the simulation finds best, as of the streamed ones; bounds are of all of them. What is left is a number of
-checkpointed blocks for every column: a number of swapped blocks and of persistent chunks. Columns go in the order of a
-bound; what a column holds is simulated (:mod:`protrain.planning.simulate`) unless
+many as the simulation finds best; bounds are of all of them. What is left is a number of checkpointed blocks for every
+column: a number of swapped blocks and of persistent chunks. Columns go in the order of a bound; what a column holds is
+simulated (:mod:`protrain.planning.simulate`) unless
 
 - ``RuntimeModel.bound_ms`` is too long, or what its number of persistent chunks takes with nothing recomputed or
   swapped;
@@ -43,7 +43,7 @@ from protrain.planning.runtime import RuntimeModel, Times
 from protrain.profiler.model_profile import ModelProfile
 
 # What is at most this much faster than the fastest found isn't looked for: the prediction is no better.
-MUST_GAIN = 0.003
+_GAIN = 0.003
 _ROUNDING = 1e-9  # what sums in another order differ by, and more
 
 
@@ -57,7 +57,6 @@ class Candidate(NamedTuple):
     n_ckpt: int
     n_ckpt_swap: int
     n_speculate: int
-    n_stream: int
 
 
 class _Column(NamedTuple):
@@ -94,9 +93,6 @@ class Columns:
         runtime: the runtime model.
         moves: what fits when inputs move.
         tolerance: plans this much slower than the fastest are kept, unless they swap or move inputs.
-        streams: the device may update some of the chunks in host memory, for which there is room. Only where neither
-            activations nor inputs move: those and the states would compete for the link.
-        fastest_ms: of a plan known already; those found must be faster.
     """
 
     def __init__(
@@ -108,16 +104,12 @@ class Columns:
         moves: Moves,
         *,
         tolerance: float,
-        streams: bool = False,
-        fastest_ms: float = float("inf"),
     ) -> None:
         self._hardware = hardware
         self._memory = memory
         self._runtime = runtime
         self._moves = moves
         self._tolerance = tolerance
-        self._streams = streams
-        self._to_beat = fastest_ms < float("inf")
         self._n_chunks = len(memory.layout.chunks)
         n_blocks = len(profile.blocks)
         counts = [
@@ -136,7 +128,7 @@ class Columns:
         self._placed: dict[tuple[int, bool], _Placed] = {}  # by n_persist and moves
         self._untouched = block_modes(n_blocks, 0, 0)
         self._untouched_of: dict[tuple[int, int, int], float] = {}  # by n_persist, n_buffer, most early updates
-        self._fastest_ms = fastest_ms
+        self._fastest_ms = float("inf")
         self._found: list[Candidate] = []
 
     def walk(self) -> list[Candidate]:
@@ -152,11 +144,11 @@ class Columns:
 
         With the most buffers and early updates that any of them has room for. Worked out once there is a plan to beat.
         """
-        if self._fastest_ms == float("inf"):
+        if not self._found:
             return 0.0
         placed = self._place(column.n_persist, column.moves)
         most = int(placed.n_buffer.max()), int(placed.most_early.max())
-        return self._untouched_ms((column.n_persist, *most), self._fastest_ms * (1 - MUST_GAIN))
+        return self._untouched_ms((column.n_persist, *most), self._fastest_ms * (1 - _GAIN))
 
     def _untouched_ms(self, placement: tuple[int, int, int], limit_ms: float) -> float:
         """The step with no block recomputed or swapped, as if there were memory for it, or at least ``limit_ms``.
@@ -165,7 +157,7 @@ class Columns:
         """
         known = self._untouched_of.get(placement)
         if known is None:
-            known, *_ = self._runtime.fitted_ms(self._untouched, *placement, streams=self._streams, limit_ms=limit_ms)
+            known, _ = self._runtime.fitted_ms(self._untouched, *placement, limit_ms=limit_ms)
             self._untouched_of[placement] = known
         return known
 
@@ -175,7 +167,7 @@ class Columns:
     @property
     def _paying_ms(self) -> float:
         """What is not faster isn't worth looking for."""
-        return self._fastest_ms * (1 - MUST_GAIN)
+        return self._fastest_ms * (1 - _GAIN)
 
     def _columns(self) -> Iterator[_Column]:
         """Those that hold any plan that fits."""
@@ -187,7 +179,7 @@ class Columns:
         of_column = np.repeat(np.arange(len(starts)), ends - starts)
         # More checkpointed than swapped blocks only add; fewer give swapping room, which may take less.
         balanced = (starts + n_swaps - self._n_ckpt[starts])[of_column]
-        for n_persist, moves in product(range(self._n_chunks + 1), (False,) if self._streams else (False, True)):
+        for n_persist, moves in product(range(self._n_chunks + 1), (False, True)):
             fits = self._most_buffers(n_persist, moves) >= 0
             # Nothing may fit here and yet with more persistent chunks: after the last one none is staged or buffered.
             if not fits.any():
@@ -196,18 +188,14 @@ class Columns:
             first = firsts[of_column]
             counts = (rows >= first) & (rows <= np.maximum(first, balanced))
             all_buffers, most_early = self._n_chunks - n_persist, self._most_early(n_persist)
-            bound_ms = self._bound_ms(n_persist, all_buffers, most_early)
+            bound_ms = self._runtime.bound_ms(self._undisturbed, n_persist, all_buffers, most_early)
             bounds_ms = np.minimum.reduceat(np.where(counts, bound_ms, np.inf), starts).tolist()
             for at in np.flatnonzero(firsts < len(rows)).tolist():
                 yield _Column(bounds_ms[at], int(n_swaps[at]), n_persist, moves, int(firsts[at]), int(ends[at]))
 
-    def _bound_ms(self, n_persist: int, n_buffer: NDArray[np.int64] | int, most_early: NDArray[np.int64]) -> Times:
-        return self._runtime.bound_ms(self._undisturbed, n_persist, n_buffer, most_early, streams=self._streams)
-
     def _most_buffers(self, n_persist: int, moves: bool) -> Bytes:
         """``_Placed.n_buffer``."""
-        n_stream = int(self._streams)
-        kept, moved = (self._memory.most_buffers(n_persist, margined, n_stream) for margined in self._margined)
+        kept, moved = (self._memory.most_buffers(n_persist, margined) for margined in self._margined)
         swaps = self._n_swap > 0
         n_buffer = np.where(swaps | (moved > kept), moved, -1) if moves else np.where(swaps, -1, kept)
         return np.where(self._fits_host(n_persist), n_buffer, -1)
@@ -225,13 +213,13 @@ class Columns:
     def _place(self, n_persist: int, moves: bool) -> _Placed:
         placed = self._placed.get((n_persist, moves))
         if placed is None:
-            all_buffers = self._n_chunks - n_persist
+            runtime, all_buffers = self._runtime, self._n_chunks - n_persist
             n_buffer, most_early = self._most_buffers(n_persist, moves), self._most_early(n_persist)
             placed = self._placed[n_persist, moves] = _Placed(
                 n_buffer=n_buffer,
                 most_early=most_early,
-                bound_ms=self._bound_ms(n_persist, n_buffer, most_early),
-                all_bound_ms=self._bound_ms(n_persist, all_buffers, most_early),
+                bound_ms=runtime.bound_ms(self._undisturbed, n_persist, n_buffer, most_early),
+                all_bound_ms=runtime.bound_ms(self._undisturbed, n_persist, all_buffers, most_early),
                 least_ms=np.full(len(n_buffer), np.nan),
             )
         return placed
@@ -244,9 +232,7 @@ class Columns:
             same = np.flatnonzero(placed.n_buffer == n_buffer)
             choices, step = self._choices.some(same), self._undisturbed.some(same)
             early = placed.most_early[same]
-            placed.least_ms[same] = self._runtime.placed_bound_ms(
-                step, choices, n_persist, n_buffer, early, streams=self._streams
-            )
+            placed.least_ms[same] = self._runtime.placed_bound_ms(step, choices, n_persist, n_buffer, early)
         return float(placed.least_ms[row])
 
     def _walk(self, column: _Column) -> None:
@@ -264,8 +250,8 @@ class Columns:
             before = n_buffer
             if not self._may_win(float(placed.bound_ms[row])):
                 continue
-            limit_ms = self._paying_ms if self._to_beat else self._fastest_ms * (1 + self._tolerance)
-            step_ms, n_speculate, n_stream = self._step_ms(row, n_persist, limit_ms, moves=False)
+            limit_ms = self._fastest_ms * (1 + self._tolerance)
+            step_ms, n_speculate = self._step_ms(row, n_persist, limit_ms, moves=False)
             if step_ms >= limit_ms:
                 if n_buffer == all_buffers:
                     return
@@ -277,11 +263,11 @@ class Columns:
             postponed.clear()
             unlimited_ms = step_ms
             if n_buffer < all_buffers:
-                unlimited_ms, *_ = self._simulated_ms(row, n_persist, all_buffers, limit_ms)
+                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, limit_ms)
                 if unlimited_ms >= limit_ms:
                     return
-            self._add(Candidate(step_ms, n_persist, n_buffer, 0, int(self._n_ckpt[row]), 0, n_speculate, n_stream))
-            if step_ms <= unlimited_ms * (1 + MUST_GAIN):
+            self._add(Candidate(step_ms, n_persist, n_buffer, 0, int(self._n_ckpt[row]), 0, n_speculate))
+            if step_ms <= unlimited_ms * (1 + _GAIN):
                 return
 
     def _walk_moves(self, column: _Column) -> None:
@@ -312,11 +298,11 @@ class Columns:
                 if not found and (tested or unlimited_ms == float("inf")):
                     continue
                 tested = True
-                unlimited_ms, *_ = self._simulated_ms(row, n_persist, all_buffers, self._paying_ms)
+                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, self._paying_ms)
             if not self._may_win(unlimited_ms):
                 return
 
-    def _try_rooms(self, row: int, n_persist: int, least: tuple[float, int, int]) -> bool:
+    def _try_rooms(self, row: int, n_persist: int, least: tuple[float, int]) -> bool:
         """Whether a number of moved inputs is found with which a choice is faster than all before.
 
         ``least`` is the step with the most buffers, if moving inputs cost nothing, and its early updates.
@@ -328,52 +314,50 @@ class Columns:
                 break
             if n_buffer < known:
                 known, least = n_buffer, self._simulated_ms(row, n_persist, n_buffer, self._paying_ms)
-            step_ms, n_speculate, _ = least
+            step_ms, n_speculate = least
             if n_ckpt_swap and self._may_win(step_ms):
                 most_early = self._runtime.speculates and self._memory.most_speculated(
                     n_persist, np.array(swapped_bytes)
                 )
                 modes = block_modes(len(self._untouched), n_swap, n_ckpt, n_ckpt_swap)
-                step_ms, n_speculate, _ = self._runtime.fitted_ms(
+                step_ms, n_speculate = self._runtime.fitted_ms(
                     modes, n_persist, n_buffer, int(most_early), limit_ms=self._paying_ms
                 )
             if self._may_win(step_ms):
-                self._add(Candidate(step_ms, n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, 0))
+                self._add(Candidate(step_ms, n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate))
         return len(self._found) > n_found
 
     def _add(self, candidate: Candidate) -> None:
         self._found.append(candidate)
         self._fastest_ms = min(self._fastest_ms, candidate.step_ms)
 
-    def _step_ms(self, row: int, n_persist: int, limit_ms: float, *, moves: bool) -> tuple[float, int, int]:
+    def _step_ms(self, row: int, n_persist: int, limit_ms: float, *, moves: bool) -> tuple[float, int]:
         """Of a choice of block modes with all buffers that fit, and its early updates; moving inputs costs nothing.
 
         Infinite when it cannot be below ``limit_ms``.
         """
         if self._least_ms(row, n_persist, moves) * (1 - _ROUNDING) >= limit_ms:
-            return float("inf"), 0, 0
+            return float("inf"), 0
         placed = self._place(n_persist, moves)
         n_buffer = int(placed.n_buffer[row])
         # Without swapping most placements are met once. With it, again and again.
         if self._n_swap[row]:
             placement = n_persist, n_buffer, int(placed.most_early[row])
             if self._untouched_ms(placement, limit_ms) >= limit_ms:
-                return float("inf"), 0, 0
+                return float("inf"), 0
         return self._simulated_ms(row, n_persist, n_buffer, limit_ms)
 
     def _simulated_ms(
         self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf")
-    ) -> tuple[float, int, int]:
+    ) -> tuple[float, int]:
         most_early = int(self._place(n_persist, moves=False).most_early[row])
-        return self._runtime.fitted_ms(
-            self._modes[row], n_persist, n_buffer, most_early, streams=self._streams, limit_ms=limit_ms
-        )
+        return self._runtime.fitted_ms(self._modes[row], n_persist, n_buffer, most_early, limit_ms=limit_ms)
 
     def _ends_column(self, row: int, n_persist: int, limit_ms: float) -> bool:
         """Whether a choice that takes ``limit_ms`` or more leaves nothing to find in its column."""
         n_buffer = int(self._place(n_persist, moves=False).n_buffer[row])
-        unlimited_ms, *_ = self._simulated_ms(row, n_persist, self._n_chunks - n_persist, limit_ms)
+        unlimited_ms, _ = self._simulated_ms(row, n_persist, self._n_chunks - n_persist, limit_ms)
         if unlimited_ms >= limit_ms:
             return True
-        hardly_slower_ms = unlimited_ms * (1 + MUST_GAIN)
+        hardly_slower_ms = unlimited_ms * (1 + _GAIN)
         return hardly_slower_ms >= limit_ms and self._simulated_ms(row, n_persist, n_buffer)[0] <= hardly_slower_ms

@@ -20,12 +20,12 @@ from protrain.planning.choices import Choices
 from protrain.planning.compute_times import compute_times
 from protrain.planning.contention import OTHERS, rates
 from protrain.planning.fetches import Fetches
-from protrain.planning.layout import Layout, updated_chunks
+from protrain.planning.layout import Layout, streamed_chunks, updated_chunks
 from protrain.planning.plan import BlockMode
 from protrain.planning.simulate import Step, Visit, Work, simulate, timeline
 from protrain.planning.streaming import streamed_rates
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline
-from protrain.planning.updating import Updating
+from protrain.planning.updating import Queue
 from protrain.planning.visits import computing_by_visit, gradients_by_visit
 from protrain.profiler.model_profile import ModelProfile
 
@@ -94,9 +94,7 @@ class RuntimeModel:
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
         streamed_gparams, streamed_gbps = streamed_rates(hardware, profile.dtype)
         self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype], streamed_gbps)
-        # What the device takes for a millisecond of the host's updates, and both together, at full rate.
-        self._streamed_ms = hardware.host_adam_gparams / streamed_gparams
-        self._together = self._streamed_ms / (1.0 + self._streamed_ms)
+        self._streamed_ms = hardware.host_adam_gparams / streamed_gparams  # by the device, of a millisecond of the host
         self._work: tuple[Modes, tuple[list[Work], list[float]]] | None = None  # of the modes asked for last
         self._visits_of: dict[tuple[int, int], list[Visit]] = {}  # by n_persist and n_buffer
         # For bounds: sums from the first chunk on.
@@ -115,8 +113,7 @@ class RuntimeModel:
         first_use = next((at for at, chunks in enumerate(held) if last_trainable in chunks), 0)
         forward_after_last = starts[-1] - starts[min(first_use, len(self._forward_ms))]
         self._last_trainable = last_trainable
-        # From the last update of any chunk to the end of forward, its upload aside; with that, of the last chunk.
-        self._after_update_ms = forward_after_last
+        # From the last host update to the end of forward.
         self._after_host_ms = (self._upload[last_trainable] if self._upload else 0.0) + forward_after_last
         n_chunks = len(layout.chunks)
         self._used_from = [sum(chunk >= first for chunk in used) for first in range(n_chunks + 1)]
@@ -128,11 +125,11 @@ class RuntimeModel:
         self._slower_host = (min(up, max(0.0, both - down)), down)
 
     def streamable(self, n_persist: int, n_speculate: int) -> int:
-        """The most chunks that the device may update in host memory."""
+        """How many chunks the device may update in host memory."""
         return sum(chunk >= n_persist + n_speculate for chunk in self._updated)
 
     def balanced(self, n_persist: int, n_speculate: int) -> int:
-        """Chunks for the device to update in host memory, of all that it may, to end when the host does."""
+        """How many of those to end when the host ends, both beside computing."""
         host, device = (
             self._rates[lane][tuple(other in (GPU, HOST, STREAM) for other in OTHERS[lane])] for lane in (HOST, STREAM)
         )
@@ -162,33 +159,24 @@ class RuntimeModel:
 
         None of its gradients is clipped: then no update is done twice.
         """
+        if self._hardware.device_type == "cpu":  # where the device is the host as well
+            return _in_a_row(self._step(modes, n_persist, n_buffer, n_speculate))
         step = self._step(modes, n_persist, n_buffer, n_speculate, n_stream)
-        if self._hardware.device_type == "cpu":
-            return _in_a_row(step)
         return simulate(step, self._rates, limit_ms=limit_ms)[0]
 
     def fitted_ms(
-        self,
-        modes: Modes,
-        n_persist: int,
-        n_buffer: int,
-        most: int,
-        *,
-        streams: bool = False,
-        limit_ms: float = float("inf"),
-    ) -> tuple[float, int, int]:
-        """The same with up to ``most`` early updates, and streamed ones: as many as seem best. See updating.py.
+        self, modes: Modes, n_persist: int, n_buffer: int, most: int, *, limit_ms: float = float("inf")
+    ) -> tuple[float, int]:
+        """The same with up to ``most`` early updates: as many as seem best. See [Note: how many early updates].
 
         Returns:
-            (step time, n_speculate, n_stream).
+            (step time, n_speculate).
         """
-        if not most and not streams:
-            return self.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms), 0, 0
-        step = self._step(modes, n_persist, n_buffer, most)
-        step = replace(step, updating=replace(step.updating, chooses=most > 0, streams=streams))
-        step_ms, found = simulate(step, self._rates, limit_ms=limit_ms)
-        n_early = 0 if self._in_backward else found.n_early
-        return step_ms, found.host_ms[n_early - 1][0] - n_persist + 1 if n_early else 0, found.n_stream
+        if not most:
+            return self.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms), 0
+        step = replace(self._step(modes, n_persist, n_buffer, most), chooses=True)
+        step_ms, n_early = simulate(step, self._rates, limit_ms=limit_ms)
+        return step_ms, step.host.updates[n_early - 1][0] - n_persist + 1 if n_early else 0
 
     def timeline(
         self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0, n_stream: int = 0
@@ -263,9 +251,7 @@ class RuntimeModel:
             gpu = gpu + self._flatten_of_visit[len(calls) - 1 - at]
         return gpu
 
-    def bound_ms(
-        self, step: Undisturbed, n_persist: int, n_buffer: Counts, n_speculate: Counts, *, streams: bool = False
-    ) -> Times:
+    def bound_ms(self, step: Undisturbed, n_persist: int, n_buffer: Counts, n_speculate: Counts) -> Times:
         """What the step takes at least, whatever overlaps, by choice; counts may differ between choices.
 
         Each is a time that lanes need, at full rate but for the last, for work that must follow each other:
@@ -279,32 +265,26 @@ class RuntimeModel:
           them, the last of all, is needed in forward, and everything from there to the next norm comes after it (unless
           updates run in backward). Weights that go up and swapped activations that go out meanwhile slow it down (see
           :meth:`_late_ms`).
-
-        With ``streams`` the device may take a part of the host's updates: no better than both at full rate, with which
-        nothing interferes.
         """
         again = np.maximum(0, self._used_from[n_persist] - n_buffer) * self._least_upload[n_persist]
         backward = np.maximum(step.backward_ms, step.back_ms + again)
         gpu = step.forward_ms + backward + self._device_before[n_persist]
         if n_persist > self._last_trainable or self._hardware.device_type == "cpu":
             return gpu
-        host = (self._host_before[-1] - self._host_before[n_persist]) * (self._together if streams else 1.0)
+        host = self._host_before[-1] - self._host_before[n_persist]
         up = self._fresh_from[n_persist]
         least = np.maximum(np.maximum(gpu, np.maximum(up, again) + again + step.back_ms), host)
         if self._in_backward:
             return least
-        late_ms = self._late_ms(n_persist, n_speculate, up, step.out_ms, streams=streams)
-        return np.where(late_ms > 0, np.maximum(least, late_ms + backward), least)
+        late = self._late(n_persist, n_speculate)
+        return np.where(late > 0, np.maximum(least, late + self._late_ms(up, step.out_ms) + backward), least)
+
+    def _late(self, n_persist: int, n_speculate: Counts) -> Times:
+        """Host updates, undisturbed, that wait for the norm."""
+        return self._host_before[-1] - np.array(self._host_before)[n_persist + n_speculate]
 
     def placed_bound_ms(
-        self,
-        step: Undisturbed,
-        choices: Choices,
-        n_persist: int,
-        n_buffer: int,
-        n_speculate: Counts,
-        *,
-        streams: bool = False,
+        self, step: Undisturbed, choices: Choices, n_persist: int, n_buffer: int, n_speculate: Counts
     ) -> Times:
         """The same, tighter and at more cost, for one placement: uploads of backward wait for buffers as they will.
 
@@ -313,30 +293,25 @@ class RuntimeModel:
         after the first (nothing goes up after the last step worked out).
         """
         if self._hardware.device_type == "cpu":
-            return self.bound_ms(step, n_persist, n_buffer, n_speculate, streams=streams)
+            return self.bound_ms(step, n_persist, n_buffer, n_speculate)
         backward = np.maximum(step.backward_ms, self._backward(choices, self._placed(n_persist, n_buffer)))
         device = self._device_before[n_persist]
         gpu = step.forward_ms + backward + device
         if self._in_backward or n_persist > self._last_trainable:
             return gpu
-        late_ms = self._late_ms(n_persist, n_speculate, self._fresh_from[n_persist], step.out_ms, streams=streams)
+        late = self._late(n_persist, n_speculate)
+        up = self._fresh_from[n_persist]
         disturbed = device * (1.0 / min(self._rates[GPU].values()) - 1.0)
-        return np.where(late_ms > 0, np.maximum(gpu, late_ms + backward - disturbed), gpu)
+        return np.where(late > 0, np.maximum(gpu, late + self._late_ms(up, step.out_ms) + backward - disturbed), gpu)
 
-    def _late_ms(self, n_persist: int, n_speculate: Counts, up_ms: float, out_ms: Times, *, streams: bool) -> Times:
-        """At least, from the norm, for which host updates wait, to the end of forward; 0 where none waits.
+    def _late_ms(self, up_ms: float, out_ms: Times) -> Times:
+        """At least, from when the undisturbed host optimizer would be done to the end of forward.
 
         In the time of the host optimizer let u of ``up_ms`` and d of ``out_ms`` be done: it takes ``u * a + d * b``
         more, after which forward takes ``after`` more; what is not done then follows, so that forward ends no earlier
         than after ``up_ms - u`` and ``out_ms - d``. The least over u and d of the latest of the three is where all are
         the same, or the first alone with u or d at 0.
         """
-        undisturbed = (
-            self._host_before[-1] - np.array(self._host_before)[n_persist + n_speculate] + np.zeros_like(out_ms)
-        )
-        if streams:
-            least = undisturbed * self._together + min(self._upload[n_persist:], default=0.0) + self._after_update_ms
-            return np.where(undisturbed > 0, least, 0.0)
         after = self._after_host_ms
         a, b = self._slower_host
         late = np.full_like(out_ms, after)
@@ -344,7 +319,7 @@ class RuntimeModel:
             met = (after + weights * a * up_ms + activations * b * out_ms) / (1 + weights * a + activations * b)
             possible = (met <= up_ms if weights else True) & (met <= out_ms if activations else True)
             late = np.where(possible, np.maximum(late, met), late)
-        return np.where(undisturbed > 0, undisturbed + late, 0.0)
+        return late
 
     def _held(self, unit: int) -> tuple[int, ...]:
         chunks = self._layout.unit_chunks
@@ -355,6 +330,9 @@ class RuntimeModel:
         n_visits, last = len(self._profile.calls), n_persist + n_speculate
         work, swap_in = self._work_for(modes)
         visits = self._placed(n_persist, n_buffer)
+        by_device = streamed_chunks([chunk for chunk in self._updated if chunk >= last], n_stream)
+        host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist and c not in by_device]
+        streamed = [(chunk, self._host_update[chunk] * self._streamed_ms) for chunk in by_device]
         return Step(
             forward=visits[:n_visits],
             backward=visits[n_visits:],
@@ -364,14 +342,9 @@ class RuntimeModel:
             swap_ms=swap_in,
             gradients=self._gradients,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
-            updating=Updating(
-                host_ms=[(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist],
-                n_early=sum(t > 0 for t in self._host_update[n_persist : None if self._in_backward else last]),
-                n_stream=n_stream,
-                streamed_ms=self._streamed_ms,
-                inside=self._in_backward,
-            ),
-            after_update_ms=self._after_update_ms,
+            host=Queue(host, len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)),
+            streamed=Queue(streamed, len(streamed) if self._in_backward else 0),
+            after_host_ms=self._after_host_ms,
         )
 
     def _placed(self, n_persist: int, n_buffer: int) -> list[Visit]:
@@ -437,7 +410,7 @@ def _in_a_row(step: Step) -> float:
         for index, offloaded in visit.gradients:
             _, flatten, offload = step.gradients[index]
             total += flatten + (offload if offloaded else 0.0)
-    return total + sum(time for _, time in (*step.device_update_ms, *step.updating.host_ms))
+    return total + sum(time for _, time in step.device_update_ms) + sum(time for _, time in step.host.updates)
 
 
 def _ms(size_bytes: float, gbps: float) -> float:

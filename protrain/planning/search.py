@@ -1,7 +1,7 @@
 """The search: the integers that make a step fastest within the memory there is (paper section 4).
 
 It leaves nothing out that could win (:mod:`protrain.planning.columns`), but for streamed updates, which are looked for
-where they are likely to.
+from the fastest plan without them (:mod:`protrain.planning.streamed_search`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import json
 import numpy as np
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.columns import MUST_GAIN, Candidate, Columns
+from protrain.planning.columns import Candidate, Columns
 from protrain.planning.infeasible import device_error, host_error, nothing_fits
 from protrain.planning.layout import Layout, choose_chunk_elements, pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.moves import Moves
 from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
+from protrain.planning.streamed_search import StreamedSearch
 from protrain.profiler.model_profile import ModelProfile
 
 # Of plans within this of the fastest, the one with most persistent chunks, then fewest swapped blocks and then fewest
@@ -26,12 +27,8 @@ from protrain.profiler.model_profile import ModelProfile
 _TOLERANCE = 0.005
 _NEAR = 0.03  # of plans within this of the fastest other numbers of early updates are tried
 _NOTHING = 0.001  # what early updates must save at least
-_PARTS = 4  # of all early updates: where to begin looking when others may be streamed
-_CLIMBED = 3  # of the fastest plans: those for which numbers of early and streamed updates are looked for together
-_TURNS = ((0, -1), (0, 1), (-1, 1), (1, -1), (-1, 0), (1, 0))  # of the numbers of early and of streamed updates
 
-# n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream
-Counts = tuple[int, int, int, int, int, int, int]
+Counts = tuple[int, int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate
 
 
 def search(
@@ -41,9 +38,9 @@ def search(
     chunk_elements: int | None = None,
     step_during_backward: bool = False,
 ) -> Plan:
-    """The fastest plan for ``profile`` on ``hardware``, within 1%: see _TOLERANCE and Columns.
+    """The fastest plan for ``profile`` on ``hardware`` without streamed updates, within 1%: see _TOLERANCE and Columns.
 
-    Where a device that updates chunks in host memory makes it faster still, that plan: as a rule the fastest of those.
+    Where one with streamed updates is found that is clearly faster, that: see [Note: looking for streamed updates].
 
     Args:
         profile: of the model and the batch.
@@ -56,10 +53,22 @@ def search(
         ValueError: ``chunk_elements`` does not suit the model.
     """
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
-    plan = models.fastest()
-    if plan is None:
+    found = Columns(profile, hardware, models.memory, models.runtime, models.moves, tolerance=_TOLERANCE).walk()
+    if not found:
         raise nothing_fits(models.memory, models.moves)
-    return plan
+    near = min(found)[0] * (1 + _NEAR)
+    found = [models.refined(candidate) for candidate in found if candidate.step_ms <= near]
+    fastest = min(found)[0]
+    close = [candidate for candidate in found if candidate[0] <= fastest * (1 + _TOLERANCE)]
+    chosen = min(
+        close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate.n_ckpt_swap, candidate)
+    )
+    limit_ms = fastest * (1 + _TOLERANCE)
+    plan = models.plan(*models.best_early(*models.fewer_moved(*models.more_persistent(chosen, limit_ms), limit_ms)))
+    if not models.runtime.streams:
+        return plan
+    streamed = StreamedSearch(models.memory, models.runtime).fastest(plan)
+    return plan if streamed is None else models.plan(*streamed)
 
 
 def evaluate(
@@ -155,7 +164,7 @@ class _Models:
         n_ckpt: int,
         n_ckpt_swap: int,
         n_speculate: int,
-        n_stream: int,
+        n_stream: int = 0,
         *,
         modes: tuple[BlockMode, ...] | None = None,
     ) -> Plan:
@@ -182,55 +191,6 @@ class _Models:
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )
 
-    def fastest(self) -> Plan | None:
-        """The fastest plan; None when none fits.
-
-        Placements that are good without streamed updates are with them as well, as a rule, and leave little to find.
-        """
-        models = self.profile, self.hardware, self.memory, self.runtime, self.moves
-        found = Columns(*models, tolerance=_TOLERANCE).walk()
-        if not found:
-            return None
-        near_ms = min(found)[0] * (1 + _NEAR)
-        found = [self.refined(candidate) for candidate in found if candidate.step_ms <= near_ms]
-        plan = self._chosen(found)
-        if not self.runtime.streams:
-            return plan
-        streamed = [self.climbed(one) for one in map(self.streamed, sorted(found)[:_CLIMBED]) if one is not None]
-        streamed = [one for one in streamed if one.n_stream and one.step_ms < plan.step_ms * (1 - MUST_GAIN)]
-        fastest_ms = min([plan.step_ms, *(one.step_ms for one in streamed)])
-        others = Columns(*models, tolerance=_TOLERANCE, streams=True, fastest_ms=fastest_ms).walk()
-        streamed = [self.climbed(one) for one in sorted([*streamed, *others])[:_CLIMBED]]
-        return min(plan, self._chosen(streamed), key=lambda one: one.step_ms) if streamed else plan
-
-    def _chosen(self, found: list[Candidate]) -> Plan:
-        limit_ms = min(found)[0] * (1 + _TOLERANCE)
-        close = [candidate for candidate in found if candidate.step_ms <= limit_ms]
-        chosen = min(
-            close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate.n_ckpt_swap, candidate)
-        )
-        counts = self.more_persistent(chosen, limit_ms)
-        return self.plan(*self.best_early(*self.fewer_moved(*counts, limit_ms)))
-
-    def streamed(self, plan: Candidate) -> Candidate | None:
-        """``plan`` with streamed updates if that is faster, and with the buffers for which they leave room.
-
-        None when they leave too few.
-        """
-        memory = self.memory
-        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap)
-        activations = memory.activations(modes)
-        most = self.most_early(plan.n_persist, activations.swapped_bytes)
-        fit = int(memory.most_buffers(plan.n_persist, np.array(memory.margined_bytes(activations)), 1))
-        if fit < 0:
-            return None
-        plan = plan._replace(n_buffer=min(plan.n_buffer, fit))
-        found = self.runtime.fitted_ms(modes, plan.n_persist, plan.n_buffer, most, streams=True, limit_ms=plan.step_ms)
-        step_ms, n_speculate, n_stream = found
-        if step_ms >= plan.step_ms:
-            return plan
-        return plan._replace(step_ms=step_ms, n_speculate=n_speculate, n_stream=n_stream)
-
     def more_persistent(self, plan: Candidate, limit_ms: float) -> Counts:
         """The plan with most persistent chunks that fits and takes at most ``limit_ms``; ``plan`` does."""
         memory, n_chunks = self.memory, len(self.layout.chunks)
@@ -238,15 +198,14 @@ class _Models:
         activations = memory.activations(modes)
         margined_bytes = np.array(memory.margined_bytes(activations))
         for more in range(n_chunks, plan.n_persist, -1):
-            buffers = int(memory.most_buffers(more, margined_bytes, plan.n_stream))
+            buffers = int(memory.most_buffers(more, margined_bytes))
             if buffers < 0:
                 continue
-            most_early = self.most_early(more, activations.swapped_bytes)
-            step_ms, early, stream = self.runtime.fitted_ms(
-                modes, more, buffers, most_early, streams=plan.n_stream > 0, limit_ms=limit_ms
+            step_ms, early = self.runtime.fitted_ms(
+                modes, more, buffers, self.most_early(more, activations.swapped_bytes), limit_ms=limit_ms
             )
             if step_ms < limit_ms:
-                return more, buffers, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap, early, stream
+                return more, buffers, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap, early
         return plan[1:]
 
     def fewer_moved(
@@ -257,23 +216,18 @@ class _Models:
         n_ckpt: int,
         n_ckpt_swap: int,
         n_speculate: int,
-        n_stream: int,
         limit_ms: float,
     ) -> Counts:
-        """The same with the fewest moved inputs, and the buffers that then fit, that take at most ``limit_ms``.
-
-        With streamed updates, for which there is room beside these buffers, as it is.
-        """
-        rooms = self.moves.rooms(n_swap, n_ckpt, n_persist) if n_ckpt_swap and not n_stream else []
-        for fewer, buffers, swapped_bytes in rooms:
+        """The same with the fewest moved inputs, and the buffers that then fit, that take at most ``limit_ms``."""
+        for fewer, buffers, swapped_bytes in self.moves.rooms(n_swap, n_ckpt, n_persist) if n_ckpt_swap else ():
             if fewer >= n_ckpt_swap:
                 break
             modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt, fewer)
             most_early = self.most_early(n_persist, swapped_bytes)
-            step_ms, early, _ = self.runtime.fitted_ms(modes, n_persist, buffers, most_early, limit_ms=limit_ms)
+            step_ms, early = self.runtime.fitted_ms(modes, n_persist, buffers, most_early, limit_ms=limit_ms)
             if step_ms < limit_ms:
-                return n_persist, buffers, n_swap, n_ckpt, fewer, early, 0
-        return n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream
+                return n_persist, buffers, n_swap, n_ckpt, fewer, early
+        return n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate
 
     def most_early(self, n_persist: int, swapped_bytes: int) -> int:
         """Early updates that host memory has room for."""
@@ -290,45 +244,14 @@ class _Models:
         most = self.most_early(plan.n_persist, self.memory.activations(modes).swapped_bytes)
         best = plan
         for early in sorted({0, most, max(0, plan.n_speculate - 1), min(most, plan.n_speculate + 1)}):
-            best = self._better(best, modes, early, 0)
+            limit_ms = best.step_ms
+            step_ms = self.runtime.step_ms(modes, plan.n_persist, plan.n_buffer, early, limit_ms=limit_ms)
+            if step_ms < limit_ms:
+                best = best._replace(step_ms=step_ms, n_speculate=early)
         return best
-
-    def climbed(self, plan: Candidate) -> Candidate:
-        """The same with the numbers of early and streamed updates from where no small change of both is faster."""
-        modes = block_modes(len(self.profile.blocks), plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap)
-        most = self.most_early(plan.n_persist, self.memory.activations(modes).swapped_bytes)
-        best = plan
-        for early in {most * part // _PARTS for part in range(_PARTS + 1)}:
-            best = self._better(best, modes, early, self.runtime.balanced(plan.n_persist, early))
-        size = 1 + most // (2 * _PARTS)
-        while size and best.n_stream:
-            before = best
-            for early, stream in _TURNS:
-                turned = best.n_speculate + size * early, best.n_stream + stream
-                if 0 <= turned[0] <= most and turned[1] > 0:
-                    best = self._better(best, modes, *turned)
-            if best == before:
-                size //= 2
-        return best
-
-    def _better(self, plan: Candidate, modes: tuple[BlockMode, ...], n_speculate: int, n_stream: int) -> Candidate:
-        """``plan`` with these numbers of early and streamed updates, or as many as there may be, if that is faster."""
-        n_stream = min(n_stream, self.runtime.streamable(plan.n_persist, n_speculate))
-        counts = plan.n_persist, plan.n_buffer, n_speculate, n_stream
-        step_ms = self.runtime.step_ms(modes, *counts, limit_ms=plan.step_ms)
-        if step_ms >= plan.step_ms:
-            return plan
-        return plan._replace(step_ms=step_ms, n_speculate=n_speculate, n_stream=n_stream)
 
     def best_early(
-        self,
-        n_persist: int,
-        n_buffer: int,
-        n_swap: int,
-        n_ckpt: int,
-        n_ckpt_swap: int,
-        n_speculate: int,
-        n_stream: int,
+        self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_ckpt_swap: int, n_speculate: int
     ) -> Counts:
         """The same with the best number of early updates, or fewer where those save nothing: they take memory.
 
@@ -336,13 +259,11 @@ class _Models:
         """
         modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
         most = self.most_early(n_persist, self.memory.activations(modes).swapped_bytes)
-        streamed = [min(n_stream, self.runtime.streamable(n_persist, early)) for early in range(most + 1)]
-        times = [self.runtime.step_ms(modes, n_persist, n_buffer, *both) for both in enumerate(streamed)]
+        times = [self.runtime.step_ms(modes, n_persist, n_buffer, early) for early in range(most + 1)]
         limit_ms = min(times) * (1 + _NOTHING)
         needed = next(early for early, step_ms in enumerate(times) if step_ms <= limit_ms)
         enough = (early for early in range(min(most, -(-3 * needed // 2)), needed - 1, -1) if times[early] <= limit_ms)
-        early = next(enough)
-        return n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, early, streamed[early]
+        return n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, next(enough)
 
     def check_counts(
         self,

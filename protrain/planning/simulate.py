@@ -13,6 +13,11 @@ step after the first is the steady state.
 (not in the paper). The first pass runs every operation at its own full rate; the second stretches each by what is left
 of its rate beside the others (:mod:`protrain.planning.contention`), for the part of its time in which they ran in the
 first, as if lanes were busy independently of each other within that time.
+
+[Note: how many early updates] More are not always better. Gradients come in backward order, so what begins in time of
+many early updates are chunks that the next forward needs last, and those that it needs first come after; of fewer it
+may be all of them. The first pass knows when gradients arrive and when forward takes which chunk, and so for any number
+how long that waits for updates; from the most that there may be it goes down until that does not fall any more.
 """
 
 from __future__ import annotations
@@ -30,9 +35,11 @@ from numpy.typing import NDArray
 from protrain.planning.contention import OTHERS, Rates
 from protrain.planning.fetches import Fetch
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Operation, Timeline
-from protrain.planning.updating import Moment, Updating, chosen, uploads_of
+from protrain.planning.updating import Queue
 
 Times = NDArray[np.float64]
+
+_TRIED = 3  # early updates fewer than what was best so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,59 +73,56 @@ class Step:
     swap_ms: Sequence[float]  # by unit: its saved activations to the device
     gradients: Sequence[tuple[int, float, float]]  # (chunk, flatten, offload)
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
-    updating: Updating  # of the others
-    after_update_ms: float  # at least, from the last update of any of those to the end of forward, its upload aside
+    host: Queue  # of the others
+    streamed: Queue  # of the others, by the device
+    after_host_ms: float  # at least, from the last host update to the end of forward, where nothing is streamed
+    chooses: bool = False  # host.n_early is how many there may be; see [Note: how many early updates]
 
 
-def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float, Updating]:
-    """Milliseconds of one step in steady state, at least ``limit_ms`` as soon as it cannot be less; who updates what.
+def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float, int]:
+    """Milliseconds of one step in steady state, at least ``limit_ms`` as soon as it cannot be less; its early updates.
 
     Contention only makes operations longer, so the first pass bounds the second from below; so does :func:`_least_ms`.
     """
-    first = _Run.of(step, rates=rates)
-    step = first.step
+    first = _Run.of(step)
+    step, n_early = first.step, first.step.host.n_early
     if first.step_ms >= limit_ms or not first.moves:
-        return first.step_ms, step.updating
+        return first.step_ms, n_early
     stretch = _stretches(first, rates)
-    waits = any(queue.n_early < len(queue.updates) for queue in step.updating.queues())
+    waits = n_early < len(step.host.updates) and not step.streamed.updates
     if limit_ms < inf and waits and _least_ms(step, first, stretch) >= limit_ms:
-        return limit_ms, step.updating
-    return _Run.of(step, stretch, first.in_time).step_ms, step.updating
+        return limit_ms, n_early
+    return _Run.of(step, stretch, first.in_time).step_ms, n_early
 
 
 def _least_ms(step: Step, first: _Run, stretch: list[list[float]]) -> float:
-    """What the second pass comes to at least: a quarter of its work.
+    """What the second pass comes to at least where nothing is streamed: a quarter of its work.
 
-    From one norm to the next go the updates in host memory of the first step that wait for it, what follows them in
-    forward, and backward: from the end of forward, when every upload and copy issued before it may be done. All with
-    the durations of the second pass; later starts would only make the ends later. What the device updates of its own
-    comes after either norm.
+    From one norm to the next go the host updates of the first step that wait for it, what follows them in forward, and
+    backward: from the end of forward, when every upload and copy issued before it may be done. All with the durations
+    of the second pass; later starts would only make the ends later. What the device updates comes after either norm.
     """
-    starts, ends = first.starts, first.ends
-    update_ms = 0.0
-    for lane, queue in zip((HOST, STREAM), step.updating.queues(), strict=True):
-        if queue.n_early < len(queue.updates):
-            factors = stretch[lane]
-            late = range(queue.n_early, len(queue.updates))
-            late_ms = sum((ends[lane][at] - starts[lane][at]) * factors[at] for at in late)
-            update_ms = max(update_ms, late_ms + step.upload_ms[queue.updates[-1][0]])
+    starts, ends, factors = first.starts, first.ends, stretch[HOST]
+    host_ms = sum(
+        (ends[HOST][at] - starts[HOST][at]) * factors[at] for at in range(step.host.n_early, len(factors) // 2)
+    )
     n_gpu, n_device = len(starts[GPU]) // 2, len(step.device_update_ms)
     after, before = (
         sum(duration * stretch[GPU][at] for at, (_, duration) in enumerate(step.device_update_ms, end - n_device))
         for end in (2 * n_gpu, n_gpu)
     )
-    return update_ms + step.after_update_ms + _Run.backward_ms(step, stretch) + after - before
+    return host_ms + step.after_host_ms + _Run.backward_ms(step, stretch) + after - before
 
 
 def timeline(step: Step, rates: Rates) -> Timeline:
     """The same with every operation."""
     run = _Run.of(step)
     if run.moves:
-        run = _Run.of(run.step, _stretches(run, rates), run.in_time)
+        run = _Run.of(step, _stretches(run, rates), run.in_time)
     begin = run.begin_ms
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
-        for lane, names in enumerate(_names(run.step, run.in_time or (0, 0)))
+        for lane, names in enumerate(_names(step, run.in_time or (0, 0)))
         for (kind, what), start, end in zip(names * 2, run.starts[lane], run.ends[lane], strict=True)
         if end > start and end > begin
     ]
@@ -144,7 +148,7 @@ def _names(step: Step, in_time: tuple[int, int]) -> list[list[tuple[str, object]
         names[GPU].append(("backward", visit.name))
         names[GPU] += [("flatten", step.gradients[index][0]) for index, _ in visit.gradients]
         names[DOWN] += [("gradients", step.gradients[index][0]) for index, offloaded in visit.gradients if offloaded]
-    for lane, queue, early in zip((HOST, STREAM), step.updating.queues(), in_time, strict=True):
+    for lane, queue, early in zip((HOST, STREAM), (step.host, step.streamed), in_time, strict=True):
         updates = queue.ordered(early)
         names[lane] = [("early update" if at < early else "update", chunk) for at, (chunk, _) in enumerate(updates)]
     names[GPU] += [("update", chunk) for chunk, _ in step.device_update_ms]
@@ -158,9 +162,9 @@ class _Run:
     """
 
     def __init__(self, step: Step, stretch: list[Iterator[float]], start_ms: float) -> None:
-        self.step = step  # with the early and streamed updates that were chosen
+        self.step = step  # with the early updates that were chosen
         self._stretch = stretch  # by lane, for one operation after the other
-        self.in_time: tuple[int, int] | None = None  # early updates of host and device that begin in time, once known
+        self.in_time: tuple[int, int] | None = None  # early updates, host and device; found in the first step
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
         self.starts: list[list[float]] = [[] for _ in LANES]
         self.ends: list[list[float]] = [[] for _ in LANES]
@@ -174,24 +178,12 @@ class _Run:
         self._swapped = [start_ms] * len(step.swap_ms)  # by unit: its activations are in host memory
         self._back = [start_ms] * len(step.swap_ms)  # they are on the device again
         self._unsettled = start_ms
-        self._rates: Rates | None = None
 
     @classmethod
-    def of(
-        cls,
-        step: Step,
-        stretch: list[list[float]] | None = None,
-        in_time: tuple[int, int] | None = None,
-        *,
-        rates: Rates | None = None,
-    ) -> _Run:
-        """Both steps. Stretches belong to operations in the order of the run that they come from, and its in_time.
-
-        What the first run chooses depends on ``rates``.
-        """
+    def of(cls, step: Step, stretch: list[list[float]] | None = None, in_time: tuple[int, int] | None = None) -> _Run:
+        """Both steps. Stretches belong to operations in the order of the run that they come from, and its in_time."""
         run = cls(step, [iter(one) for one in stretch] if stretch else [repeat(1.0)] * len(LANES), 0.0)
         run.in_time = in_time
-        run._rates = rates
         ends = []
         for _ in range(2):
             run.begin_ms = run._free[GPU]
@@ -317,14 +309,15 @@ class _Run:
     def _update(self) -> None:
         over = self._free[GPU]  # backward is, and the norm known
         if self.in_time is None:
-            if self.step.updating.chooses or self.step.updating.streams:
-                self.step = replace(self.step, updating=chosen(self.step.updating, self._moment(over)))
-            host, device = self.step.updating.queues()
+            if self.step.chooses:
+                self.step = self._chosen(over)
             self.in_time = (
-                host.in_time(self._free[HOST], self._offloaded, over),
-                device.in_time(self._free[STREAM], self._offloaded, over),
+                self.step.host.in_time(self._free[HOST], self._offloaded, over),
+                self.step.streamed.in_time(self._free[STREAM], self._offloaded, over),
             )
-        for lane, queue, in_time in zip((HOST, STREAM), self.step.updating.queues(), self.in_time, strict=True):
+        for lane, queue, in_time in zip(
+            (HOST, STREAM), (self.step.host, self.step.streamed), self.in_time, strict=True
+        ):
             for at, (chunk, duration) in enumerate(queue.ordered(in_time)):
                 earliest = self._offloaded[chunk]
                 done = self._do(lane, earliest if at < in_time else max(over, earliest), duration)
@@ -332,28 +325,57 @@ class _Run:
         for _, duration in self.step.device_update_ms:
             self._do(GPU, 0.0, duration)
 
-    def _moment(self, over: float) -> Moment:
+    def _chosen(self, over: float) -> Step:
+        """The step with a number of early updates for which its next forward waits least."""
         used: dict[int, float] = {}
         for visit, start in zip(self.step.forward, self.starts[GPU], strict=False):
             for chunk in visit.chunks:
                 used.setdefault(chunk, start)
-        fetched = [fetch.chunk for visit in self.step.forward for fetch in visit.fetches]
-        alone, beside = 1.0, (1.0, 1.0)
-        if self.step.updating.streams and self._rates is not None:
-            busy = {GPU: 1.0} | {
-                lane: sum(map(float.__sub__, self.ends[lane], self.starts[lane])) / over for lane in (UP, DOWN)
-            }
-            alone = _slower(HOST, busy, self._rates)
-            beside = _slower(HOST, busy | {STREAM: 1.0}, self._rates), _slower(STREAM, busy | {HOST: 1.0}, self._rates)
-        return Moment(
-            over=over,
-            free=(self._free[HOST], self._free[STREAM]),
-            offloaded=self._offloaded,
-            upload_ms=self.step.upload_ms,
-            uploads=uploads_of(fetched, self.starts[UP], used),
-            alone=alone,
-            beside=beside,
-        )
+        fetches = (fetch for visit in self.step.forward for fetch in visit.fetches)
+        # What is fetched once more is for backward.
+        uploads = [
+            (fetch.chunk, start, used.pop(fetch.chunk, inf))
+            for fetch, start in zip(fetches, self.starts[UP], strict=False)
+        ]
+        chosen, least = self.step.host, self._wait_ms(self.step.host, over, uploads, inf)
+        none = chosen._replace(n_early=0)
+        if least >= self._wait_ms(none, over, uploads, least):
+            return replace(self.step, host=none)
+        for n_early in range(chosen.n_early - 1, 0, -1):
+            if least <= 0 or n_early < chosen.n_early - _TRIED:
+                break
+            fewer = chosen._replace(n_early=n_early)
+            wait = self._wait_ms(fewer, over, uploads, least)
+            if wait <= least:
+                chosen, least = fewer, wait
+        return replace(self.step, host=chosen)
+
+    def _wait_ms(self, host: Queue, over: float, uploads: list[tuple[int, float, float]], limit_ms: float) -> float:
+        """How long forward waits for updates, by its ``uploads`` without them: chunk, start and when it is used.
+
+        If above ``limit_ms``, by how much is open.
+        """
+        offloaded, upload_ms = self._offloaded, self.step.upload_ms
+        in_time = host.in_time(self._free[HOST], offloaded, over)
+        free, done = self._free[HOST], [0.0] * len(upload_ms)
+        for at, (chunk, duration) in enumerate(host.ordered(in_time)):
+            if offloaded[chunk] > free:
+                free = offloaded[chunk]
+            if over > free and at >= in_time:
+                free = over
+            free = done[chunk] = free + duration
+        link = wait = 0.0
+        for chunk, start, use in uploads:
+            if start > link:
+                link = start
+            if done[chunk] - over > link:
+                link = done[chunk] - over
+            link += upload_ms[chunk]
+            if link - use > wait:
+                wait = link - use
+                if wait > limit_ms:
+                    break
+        return wait
 
 
 def _stretches(run: _Run, rates: Rates) -> list[list[float]]:
@@ -385,18 +407,6 @@ def _stretches(run: _Run, rates: Rates) -> list[list[float]]:
         rate += weights * np.repeat([of_lane[*present, *idle] for of_lane in rates[:n_lanes]], counts)
     factors: list[float] = (1.0 / rate).tolist()
     return [*(factors[lane] for lane in lanes), *([[]] * (len(LANES) - n_lanes))]
-
-
-def _slower(lane: int, busy: dict[int, float], rates: Rates) -> float:
-    """The factor on durations of ``lane`` beside others that are busy for such parts of the time."""
-    rate = 0.0
-    for present, left in rates[lane].items():
-        weight = 1.0
-        for other, runs in zip(OTHERS[lane], present, strict=True):
-            share = min(1.0, busy.get(other, 0.0))
-            weight *= share if runs else 1.0 - share
-        rate += weight * left
-    return 1.0 / rate
 
 
 def _busy(starts: Times, ends: Times, until: Times) -> Times:

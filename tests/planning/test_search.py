@@ -28,7 +28,6 @@ from protrain.planning import (
     search,
 )
 from protrain.planning.simulate import simulate
-from protrain.planning.updating import Updating
 from protrain.profiler import ModelProfile
 from protrain.profiler.model_profile import BlockRecord, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.quantities import parse_bytes
@@ -224,7 +223,7 @@ def test_sixty_blocks_are_searched_in_no_time() -> None:
 def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = []
 
-    def count(*args: Any, **options: Any) -> tuple[float, Updating]:
+    def count(*args: Any, **options: Any) -> tuple[float, int]:
         simulated.append(simulate(*args, **options))
         return simulated[-1]
 
@@ -234,7 +233,7 @@ def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest
     plan = search(traced, machine("80GiB", "700GiB"))
     assert 0 < plan.n_persist < plan.n_chunks
     assert plan.n_speculate > 0
-    assert 0 < len(simulated) < 620  # 550; without what a placement takes at least, thousands
+    assert 0 < len(simulated) < 550  # 485; without what a placement takes at least, thousands
 
 
 def test_swapped_blocks_lie_early_with_checkpointed_ones_between() -> None:
