@@ -9,12 +9,14 @@ at step(). After a step that was not as supposed the next one does without.
 
 Gradients come in the order opposite to that in which the next forward needs its chunks. So what the host has not begun
 by the end of backward is not done early any more, but in the order of need. That holds for updates inside backward
-(``step_during_backward``) as well, which wait for no step() and need no second copy.
+(``step_during_backward``) as well, which wait for no step() and need no second copy. While the host updates those,
+chunks that are done go up whenever the link has nothing to do, also before their turn.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +29,8 @@ from protrain.engine.engine import Engine
 from protrain.engine.streams import Mark
 from protrain.engine.worker import Job
 from protrain_kernels import AdamScalars, adam_scalars
+
+_STRETCH = 1 << 25  # elements that the host updates, in some 7 ms, before it looks at the link
 
 
 class Scale(NamedTuple):
@@ -85,6 +89,34 @@ class _Once:
         if self._error is not None:
             raise self._error
 
+    def begun(self) -> bool:
+        """Whether anybody has come; the work is done then, as only the host worker does."""
+        return self._work is None
+
+
+class _Turn(NamedTuple):
+    """The job of a chunk that is updated on the host."""
+
+    job: Job
+    is_made: Callable[[], bool]  # whether an early update has done the work; asked by the host worker
+
+
+class _Ahead:
+    """Turns that are made, to be taken while the host makes others that come before. For the host worker alone."""
+
+    def __init__(self, link_is_idle: Callable[[], bool]) -> None:
+        self._link_is_idle = link_is_idle
+        self._jobs: deque[Job] = deque()
+
+    def look(self, turns: list[_Turn]) -> None:
+        """Find those of ``turns`` that are made."""
+        self._jobs = deque(job for job, is_made in turns if is_made())
+
+    def take(self) -> None:
+        """Take as many as the link has time for: an upload begins with the first whose chunk is wanted."""
+        while self._jobs and self._link_is_idle():
+            self._jobs.popleft().run()
+
 
 class Updates:
     """Every update of one engine. The ``optimizer``'s param_groups are read anew at every step."""
@@ -102,6 +134,7 @@ class Updates:
         self._backwards = 0  # since the last step, without those that only accumulate
         self._usual_backwards = 1
         self._last_job: Job | None = None
+        self._ahead = _Ahead(engine.buffers.link_is_idle)
         self._host_scale = engine.arena.take(1, torch.float32)
         self._device_scale = engine.streams.lasting(torch.ones(1, dtype=torch.float32, device=engine.device))
         self._scale_ready = engine.streams.mark()
@@ -179,8 +212,14 @@ class Updates:
         """Update every parameter that has a gradient; ``supposed`` is what early updates took for the scale."""
         self._end_round()
         foreseen = supposed if self.check_hyperparameters() == self._begun_with else None
-        for chunk in self._engine.chunks:
-            self._update(chunk, scale, foreseen)
+        turns: list[_Turn] = []
+        try:
+            for chunk in self._engine.chunks:
+                turn = self._update(chunk, scale, foreseen)
+                if turn is not None:
+                    turns.append(turn)
+        finally:  # what waits for a job must not wait for ever
+            self._queue(turns)
         self._usual_backwards = max(1, self._backwards)
         self._backwards = 0
 
@@ -192,21 +231,25 @@ class Updates:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return
-        work = functools.partial(_update_on_host, chunk, pieces, self._engine.gradients.host_gradient(chunk), None)
-        once, this_round = _Once(functools.partial(work, threads=self._engine.worker.threads)), self._round
+        gradient, threads = self._engine.gradients.host_gradient(chunk), self._engine.worker.threads
+        work = functools.partial(_update_on_host, chunk, pieces, gradient, None, threads=threads, ahead=self._ahead)
+        once, this_round = _Once(work), self._round
 
         def on_host() -> None:
             if not this_round.is_over():
                 once.run()
 
         self._inside.append((chunk, once))
-        self._submit(chunk, on_host, f"early update {chunk.index}")
+        self._engine.worker.queue(self._job(chunk, on_host, f"early update {chunk.index}"))
 
     def backward_ends(self) -> None:
         """What was given to the host inside backward and isn't begun by its end comes in the order of need."""
         self._end_round()
-        for chunk, once in sorted(self._inside, key=lambda pair: pair[0].index):
-            self._submit(chunk, once.run, f"update {chunk.index}")
+        turns = [
+            _Turn(self._job(chunk, once.run, f"update {chunk.index}"), once.begun)
+            for chunk, once in sorted(self._inside, key=lambda pair: pair[0].index)
+        ]
+        self._queue(turns)
         self._inside.clear()
 
     def _end_round(self) -> None:
@@ -224,40 +267,56 @@ class Updates:
                 self.steps[member.index] += 1
         return pieces
 
-    def _update(self, chunk: Chunk, scale: Scale | None, supposed: float | None) -> None:
+    def _update(self, chunk: Chunk, scale: Scale | None, supposed: float | None) -> _Turn | None:
         pieces = self._begin(chunk)
         if not pieces:
-            return
+            return None
         if chunk.persistent:
             self._update_on_device(chunk, pieces, scale)
-            return
+            return None
         gradient, threads = self._engine.gradients.host_gradient(chunk), self._engine.worker.threads
-        early, tally = self._early.pop(chunk.index, None), self.tally
+        early, tally, ahead = self._early.pop(chunk.index, None), self.tally, self._ahead
         if chunk.early is None:  # other gradients came, even if the backward that brought them failed
             early = None
 
-        def on_host() -> None:  # of the engine nothing: a model that is dropped must not wait for its last updates
-            if scale is not None:
-                scale.ready.wait()
-            factor = 1.0 if scale is None else scale.on_host.item()
-            tally.as_supposed = factor == supposed
-            if early is not None and _holds(early, pieces, factor, chunk.version):
+        def factor() -> float:  # of the engine nothing: a model that is dropped must not wait for its last updates
+            if scale is None:
+                return 1.0
+            scale.ready.wait()
+            return scale.on_host.item()
+
+        def is_made() -> bool:
+            return early is not None and _holds(early, pieces, factor(), chunk.version)
+
+        def on_host() -> None:
+            tally.as_supposed = factor() == supposed
+            if is_made():
                 chunk.adopt()
                 tally.adopted += 1
             else:
-                _update_on_host(chunk, pieces, gradient, None if scale is None else scale.on_host, threads=threads)
+                on_host_scale = None if scale is None else scale.on_host
+                _update_on_host(chunk, pieces, gradient, on_host_scale, threads=threads, ahead=ahead)
                 tally.redone += early is not None and early.done
 
-        self._submit(chunk, on_host, f"update {chunk.index}")
+        return _Turn(self._job(chunk, on_host, f"update {chunk.index}"), is_made)
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         engine = self._engine
         gradient = engine.gradients.device_gradient(chunk)
         chunk.step(pieces, gradient, None if scale is None else scale.on_device, threads=engine.worker.threads)
 
-    def _submit(self, chunk: Chunk, work: Callable[[], None], name: str) -> None:
+    def _job(self, chunk: Chunk, work: Callable[[], None], name: str) -> Job:
+        """What the next fetch of ``chunk`` waits for."""
         self._engine.buffers.invalidate(chunk)
-        chunk.update = self._last_job = self._engine.worker.submit(work, name)
+        chunk.update = self._last_job = self._engine.worker.job(work, name)
+        return self._last_job
+
+    def _queue(self, turns: list[_Turn]) -> None:
+        """Give the host worker its jobs in the order of need."""
+        worker = self._engine.worker
+        worker.submit(functools.partial(self._ahead.look, turns))
+        for turn in turns:
+            worker.queue(turn.job)
 
     def _pieces(self, chunk: Chunk) -> list[Piece]:
         """Neighbouring parameters that have a gradient and share hyperparameters and the number of steps."""
@@ -286,10 +345,16 @@ class Updates:
         )
 
 
-def _update_on_host(chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
+def _update_on_host(
+    chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int, ahead: _Ahead
+) -> None:
     chunk.offloaded.wait()
     chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
-    chunk.step(pieces, gradient, scale, threads=threads)
+    for part, scalars in pieces:
+        for start in range(part.start, part.stop, _STRETCH):
+            ahead.take()
+            stretch = slice(start, min(part.stop, start + _STRETCH))
+            chunk.step([(stretch, scalars)], gradient, scale, threads=threads)
 
 
 def _holds(early: _Early, pieces: list[Piece], factor: float, version: int) -> bool:

@@ -1,7 +1,7 @@
 """A step as it really overlaps, worked out in order of issue on four lanes (paper section 4, and beyond).
 
 GPU       computes, flattens gradients into chunks, updates persistent chunks
-up, down  the copy engines: first in, first out, whatever is waited for
+up, down  the copy engines: first in, first out; an upload gets there once its chunk is updated
 host      updates the other chunks, one after the other, in the order in which the next forward needs them
 
 The engine's order of issue is known (:mod:`protrain.planning.fetches` for uploads), and every operation starts when
@@ -122,10 +122,10 @@ def timeline(step: Step, rates: Rates) -> Timeline:
     run = _Run.of(step)
     if run.moves:
         run = _Run.of(step, _stretches(run, rates), run.n_early)
-    begin = run.begin_ms
+    step, begin = run.step, run.begin_ms
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
-        for lane, names in enumerate(_names(step, run.n_early or 0))
+        for lane, names in enumerate(_names(step, run))
         for (kind, what), start, end in zip(names * 2, run.starts[lane], run.ends[lane], strict=True)
         if end > start and end > begin
     ]
@@ -137,11 +137,12 @@ def timeline(step: Step, rates: Rates) -> Timeline:
     )
 
 
-def _names(step: Step, n_early: int) -> list[list[tuple[str, object]]]:
-    """By lane, what it does in one step in the order of issue: what and with what."""
+def _names(step: Step, run: _Run) -> list[list[tuple[str, object]]]:
+    """By lane, what it does in the second step in the order of issue: what and with what."""
+    n_early = run.n_early or 0
     names: list[list[tuple[str, object]]] = [[], [], [], []]
+    names[UP] = [("weights", fetch.chunk) for fetch in run.uploads]
     for visit, work in zip(step.forward, step.forward_work, strict=True):
-        names[UP] += [("weights", fetch.chunk) for fetch in visit.fetches]
         names[GPU].append(("forward", visit.name))
         if work.swap_ms:
             names[DOWN].append(("activations", visit.name))
@@ -167,6 +168,7 @@ class _Run:
         self.step = step  # with the early updates that were chosen
         self._stretch = stretch  # by lane, for one operation after the other
         self.n_early: int | None = None  # early updates that begin in time; found in the first step
+        self.uploads: list[Fetch] = []  # of forward, as they get to the link
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
         self.starts: list[list[float]] = [[], [], [], []]
         self.ends: list[list[float]] = [[], [], [], []]
@@ -225,6 +227,9 @@ class _Run:
         self.ends[lane].append(end)
         return end
 
+    def _updated_at(self, fetch: Fetch) -> float:
+        return self._updated[fetch.chunk]
+
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
         """Weights go up, each when it is updated and its buffer given up."""
         up, stretch, starts, ends = self._free[UP], self._stretch[UP], self.starts[UP], self.ends[UP]
@@ -240,12 +245,32 @@ class _Run:
             ends.append(up)
         self._free[UP] = up
 
+    def _fetch_updated(self, fetches: Sequence[Fetch]) -> Sequence[Fetch]:
+        """The same for those issued at once when forward begins; what is updated does not wait for what is not.
+
+        Returns them as they went.
+        """
+        updated, left, gone = self._updated, list(fetches), []
+        while left:
+            free = self._free[UP]
+            first = min(left, key=lambda fetch: max(free, updated[fetch.chunk]))  # of several the nearest
+            left.remove(first)
+            gone.append(first)
+            self._fetch((first,))
+        return gone
+
     def _forward(self) -> None:
         gpu, stretch, starts, ends = self._free[GPU], self._stretch[GPU], self.starts[GPU], self.ends[GPU]
         released, loaded, unsettled = self._released, self._loaded, self._unsettled
+        self.uploads = []
         for visit, work in zip(self.step.forward, self.step.forward_work, strict=True):
-            if visit.fetches:
-                self._fetch(visit.fetches)
+            fetches = visit.fetches
+            if fetches:
+                if max(map(self._updated_at, fetches)) > self._free[UP]:
+                    fetches = self._fetch_updated(fetches)
+                else:
+                    self._fetch(fetches)
+                self.uploads += fetches
             start = gpu
             chunks = visit.chunks
             for chunk in chunks:
@@ -313,11 +338,15 @@ class _Run:
             if self.step.chooses:
                 self.step = self._chosen(over)
             self.n_early = self._in_time(self.step, over)
-        step = self.step
-        for at, (chunk, duration) in enumerate(step.host_updates(self.n_early)):
-            earliest = self._offloaded[chunk]
-            done = self._do(HOST, earliest if at < self.n_early else max(over, earliest), duration)
-            self._updated[chunk] = max(over, done)  # an early one is confirmed when the norm is known
+        step, n_early = self.step, self.n_early
+        updates, updated = step.host_updates(n_early), self._updated
+        for chunk, duration in updates[:n_early]:
+            self._do(HOST, self._offloaded[chunk], duration)
+        settled = max(over, self._free[HOST])  # the host looks at early ones when the norm is known and none runs
+        for chunk, _ in updates[:n_early]:
+            updated[chunk] = settled
+        for chunk, duration in updates[n_early:]:
+            updated[chunk] = self._do(HOST, max(over, self._offloaded[chunk]), duration)
         for _, duration in step.device_update_ms:
             self._do(GPU, 0.0, duration)
 
@@ -327,11 +356,10 @@ class _Run:
         for visit, start in zip(self.step.forward, self.starts[GPU], strict=False):
             for chunk in visit.chunks:
                 used.setdefault(chunk, start)
-        fetches = (fetch for visit in self.step.forward for fetch in visit.fetches)
         # What is fetched once more is for backward.
         uploads = [
             (fetch.chunk, start, used.pop(fetch.chunk, inf))
-            for fetch, start in zip(fetches, self.starts[UP], strict=False)
+            for fetch, start in zip(self.uploads, self.starts[UP], strict=False)
         ]
         chosen, least = self.step, self._wait_ms(self.step, over, uploads)
         none = replace(chosen, n_early=0)
@@ -349,13 +377,17 @@ class _Run:
     def _wait_ms(self, step: Step, over: float, uploads: list[tuple[int, float, float]]) -> float:
         """How long forward waits for updates, by its ``uploads`` without them: chunk, start and when it is used."""
         in_time = self._in_time(step, over)
-        free, done = self._free[HOST], [0.0] * len(step.upload_ms)
-        for at, (chunk, duration) in enumerate(step.host_updates(in_time)):
-            earliest = self._offloaded[chunk]
-            free = done[chunk] = max(free, earliest if at < in_time else max(over, earliest)) + duration
+        updates, free, done = step.host_updates(in_time), self._free[HOST], [0.0] * len(step.upload_ms)
+        for chunk, duration in updates[:in_time]:
+            free = max(free, self._offloaded[chunk]) + duration
+        for chunk, _ in updates[:in_time]:
+            done[chunk] = free
+        for chunk, duration in updates[in_time:]:
+            free = done[chunk] = max(free, over, self._offloaded[chunk]) + duration
         link = wait = 0.0
-        for chunk, start, use in uploads:
-            link = max(link, start, done[chunk] - over) + step.upload_ms[chunk]
+        issued = [(max(start, done[chunk] - over), chunk, use) for chunk, start, use in uploads]
+        for ready, chunk, use in sorted(issued):
+            link = max(link, ready) + step.upload_ms[chunk]
             wait = max(wait, link - use)
         return wait
 
