@@ -95,6 +95,7 @@ class BufferPool:
         self._by_address = {buffer.memory.untyped_storage().data_ptr(): buffer for buffer in self.buffers}
         self._by_chunk: dict[int, Buffer] = {}
         self._lock = threading.Lock()  # the update thread issues uploads too
+        self._last: Mark = streams.mark()  # the last upload issued
         self.fetches = 0  # uploads issued: what tests and reports count
 
     def holder(self, address: int) -> Buffer | None:
@@ -171,6 +172,10 @@ class BufferPool:
             assert buffer.holders == 0, "a chunk is updated while a unit uses it"
             self._evict(buffer)
 
+    def link_is_idle(self) -> bool:
+        """Whether all uploads issued so far are over."""
+        return self._last.reached()
+
     def _free_buffer(self, schedule: Schedule, *, needed_in: int) -> Buffer | None:
         """An empty buffer, or the one whose content is needed last and later than ``needed_in`` visits."""
         victim, latest = None, needed_in
@@ -220,5 +225,6 @@ class BufferPool:
 
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
         self.fetches += 1
+        self._last = buffer.loaded
         self.streams.upload(buffer.memory[: chunk.elements], chunk.weight, after=buffer.free, done=buffer.loaded)
         self.streams.upload_reached(chunk.uploaded)

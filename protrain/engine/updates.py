@@ -9,7 +9,8 @@ at step(). After a step that was not as supposed the next one does without.
 
 Gradients come in the order opposite to that in which the next forward needs its chunks. So what the host has not begun
 by the end of backward is not done early any more, but in the order of need. That holds for updates inside backward
-(``step_during_backward``) as well, which wait for no step() and need no second copy.
+(``step_during_backward``) as well, which wait for no step() and need no second copy. While the host updates those,
+chunks that are done go up whenever the link has nothing to do, also before their turn.
 
 [Note: streamed updates] Some chunks in host memory the device updates while the host updates others. A thread of their
 own takes those jobs: it waits for what the host worker would wait for, has the device stream the states through itself,
@@ -19,8 +20,10 @@ and sleeps until they are back. So whatever follows an update need not know who 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +32,7 @@ from protrain.engine.chunks import Chunk, Piece
 from protrain.engine.engine import Engine
 from protrain.engine.streamer import Scale
 from protrain.engine.streams import Mark
-from protrain.engine.worker import Job
+from protrain.engine.worker import HostWorker, Job
 from protrain_kernels import AdamScalars, adam_scalars
 
 
@@ -81,6 +84,35 @@ class _Once:
         if self._error is not None:
             raise self._error
 
+    def begun(self) -> bool:
+        """Whether anybody has come; to the worker that does it the work is done then."""
+        return self._work is None
+
+
+class _Turn(NamedTuple):
+    """The job of a chunk in host memory."""
+
+    chunk: Chunk
+    job: Job
+    is_made: Callable[[], bool]  # whether an early update has done the work; asked by the host worker
+
+
+class _Ahead:
+    """Turns that are made, to be taken while the host makes others that come before. For the host worker alone."""
+
+    def __init__(self, link_is_idle: Callable[[], bool]) -> None:
+        self._link_is_idle = link_is_idle
+        self._jobs: deque[Job] = deque()
+
+    def look(self, turns: list[_Turn]) -> None:
+        """Find those of ``turns`` that are made."""
+        self._jobs = deque(turn.job for turn in turns if turn.is_made())
+
+    def take(self) -> None:
+        """Take as many as the link has time for: an upload begins with the first whose chunk is wanted."""
+        while self._jobs and self._link_is_idle():
+            self._jobs.popleft().run()
+
 
 class Updates:
     """Every update of one engine. The ``optimizer``'s param_groups are read anew at every step."""
@@ -98,6 +130,7 @@ class Updates:
         self._backwards = 0  # since the last step, without those that only accumulate
         self._usual_backwards = 1
         self._last_jobs: dict[bool, Job] = {}  # by whether the device does it
+        self._ahead = _Ahead(engine.buffers.link_is_idle)
         self._host_scale = engine.arena.take(1, torch.float32)
         self._device_scale = engine.streams.lasting(torch.ones(1, dtype=torch.float32, device=engine.device))
         self._scale_ready = engine.streams.mark()
@@ -175,8 +208,14 @@ class Updates:
         """Update every parameter that has a gradient; ``supposed`` is what early updates took for the scale."""
         self._end_round()
         foreseen = supposed if self.check_hyperparameters() == self._begun_with else None
-        for chunk in self._engine.chunks:
-            self._update(chunk, scale, foreseen)
+        turns: list[_Turn] = []
+        try:
+            for chunk in self._engine.chunks:
+                turn = self._update(chunk, scale, foreseen)
+                if turn is not None:
+                    turns.append(turn)
+        finally:  # what waits for a job must not wait for ever
+            self._queue(turns)
         self._usual_backwards = max(1, self._backwards)
         self._backwards = 0
 
@@ -195,13 +234,16 @@ class Updates:
                 once.run()
 
         self._inside.append((chunk, once))
-        self._submit(chunk, on_host, f"early update {chunk.index}")
+        self._worker(chunk).queue(self._job(chunk, on_host, f"early update {chunk.index}"))
 
     def backward_ends(self) -> None:
         """What was given to the host inside backward and isn't begun by its end comes in the order of need."""
         self._end_round()
-        for chunk, once in sorted(self._inside, key=lambda pair: pair[0].index):
-            self._submit(chunk, once.run, f"update {chunk.index}")
+        turns = [
+            _Turn(chunk, self._job(chunk, once.run, f"update {chunk.index}"), once.begun)
+            for chunk, once in sorted(self._inside, key=lambda pair: pair[0].index)
+        ]
+        self._queue(turns)
         self._inside.clear()
 
     def _end_round(self) -> None:
@@ -219,34 +261,39 @@ class Updates:
                 self.steps[member.index] += 1
         return pieces
 
-    def _update(self, chunk: Chunk, scale: Scale | None, supposed: float | None) -> None:
+    def _update(self, chunk: Chunk, scale: Scale | None, supposed: float | None) -> _Turn | None:
         pieces = self._begin(chunk)
         if not pieces:
-            return
+            return None
         if chunk.persistent:
             self._update_on_device(chunk, pieces, scale)
-            return
+            return None
         update = self._away(chunk, pieces, scale)
         if chunk.streamed:
-            self._submit(chunk, update, f"update {chunk.index}")
-            return
+            return _Turn(chunk, self._job(chunk, update, f"update {chunk.index}"), lambda: False)
         early, tally = self._early.pop(chunk.index, None), self.tally
         if chunk.early is None:  # other gradients came, even if the backward that brought them failed
             early = None
 
-        def on_host() -> None:  # of the engine nothing, as in _away
-            if scale is not None:
-                scale.ready.wait()
-            factor = 1.0 if scale is None else scale.on_host.item()
-            tally.as_supposed = factor == supposed
-            if early is not None and _holds(early, pieces, factor, chunk.version):
+        def factor() -> float:  # of the engine nothing, as in _away
+            if scale is None:
+                return 1.0
+            scale.ready.wait()
+            return scale.on_host.item()
+
+        def is_made() -> bool:
+            return early is not None and _holds(early, pieces, factor(), chunk.version)
+
+        def on_host() -> None:
+            tally.as_supposed = factor() == supposed
+            if is_made():
                 chunk.adopt()
                 tally.adopted += 1
             else:
                 update()
                 tally.redone += early is not None and early.done
 
-        self._submit(chunk, on_host, f"update {chunk.index}")
+        return _Turn(chunk, self._job(chunk, on_host, f"update {chunk.index}"), is_made)
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         engine = self._engine
@@ -260,13 +307,27 @@ class Updates:
         if chunk.streamed:
             assert streamer is not None
             return functools.partial(streamer.update, chunk, pieces, gradient, scale, chunk.accumulation)
-        return functools.partial(_update_on_host, chunk, pieces, gradient, scale, threads=engine.worker.threads)
+        return functools.partial(
+            _update_on_host, chunk, pieces, gradient, scale, threads=engine.worker.threads, ahead=self._ahead
+        )
 
-    def _submit(self, chunk: Chunk, work: Callable[[], None], name: str) -> None:
+    def _job(self, chunk: Chunk, work: Callable[[], None], name: str) -> Job:
+        """What the next fetch of ``chunk`` waits for."""
         self._engine.buffers.invalidate(chunk)
+        chunk.update = self._last_jobs[chunk.streamed] = self._worker(chunk).job(work, name)
+        return chunk.update
+
+    def _worker(self, chunk: Chunk) -> HostWorker:
         worker = self._engine.stream_worker if chunk.streamed else self._engine.worker
         assert worker is not None
-        chunk.update = self._last_jobs[chunk.streamed] = worker.submit(work, name)
+        return worker
+
+    def _queue(self, turns: list[_Turn]) -> None:
+        """Give the workers their jobs in the order of need."""
+        on_host = [turn for turn in turns if not turn.chunk.streamed]
+        self._engine.worker.submit(functools.partial(self._ahead.look, on_host))
+        for turn in turns:
+            self._worker(turn.chunk).queue(turn.job)
 
     def _pieces(self, chunk: Chunk) -> list[Piece]:
         """Neighbouring parameters that have a gradient and share hyperparameters and the number of steps."""
@@ -295,12 +356,14 @@ class Updates:
         )
 
 
-def _update_on_host(chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None, *, threads: int) -> None:
+def _update_on_host(
+    chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None, *, threads: int, ahead: _Ahead
+) -> None:
     if scale is not None:
         scale.ready.wait()
     chunk.offloaded.wait()
     chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
-    chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
+    chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads, between=ahead.take)
 
 
 def _holds(early: _Early, pieces: list[Piece], factor: float, version: int) -> bool:

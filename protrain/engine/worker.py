@@ -25,8 +25,9 @@ class Job:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do the work, then what waits for it."""
-        assert self._work is not None
+        """Do the work, then what waits for it. A job that was run ahead of its turn does nothing when that comes."""
+        if self._work is None:
+            return
         try:
             self._work()
         except BaseException as error:
@@ -76,9 +77,17 @@ class HostWorker:
 
     def submit(self, work: Callable[[], None], name: str = "") -> Job:
         """Queue ``work`` behind everything submitted before."""
-        job = Job(work if self.times is None else functools.partial(_timed, work, name, self.times))
-        self._queue.put(job)
+        job = self.job(work, name)
+        self.queue(job)
         return job
+
+    def job(self, work: Callable[[], None], name: str = "") -> Job:
+        """One that is yet to be queued."""
+        return Job(work if self.times is None else functools.partial(_timed, work, name, self.times))
+
+    def queue(self, job: Job) -> None:
+        """Put ``job`` behind everything submitted before."""
+        self._queue.put(job)
 
     def drain(self) -> None:
         """Block until everything submitted so far is done."""

@@ -1,7 +1,7 @@
 """A step as it really overlaps, worked out in order of issue on five lanes (paper section 4, and beyond).
 
 GPU       computes, flattens gradients into chunks, updates persistent chunks
-up, down  the copy engines: first in, first out, whatever is waited for
+up, down  the copy engines: first in, first out; an upload gets there once its chunk is updated
 host      updates the other chunks, one after the other, in the order in which the next forward needs them
 streamed  some of those, updated by the device through the link, likewise (:mod:`protrain.planning.streaming`)
 
@@ -9,10 +9,8 @@ The engine's order of issue is known (:mod:`protrain.planning.fetches` for uploa
 its lane is free and what it needs is there: a buffer given up, a chunk updated, a gradient offloaded, a norm known. The
 step after the first is the steady state.
 
-[Note: contention] What runs at the same time shares the link, the root complex, the host's DRAM and the card's power
-(not in the paper). The first pass runs every operation at its own full rate; the second stretches each by what is left
-of its rate beside the others (:mod:`protrain.planning.contention`), for the part of its time in which they ran in the
-first, as if lanes were busy independently of each other within that time.
+The first pass runs every operation at its own full rate; the second stretches each by what is left of that beside the
+others (:mod:`protrain.planning.stretches`).
 
 [Note: how many early updates] More are not always better. Gradients come in backward order, so what begins in time of
 many early updates are chunks that the next forward needs last, and those that it needs first come after; of fewer it
@@ -24,20 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from itertools import accumulate, islice, pairwise, product, repeat
+from itertools import islice, repeat
 from math import inf
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from protrain.planning.contention import OTHERS, Rates
+from protrain.planning.contention import Rates
 from protrain.planning.fetches import Fetch
+from protrain.planning.stretches import stretches
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Operation, Timeline
 from protrain.planning.updating import Queue
-
-Times = NDArray[np.float64]
 
 _TRIED = 3  # early updates fewer than what was best so far
 
@@ -88,7 +81,7 @@ def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float,
     step, n_early = first.step, first.step.host.n_early
     if first.step_ms >= limit_ms or not first.moves:
         return first.step_ms, n_early
-    stretch = _stretches(first, rates)
+    stretch = stretches(first.starts, first.ends, rates)
     waits = n_early < len(step.host.updates) and not step.streamed.updates
     if limit_ms < inf and waits and _least_ms(step, first, stretch) >= limit_ms:
         return limit_ms, n_early
@@ -118,11 +111,11 @@ def timeline(step: Step, rates: Rates) -> Timeline:
     """The same with every operation."""
     run = _Run.of(step)
     if run.moves:
-        run = _Run.of(step, _stretches(run, rates), run.in_time)
-    begin = run.begin_ms
+        run = _Run.of(step, stretches(run.starts, run.ends, rates), run.in_time)
+    step, begin = run.step, run.begin_ms
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
-        for lane, names in enumerate(_names(step, run.in_time or (0, 0)))
+        for lane, names in enumerate(_names(step, run))
         for (kind, what), start, end in zip(names * 2, run.starts[lane], run.ends[lane], strict=True)
         if end > start and end > begin
     ]
@@ -134,11 +127,12 @@ def timeline(step: Step, rates: Rates) -> Timeline:
     )
 
 
-def _names(step: Step, in_time: tuple[int, int]) -> list[list[tuple[str, object]]]:
-    """By lane, what it does in one step in the order of issue: what and with what."""
+def _names(step: Step, run: _Run) -> list[list[tuple[str, object]]]:
+    """By lane, what it does in the second step in the order of issue: what and with what."""
+    in_time = run.in_time or (0, 0)
     names: list[list[tuple[str, object]]] = [[] for _ in LANES]
+    names[UP] = [("weights", fetch.chunk) for fetch in run.uploads]
     for visit, work in zip(step.forward, step.forward_work, strict=True):
-        names[UP] += [("weights", fetch.chunk) for fetch in visit.fetches]
         names[GPU].append(("forward", visit.name))
         if work.swap_ms:
             names[DOWN].append(("activations", visit.name))
@@ -165,6 +159,7 @@ class _Run:
         self.step = step  # with the early updates that were chosen
         self._stretch = stretch  # by lane, for one operation after the other
         self.in_time: tuple[int, int] | None = None  # early updates, host and device; found in the first step
+        self.uploads: list[Fetch] = []  # of forward, as they get to the link
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
         self.starts: list[list[float]] = [[] for _ in LANES]
         self.ends: list[list[float]] = [[] for _ in LANES]
@@ -224,6 +219,9 @@ class _Run:
         self.ends[lane].append(end)
         return end
 
+    def _updated_at(self, fetch: Fetch) -> float:
+        return self._updated[fetch.chunk]
+
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
         """Weights go up, each when it is updated and its buffer given up."""
         up, stretch, starts, ends = self._free[UP], self._stretch[UP], self.starts[UP], self.ends[UP]
@@ -239,12 +237,32 @@ class _Run:
             ends.append(up)
         self._free[UP] = up
 
+    def _fetch_updated(self, fetches: Sequence[Fetch]) -> Sequence[Fetch]:
+        """The same for those issued at once when forward begins; what is updated does not wait for what is not.
+
+        Returns them as they went.
+        """
+        updated, left, gone = self._updated, list(fetches), []
+        while left:
+            free = self._free[UP]
+            first = min(left, key=lambda fetch: max(free, updated[fetch.chunk]))  # of several the nearest
+            left.remove(first)
+            gone.append(first)
+            self._fetch((first,))
+        return gone
+
     def _forward(self) -> None:
         gpu, stretch, starts, ends = self._free[GPU], self._stretch[GPU], self.starts[GPU], self.ends[GPU]
         released, loaded, unsettled = self._released, self._loaded, self._unsettled
+        self.uploads = []
         for visit, work in zip(self.step.forward, self.step.forward_work, strict=True):
-            if visit.fetches:
-                self._fetch(visit.fetches)
+            fetches = visit.fetches
+            if fetches:
+                if max(map(self._updated_at, fetches)) > self._free[UP]:
+                    fetches = self._fetch_updated(fetches)
+                else:
+                    self._fetch(fetches)
+                self.uploads += fetches
             start = gpu
             chunks = visit.chunks
             for chunk in chunks:
@@ -315,13 +333,16 @@ class _Run:
                 self.step.host.in_time(self._free[HOST], self._offloaded, over),
                 self.step.streamed.in_time(self._free[STREAM], self._offloaded, over),
             )
-        for lane, queue, in_time in zip(
-            (HOST, STREAM), (self.step.host, self.step.streamed), self.in_time, strict=True
-        ):
-            for at, (chunk, duration) in enumerate(queue.ordered(in_time)):
-                earliest = self._offloaded[chunk]
-                done = self._do(lane, earliest if at < in_time else max(over, earliest), duration)
-                self._updated[chunk] = max(over, done)  # an early one is confirmed when the norm is known
+        updated, queues = self._updated, (self.step.host, self.step.streamed)
+        for lane, queue, in_time in zip((HOST, STREAM), queues, self.in_time, strict=True):
+            updates = queue.ordered(in_time)
+            for chunk, duration in updates[:in_time]:
+                self._do(lane, self._offloaded[chunk], duration)
+            settled = max(over, self._free[lane])  # early ones are looked at when the norm is known and none runs
+            for chunk, _ in updates[:in_time]:
+                updated[chunk] = settled
+            for chunk, duration in updates[in_time:]:
+                updated[chunk] = self._do(lane, max(over, self._offloaded[chunk]), duration)
         for _, duration in self.step.device_update_ms:
             self._do(GPU, 0.0, duration)
 
@@ -331,11 +352,10 @@ class _Run:
         for visit, start in zip(self.step.forward, self.starts[GPU], strict=False):
             for chunk in visit.chunks:
                 used.setdefault(chunk, start)
-        fetches = (fetch for visit in self.step.forward for fetch in visit.fetches)
         # What is fetched once more is for backward.
         uploads = [
             (fetch.chunk, start, used.pop(fetch.chunk, inf))
-            for fetch, start in zip(fetches, self.starts[UP], strict=False)
+            for fetch, start in zip(self.uploads, self.starts[UP], strict=False)
         ]
         chosen, least = self.step.host, self._wait_ms(self.step.host, over, uploads, inf)
         none = chosen._replace(n_early=0)
@@ -357,64 +377,23 @@ class _Run:
         """
         offloaded, upload_ms = self._offloaded, self.step.upload_ms
         in_time = host.in_time(self._free[HOST], offloaded, over)
-        free, done = self._free[HOST], [0.0] * len(upload_ms)
-        for at, (chunk, duration) in enumerate(host.ordered(in_time)):
-            if offloaded[chunk] > free:
-                free = offloaded[chunk]
-            if over > free and at >= in_time:
-                free = over
-            free = done[chunk] = free + duration
+        updates, free, done = host.ordered(in_time), self._free[HOST], [0.0] * len(upload_ms)
+        for chunk, duration in updates[:in_time]:
+            free = max(free, offloaded[chunk]) + duration
+        for chunk, _ in updates[:in_time]:
+            done[chunk] = free
+        free = max(free, over)
+        for chunk, duration in updates[in_time:]:
+            free = done[chunk] = max(free, offloaded[chunk]) + duration
         link = wait = 0.0
-        for chunk, start, use in uploads:
-            if start > link:
-                link = start
-            if done[chunk] - over > link:
-                link = done[chunk] - over
+        for ready, chunk, use in sorted(
+            [(max(start, done[chunk] - over), chunk, use) for chunk, start, use in uploads]
+        ):
+            if ready > link:
+                link = ready
             link += upload_ms[chunk]
             if link - use > wait:
                 wait = link - use
                 if wait > limit_ms:
                     break
         return wait
-
-
-def _stretches(run: _Run, rates: Rates) -> list[list[float]]:
-    """By lane, per operation the factor on its duration. See [Note: contention].
-
-    The last lane, which most plans leave idle, costs nothing then.
-    """
-    n_lanes = len(LANES) if run.starts[STREAM] else STREAM
-    counts = [len(starts) for starts in run.starts[:n_lanes]]
-    starts = np.array([moment for lane in run.starts for moment in lane])
-    ends = np.array([moment for lane in run.ends for moment in lane])
-    firsts = [0, *accumulate(counts)]
-    lanes = [slice(first, last) for first, last in pairwise(firsts)]
-    lengths = np.maximum(ends - starts, 1e-9)
-    # By lane, per operation of any lane: the part of its time that the lane works, between 0 and 1.
-    shares = []
-    for lane in lanes:
-        busy = _busy(starts[lane], ends[lane], ends) - _busy(starts[lane], ends[lane], starts)
-        shares.append(np.clip(busy / lengths, 0.0, 1.0))
-    beside = [
-        np.concatenate([shares[others[which]][lane] for others, lane in zip(OTHERS[:n_lanes], lanes, strict=True)])
-        for which in range(n_lanes - 1)
-    ]
-    alone = [1.0 - share for share in beside]
-    rate = np.zeros(len(starts))
-    idle = (False,) * (len(LANES) - n_lanes)
-    for present in product((False, True), repeat=n_lanes - 1):
-        weights = reduce(np.multiply, (beside[at] if runs else alone[at] for at, runs in enumerate(present)))
-        rate += weights * np.repeat([of_lane[*present, *idle] for of_lane in rates[:n_lanes]], counts)
-    factors: list[float] = (1.0 / rate).tolist()
-    return [*(factors[lane] for lane in lanes), *([[]] * (len(LANES) - n_lanes))]
-
-
-def _busy(starts: Times, ends: Times, until: Times) -> Times:
-    """How much of the time up to each moment of ``until`` operations take that follow each other."""
-    if not starts.size:
-        return np.zeros_like(until)
-    lengths = ends - starts
-    before = np.concatenate(([0.0], np.cumsum(lengths)))  # busy time before each operation
-    at = np.searchsorted(starts, until, side="right") - 1
-    inside = np.minimum(until, ends[at]) - starts[at]
-    return np.where(at < 0, 0.0, before[at] + inside)

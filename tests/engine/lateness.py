@@ -56,13 +56,15 @@ class LateWorker(HostWorker):
         weakref.finalize(self, _finish, self._jobs, self.followers)  # as the thread does
 
     @override
-    def submit(self, work: Callable[[], None], name: str = "") -> Job:
-        job = _LateJob(work, self)
+    def job(self, work: Callable[[], None], name: str = "") -> Job:
+        return _LateJob(work, self)
+
+    @override
+    def queue(self, job: Job) -> None:
         self._jobs.append(job)
         if self.schedule == "early":
             self._run_while(lambda: bool(self._jobs or self.followers))
         self.come_in()
-        return job
 
     @override
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import protrain
+from protrain.engine import chunks
 from protrain.engine.chunks import Chunk
 from protrain.engine.gradients import Gradients
 from protrain.engine.streams import Mark
@@ -137,6 +139,40 @@ def test_what_the_host_has_not_begun_by_the_end_of_backward_is_not_early(
 
     optimizer, _ = trained(run, device)
     assert counts(optimizer) == (0, 0)
+
+
+@pytest.mark.parametrize("idle", [0, 2, 4])
+@pytest.mark.parametrize("inside", [False, True], ids=["early", "inside-backward"])
+def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, inside: bool, idle: int
+) -> None:
+    data, model = residual.batches(STEPS), residual.make()
+    spec = dataclasses.replace(SPEC, early=not inside)
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "step_during_backward": inside}
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], **options)
+    n_chunks, begun = optimizer.plan.n_chunks, itertools.count(1)
+    times: list[tuple[str, int, int]] = []
+    optimizer._engine.worker.times = times
+
+    def link_is_idle() -> bool:
+        return sum(name.startswith("update") for name, _, _ in times) % n_chunks < idle
+
+    # As if the host had begun all but the last before backward was over, and the link had time for so many chunks.
+    monkeypatch.setattr(_Round, "is_over", lambda _: next(begun) % n_chunks == 0)
+    monkeypatch.setattr(optimizer._updates._ahead, "_link_is_idle", link_is_idle)
+    losses = Loop().run(wrapped, optimizer, data)
+    found = states(wrapped, optimizer)
+    order = [int(name.split()[-1]) for name, _, _ in times if name.startswith("update")]
+    assert times[n_chunks - 1][0] == "early update 0", "its gradient comes last"
+    assert order == STEPS * [*range(1, 1 + idle), 0, *range(1 + idle, n_chunks)]
+    plain, trainer = prepare_plain(again := residual.make(), adamw(again), device=device, dtype=torch.bfloat16)
+    assert Loop().run(plain, trainer, data) == losses
+    assert_same(found, states(plain, trainer))
+
+
+def test_a_chunk_updated_in_stretches_has_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_STRETCH", 256)
+    trained(clipping(1e-3), device)
 
 
 def _hold(go: threading.Event) -> None:

@@ -16,7 +16,7 @@ from protrain.hardware.calibration import differences
 from protrain.hardware.calibration.contention import Activity, groups_on, units_per_second
 from protrain.hardware.calibration.effort import Effort
 from protrain.hardware.calibration.host_memory import CPU, random_tensor
-from protrain.hardware.calibration.optimizers import AdamChunk, best_threads, thread_counts
+from protrain.hardware.calibration.optimizers import AdamChunk, adam_figure, best_threads, thread_counts
 from protrain.hardware.calibration.run import decisive
 from protrain.hardware.calibration.timing import durations_s, figure_of, spread_of
 from protrain.hardware.memory import usable_cores
@@ -69,7 +69,7 @@ def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
     }
     tried = [figure.at for figure in profile.figures if figure.name == "host AdamW"]
     counts = [f"{count} threads" for count in thread_counts(usable_cores())]
-    assert tried == [*counts, "the best number again", "and once more"]
+    assert tried == [*counts, "over much memory", "the same later", "and once more"]
     assert all(0 < figure.p20 <= figure.median <= figure.p80 for figure in profile.figures)
     assert profile.streamed_adam_gparams is profile.pinning_gbps is profile.all_gather_gbps is None
     assert HardwareProfile.from_json(profile.to_json()) == profile
@@ -91,8 +91,7 @@ def test_the_planner_gets_the_largest_size_and_the_best_way(on_cpu: Run) -> None
 def test_the_hosts_adamw_is_the_median_of_three_moments(on_cpu: Run) -> None:
     profile = on_cpu.profile
     figures = {figure.at: figure.median for figure in profile.figures if figure.name == "host AdamW"}
-    names = (f"{profile.host_adam_threads} threads", "the best number again", "and once more")
-    moments = [figures[name] for name in names]
+    moments = [figures[name] for name in ("over much memory", "the same later", "and once more")]
     assert profile.host_adam_gparams == sorted(moments)[1]
 
 
@@ -252,6 +251,27 @@ def test_thread_counts_and_the_fewest_that_are_best() -> None:
     assert thread_counts(16) == [1, 2, 4, 8, 14, 16]
     rates = {1: 1.0, 2: 1.9, 4: 2.95, 8: 3.0}
     assert best_threads({count: _figure("host AdamW", "", rate) for count, rate in rates.items()}) == 4
+
+
+def test_the_hosts_chunks_are_many_where_memory_is() -> None:
+    assert Effort(seconds=30.0, host_room_bytes=120 * GIB, device_room_bytes=80 * GIB).host_chunks == 12
+    assert Effort(seconds=30.0, host_room_bytes=30 * GIB, device_room_bytes=80 * GIB).host_chunks == 3
+    assert Effort(seconds=30.0, host_room_bytes=2 * GIB, device_room_bytes=80 * GIB).host_chunks == 1
+    assert Effort(seconds=1.0, host_room_bytes=120 * GIB, device_room_bytes=80 * GIB).host_chunks == 1
+
+
+def test_a_rate_counts_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    updated: list[int] = []
+
+    def update(chunk: AdamChunk, threads: int = 0) -> None:
+        updated.append(id(chunk))
+        time.sleep(0.01)
+
+    monkeypatch.setattr(AdamChunk, "update", update)
+    chunks = [AdamChunk.on(CPU, elements) for elements in (128, 256, 128)]
+    figure = adam_figure("host AdamW", chunks, CPU, budget_s=0.1, threads=1)
+    assert updated[:3] == [id(chunk) for chunk in chunks]
+    assert figure.median == pytest.approx(512 / 0.03 / 1e9, rel=0.3)
 
 
 def _effort(seconds: float = 30.0, host_gib: float = 64.0, device_gib: float = 64.0) -> Effort:

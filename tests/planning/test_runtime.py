@@ -206,9 +206,9 @@ def test_early_updates_hide_in_backward() -> None:
     slow = replace(MACHINE, host_adam_gparams=MACHINE.host_adam_gparams / 6)
     runtime = model_of(profile, slow)
     steps = [runtime.step_ms((NONE,) * 8, 0, 8, early) for early in range(9)]
-    # Behind the norm eight updates of 6 ms hold up a forward whose uploads take less; in backward they slow the copies.
+    # Behind the norm eight updates of 6 ms hold up a forward whose uploads take less. Copies slow them anywhere.
     gain = 8 * 6.0 * UPDATE - (8 - 1) * MOVE
-    assert 0.7 * gain < steps[0] - steps[8] <= gain
+    assert 0.9 * gain < steps[0] - steps[8] < 1.1 * gain
     assert all(more <= fewer + 1e-9 for fewer, more in pairwise(steps))
     inside = model_of(profile, slow, update_in_backward=True)
     assert steps[8] >= inside.step_ms((NONE,) * 8, 0, 8) - 1e-9

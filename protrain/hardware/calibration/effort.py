@@ -7,8 +7,11 @@ from dataclasses import dataclass
 MIB = 1024**2
 GIB = 1024**3
 FULL_SECONDS = 30.0
-_ROOM_BYTES = 12 * GIB  # free memory that full sizes, 3 GiB at the most, are modest beside
+_ROOM_BYTES = 12 * GIB  # free memory that full sizes, 3 GiB at the most but for the host's chunks, are modest beside
 _LARGEST_TRANSFER_MIB = 256
+_MOST_CHUNKS = 12
+_HOST_SHARE = 10  # of the host's free memory is what chunks may take
+_CHUNK_BYTES = 14  # a parameter, bf16 with a split master and its gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,12 @@ class Effort:
     def adam_elements(self) -> int:
         """Parameters of the chunk that AdamW updates, a multiple of 1024: 0.9 GB in bf16 with a split master."""
         return max(64, int(64 * 1024 * self.size)) * 1024
+
+    @property
+    def host_chunks(self) -> int:
+        """How many such chunks the host updates one after the other."""
+        room = self.host_room_bytes // _HOST_SHARE // (self.adam_elements * _CHUNK_BYTES)
+        return max(1, min(room, int(_MOST_CHUNKS * self.time)))
 
     @property
     def tensor_bytes(self) -> int:

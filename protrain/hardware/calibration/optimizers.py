@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,18 +52,31 @@ class AdamChunk:
         """One AdamW step where the chunk lies."""
         adam(self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad, STEP, threads=threads)
 
-    def figure(
-        self, name: str, device: torch.device, *, budget_s: float, threads: int = 0, sheet: Datasheet | None = None
-    ) -> Figure:
-        """The rate of :meth:`update`, in 1e9 parameters a second."""
-        return figure_of(
-            name,
-            durations_s(lambda: self.update(threads), device, budget_s=budget_s),
-            self.elements / 1e9,
-            "G param/s",
-            at=f"{threads} threads" if threads else "",
-            datasheet=None if sheet is None else sheet.memory_gbps / ADAM_BYTES,
-        )
+
+def adam_figure(
+    name: str,
+    chunks: Sequence[AdamChunk],
+    device: torch.device,
+    *,
+    budget_s: float,
+    threads: int = 0,
+    at: str = "",
+    sheet: Datasheet | None = None,
+) -> Figure:
+    """The rate of updates of ``chunks`` one after the other, in 1e9 parameters a second."""
+
+    def update_all() -> None:
+        for chunk in chunks:
+            chunk.update(threads)
+
+    return figure_of(
+        name,
+        durations_s(update_all, device, budget_s=budget_s),
+        sum(chunk.elements for chunk in chunks) / 1e9,
+        "G param/s",
+        at=at,
+        datasheet=None if sheet is None else sheet.memory_gbps / ADAM_BYTES,
+    )
 
 
 def thread_counts(threads: int) -> list[int]:

@@ -25,7 +25,13 @@ from protrain.hardware.calibration.effort import FULL_SECONDS, Effort
 from protrain.hardware.calibration.host_memory import CPU, dram_figures, pinning_gbps
 from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
 from protrain.hardware.calibration.launching import one_core_taken
-from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk, best_threads, thread_counts
+from protrain.hardware.calibration.optimizers import (
+    AdamChunk,
+    StreamedChunk,
+    adam_figure,
+    best_threads,
+    thread_counts,
+)
 from protrain.hardware.calibration.ranks import Ranks, ranks_of_this_run
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.datasheet import of_card, pcie_gbps
@@ -40,7 +46,7 @@ _LOADED_S = 0.3  # of queued work under which the card is asked for its clocks a
 _MATMUL_S, _COPY_S, _TRANSFERS_S, _DRAM_S, _ADAM_S, _STREAMED_S, _KERNEL_S = 2.0, 0.5, 3.0, 1.5, 0.4, 1.5, 0.4
 _GROUP_S, _COLLECTIVE_S = 0.9, 0.4  # a group; a size
 _LARGEST = 3
-_AT_THE_BEST = ("the best number again", "and once more")  # figures of the host's AdamW
+_OVER_MEMORY = ("over much memory", "the same later", "and once more")  # figures of the host's AdamW
 _BY_SIZE = ("h2d", "d2h", "both ways", "all_gather", "reduce_scatter")
 
 
@@ -53,8 +59,8 @@ def calibrate(
 ) -> HardwareProfile:
     """Measure ``device`` and its host; later calls that detect the machine use what was measured.
 
-    Takes about 40 s and up to 3 GiB of either memory; the machine should be idle. Under torchrun every process calls
-    it, all measure at once, and each gets the figures of the slowest.
+    Takes about 40 s, up to 3 GiB of the device's memory and 11 GiB of the host's; the machine should be idle. Under
+    torchrun every process calls it, all measure at once, and each gets the figures of the slowest.
 
     Args:
         device: "cuda", "cuda:1" or "cpu"; None is a GPU where there is one.
@@ -140,7 +146,7 @@ class Calibration:
 
     def _planned_s(self) -> float:
         alone = _MATMUL_S + _COPY_S + _TRANSFERS_S + _DRAM_S + 2 * _KERNEL_S
-        optimizers = (len(thread_counts(self.threads)) + 3) * _ADAM_S + self.on_gpu * _STREAMED_S
+        optimizers = (len(thread_counts(self.threads)) + 4) * _ADAM_S + self.on_gpu * _STREAMED_S
         collectives = len(self.effort.transfer_bytes) * _COLLECTIVE_S * (self.ranks.size > 1)
         return alone + optimizers + len(groups_on(self.device)) * _GROUP_S + collectives
 
@@ -161,13 +167,14 @@ class Calibration:
         """
         self._device_alone()
         pinned = [self._transfers()]
-        chunk = AdamChunk.on(CPU, self.effort.adam_elements)
-        self._host(chunk, torch_threads=torch_threads)
+        chunks = [AdamChunk.on(CPU, self.effort.adam_elements) for _ in range(self.effort.host_chunks)]
+        self._host(chunks[0], torch_threads=torch_threads)
+        self._host_over_memory(chunks, _OVER_MEMORY[0])
         self._optimizers_and_kernels()
-        self._host_again(chunk, _AT_THE_BEST[0])
-        pinned.append(self._together(chunk))
-        self._host_again(chunk, _AT_THE_BEST[1])
-        del chunk
+        self._host_over_memory(chunks, _OVER_MEMORY[1])
+        pinned.append(self._together(chunks[0]))
+        self._host_over_memory(chunks, _OVER_MEMORY[2])
+        del chunks
         self._collectives()
         self.warnings += pinning_doubts(pinned)
         self.figures = self.ranks.slowest(self.figures)
@@ -204,7 +211,7 @@ class Calibration:
     def _host(self, chunk: AdamChunk, *, torch_threads: int) -> None:
         with self._stage("host memory", _DRAM_S) as budget_s:
             dram = dram_figures(self.effort.tensor_bytes, budget_s=budget_s)
-        by_threads = {count: self._on_host(chunk, count) for count in thread_counts(self.threads)}
+        by_threads = {count: self._on_host([chunk], count, f"{count} threads") for count in thread_counts(self.threads)}
         self.figures += [*dram, *by_threads.values()]
         slowest = self.ranks.slowest(list(by_threads.values()))  # all processes must choose the same
         self._adam_threads = best_threads(dict(zip(by_threads, slowest, strict=True)))
@@ -216,19 +223,23 @@ class Calibration:
             beside_gpu=self.on_gpu,
         )
 
-    def _host_again(self, chunk: AdamChunk, when: str) -> None:
-        """The host's AdamW at another moment: what slows the host of a virtual machine comes and goes in seconds."""
-        self.figures.append(replace(self._on_host(chunk, self._adam_threads), at=when))
+    def _host_over_memory(self, chunks: Sequence[AdamChunk], when: str) -> None:
+        """The host's AdamW with the best number of threads. Its rate depends on where memory lies, and comes and goes.
 
-    def _on_host(self, chunk: AdamChunk, threads: int) -> Figure:
+        On the host of a virtual machine some gigabytes are a third slower than others, and what others do there slows
+        all for seconds. A step updates tens of gigabytes.
+        """
+        self.figures.append(self._on_host(chunks, self._adam_threads, when))
+
+    def _on_host(self, chunks: Sequence[AdamChunk], threads: int, at: str) -> Figure:
         # On a GPU a step's launching thread takes a core; on a CPU that thread does the updates.
         with self._stage("AdamW on the host", _ADAM_S) as budget_s, one_core_taken(wanted=self.on_gpu):
-            return chunk.figure("host AdamW", CPU, budget_s=budget_s, threads=threads)
+            return adam_figure("host AdamW", chunks, CPU, budget_s=budget_s, threads=threads, at=at)
 
     def _optimizers_and_kernels(self) -> None:
         with self._stage("AdamW on the device", _ADAM_S) as budget_s:
             chunk = AdamChunk.on(self.device, self.effort.adam_elements)
-            figure = chunk.figure("device AdamW", self.device, budget_s=budget_s, sheet=self._sheet)
+            figure = adam_figure("device AdamW", [chunk], self.device, budget_s=budget_s, sheet=self._sheet)
             self.figures.append(figure)
             del chunk
         if self.on_gpu:
@@ -262,9 +273,7 @@ class Calibration:
         names = dict.fromkeys(figure.name for figure in self.figures)
         best = {name: decisive([figure for figure in self.figures if figure.name == name]) for name in names}
         rates = {name: figure.median for name, figure in best.items()}
-        best_at = (f"{self._adam_threads} threads", *_AT_THE_BEST)
-        at_best = [figure for figure in self.figures if figure.name == "host AdamW" and figure.at in best_at]
-        rates["host AdamW"] = statistics.median(figure.median for figure in at_best)
+        rates["host AdamW"] = statistics.median(figure.median for figure in self.figures if figure.at in _OVER_MEMORY)
         streamed = best.get("streamed AdamW")
         return replace(
             base,
