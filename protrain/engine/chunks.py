@@ -10,6 +10,7 @@ frozen chunk has a weight only. Every length is a multiple of 128 elements.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,7 @@ from protrain.planning.layout import ChunkRecord, Layout
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels import AdamScalars, AdamStates, adam, adam_out_of_place
 
+_STRETCH = 1 << 25  # elements, which the host updates in some 7 ms
 _TRANSFERRED = ("weight", "grad")  # the states of a non-persistent chunk that travel
 Piece = tuple[slice, AdamScalars]  # elements of a chunk, and what holds for them in a step
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
@@ -86,7 +88,15 @@ class Chunk:
             early.wait()
         self.wait_for_update()
 
-    def step(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
+    def step(
+        self,
+        pieces: list[Piece],
+        gradient: Tensor,
+        scale: Tensor | None,
+        *,
+        threads: int,
+        between: Callable[[], None] | None = None,
+    ) -> None:
         """AdamW on ``pieces``, runs of elements with the same hyperparameters, wherever the chunk lies.
 
         Args:
@@ -94,10 +104,11 @@ class Chunk:
             gradient: of the whole chunk, beside its states.
             scale: factor on it, 0-d or one element, beside it.
             threads: on the host.
+            between: called before every stretch of some milliseconds, on the host.
         """
         assert self.exp_avg is not None
         assert self.exp_avg_sq is not None
-        for part, scalars in pieces:
+        for part, scalars in pieces if between is None else _stretched(pieces, between):
             adam(
                 self.weight[part],
                 None if self.master is None else self.master[part],
@@ -137,6 +148,13 @@ class Chunk:
         assert self.exp_avg is not None
         assert self.exp_avg_sq is not None
         return AdamStates(self.weight, self.master, self.exp_avg, self.exp_avg_sq)
+
+
+def _stretched(pieces: list[Piece], between: Callable[[], None]) -> Iterator[Piece]:
+    for part, scalars in pieces:
+        for start in range(part.start, part.stop, _STRETCH):
+            between()
+            yield slice(start, min(part.stop, start + _STRETCH)), scalars
 
 
 def _part(states: AdamStates, part: slice) -> AdamStates:

@@ -30,8 +30,6 @@ from protrain.engine.streams import Mark
 from protrain.engine.worker import Job
 from protrain_kernels import AdamScalars, adam_scalars
 
-_STRETCH = 1 << 25  # elements that the host updates, in some 7 ms, before it looks at the link
-
 
 class Scale(NamedTuple):
     """The factor on gradients (clipping, loss scale): one fp32."""
@@ -350,11 +348,7 @@ def _update_on_host(
 ) -> None:
     chunk.offloaded.wait()
     chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
-    for part, scalars in pieces:
-        for start in range(part.start, part.stop, _STRETCH):
-            ahead.take()
-            stretch = slice(start, min(part.stop, start + _STRETCH))
-            chunk.step([(stretch, scalars)], gradient, scale, threads=threads)
+    chunk.step(pieces, gradient, scale, threads=threads, between=ahead.take)
 
 
 def _holds(early: _Early, pieces: list[Piece], factor: float, version: int) -> bool:

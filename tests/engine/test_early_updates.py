@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.engine import updates
+from protrain.engine import chunks
 from protrain.engine.chunks import Chunk
 from protrain.engine.gradients import Gradients
 from protrain.engine.streams import Mark
@@ -171,7 +171,7 @@ def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
 
 
 def test_a_chunk_updated_in_stretches_has_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "_STRETCH", 256)
+    monkeypatch.setattr(chunks, "_STRETCH", 256)
     trained(clipping(1e-3), device)
 
 
