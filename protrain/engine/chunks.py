@@ -10,8 +10,7 @@ frozen chunk has a weight only. Every length is a multiple of 128 elements.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
