@@ -63,14 +63,14 @@ def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 
 
 @pytest.fixture
-def updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, str]]:
-    """(chunk, how, thread) of every update of a chunk in host memory."""
-    done: list[tuple[int, str, str]] = []
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Chunk, str, str]]:
+    """(chunk, how, thread) of every update of a chunk in host memory; of a model before this one as well."""
+    done: list[tuple[Chunk, str, str]] = []
 
     def noting(name: str, update: Callable[..., None]) -> Callable[..., None]:
         def noted(chunk: Chunk, *args: Any, **options: Any) -> None:
             if not chunk.persistent:
-                done.append((chunk.index, name, threading.current_thread().name))
+                done.append((chunk, name, threading.current_thread().name))
             update(chunk, *args, **options)
 
         return noted
@@ -107,13 +107,13 @@ def looping(**options: Any) -> Run:
     return lambda model, optimizer, data: Loop(**options).run(model, optimizer, data)
 
 
-def check_shared(updates: list[tuple[int, str, str]], optimizer: ProTrainOptimizer, *, steps: int) -> None:
+def check_shared(updates: list[tuple[Chunk, str, str]], optimizer: ProTrainOptimizer, *, steps: int) -> None:
     """The planned chunks were updated by the device, the others by the host, on a thread each."""
     chunks = [chunk for chunk in optimizer._engine.chunks if not chunk.persistent]
     streamed = {chunk.index for chunk in chunks if chunk.streamed}
     assert len(streamed) == optimizer.plan.n_stream < len(chunks)
     for chunk in chunks:
-        found = [(how, thread) for index, how, thread in updates if index == chunk.index]
+        found = [(how, thread) for one, how, thread in updates if one is chunk]
         how = {("step_streamed", "protrain-stream-worker")} if chunk.streamed else {("step", "protrain-host-worker")}
         assert set(found) == how
         assert len(found) == steps
@@ -124,7 +124,7 @@ def check_shared(updates: list[tuple[int, str, str]], optimizer: ProTrainOptimiz
 def test_bits(
     device: torch.device,
     copies: bool,
-    updates: list[tuple[int, str, str]],
+    updates: list[tuple[Chunk, str, str]],
     dtype: torch.dtype,
     max_norm: float | None,
 ) -> None:
@@ -144,7 +144,7 @@ def test_skipped_steps_change_nothing(device: torch.device, copies: bool) -> Non
 def test_a_gradient_that_the_host_still_adds_to_is_waited_for(
     device: torch.device,
     copies: bool,
-    updates: list[tuple[int, str, str]],
+    updates: list[tuple[Chunk, str, str]],
     monkeypatch: pytest.MonkeyPatch,
     no_sync: bool,
 ) -> None:
@@ -159,7 +159,7 @@ def test_a_gradient_that_the_host_still_adds_to_is_waited_for(
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_inside_backward(
-    device: torch.device, copies: bool, updates: list[tuple[int, str, str]], accumulate: int
+    device: torch.device, copies: bool, updates: list[tuple[Chunk, str, str]], accumulate: int
 ) -> None:
     run = looping(accumulate=accumulate, no_sync=accumulate > 1)
     optimizer = trained(run, device, step_during_backward=True)
@@ -167,13 +167,13 @@ def test_inside_backward(
 
 
 def test_beside_persistent_chunks_and_early_updates(
-    device: torch.device, copies: bool, updates: list[tuple[int, str, str]]
+    device: torch.device, copies: bool, updates: list[tuple[Chunk, str, str]]
 ) -> None:
     spec = Spec("some", "middle", (SWAP, CKPT, NONE), small=True, early=True, stream=True)
     plan = trained(looping(max_norm=0.05), device, spec=spec).plan
     assert plan.n_persist > 0 < plan.n_speculate
     first = plan.n_persist + plan.n_speculate
-    streamed = {chunk for chunk, how, _ in updates if how == "step_streamed"}
+    streamed = {chunk.index for chunk, how, _ in updates if how == "step_streamed"}
     assert min(streamed) >= first
     assert streamed == set(streamed_chunks(range(first, plan.n_chunks), plan.n_stream))
 
