@@ -136,8 +136,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 self._need_gradients("step()")
                 raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
             self._updated.clear()
-            self._engine.steps += 1
-            self._clock.tick()
+            self._end_step()
             return result
         self._need_gradients("step()")
         self._updates.check_hyperparameters()
@@ -146,9 +145,13 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             return result
         used = 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used
         self._updates.step(self._gradient_scale(used), supposed=used)
-        self._engine.steps += 1
-        self._clock.tick()
+        self._end_step()
         return result
+
+    def _end_step(self) -> None:
+        self._engine.steps += 1
+        self._engine.expect_forward()
+        self._clock.tick()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. ``set_to_none`` is accepted for compatibility: they are always None afterwards."""
