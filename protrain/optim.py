@@ -85,7 +85,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         """``loss.backward()``, scaled for float16 so that small gradients don't vanish."""
         self._scaled = True
         try:
-            (loss if self._loss_scale is None else loss.float() * self._loss_scale.scale).backward()
+            (loss if self._loss_scale is None else loss.float() * self._loss_scale.use()).backward()
         finally:
             self._scaled = False
 
@@ -331,7 +331,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             if not all(member.index in gradients.delivered for member in chunk.members):
                 continue
             if not self.step_during_backward:
-                self._updates.begin_early(chunk, 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.scale)
+                self._updates.begin_early(chunk, 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used)
             elif not self._engine.held(chunk):
                 self._updates.update_inside(chunk)
                 self._updated.add(chunk.index)
@@ -354,7 +354,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def _norm(self) -> Tensor:
         norm = self._sum_of_squares().sqrt().float()
         if self._loss_scale is not None:
-            norm = norm / self._loss_scale.scale
+            norm = norm / self._loss_scale.used
         return norm if self._coefficient is None else norm * self._coefficient
 
     def _gradient_scale(self, unscaling: float) -> Scale | None:
