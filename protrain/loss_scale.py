@@ -14,13 +14,17 @@ class LossScale:
 
     def __init__(self) -> None:
         self.scale = _INITIAL  # of the next backward
-        self.used = _INITIAL  # of the gradients that step() applies
+        self.used = _INITIAL  # of the last backward, whose gradients step() applies
         self.finite_steps = 0
         self.skipped = 0
 
+    def use(self) -> float:
+        """The factor on the loss of a backward that begins."""
+        self.used = self.scale
+        return self.scale
+
     def update(self, finite: bool) -> bool:
         """Note whether this step's gradients are finite. Returns whether to apply them."""
-        self.used = self.scale
         if not finite:
             self.scale = max(self.scale / 2, 1.0)
             self.finite_steps = 0

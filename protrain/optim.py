@@ -85,7 +85,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         """``loss.backward()``, scaled for float16 so that small gradients don't vanish."""
         self._scaled = True
         try:
-            (loss if self._loss_scale is None else loss.float() * self._loss_scale.scale).backward()
+            (loss if self._loss_scale is None else loss.float() * self._loss_scale.use()).backward()
         finally:
             self._scaled = False
 
@@ -136,8 +136,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 self._need_gradients("step()")
                 raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
             self._updated.clear()
-            self._engine.steps += 1
-            self._clock.tick()
+            self._end_step()
             return result
         self._need_gradients("step()")
         self._updates.check_hyperparameters()
@@ -146,9 +145,13 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             return result
         used = 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used
         self._updates.step(self._gradient_scale(used), supposed=used)
-        self._engine.steps += 1
-        self._clock.tick()
+        self._end_step()
         return result
+
+    def _end_step(self) -> None:
+        self._engine.steps += 1
+        self._engine.expect_forward()
+        self._clock.tick()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. ``set_to_none`` is accepted for compatibility: they are always None afterwards."""
@@ -328,7 +331,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             if not all(member.index in gradients.delivered for member in chunk.members):
                 continue
             if not self.step_during_backward:
-                self._updates.begin_early(chunk, 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.scale)
+                self._updates.begin_early(chunk, 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used)
             elif not self._engine.held(chunk):
                 self._updates.update_inside(chunk)
                 self._updated.add(chunk.index)
@@ -351,7 +354,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def _norm(self) -> Tensor:
         norm = self._sum_of_squares().sqrt().float()
         if self._loss_scale is not None:
-            norm = norm / self._loss_scale.scale
+            norm = norm / self._loss_scale.used
         return norm if self._coefficient is None else norm * self._coefficient
 
     def _gradient_scale(self, unscaling: float) -> Scale | None:

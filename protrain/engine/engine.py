@@ -5,12 +5,12 @@ The step, in the order in which things happen:
     root forward    inputs to the device, schedule to the start
     unit forward    fetch its chunks (usually there already), fetch ahead, run under the frame of its mode, let go
     unit backward   begins with the first saved tensor that autograd asks for: fetch, fetch ahead, fetch swapped
-    activations
-                    ends when another unit's begins: gradients into chunks, let go
+                    activations; ends when another unit's begins: gradients into chunks, let go
     end of backward the last unit ends
     step            persistent chunks are updated on the device, the others by the host worker, or some of them by the
                     device on what lies in host memory, in the order in which the next forward needs them; it returns
-                    before they have finished, and a fetch waits for its own chunk alone
+                    before they have finished, and a fetch waits for its own chunk alone; the first fetches of the next
+                    forward are issued
 """
 
 from __future__ import annotations
@@ -107,10 +107,17 @@ class Engine:
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins: plan the fetches for what follows."""
-        self._order = self._training_order if torch.is_grad_enabled() else self._inference_order
         self.abandon_backward()
-        self._order.restart()
-        self.buffers.prefetch(self.chunks, self._order)
+        self._fetch_for_forward(self._training_order if torch.is_grad_enabled() else self._inference_order)
+
+    def expect_forward(self) -> None:
+        """A step is over: what the next forward needs first goes up as soon as it is updated, before that begins."""
+        self._fetch_for_forward(self._training_order)
+
+    def _fetch_for_forward(self, order: Schedule) -> None:
+        self._order = order
+        order.restart()
+        self.buffers.prefetch(self.chunks, order)
 
     def run_unit(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a unit's forward with its parameters on the device."""

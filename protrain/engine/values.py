@@ -8,6 +8,8 @@ from torch import Tensor
 from protrain.engine.chunks import Member
 from protrain_kernels import join, split
 
+_PIECE = 1 << 26  # elements: what is split in one go takes little memory beside the parameter
+
 
 def read_weight(member: Member) -> Tensor:
     """A copy of the weight on the CPU, in the parameter's shape and dtype."""
@@ -22,12 +24,20 @@ def read_master(member: Member) -> Tensor:
 def write_master(member: Member, value: Tensor) -> None:
     """Set the fp32 master, and the weight that follows from it."""
     chunk = member.chunk
-    flat = value.detach().to(chunk.weight.device, torch.float32).contiguous().view(-1)
+    # What the device has made is split there: the parts go straight into pinned memory, at several times the rate at
+    # which the whole would go into memory of its own.
+    device = value.device if value.is_cuda else chunk.weight.device
+    flat = value.detach().to(device, torch.float32).contiguous().view(-1)
     weight, master = _part(member, chunk.weight), chunk.master
     if master is None:
         weight.copy_(flat)
-    elif weight.dtype is torch.bfloat16:
+    elif weight.dtype is torch.bfloat16 and device == weight.device:
         split(flat, weight, _part(member, master))
+    elif weight.dtype is torch.bfloat16:
+        parts = zip(flat.split(_PIECE), weight.split(_PIECE), _part(member, master).split(_PIECE), strict=True)
+        for piece, upper, remainder in parts:
+            for target, part in zip((upper, remainder), split(piece), strict=True):
+                target.copy_(part)
     else:
         _part(member, master).copy_(flat)
         weight.copy_(flat)

@@ -166,6 +166,7 @@ class _Run:
         self._free = [start_ms] * len(LANES)
         n_chunks = len(step.upload_ms)
         self._updated = [start_ms] * n_chunks  # by chunk: its update in host memory is done
+        self._all_updated = start_ms
         self._released = [start_ms] * (n_chunks + 1)  # the GPU has read its buffer; at the end (-1) an empty buffer's
         self._loaded = [start_ms] * n_chunks  # a frozen one may be there all the time
         self._offloaded = [start_ms] * n_chunks
@@ -219,9 +220,6 @@ class _Run:
         self.ends[lane].append(end)
         return end
 
-    def _updated_at(self, fetch: Fetch) -> float:
-        return self._updated[fetch.chunk]
-
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
         """Weights go up, each when it is updated and its buffer given up."""
         up, stretch, starts, ends = self._free[UP], self._stretch[UP], self.starts[UP], self.ends[UP]
@@ -258,7 +256,7 @@ class _Run:
         for visit, work in zip(self.step.forward, self.step.forward_work, strict=True):
             fetches = visit.fetches
             if fetches:
-                if max(map(self._updated_at, fetches)) > self._free[UP]:
+                if len(fetches) > 1 and self._all_updated > self._free[UP]:
                     fetches = self._fetch_updated(fetches)
                 else:
                     self._fetch(fetches)
@@ -343,6 +341,7 @@ class _Run:
                 updated[chunk] = settled
             for chunk, duration in updates[in_time:]:
                 updated[chunk] = self._do(lane, max(over, self._offloaded[chunk]), duration)
+        self._all_updated = max(over, self._free[HOST], self._free[STREAM])
         for _, duration in self.step.device_update_ms:
             self._do(GPU, 0.0, duration)
 

@@ -173,6 +173,23 @@ def test_parameters_are_exported_and_imported_one_by_one(dtype: torch.dtype, mak
     assert_same(states(other, other_optimizer), states(model, optimizer))
 
 
+def test_gradients_are_unscaled_by_what_they_were_scaled_with(make: Make, batches: list[Batch]) -> None:
+    found = []
+    for finite_steps in (0, 1999):  # the scale doubles at the first of two steps on the same gradients
+        model, optimizer = make(FIRST, torch.float16)
+        scalars = optimizer.scalar_state()
+        scale = {"scale": 2.0**12, "finite_steps": finite_steps, "skipped": 0}
+        optimizer.load_scalar_state({**scalars, "loss_scale": scale})
+        torch.manual_seed(1)
+        optimizer.backward(default_loss(model, batches[0]))
+        for _ in range(2):
+            optimizer.step()
+        assert optimizer.skipped_steps == 0
+        assert optimizer.scalar_state()["loss_scale"]["scale"] == 2.0 ** (13 if finite_steps else 12)
+        found.append(states(model, optimizer))
+    assert_same(*found)
+
+
 def test_the_loss_scale_is_part_of_the_state(make: Make, batches: list[Batch]) -> None:
     model, optimizer = make(FIRST, torch.float16)
     scalars = optimizer.scalar_state()
