@@ -37,6 +37,11 @@ from protrain.progress import Progress
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_NOT_CALIBRATED = (
+    "this machine is not calibrated, so its plan goes by figures of others: `protrain calibrate` measures it, once, in "
+    "under a minute, for a plan that may be faster"
+)
+
 
 def wrap(
     model: Model,
@@ -102,6 +107,8 @@ def wrap(
     if target.type == "cuda":
         use_expandable_segments()
     hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
+    if plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
+        say.note(_NOT_CALIBRATED)
     blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
     with chunked(model, target) if chunked_loss else nullcontext(), compiled_blocks(blocks):
         with say.stage("profiling the model"):
