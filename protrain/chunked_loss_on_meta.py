@@ -8,7 +8,7 @@ bfloat16 (compute capability 8), without autocast. For hidden states [n, h], a w
     at the end     in place of the piece the weight's gradient in 16 bits, 2 v h, from here on in place of the sum
 
 All of it is made in forward, with the three products of h x v for every row; backward hands the two gradients on. In
-fp32 torch has no product that adds to a sum, and every piece's share of the weight's gradient, 4 v h, is there as well.
+fp32 Liger makes every piece's share of the weight's gradient, 4 v h, before it adds that to the sum.
 """
 
 from __future__ import annotations
@@ -95,10 +95,9 @@ class _Fused(torch.autograd.Function):
             # Here the kernel turns the piece into its own gradient, with no memory but what `losses` has.
             if hidden.requires_grad:
                 torch.mm(logits, weight, out=grad_hidden[start : start + piece])
+            # In 16 bits the third product adds to its fp32 sum in place, which not every torch knows on meta.
             if grad_weight is not None and hidden.dtype == torch.float32:
                 grad_weight += torch.mm(logits.t(), part)
-            elif grad_weight is not None:
-                torch.addmm(grad_weight, logits.t(), part, out_dtype=torch.float32, out=grad_weight)
             if grad_bias is not None:
                 torch.add(grad_bias, logits.sum(dim=0), out=grad_bias)
         del storage, logits

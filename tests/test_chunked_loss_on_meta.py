@@ -48,6 +48,9 @@ class _SaidToBeOnGpu(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__self__", None) is torch.Tensor.device:
             return GPU
+        if func is torch.addmm and kwargs is not None and "out_dtype" in kwargs:  # not every torch has it on meta
+            assert kwargs["out"] is args[0], "it adds in place"
+            return kwargs["out"]
         args, kwargs = tree_map(lambda leaf: torch.device("meta") if leaf == GPU else leaf, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -160,6 +163,27 @@ def test_it_takes_what_ligers_function_takes_on_a_gpu(
     monkeypatch.setattr(torch, "equal", lambda first, second: True)
     with as_if_on_gpu(), _SaidToBeOnGpu():
         assert taken(LigerForCausalLMLoss) == ours
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_real_gpu_takes_what_the_meta_device_says(dtype: torch.dtype) -> None:
+    pytest.importorskip("liger_kernel")
+    batch = _batch(16, 512)
+    batch["labels"] = torch.ones_like(batch["labels"])
+    model = _llama(32000, 1024, layers=2)
+    with chunked_loss(model, GPU):
+        real = protrain.profile(model, batch, device="cuda", dtype=dtype)
+    meta = _profile(_llama(32000, 1024, layers=2), batch, chunked=True, dtype=dtype)
+
+    def loss(profile: ModelProfile) -> tuple[int, int]:
+        """(most on top of what was there, what of it is left) where the loss is computed."""
+        forward = [segment for segment in profile.segments if segment.phase == "forward"]
+        behind = profile.segments[len(forward)]
+        return forward[-1].peak_bytes, behind.live_bytes - forward[-1].live_bytes
+
+    assert loss(meta) == pytest.approx(loss(real), rel=0.03)
+    assert [unit.name for unit in meta.units] == [unit.name for unit in real.units]
 
 
 def test_pieces_are_those_of_liger() -> None:
