@@ -56,12 +56,12 @@ class Plan(Record):
     block_modes: tuple[BlockMode, ...]
     model: str  # fingerprint of the ModelProfile it was made for: planning.search.fingerprint
     tokens: int  # of the planned batch
+    chunked_loss: bool = False  # predicted for the loss that never holds all logits
     device_bytes: int  # predicted peak
     host_bytes: int  # predicted, all host memory of the engine
     step_ms: float  # predicted
     n_ckpt_swap: int = 0  # of n_ckpt, those recomputed from inputs that wait in host memory
     n_speculate: int = 0  # chunks after the persistent ones that are updated before step() where host memory has room
-    chunked_loss: bool = False  # predicted for the loss that never holds all logits
     transient_bytes: int  # the part of device_bytes that is neither chunks, buffers, staging nor saved activations
 
     def __str__(self) -> str:
