@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,12 +25,12 @@ from protrain.chunked_loss import chunked_loss as chunked
 from protrain.compilation import compiled_blocks
 from protrain.engine.build import DTYPES, build_engine
 from protrain.engine.parameter import PresentParameter
-from protrain.errors import MisuseError
+from protrain.errors import MisuseError, PlanError
 from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim import ProTrainOptimizer, check_supported
 from protrain.planning import Plan, check, search
-from protrain.planning.mismatch import refuse_other_model
+from protrain.planning.mismatch import name_other_loss, refuse_other_model
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.cache import cached_profile
@@ -204,10 +205,15 @@ def _plan(
     step_during_backward: bool,
 ) -> Plan:
     if plan is None:
-        return search(profile, hardware, step_during_backward=step_during_backward)
-    chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-    refuse_other_model(chosen, profile)
-    return check(chosen, profile, hardware, step_during_backward=step_during_backward)
+        made = search(profile, hardware, step_during_backward=step_during_backward)
+    else:
+        chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+        refuse_other_model(chosen, profile)
+        try:
+            made = check(chosen, profile, hardware, step_during_backward=step_during_backward)
+        except PlanError as error:
+            raise name_other_loss(error, chosen, profile) from None
+    return replace(made, chunked_loss=profile.chunked_loss)
 
 
 def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:
