@@ -13,7 +13,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -205,15 +204,13 @@ def _plan(
     step_during_backward: bool,
 ) -> Plan:
     if plan is None:
-        made = search(profile, hardware, step_during_backward=step_during_backward)
-    else:
-        chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-        refuse_other_model(chosen, profile)
-        try:
-            made = check(chosen, profile, hardware, step_during_backward=step_during_backward)
-        except PlanError as error:
-            raise name_other_loss(error, chosen, profile) from None
-    return replace(made, chunked_loss=profile.chunked_loss)
+        return search(profile, hardware, step_during_backward=step_during_backward)
+    chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    refuse_other_model(chosen, profile)
+    try:
+        return check(chosen, profile, hardware, step_during_backward=step_during_backward)
+    except PlanError as error:
+        raise name_other_loss(error, chosen, profile) from None
 
 
 def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:

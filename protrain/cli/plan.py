@@ -101,7 +101,6 @@ def run_command(args: argparse.Namespace) -> None:
         return
     with say.stage("planning"):
         plan = protrain.search(profile, hardware, step_during_backward=args.step_during_backward)
-        plan = replace(plan, chunked_loss=profile.chunked_loss)
         timeline = timeline_of(plan, profile, hardware, step_during_backward=args.step_during_backward)
     if args.picture is not None:
         draw_timeline(timeline, f"{profile.model}, {hardware.name}, {plan}: {format_ms(plan.step_ms)}", args.picture)

@@ -152,7 +152,6 @@ def explain(
         PlanError: it does not fit ``hardware``.
     """
     plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
-    plan = replace(plan, chunked_loss=profile.chunked_loss)
     layout = pack(profile, plan.chunk_elements)
     memory = MemoryModel(profile, hardware, layout)
     runtime = RuntimeModel(profile, hardware, layout, update_in_backward=step_during_backward)

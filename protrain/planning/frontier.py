@@ -67,7 +67,6 @@ def frontier(
     points = []
     for limit in sorted(limits):
         plan = search(profile, replace(hardware, device_bytes=limit), step_during_backward=step_during_backward)
-        plan = replace(plan, chunked_loss=profile.chunked_loss)
         points.append(FrontierPoint(device_limit_bytes=limit, tokens_per_s=plan.tokens / plan.step_ms * 1e3, plan=plan))
     return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
 

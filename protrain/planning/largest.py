@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
@@ -157,7 +157,7 @@ def _fastest(need: _Need, hardware: HardwareProfile, step_during_backward: bool)
             if step_ms < best_ms:
                 best, best_ms = (n_persist, n_buffer, n_ckpt_swap), step_ms
     assert best is not None, "this depth fits"
-    plan = evaluate(
+    return evaluate(
         profile,
         hardware,
         n_persist=best[0],
@@ -168,4 +168,3 @@ def _fastest(need: _Need, hardware: HardwareProfile, step_during_backward: bool)
         chunk_elements=layout.chunk_elements,
         step_during_backward=step_during_backward,
     )
-    return replace(plan, chunked_loss=profile.chunked_loss)
