@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from protrain.chunked_loss_on_meta import causal_lm_loss
+
 _PASSED_ON = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
@@ -32,10 +34,8 @@ def available() -> bool:
 class _Head:
     """What the three replaced functions of one model share during a forward."""
 
-    def __init__(self, model: Any, head: Any) -> None:
-        from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
-
-        self.compute = LigerForCausalLMLoss
+    def __init__(self, model: Any, head: Any, compute: Callable[..., Tensor]) -> None:
+        self.compute = compute
         self.head = head
         self.model_forward = model.forward
         self.head_forward = head.forward
@@ -83,17 +83,22 @@ class _Head:
 
 
 @contextmanager
-def chunked_loss(model: nn.Module, device: torch.device) -> Iterator[None]:
+def chunked_loss(model: nn.Module, device: torch.device, *, on_meta: bool = False) -> Iterator[None]:
     """Replace the loss of ``model``; undone when the body raises.
 
     Whenever labels are given the output's ``logits`` have no elements.
+
+    Args:
+        model: a causal language model of transformers.
+        device: where it trains.
+        on_meta: it is only traced on the meta device, as if on ``device``; needs neither a GPU nor Liger.
 
     Raises:
         ValueError: Liger is not installed, the model is no causal language model of transformers, or there is no GPU.
     """
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("chunked_loss=True needs a CUDA GPU: leave it out on a CPU")
-    if not available():
+    if not on_meta and not available():
         raise ValueError("chunked_loss=True needs the package liger-kernel: pip install 'protrain[liger]'")
     kind: Any = model
     find: Callable[[], Any] = getattr(kind, "get_output_embeddings", lambda: None)
@@ -105,7 +110,7 @@ def chunked_loss(model: nn.Module, device: torch.device) -> Iterator[None]:
             f"chunked_loss=True works with causal language models of transformers, not with {type(model).__name__}: "
             "leave it out"
         )
-    shared = _Head(kind, head)
+    shared = _Head(kind, head, causal_lm_loss if on_meta else _liger())
     patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
         (kind, "forward", _like(shared.model_forward, shared.run_model)),
         (head, "forward", _like(shared.head_forward, shared.run_head)),
@@ -122,6 +127,18 @@ def chunked_loss(model: nn.Module, device: torch.device) -> Iterator[None]:
             if value is not None:
                 attributes[name] = value
         raise
+
+
+def is_chunked(model: nn.Module) -> bool:
+    """Whether :func:`chunked_loss` replaced the loss of ``model``."""
+    return isinstance(getattr(vars(model).get("_loss_function"), "__self__", None), _Head)
+
+
+def _liger() -> Callable[..., Tensor]:
+    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
+
+    compute: Callable[..., Tensor] = LigerForCausalLMLoss
+    return compute
 
 
 def _like(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,11 @@ class Progress:
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
 
+    def note(self, text: str) -> None:
+        """A line by itself."""
+        if self.enabled:
+            print(f"protrain: {text}", file=sys.stderr, flush=True)
+
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
         """Run the body as one stage."""

@@ -2,11 +2,12 @@
 
 Three groups of rows: what torch.profiler sees (kernels by stream, host threads), the same by units and chunks as the
 planner names them, and the planner's own timeline of the step. The second is measured with events around every unit and
-copy, on top of the profiler, so that a traced step is longer than others.
+copy, on top of the profiler, so that a traced step is longer than others; without the first it hardly is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -29,28 +30,25 @@ _MEASURED, _PREDICTED = 1, 2  # process ids
 
 
 @contextmanager
-def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str]) -> Iterator[None]:
+def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels: bool = True) -> Iterator[None]:
     """Trace the steps inside; at least two, so that one overlaps with the updates of the one before.
 
     Args:
         optimizer: what :func:`protrain.wrap` returned.
         path: a JSON file, written when the body ends; a folder for it is made.
+        kernels: whether to have what torch.profiler sees, which makes steps longer and files large.
     """
     engine = optimizer._engine
     recorder = _Recorder(engine)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if engine.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler, recorder.installed():
+    with contextlib.ExitStack() as stack:
+        profiler = stack.enter_context(_profiler(engine.device)) if kernels else None
+        stack.enter_context(recorder.installed())
         yield
         engine.wait_for_updates()
         engine.streams.synchronize()
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        raw = Path(folder) / "profiler.json"
-        profiler.export_chrome_trace(os.fspath(raw))
-        found = json.loads(raw.read_text())
+    found = {"traceEvents": []} if profiler is None else _exported(profiler)
     base_us = found.get("baseTimeNanoseconds", 0) / 1e3
     events = recorder.events()
     predicted = timeline_of(
@@ -62,6 +60,21 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str]) -> Iterato
             event["ts"] -= base_us
     found["traceEvents"] += [*_names(_MEASURED, "measured"), *_names(_PREDICTED, "predicted"), *events]
     target.write_text(json.dumps(found))
+
+
+def _profiler(device: torch.device) -> torch.profiler.profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities)
+
+
+def _exported(profiler: torch.profiler.profile) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder) / "profiler.json"
+        profiler.export_chrome_trace(os.fspath(raw))
+        found: dict[str, Any] = json.loads(raw.read_text())
+    return found
 
 
 class _Recorder:

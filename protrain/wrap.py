@@ -24,12 +24,12 @@ from protrain.chunked_loss import chunked_loss as chunked
 from protrain.compilation import compiled_blocks
 from protrain.engine.build import DTYPES, build_engine
 from protrain.engine.parameter import PresentParameter
-from protrain.errors import MisuseError
+from protrain.errors import MisuseError, PlanError
 from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim import ProTrainOptimizer, check_supported
 from protrain.planning import Plan, check, search
-from protrain.planning.mismatch import refuse_other_model
+from protrain.planning.mismatch import name_other_loss, refuse_other_model
 from protrain.planning.streaming import staging_bytes
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import find_blocks
@@ -37,6 +37,11 @@ from protrain.profiler.cache import cached_profile
 from protrain.progress import Progress
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_NOT_CALIBRATED = (
+    "this machine is not calibrated, so its plan goes by figures of others: `protrain calibrate` measures it, once, in "
+    "under a minute, for a plan that may be faster"
+)
 
 
 def wrap(
@@ -103,6 +108,8 @@ def wrap(
     if target.type == "cuda":
         use_expandable_segments()
     hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
+    if plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
+        say.note(_NOT_CALIBRATED)
     blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
     with chunked(model, target) if chunked_loss else nullcontext(), compiled_blocks(blocks):
         with say.stage("profiling the model"):
@@ -202,7 +209,10 @@ def _plan(
         return search(profile, hardware, step_during_backward=step_during_backward)
     chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
     refuse_other_model(chosen, profile)
-    return check(chosen, profile, hardware, step_during_backward=step_during_backward)
+    try:
+        return check(chosen, profile, hardware, step_during_backward=step_during_backward)
+    except PlanError as error:
+        raise name_other_loss(error, chosen, profile) from None
 
 
 def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:

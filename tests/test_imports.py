@@ -21,9 +21,17 @@ ALLOWED = {
     "protrain.host_memory": ("protrain.quantities",),
     "protrain.batch": DATA,
     "protrain.compilation": (),
+    "protrain.chunked_loss": ("protrain.chunked_loss_on_meta",),
+    "protrain.chunked_loss_on_meta": (),
     "protrain.planning": (*DATA, *PROFILES),
     "protrain.hardware": (*DATA, "protrain.host_memory", "protrain_kernels"),
-    "protrain.profiler": (*DATA, "protrain.batch", "protrain.compilation", "protrain_kernels.cache"),
+    "protrain.profiler": (
+        *DATA,
+        "protrain.batch",
+        "protrain.chunked_loss",
+        "protrain.compilation",
+        "protrain_kernels.cache",
+    ),
     "protrain.engine": (
         *DATA,
         *PROFILES,

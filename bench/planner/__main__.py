@@ -66,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host-memory", help="for a machine whose free memory is not all there is")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a plan (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the plans and limits drawn")
+    parser.add_argument(
+        "--traces", type=Path, metavar="FOLDER", help="for a trace of every plan, measured and predicted"
+    )
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no plan after")
     return parser
 
@@ -89,6 +92,7 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
             case.save(source)
             worker = [sys.executable, "-m", "bench.planner.worker", str(source), str(out), "--kind", args.kind]
             options = ["--seed", str(args.seed), "--steps", str(args.steps), "--until", str(until)]
+            options += [] if args.traces is None else ["--traces", str(args.traces)]
             status = subprocess.run([*worker, *options], check=False).returncode
             if out.exists():
                 found.append(CaseResult.load(out))

@@ -7,6 +7,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,8 +75,11 @@ def forbid_more(case: Case, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
 
 
-def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int) -> Point:
-    """Wrap under ``plan`` (None: the planner's), train, and say what it took."""
+def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, traced: Path | None = None) -> Point:
+    """Wrap under ``plan`` (None: the planner's), train, and say what it took.
+
+    With ``traced`` two more steps are written there, measured beside predicted.
+    """
     gc.collect()
     model, optimizer, batch = build(case)
     if device.type == "cuda":
@@ -95,12 +99,16 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int) 
     )
     wrap_s = time.perf_counter() - start
     worker, error = trainer._engine.worker, ""
-    worker.times = []
+    updates: list[tuple[str, int, int]] = []
+    worker.times = updates
     durations_ms: tuple[float, ...] = ()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        durations_ms = _train(wrapped, trainer, batch, device, clip=case.clip, steps=steps)
+        durations_ms = _train(wrapped, trainer, batch, device, clip=case.clip, steps=_WARM_UP + steps)[_WARM_UP:]
+        if traced is not None:
+            with protrain.trace(trainer, traced, kernels=False):
+                _train(wrapped, trainer, batch, device, clip=case.clip, steps=2)
     except (torch.OutOfMemoryError, BudgetError) as failure:
         error = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
     report = trainer.report()
@@ -110,7 +118,7 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int) 
         allocated_bytes=report.device_bytes,
         reserved_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else report.device_bytes,
         host_bytes=report.host_bytes,
-        host_gparams=_host_rate(worker.times, {str(chunk.index): chunk.elements for chunk in trainer._engine.chunks}),
+        host_gparams=_host_rate(updates, {str(chunk.index): chunk.elements for chunk in trainer._engine.chunks}),
         wrap_s=wrap_s,
         error=error,
     )
@@ -131,9 +139,9 @@ def _train(
 ) -> tuple[float, ...]:
     """Milliseconds between the beginnings of steps, by the device's own clock."""
     starts: list[Any] = []
-    for _ in range(_WARM_UP + steps + 1):
+    for _ in range(steps + 1):
         starts.append(_now(device))
-        if len(starts) == _WARM_UP + steps + 1:
+        if len(starts) == steps + 1:
             break
         model(**batch).loss.backward()
         if clip:
@@ -145,7 +153,7 @@ def _train(
         times = [first.elapsed_time(second) for first, second in pairwise(starts)]
     else:
         times = [(second - first) * 1e3 for first, second in pairwise(starts)]
-    return tuple(times[_WARM_UP:])
+    return tuple(times)
 
 
 def _now(device: torch.device) -> Any:

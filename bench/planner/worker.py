@@ -9,7 +9,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +32,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=("accuracy", "regret", "limits"), default="accuracy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--traces", type=Path, help="folder for a trace of every plan")
     parser.add_argument("--until", type=float, default=float("inf"), help="no plan is begun after this time.time()")
     args = parser.parse_args()
     case = Case.load(args.case)
@@ -46,7 +46,11 @@ def main() -> None:
     def in_time() -> bool:
         return time.time() < args.until
 
-    run = partial(measure, case, device=device, steps=args.steps)
+    def run(plan: Plan | None) -> Point:
+        number = len(result.points)
+        traced = None if args.traces is None else args.traces / f"{case.name}-{number}.json"
+        return measure(case, plan, device, steps=args.steps, traced=traced)
+
     inside = not case.clip
     try:
         for point in _points(args, case, profile, hardware, run, in_time=in_time, step_during_backward=inside):

@@ -72,6 +72,22 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--out", metavar="FILE", default=None, help="also write the JSON to FILE")
 
 
+def add_sequence_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, default: str) -> None:
+    """--sequence; ``default``: what is taken without it, in words."""
+    parser.add_argument(
+        "--sequence", "--seq", type=whole(2), metavar="TOKENS", help=f"tokens in a sequence (default: {default})"
+    )
+
+
+def add_loss_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """--chunked-loss and --no-chunked-loss; :func:`protrain.cli.prepare.choose_loss` knows the default."""
+    parser.add_argument(
+        "--chunked-loss",
+        action=argparse.BooleanOptionalAction,
+        help="never hold all logits (default: on a GPU with liger-kernel; changes the last bits of the result)",
+    )
+
+
 def add_memory_options(parser: argparse._ArgumentGroup) -> None:
     """--device-memory and --host-memory."""
     parser.add_argument(

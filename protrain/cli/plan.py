@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,21 @@ from typing import Any
 import torch
 
 import protrain
+from protrain.chunked_loss import chunked_loss
 from protrain.cli.job import DTYPES
 from protrain.cli.models import check_sequence, load_model
-from protrain.cli.options import Parser, add_memory_options, add_output_options, emit, whole
+from protrain.cli.options import (
+    Parser,
+    add_loss_option,
+    add_memory_options,
+    add_output_options,
+    add_sequence_option,
+    emit,
+    whole,
+)
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
 from protrain.cli.plan_text import timeline_text
-from protrain.cli.prepare import adamw, choose_device, choose_dtype
+from protrain.cli.prepare import adamw, choose_device, choose_dtype, choose_loss
 from protrain.cli.shapes import SHAPES
 from protrain.hardware import HardwareProfile, detect, load
 from protrain.planning import frontier, largest
@@ -43,8 +53,9 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, or one of {', '.join(SHAPES)}")
     parser.add_argument("--batch", type=whole(1), default=8, help="sequences in a batch (default: 8)")
-    parser.add_argument("--sequence", type=whole(2), default=None, help="tokens in a sequence (default: of the model)")
+    add_sequence_option(parser, default="of the model")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights (default: bfloat16 on a GPU)")
+    add_loss_option(parser)
     parser.add_argument(
         "--step-during-backward", action="store_true", default=False, help="plan for updates inside backward"
     )
@@ -86,7 +97,7 @@ def run_command(args: argparse.Namespace) -> None:
             found = frontier(profile, hardware, step_during_backward=args.step_during_backward)
         if args.picture is not None:
             draw_frontier(found, args.picture)
-        emit(found, args, f"{_subject(profile, hardware)}\n\n{found.table()}")
+        emit(found, args, f"{_subject(profile, hardware)}\n\n{found.table()}{_about_loss(args, hardware)}")
         return
     with say.stage("planning"):
         plan = protrain.search(profile, hardware, step_during_backward=args.step_during_backward)
@@ -100,23 +111,27 @@ def run_command(args: argparse.Namespace) -> None:
             why = plan.explain(profile, hardware, step_during_backward=args.step_during_backward)
         sections += [("one step", timeline_text(timeline)), ("prediction", why.table())]
         text = "\n\n".join(f"{title}\n{table}" for title, table in sections) + _how_sure(profile, hardware)
+        text += _about_loss(args, hardware)
     emit(plan, args, text)
 
 
 def _profile(args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None) -> ModelProfile:
     loaded = load_model(args.model, layers=layers)
-    sequence = args.sequence or loaded.sequence
+    sequence = getattr(args, "sequence", loaded.sequence)
     check_sequence(loaded, sequence)
     ids = torch.zeros(args.batch, sequence, dtype=torch.int64)
     device = torch.device(hardware.device_type)
-    return protrain.profile(
-        loaded.model,
-        {"input_ids": ids, "labels": ids},
-        optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
-        # Another machine's times cannot be measured here: they follow from counted operations.
-        device=device if args.hardware is None else torch.device("meta"),
-        dtype=choose_dtype(args.dtype, device),
-    )
+    elsewhere = args.hardware is not None
+    chunked = choose_loss(getattr(args, "chunked_loss", None), device)
+    with chunked_loss(loaded.model, device, on_meta=elsewhere) if chunked else nullcontext():
+        return protrain.profile(
+            loaded.model,
+            {"input_ids": ids, "labels": ids},
+            optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
+            # Another machine's times cannot be measured here: they follow from counted operations.
+            device=torch.device("meta") if elsewhere else device,
+            dtype=choose_dtype(args.dtype, device),
+        )
 
 
 def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
@@ -128,11 +143,28 @@ def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
             hardware,
             step_during_backward=args.step_during_backward,
         )
-    emit(found, args, f"the largest model of the width of {args.model} on {hardware.name}\n{found.table()}")
+    title = f"the largest model of the width of {args.model} on {hardware.name}, {_loss(found.plan.chunked_loss)}"
+    emit(found, args, f"{title}\n{found.table()}{_about_loss(args, hardware)}")
 
 
 def _subject(profile: ModelProfile, hardware: HardwareProfile) -> str:
-    return f"{profile.model}, {profile.n_parameters:,} parameters, {profile.tokens:,} tokens a step, on {hardware.name}"
+    size = f"{profile.n_parameters:,} parameters, {profile.tokens:,} tokens a step"
+    return f"{profile.model}, {size}, {_loss(profile.chunked_loss)}, on {hardware.name}"
+
+
+def _loss(chunked: bool) -> str:
+    return "chunked loss" if chunked else "whole logits"
+
+
+def _about_loss(args: argparse.Namespace, hardware: HardwareProfile) -> str:
+    """What chunked loss would need, where only its absence here decided against it."""
+    device = torch.device(hardware.device_type)
+    if device.type != "cuda" or hasattr(args, "chunked_loss") or choose_loss(None, device):
+        return ""
+    return (
+        "\n\nPlanned with whole logits, as training here would go without liger-kernel: "
+        "--chunked-loss plans for where it is installed."
+    )
 
 
 def _how_sure(profile: ModelProfile, hardware: HardwareProfile) -> str:

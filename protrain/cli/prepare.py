@@ -56,7 +56,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         weights=loaded.weights,
         step_during_backward=job.step_during_backward,
         compile=device.type == "cuda" if job.compile is None else job.compile,
-        chunked_loss=device.type == "cuda" and liger_installed() if job.chunked_loss is None else job.chunked_loss,
+        chunked_loss=choose_loss(job.chunked_loss, device),
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
     step = 0
@@ -114,6 +114,11 @@ def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def choose_loss(chunked: bool | None, device: torch.device) -> bool:
+    """Whether logits are never whole; where nothing is said, on a GPU with liger-kernel."""
+    return device.type == "cuda" and liger_installed() if chunked is None else chunked
 
 
 def check_tokens(plan: Plan, batch: int, sequence: int) -> None:

@@ -11,7 +11,16 @@ from typing import Any
 from protrain.cli import job as jobs
 from protrain.cli.job import DTYPES, TrainJob
 from protrain.cli.loop import train
-from protrain.cli.options import Parser, add_memory_options, add_output_options, emit, number, whole
+from protrain.cli.options import (
+    Parser,
+    add_loss_option,
+    add_memory_options,
+    add_output_options,
+    add_sequence_option,
+    emit,
+    number,
+    whole,
+)
 from protrain.cli.shapes import SHAPES
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
@@ -45,7 +54,7 @@ def add_command(commands: Any) -> None:
 
     steps = parser.add_argument_group("steps")
     steps.add_argument("--batch", type=whole(1), help=f"sequences in a batch {shown('batch')}")
-    steps.add_argument("--sequence", type=whole(2), help="tokens in a sequence (default: 256 for tiny, else 1024)")
+    add_sequence_option(steps, default="256 for tiny, else 1024")
     steps.add_argument("--accumulation", type=whole(1), help=f"batches in a step {shown('accumulation')}")
     steps.add_argument("--steps", type=whole(1), help=f"optimizer steps {shown('steps')}")
     steps.add_argument("--learning-rate", type=number(0, 10), help="at its peak (default: depends on the model)")
@@ -64,11 +73,7 @@ def add_command(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="compile the blocks (default: on a GPU; changes the last bits of the result)",
     )
-    steps.add_argument(
-        "--chunked-loss",
-        action=argparse.BooleanOptionalAction,
-        help="never hold all logits (default: on a GPU with liger-kernel; changes the last bits of the result)",
-    )
+    add_loss_option(steps)
 
     placement = parser.add_argument_group("placement (never changes the result)")
     placement.add_argument("--device", help="cuda or cpu (default: cuda when there is one)")

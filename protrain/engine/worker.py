@@ -26,13 +26,14 @@ class Job:
 
     def run(self) -> None:
         """Do the work, then what waits for it. A job that was run ahead of its turn does nothing when that comes."""
-        if self._work is None:
+        work, self._work = self._work, None
+        if work is None:
             return
         try:
-            self._work()
+            work()
         except BaseException as error:
             self._error = error
-        self._work = None
+        del work  # before others go on: what it refers to may be the last of a model
         with self._lock:
             self._done.set()
             followers, self._followers = self._followers, []

@@ -75,12 +75,13 @@ def _estimated(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes
     if not matrices and lookup is not None and profile.blocks:
         matrices = [lookup]  # tied: the head multiplies the embedding
     head = sum(2 * profile.tokens * profile.parameters[index].numel for index in matrices) / flops_per_ms
+    gradients = head * (1 + share)
     return ComputeTimes(
         forward=forward,
         backward=tuple(time * (1 + share) for time in forward),
         recompute=forward,
-        gap_forward=(*([0.0] * len(forward)), head),
-        gap_backward=(*([0.0] * len(forward)), head * (1 + share)),
+        gap_forward=(*([0.0] * len(forward)), head + gradients * profile.chunked_loss),
+        gap_backward=(*([0.0] * len(forward)), gradients * (not profile.chunked_loss)),
     )
 
 

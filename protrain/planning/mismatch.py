@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from protrain.errors import PlanError
 from protrain.planning.plan import Plan
 from protrain.planning.search import fingerprint
 from protrain.profiler.model_profile import ModelProfile
@@ -21,6 +22,20 @@ def refuse_other_model(plan: Plan, profile: ModelProfile) -> None:
         return
     raise ValueError(
         f"the plan was made for another model than {profile.model}: {_difference(plan, profile)}; {_REMEDY}"
+    )
+
+
+def name_other_loss(error: PlanError, plan: Plan, profile: ModelProfile) -> PlanError:
+    """``error`` of a plan that does not fit, naming the loss where ``plan`` was made for the one that takes less."""
+    if not plan.chunked_loss or profile.chunked_loss:
+        return error
+    return PlanError(
+        where=error.where,
+        needed_bytes=error.needed_bytes,
+        available_bytes=error.available_bytes,
+        largest_part=error.largest_part,
+        remedy="The plan was made for chunked_loss=True, and here logits are whole: pass it here as well, or make a "
+        f"new plan. {error.remedy}",
     )
 
 

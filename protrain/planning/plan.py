@@ -56,6 +56,7 @@ class Plan(Record):
     block_modes: tuple[BlockMode, ...]
     model: str  # fingerprint of the ModelProfile it was made for: planning.search.fingerprint
     tokens: int  # of the planned batch
+    chunked_loss: bool = False  # predicted for the loss that never holds all logits
     device_bytes: int  # predicted peak
     host_bytes: int  # predicted, all host memory of the engine
     step_ms: float  # predicted

@@ -182,6 +182,7 @@ class _Models:
             block_modes=modes,
             model=fingerprint(profile),
             tokens=profile.tokens,
+            chunked_loss=profile.chunked_loss,
             device_bytes=memory.device_bytes(n_persist, n_buffer, activations, n_stream),
             host_bytes=memory.host_bytes(n_persist, activations, n_speculate),
             n_ckpt_swap=n_ckpt_swap,

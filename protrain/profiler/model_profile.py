@@ -85,6 +85,7 @@ class ModelProfile(Record):
     calls: tuple[int, ...]  # unit indexes in the order of one forward
     blocks: tuple[BlockRecord, ...]
     segments: tuple[SegmentRecord, ...]
+    chunked_loss: bool = False  # logits are never whole, and the head's gradients are made in forward
 
     @property
     def n_parameters(self) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from protrain import batch as batches
+from protrain.chunked_loss import is_chunked
 from protrain.compilation import CompiledForward
 from protrain.profiler.blocks import find_blocks, find_units
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
@@ -101,6 +102,7 @@ def profile(
         device=target.type,
         batch_shapes=batches.shapes(example_batch),
         tokens=batches.tokens(example_batch),
+        chunked_loss=is_chunked(model),
         buffer_bytes=weights.unmanaged_bytes(),
         parameters=parameters,
         units=tuple(

@@ -146,9 +146,11 @@ def test_cases_have_names_of_their_own() -> None:
 
 
 def test_a_run_is_recorded_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--steps", "1", "--out", str(tmp_path)]) == 0
+    assert main(["--steps", "1", "--out", str(tmp_path), "--traces", str(tmp_path / "traces")]) == 0
     results = Results.load(tmp_path / FILES["accuracy"])
     assert len(results.cases[0].points) == 3
+    traced = [f"{result.case.name}-{number}.json" for result in results.cases for number in range(len(result.points))]
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == sorted(traced)
     assert (tmp_path / "planner.png").stat().st_size > 1000
     capsys.readouterr()
     assert main(["--read", str(tmp_path)]) == 0

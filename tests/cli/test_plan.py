@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import protrain
-from protrain.cli.main import main
+from protrain.cli.main import build_parser, main
 from protrain.cli.models import load_model
 from protrain.cli.plan_picture import draw_timeline
 from protrain.cli.plan_text import COLUMNS, busy_shares, timeline_text
-from protrain.cli.prepare import adamw
+from protrain.cli.prepare import adamw, choose_loss
 from protrain.planning import Frontier, Largest, Plan
 from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
 
@@ -105,6 +105,52 @@ def test_updates_inside_backward_are_planned_for(capsys: pytest.CaptureFixture[s
         steps.append(json.loads(out)["step_ms"])
     assert steps[1] < steps[0]
     assert steps[2] < steps[0]
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+def test_logits_are_counted_where_the_loss_holds_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for option in ("--chunked-loss", "--no-chunked-loss"):
+        out = tmp_path / "plan.json"
+        argv = ["plan", "gpt2", "--hardware", "rtx3090", "--batch", "4", "--sequence", "512", option]
+        status, text, err = run(capsys, *argv, "--out", str(out))
+        assert status == 0, err
+        plans.append(Plan.load(out))
+        assert f"chunked_loss     {plans[-1].chunked_loss}" in text
+    assert [plan.chunked_loss for plan in plans] == [True, False]
+    assert plans[1].device_bytes - plans[0].device_bytes > 4 * 4 * 512 * 50257, "logits in fp32"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_loss_is_that_of_a_training_here(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, limits = tmp_path / "found.json", ["--device-memory", "150MiB", "--host-memory", "20MiB"]
+    monkeypatch.setattr("protrain.cli.prepare.liger_installed", lambda: installed)
+    device = torch.device("cuda")
+    assert (choose_loss(None, device), choose_loss(None, torch.device("cpu"))) == (installed, False)
+    for mode in ([], ["--frontier"], ["--max-model"]):
+        status, text, err = run(capsys, *TINY, *limits, *mode, "--out", str(out))
+        assert status == 0, err
+        assert ("without liger-kernel: --chunked-loss plans for where it is" in text) is not installed
+        found = out.read_text()
+        assert found.count(f'"chunked_loss": {str(installed).lower()}') == found.count('"n_persist"') > 0
+    assert "without liger-kernel" not in run(capsys, *TINY, *limits, "--no-chunked-loss")[1]
+
+
+def test_no_chunked_loss_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    status, _, err = run(capsys, "plan", "tiny", "--device", "cpu", "--batch", "1", "--seq", "16", "--chunked-loss")
+    assert (status, "chunked_loss=True needs a CUDA GPU" in err.splitlines()[-1]) == (2, True)
+
+
+def test_a_sequence_has_two_spellings() -> None:
+    for command in (["plan", "tiny"], ["train", "--model", "tiny"]):
+        found = [build_parser().parse_args([*command, option, "48"]) for option in ("--seq", "--sequence")]
+        assert found[0] == found[1]
+        assert found[0].sequence == 48
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------

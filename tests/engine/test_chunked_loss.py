@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,28 @@ def test_the_plan_knows_that_there_are_no_logits(device: torch.device) -> None:
 
     logits = 4 * 64 * 4096 * 4
     assert peak(False) - peak(True) > logits
+
+
+def test_a_plan_for_it_goes_without_where_memory_does(
+    tiny_model: Build, tiny_batch: Callable[..., Batch], device: torch.device
+) -> None:
+    def wrapped(**options: Any) -> protrain.Plan:
+        model = tiny_model("gpt2")
+        example = tiny_batch(batch=8, sequence=64)
+        _, optimizer = protrain.wrap(
+            model, adamw(model), example_batch=example, device=device, host_memory="1GiB", progress=False, **options
+        )
+        return optimizer.plan
+
+    plan = wrapped(chunked_loss=True)
+    assert plan.chunked_loss
+    with pytest.raises(PlanError, match="made for chunked_loss=True, and here logits are whole: pass it here as well"):
+        wrapped(plan=plan, device_memory=plan.device_bytes)
+    whole = wrapped(plan=plan)
+    assert (whole.model, whole.n_persist, whole.block_modes) == (plan.model, plan.n_persist, plan.block_modes)
+    assert not whole.chunked_loss
+    back = wrapped(plan=whole, device_memory=plan.device_bytes, chunked_loss=True)
+    assert replace(back, step_ms=plan.step_ms) == plan
 
 
 def test_generation_and_logits_without_labels(

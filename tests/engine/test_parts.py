@@ -77,6 +77,25 @@ def test_jobs_run_in_order_on_one_thread() -> None:
     assert not worker._thread.is_alive()
 
 
+def test_a_job_that_is_run_ahead_is_done_once() -> None:
+    worker = HostWorker(threads=1)
+    done: list[str] = []
+    later = worker.job(lambda: done.append("later"))
+
+    def first() -> None:
+        later.run()
+        done.append("first")
+        own.run()  # it runs already
+
+    own = worker.job(first)
+    worker.queue(own)
+    worker.queue(later)
+    worker.drain()
+    assert done == ["later", "first"]
+    assert later.done
+    assert own.done
+
+
 def fail() -> None:
     raise ArithmeticError("a failing job")
 

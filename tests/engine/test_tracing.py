@@ -17,6 +17,7 @@ from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, wrap_under
 
 Batch = dict[str, Tensor]
 LOOP = Loop(max_norm=1.0, scheduler=False)
+_BOTH = ("ProTrain, measured", "ProTrain, predicted")
 
 
 def read(path: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -71,6 +72,23 @@ def test_a_trace_has_every_unit_copy_and_update(
         assert all(down[f"gradients {chunk}"] >= 2 for chunk in away)
         up = {event["name"] for event in rows["ProTrain, measured", "host to device"]}
         assert {f"weights {chunk}" for chunk in away} <= up
+
+
+def test_a_trace_without_kernels_has_the_rest(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], tmp_path: Path, device: torch.device
+) -> None:
+    model = tiny_model("llama")
+    batches = [tiny_batch(seed=seed) for seed in range(2)]
+    spec = Spec("none", "least", (CKPT, NONE))
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=device, key="no-kernels")
+    with protrain.trace(optimizer, tmp_path / "trace.json", kernels=False):
+        LOOP.run(wrapped, optimizer, batches)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {1, 2}, "measured and predicted"
+    rows = read(tmp_path / "trace.json")
+    assert len(rows["ProTrain, measured", "GPU"]) == 4 * len(optimizer._engine.profile.calls)
+    measured, predicted = (min(event["ts"] for event in rows[who, "GPU"]) for who in _BOTH)
+    assert abs(predicted - measured) < 60e6, "on one clock"
 
 
 def test_an_error_inside_leaves_the_engine_as_it_was(
