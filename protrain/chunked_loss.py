@@ -103,9 +103,11 @@ def chunked_loss(model: nn.Module, device: torch.device, *, on_meta: bool = Fals
     kind: Any = model
     find: Callable[[], Any] = getattr(kind, "get_output_embeddings", lambda: None)
     head = find()
-    # By name: a model whose loss is its own, or shifted in another way, has another.
+    # By name: a model whose loss is its own, or shifted in another way, has another. One with an encoder has this one,
+    # for want of its own, and does not use it.
     loss = getattr(getattr(kind, "loss_function", None), "__name__", "")
-    if not isinstance(head, nn.Linear) or loss != "ForCausalLMLoss":
+    has_encoder = getattr(getattr(kind, "config", None), "is_encoder_decoder", False)
+    if not isinstance(head, nn.Linear) or loss != "ForCausalLMLoss" or has_encoder:
         raise ValueError(
             f"chunked_loss=True works with causal language models of transformers, not with {type(model).__name__}: "
             "leave it out"

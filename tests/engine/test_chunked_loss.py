@@ -136,6 +136,9 @@ def test_what_does_not_fit_is_refused_and_nothing_is_left(
     plain = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="causal language models of transformers, not with Sequential"):
         protrain.wrap(plain, adamw(plain), example_batch=(torch.randn(2, 4),), device=device, chunked_loss=True)
+    encoder = tiny_model("t5")
+    with pytest.raises(ValueError, match="causal language models of transformers, not with T5ForConditionalGeneration"):
+        protrain.wrap(encoder, adamw(encoder), example_batch=tiny_batch(), device=device, chunked_loss=True)
     model = tiny_model("llama")
     before = dict(vars(model)), dict(vars(model.get_submodule("lm_head")))
     with pytest.raises(PlanError):
