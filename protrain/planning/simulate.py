@@ -88,11 +88,12 @@ class Step:
 def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float, int]:
     """Milliseconds of one step in steady state, at least ``limit_ms`` as soon as it cannot be less; its early updates.
 
-    Contention only makes operations longer, so the first pass bounds the second from below; so does :func:`_least_ms`.
+    Contention only makes operations longer, so the first pass bounds the second from below, unless uploads went in an
+    order that depends on how long they and updates are; so does :func:`_least_ms`, in any order.
     """
     first = _Run.of(step)
     step = first.step
-    if first.step_ms >= limit_ms or not first.moves:
+    if (first.step_ms >= limit_ms and not first.reordered) or not first.moves:
         return first.step_ms, step.n_early
     stretch = _stretches(first, rates)
     if limit_ms < inf and step.n_early < len(step.host_update_ms) and _least_ms(step, first, stretch) >= limit_ms:
@@ -169,6 +170,7 @@ class _Run:
         self._stretch = stretch  # by lane, for one operation after the other
         self.n_early: int | None = None  # early updates that begin in time; found in the first step
         self.uploads: list[Fetch] = []  # of forward, as they get to the link
+        self.reordered = False  # some went before others that were issued earlier
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
         self.starts: list[list[float]] = [[], [], [], []]
         self.ends: list[list[float]] = [[], [], [], []]
@@ -255,6 +257,7 @@ class _Run:
             left.remove(first)
             gone.append(first)
             self._fetch((first,))
+        self.reordered = self.reordered or gone != list(fetches)
         return gone
 
     def _forward(self) -> None:
