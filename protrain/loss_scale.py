@@ -42,6 +42,6 @@ class LossScale:
 
     def load(self, state: dict[str, Any]) -> None:
         """Set what :meth:`state` returned."""
-        self.scale = self.used = float(state["scale"])
+        self.scale = float(state["scale"])
         self.finite_steps = int(state["finite_steps"])
         self.skipped = int(state["skipped"])

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -129,7 +129,7 @@ class Updates:
         self._inside: list[tuple[Chunk, _Once]] = []  # updates given to the host in this backward
         self._backwards = 0  # since the last step, without those that only accumulate
         self._usual_backwards = 1
-        self._last_jobs: dict[bool, Job] = {}  # by whether the device does it
+        self._all_done: list[Job] = []  # of each worker: every update of the last step is
         self._ahead = _Ahead(engine.buffers.link_is_idle)
         self._host_scale = engine.arena.take(1, torch.float32)
         self._device_scale = engine.streams.lasting(torch.ones(1, dtype=torch.float32, device=engine.device))
@@ -145,8 +145,8 @@ class Updates:
 
     def publish(self, factor: Tensor) -> Scale:
         """``factor``, 0-d on the device, for the device and the host."""
-        for job in self._last_jobs.values():
-            job.wait()  # done long ago: the forward in between needed all of their chunks
+        for job in self._all_done:
+            job.wait()  # long ago, where a forward in between needed all of their chunks
         streams = self._engine.streams
         streams.compute_waits(self._scale_ready)  # the copy of the step before may still read it
         self._device_scale.copy_(factor.reshape(1))  # a temporary could be gone before the copy to the host has run
@@ -208,14 +208,8 @@ class Updates:
         """Update every parameter that has a gradient; ``supposed`` is what early updates took for the scale."""
         self._end_round()
         foreseen = supposed if self.check_hyperparameters() == self._begun_with else None
-        turns: list[_Turn] = []
-        try:
-            for chunk in self._engine.chunks:
-                turn = self._update(chunk, scale, foreseen)
-                if turn is not None:
-                    turns.append(turn)
-        finally:  # what waits for a job must not wait for ever
-            self._queue(turns)
+        made = (self._update(chunk, scale, foreseen) for chunk in self._engine.chunks)
+        self._queue(turn for turn in made if turn is not None)
         self._usual_backwards = max(1, self._backwards)
         self._backwards = 0
 
@@ -239,11 +233,10 @@ class Updates:
     def backward_ends(self) -> None:
         """What was given to the host inside backward and isn't begun by its end comes in the order of need."""
         self._end_round()
-        turns = [
-            _Turn(chunk, self._job(chunk, once.run, f"update {chunk.index}"), once.begun)
-            for chunk, once in sorted(self._inside, key=lambda pair: pair[0].index)
-        ]
-        self._queue(turns)
+        inside = sorted(self._inside, key=lambda pair: pair[0].index)
+        self._queue(
+            _Turn(chunk, self._job(chunk, once.run, f"update {chunk.index}"), once.begun) for chunk, once in inside
+        )
         self._inside.clear()
 
     def _end_round(self) -> None:
@@ -314,20 +307,27 @@ class Updates:
     def _job(self, chunk: Chunk, work: Callable[[], None], name: str) -> Job:
         """What the next fetch of ``chunk`` waits for."""
         self._engine.buffers.invalidate(chunk)
-        chunk.update = self._last_jobs[chunk.streamed] = self._worker(chunk).job(work, name)
-        return chunk.update
+        chunk.update = job = self._worker(chunk).job(work, name)
+        return job
 
     def _worker(self, chunk: Chunk) -> HostWorker:
         worker = self._engine.stream_worker if chunk.streamed else self._engine.worker
         assert worker is not None
         return worker
 
-    def _queue(self, turns: list[_Turn]) -> None:
+    def _queue(self, turns: Iterable[_Turn]) -> None:
         """Give the workers their jobs in the order of need."""
-        on_host = [turn for turn in turns if not turn.chunk.streamed]
-        self._engine.worker.submit(functools.partial(self._ahead.look, on_host))
-        for turn in turns:
-            self._worker(turn.chunk).queue(turn.job)
+        made = list[_Turn]()
+        try:
+            for turn in turns:
+                made.append(turn)
+        finally:  # what waits for a job must not wait for ever
+            on_host = [turn for turn in made if not turn.chunk.streamed]
+            self._engine.worker.submit(functools.partial(self._ahead.look, on_host))
+            for turn in made:
+                self._worker(turn.chunk).queue(turn.job)
+        # No job of theirs says so: each may have been run ahead.
+        self._all_done = [worker.submit(lambda: None) for worker in self._engine.workers]
 
     def _pieces(self, chunk: Chunk) -> list[Piece]:
         """Neighbouring parameters that have a gradient and share hyperparameters and the number of steps."""

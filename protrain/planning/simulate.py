@@ -75,11 +75,12 @@ class Step:
 def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float, int]:
     """Milliseconds of one step in steady state, at least ``limit_ms`` as soon as it cannot be less; its early updates.
 
-    Contention only makes operations longer, so the first pass bounds the second from below; so does :func:`_least_ms`.
+    Contention only makes operations longer, so the first pass bounds the second from below, unless uploads went in an
+    order that depends on how long they and updates are; so does :func:`_least_ms`, in any order.
     """
     first = _Run.of(step)
     step, n_early = first.step, first.step.host.n_early
-    if first.step_ms >= limit_ms or not first.moves:
+    if (first.step_ms >= limit_ms and not first.reordered) or not first.moves:
         return first.step_ms, n_early
     stretch = stretches(first.starts, first.ends, rates)
     waits = n_early < len(step.host.updates) and not step.streamed.updates
@@ -160,6 +161,7 @@ class _Run:
         self._stretch = stretch  # by lane, for one operation after the other
         self.in_time: tuple[int, int] | None = None  # early updates, host and device; found in the first step
         self.uploads: list[Fetch] = []  # of forward, as they get to the link
+        self.reordered = False  # some went before others that were issued earlier
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
         self.starts: list[list[float]] = [[] for _ in LANES]
         self.ends: list[list[float]] = [[] for _ in LANES]
@@ -247,6 +249,7 @@ class _Run:
             left.remove(first)
             gone.append(first)
             self._fetch((first,))
+        self.reordered = self.reordered or gone != list(fetches)
         return gone
 
     def _forward(self) -> None:

@@ -50,7 +50,10 @@ class _LateMark(Mark):
 
     @override
     def reached(self) -> bool:
-        return False  # not before somebody waits
+        if self.streams.choice is None or self.streams.choice.random() < 0.5:
+            return False  # not before somebody waits
+        self.streams.host_waits(self.clock)  # the host that sees it may rely on it
+        return True
 
 
 class _Memory:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -173,6 +174,28 @@ def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
 def test_a_chunk_updated_in_stretches_has_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_STRETCH", 256)
     trained(clipping(1e-3), device)
+
+
+def test_two_steps_in_a_row_clip_each_by_its_own_factor(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, adam = itertools.count(1), chunks.adam
+
+    def slow(*args: Any, **options: Any) -> None:
+        time.sleep(0.1)
+        adam(*args, **options)
+
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
+        default_loss(model, data[0]).backward()
+        for max_norm in (1e6, 1e-3):  # the host has not done the first step when the second begins
+            optimizer.clip_grad_norm_(max_norm)
+            optimizer.step()
+        optimizer.zero_grad()
+
+    data, model = residual.batches(1), residual.make()
+    _, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    n_chunks = optimizer.plan.n_chunks
+    monkeypatch.setattr(_Round, "is_over", lambda _: next(begun) % n_chunks == 0)  # all but the last are made early
+    monkeypatch.setattr(chunks, "adam", slow)
+    trained(run, device)
 
 
 def _hold(go: threading.Event) -> None:

@@ -174,7 +174,7 @@ def test_parameters_are_exported_and_imported_one_by_one(dtype: torch.dtype, mak
 
 
 def test_gradients_are_unscaled_by_what_they_were_scaled_with(make: Make, batches: list[Batch]) -> None:
-    found = []
+    found, norms = [], []
     for finite_steps in (0, 1999):  # the scale doubles at the first of two steps on the same gradients
         model, optimizer = make(FIRST, torch.float16)
         scalars = optimizer.scalar_state()
@@ -182,12 +182,19 @@ def test_gradients_are_unscaled_by_what_they_were_scaled_with(make: Make, batche
         optimizer.load_scalar_state({**scalars, "loss_scale": scale})
         torch.manual_seed(1)
         optimizer.backward(default_loss(model, batches[0]))
+        optimizer.load_scalar_state({**scalars, "loss_scale": {**scale, "scale": 2.0**10}})
+        norms.append(float(optimizer.clip_grad_norm_(1e6)))
+        optimizer.load_scalar_state({**scalars, "loss_scale": scale})
         for _ in range(2):
             optimizer.step()
         assert optimizer.skipped_steps == 0
         assert optimizer.scalar_state()["loss_scale"]["scale"] == 2.0 ** (13 if finite_steps else 12)
         found.append(states(model, optimizer))
     assert_same(*found)
+    model, optimizer = make(FIRST, torch.float16)
+    torch.manual_seed(1)
+    optimizer.backward(default_loss(model, batches[0]))
+    assert norms == [pytest.approx(float(optimizer.clip_grad_norm_(1e6)), rel=1e-2)] * 2
 
 
 def test_the_loss_scale_is_part_of_the_state(make: Make, batches: list[Batch]) -> None:
