@@ -224,10 +224,10 @@ class Calibration:
         )
 
     def _host_over_memory(self, chunks: Sequence[AdamChunk], when: str) -> None:
-        """The host's AdamW with the best number of threads. Its rate depends on where memory lies, and comes and goes.
+        """The host's AdamW with the best number of threads, at one moment, over more memory than one chunk's.
 
-        On the host of a virtual machine some gigabytes are a third slower than others, and what others do there slows
-        all for seconds. A step updates tens of gigabytes.
+        In steps on the host of a virtual machine some chunks took a third longer than others, always the same ones, and
+        what others do there slows all for seconds. A step updates tens of gigabytes.
         """
         self.figures.append(self._on_host(chunks, self._adam_threads, when))
 
