@@ -2,18 +2,17 @@
 
 Three groups of rows: what torch.profiler sees (kernels by stream, host threads), the same by units and chunks as the
 planner names them, and the planner's own timeline of the step. The second is measured with events around every unit and
-copy, on top of the profiler, so that a traced step is longer than others; without the first it hardly is.
+copy, on top of the profiler, so that a traced step is longer than others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,11 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
     Args:
         optimizer: what :func:`protrain.wrap` returned.
         path: a JSON file, written when the body ends; a folder for it is made.
-        kernels: whether to have what torch.profiler sees, which makes steps longer and files large.
+        kernels: whether to have what torch.profiler sees.
     """
     engine = optimizer._engine
     recorder = _Recorder(engine)
-    with contextlib.ExitStack() as stack:
-        profiler = stack.enter_context(_profiler(engine.device)) if kernels else None
-        stack.enter_context(recorder.installed())
+    with _profiler(engine.device) if kernels else nullcontext() as profiler, recorder.installed():
         yield
         engine.wait_for_updates()
         engine.streams.synchronize()

@@ -25,9 +25,9 @@ from bench.train.picture import draw_bars
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
-from protrain.chunked_loss import available as liger_installed
 from protrain.cli.models import load_model
 from protrain.cli.options import Parser, memory, number, whole
+from protrain.cli.prepare import choose_loss
 from protrain.cli.summary import versions
 
 _EXAMPLE = """example:
@@ -92,6 +92,7 @@ def _parser() -> Parser:
 
 def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
     """ValueError when there is no such model, it has fewer positions, or its loss cannot be chunked here."""
+    device = torch.device("cuda" if on_gpu else "cpu")
     task = Task(
         model=args.model or ("llama-7b" if on_gpu else "tiny"),
         layers=args.layers,
@@ -99,14 +100,14 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
         sequence=args.sequence or (2048 if on_gpu else 64),
         steps=args.steps,
         warm_up=args.warm_up,
-        chunked_loss=on_gpu and liger_installed() if args.chunked_loss is None else args.chunked_loss,
+        chunked_loss=choose_loss(args.chunked_loss, device),
         clip_norm=args.clip,
         device_memory=args.device_memory,
         host_memory=args.host_memory,
     )
     loaded = load_model(task.model, layers=task.layers)
     fit_positions(loaded, task.sequence)
-    replace_loss(loaded.model, task, torch.device("cuda" if on_gpu else "cpu"))  # of a copy: to see that it can be
+    replace_loss(loaded.model, task, device)  # of a copy: to see that it can be
     return task
 
 

@@ -24,8 +24,8 @@ def read_master(member: Member) -> Tensor:
 def write_master(member: Member, value: Tensor) -> None:
     """Set the fp32 master, and the weight that follows from it."""
     chunk = member.chunk
-    # What the device has made is split there: the parts go straight into pinned memory, at several times the rate at
-    # which the whole would go into memory of its own.
+    # What the device has made is split there, so that the parts go straight into pinned memory: the whole would go into
+    # memory of its own before.
     device = value.device if value.is_cuda else chunk.weight.device
     flat = value.detach().to(device, torch.float32).contiguous().view(-1)
     weight, master = _part(member, chunk.weight), chunk.master

@@ -172,8 +172,16 @@ def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
 
 
 def test_a_chunk_updated_in_stretches_has_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, adam = [], chunks.adam
+
+    def noted(weight: torch.Tensor, *args: Any, **options: Any) -> None:
+        sizes.append(weight.numel())
+        adam(weight, *args, **options)
+
+    monkeypatch.setattr(chunks, "adam", noted)
     monkeypatch.setattr(chunks, "_STRETCH", 256)
     trained(clipping(1e-3), device)
+    assert max(sizes) == 256
 
 
 def test_two_steps_in_a_row_clip_each_by_its_own_factor(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

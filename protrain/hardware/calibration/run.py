@@ -59,7 +59,7 @@ def calibrate(
 ) -> HardwareProfile:
     """Measure ``device`` and its host; later calls that detect the machine use what was measured.
 
-    Takes about 40 s, up to 3 GiB of the device's memory and 11 GiB of the host's; the machine should be idle. Under
+    Takes under a minute, up to 3 GiB of the device's memory and 11 GiB of the host's; the machine should be idle. Under
     torchrun every process calls it, all measure at once, and each gets the figures of the slowest.
 
     Args:
@@ -224,10 +224,10 @@ class Calibration:
         )
 
     def _host_over_memory(self, chunks: Sequence[AdamChunk], when: str) -> None:
-        """The host's AdamW with the best number of threads. Its rate depends on where memory lies, and comes and goes.
+        """The host's AdamW with the best number of threads, at one moment, over more memory than one chunk's.
 
-        On the host of a virtual machine some gigabytes are a third slower than others, and what others do there slows
-        all for seconds. A step updates tens of gigabytes.
+        In steps on the host of a virtual machine some chunks took a third longer than others, always the same ones, and
+        what others do there slows all for seconds. A step updates tens of gigabytes.
         """
         self.figures.append(self._on_host(chunks, self._adam_threads, when))
 
