@@ -9,6 +9,7 @@ from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP
 
 _ACTIVITIES = {GPU: "matmul", UP: "h2d", DOWN: "d2h", HOST: "host_adam", STREAM: "streamed_adam"}
 OTHERS = [[other for other in range(len(LANES)) if other != lane] for lane in range(len(LANES))]
+_OTHER_WAY = {UP: DOWN, DOWN: UP}
 _LEAST = 0.25  # of a rate, which something always gets
 
 # By lane, then by which of OTHERS[lane] run: what is left of the lane's rate, at most 1.
@@ -44,26 +45,41 @@ def _left(
     beside = list(compress(others, present))
     if STREAM not in (lane, *beside):
         return known(hardware, host_adam_gbps, lane, beside)
-    # Calibration measures it beside the host optimizer and products. The link it shares in the ratio of what is wanted.
+    # Calibration measures it beside the host optimizer and products. Beside copies the link is full in both directions,
+    # and what it does then is shared in the ratio of what is wanted.
     measured = any(_ACTIVITIES[STREAM] in group.activities for group in hardware.contention)
     without = [other for other in beside if other != STREAM]
-    copying = [*(other for other in without if other not in (UP, DOWN)), *(way for way in (UP, DOWN) if way != lane)]
+    copies = [other for other in without if other in _OTHER_WAY]
+    apart = [other for other in without if other not in copies]
+    busy = [*apart, *(way for way in _OTHER_WAY if way != lane)]
     if lane == STREAM:
         beside_host = 1.0
         if HOST in beside:
             beside_host = hardware.host_dram_gbps / (host_adam_gbps + sum(streamed_gbps))
         left = _measured(hardware, host_adam_gbps, lane, without) if measured else beside_host
-        return min([left, *(_of_link(hardware, way, streamed_gbps) for way in without if way in (UP, DOWN))])
-    if lane in (UP, DOWN):
-        return min(known(hardware, host_adam_gbps, lane, copying), _of_link(hardware, lane, streamed_gbps))
-    return known(hardware, host_adam_gbps, lane, beside if measured else copying)
+        shares = [_of_link(hardware, host_adam_gbps, way, [*apart, _OTHER_WAY[way]], streamed_gbps) for way in copies]
+        return min([left, *shares])
+    if lane in _OTHER_WAY:
+        return _of_link(hardware, host_adam_gbps, lane, busy, streamed_gbps)
+    with_copies = known(hardware, host_adam_gbps, lane, busy)
+    if not measured:
+        return with_copies
+    left = known(hardware, host_adam_gbps, lane, beside)
+    return min(left, with_copies) if copies else left
 
 
-def _of_link(hardware: HardwareProfile, way: int, streamed_gbps: tuple[float, float]) -> float:
-    """What copies in one direction and streamed updates both keep when they share it, the other being busy as well."""
+def _of_link(
+    hardware: HardwareProfile,
+    host_adam_gbps: float,
+    way: int,
+    beside: list[int],
+    streamed_gbps: tuple[float, float],
+) -> float:
+    """What copies in one direction and streamed updates both keep when they share it; ``beside`` has the other one."""
+    known = _measured if hardware.contention else _shared
     alone = {UP: hardware.h2d_gbps, DOWN: hardware.d2h_gbps}
-    wanted = alone[way] + streamed_gbps[0 if way == UP else 1]
-    return alone[way] * min(1.0, hardware.bidirectional_gbps / sum(alone.values())) / wanted
+    ceiling = min(known(hardware, host_adam_gbps, way, beside), hardware.bidirectional_gbps / sum(alone.values()))
+    return ceiling * alone[way] / (alone[way] + streamed_gbps[0 if way == UP else 1])
 
 
 def _measured(hardware: HardwareProfile, _: float, lane: int, beside: list[int]) -> float:
