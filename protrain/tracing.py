@@ -23,7 +23,7 @@ from protrain.engine.streams import CudaStreams
 from protrain.engine.units import Unit
 from protrain.optim import ProTrainOptimizer
 from protrain.planning.explain import timeline_of
-from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP, Timeline
+from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Timeline
 
 _MEASURED, _PREDICTED = 1, 2  # process ids
 
@@ -75,16 +75,16 @@ def _exported(profiler: torch.profiler.profile) -> dict[str, Any]:
 
 
 class _Recorder:
-    """Times of units, copies and host updates, taken by wrapping what the engine calls, for as long as it is installed.
+    """Times of units, copies and updates in host memory, by wrapping what the engine calls as long as it is installed.
 
-    A time is a CUDA event, or nanoseconds of the host's clock: on a CPU, and of the host optimizer.
+    A time is a CUDA event, or nanoseconds of the host's clock: on a CPU, and of updates in host memory.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._cuda = engine.device.type == "cuda"
         self._spans: list[tuple[int, str, Any, Any]] = []  # lane, name, start, end
-        self._jobs: list[tuple[str, int, int]] = []
+        self._jobs: dict[int, list[tuple[str, int, int]]] = {HOST: [], STREAM: []}
         self._steps: list[Any] = []
         self._backward: tuple[str, Any] | None = None
         self._names = {}  # by address in host memory
@@ -112,13 +112,16 @@ class _Recorder:
             patches[engine.streams, "_copy"] = self._copy(engine.streams._copy)
         for (owner, name), function in patches.items():
             vars(owner)[name] = function
-        engine.worker.times = self._jobs
+        workers = dict(zip(self._jobs, engine.workers, strict=False))
+        for lane, worker in workers.items():
+            worker.times = self._jobs[lane]
         try:
             yield
         finally:
             for owner, name in patches:
                 del vars(owner)[name]
-            engine.worker.times = None
+            for worker in workers.values():
+                worker.times = None
 
     def step_starts_us(self) -> list[float]:
         """When forwards began, in microseconds since 1970."""
@@ -127,7 +130,8 @@ class _Recorder:
     def events(self) -> list[dict[str, Any]]:
         """All spans as trace events."""
         found = [_span(_MEASURED, lane, name, self._us(start), self._us(end)) for lane, name, start, end in self._spans]
-        found += [_span(_MEASURED, HOST, name, start / 1e3, end / 1e3) for name, start, end in self._jobs if name]
+        for lane, jobs in self._jobs.items():
+            found += [_span(_MEASURED, lane, name, start / 1e3, end / 1e3) for name, start, end in jobs if name]
         return found
 
     def _stamp(self, stream: Any = None) -> Any:

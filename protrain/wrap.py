@@ -30,6 +30,7 @@ from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim import ProTrainOptimizer, check_supported
 from protrain.planning import Plan, check, search
 from protrain.planning.mismatch import name_other_loss, refuse_other_model
+from protrain.planning.streaming import staging_bytes
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.cache import cached_profile
@@ -124,6 +125,7 @@ def wrap(
                 device_bytes=hardware.device_bytes,
                 host_bytes=hardware.host_bytes,
                 host_threads=_host_threads(hardware),
+                streaming_bytes=staging_bytes(hardware, chosen.chunk_elements),
                 weights=os.fspath(weights) if weights is not None else None,
             )
     wrapped = ProTrainOptimizer(

@@ -36,6 +36,7 @@ _dtype_of = attrgetter("dtype")
 
 _compiled: dict[tuple[Any, ...], Compiled] = {}
 _rings: dict[tuple[int, int], AddressRing] = {}
+_compiling = threading.Lock()  # threads may launch at once, and Triton's caches expect one
 
 
 class Compiled(NamedTuple):
@@ -111,7 +112,8 @@ def launch(
     compiled = _compiled.get(key)
     if compiled is None:
         typed = [as_bits(tensor) for tensor in tensors]
-        made = kernel[(programs,)](*typed, integer, *floats, *constants, **options)
+        with _compiling:
+            made = kernel[(programs,)](*typed, integer, *floats, *constants, **options)
         if made is not None:  # by the interpreter
             _compiled[key] = Compiled(made, made.run, made.function, made.packed_metadata)
         return

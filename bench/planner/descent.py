@@ -9,9 +9,10 @@ from bench.planner.measure import Point
 from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, evaluate, pack
+from protrain.planning.layout import updated_chunks
 from protrain.profiler import ModelProfile
 
-_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate")
+_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream")
 _BETTER = 0.995  # of the step time: less is noise
 
 
@@ -27,8 +28,8 @@ def descend(
 ) -> Iterator[Point]:
     """The chosen plan, ``others`` spread over what fits, and every neighbour on the way down from the fastest of them.
 
-    A neighbour differs by one in one knob. Where it doesn't fit, buffers and early updates give way; where fewer blocks
-    are recomputed, moved inputs do.
+    A neighbour differs by one in one knob. Where it doesn't fit, buffers, early and streamed updates give way; where
+    fewer blocks are recomputed, moved inputs do.
     """
     best = chosen = measure(None)
     yield chosen
@@ -64,13 +65,15 @@ def _faster(best: Point, point: Point) -> Point:
 
 
 def _key(plan: Plan) -> tuple[int, ...]:
-    return plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap, plan.n_speculate
+    counts = plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap
+    return *counts, plan.n_speculate, plan.n_stream
 
 
 def _neighbours(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool
 ) -> Iterator[Plan]:
-    memory = MemoryModel(profile, hardware, pack(profile, plan.chunk_elements))
+    layout = pack(profile, plan.chunk_elements)
+    memory, updated = MemoryModel(profile, hardware, layout), updated_chunks(profile, layout)
     for knob in _KNOBS:
         for change in (1, -1):
             counts = dict(zip(_KNOBS, _key(plan), strict=True))
@@ -84,6 +87,8 @@ def _neighbours(
             if knob != "n_buffer":
                 buffers = max(min(buffers, away), memory.least_buffers(counts["n_persist"]))
             while buffers >= 0 and early >= 0:
+                others = sum(chunk >= counts["n_persist"] + early for chunk in updated)
+                stream = counts["n_stream"] if knob == "n_stream" else min(counts["n_stream"], others)
                 try:
                     yield evaluate(
                         profile,
@@ -94,6 +99,7 @@ def _neighbours(
                         n_ckpt=counts["n_ckpt"],
                         n_ckpt_swap=moved,
                         n_speculate=early,
+                        n_stream=stream,
                         chunk_elements=plan.chunk_elements,
                         step_during_backward=step_during_backward,
                     )

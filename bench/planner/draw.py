@@ -8,6 +8,7 @@ import numpy as np
 
 from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, block_modes, choose_chunk_elements, evaluate, pack
+from protrain.planning.layout import updated_chunks
 from protrain.profiler.model_profile import ModelProfile
 
 _TRIES = 20_000
@@ -43,7 +44,13 @@ def draw(
         if not step_during_backward and hardware.device_type == "cuda":
             most = int(memory.most_speculated(n_persist, np.array(activations.swapped_bytes)))
             n_speculate = generator.choice([0, most, generator.randint(0, most)])
-        key = (n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate)
+        n_stream = 0
+        others = sum(chunk >= n_persist + n_speculate for chunk in updated_chunks(profile, layout))
+        if hardware.device_type == "cuda" and hardware.streamed_adam_gparams is not None:
+            n_stream = generator.choice([0, generator.randint(0, others)])
+        if memory.device_bytes(n_persist, n_buffer, activations, n_stream) > hardware.device_bytes:
+            continue
+        key = (n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream)
         if key not in found:
             found[key] = evaluate(
                 profile,
@@ -54,6 +61,7 @@ def draw(
                 n_ckpt=n_ckpt,
                 n_ckpt_swap=n_ckpt_swap,
                 n_speculate=n_speculate,
+                n_stream=n_stream,
                 step_during_backward=step_during_backward,
             )
     return list(found.values())

@@ -39,9 +39,9 @@ class CaseResult(Record):
         runtime = RuntimeModel(self.profile, self.hardware, layout, update_in_backward=not self.case.clip)
         activations = memory.activations(plan.block_modes)
         return Prediction(
-            step_ms=runtime.step_ms(plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate),
+            step_ms=runtime.step_ms(plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream),
             paper_ms=paper_step_ms(plan, self.profile, self.hardware, layout),
-            device_bytes=memory.device_bytes(plan.n_persist, plan.n_buffer, activations),
+            device_bytes=memory.device_bytes(plan.n_persist, plan.n_buffer, activations, plan.n_stream),
             host_bytes=memory.host_bytes(plan.n_persist, activations, plan.n_speculate),
         )
 

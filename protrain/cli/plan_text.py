@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from protrain.planning.tables import format_ms
-from protrain.planning.timeline import LANES, Timeline
+from protrain.planning.timeline import Timeline
 
 COLUMNS = 100
 _SHADES = " ░▒▓█"
@@ -14,7 +14,7 @@ _PHASES = ("forward", "backward", "after")
 
 
 def timeline_text(timeline: Timeline, *, plain: bool | None = None) -> str:
-    """Ruler, four lanes with the share of the step that each works, and the phases; at most 120 characters wide.
+    """Ruler, lanes with the share of the step that each works, and the phases; at most 120 characters wide.
 
     Args:
         timeline: one step.
@@ -23,9 +23,9 @@ def timeline_text(timeline: Timeline, *, plain: bool | None = None) -> str:
     if plain is None:
         plain = not _shows_blocks()
     shades = _PLAIN_SHADES if plain else _SHADES
-    width = max(map(len, LANES))
+    width = max(map(len, timeline.lanes))
     lines = [f"{'':<{width}}  {'0':<{COLUMNS // 2}}{format_ms(timeline.step_ms):>{COLUMNS - COLUMNS // 2}}"]
-    for lane, name in enumerate(LANES):
+    for lane, name in enumerate(timeline.lanes):
         shares = busy_shares(timeline, lane)
         cells = "".join(shades[min(len(shades) - 1, int(share * (len(shades) - 1) + 0.75))] for share in shares)
         lines.append(f"{name:<{width}}  {cells}  {sum(shares) / COLUMNS:4.0%}")

@@ -17,11 +17,12 @@ from protrain.engine.hooks import install
 from protrain.engine.ledger import Ledger, SimulatedLedger
 from protrain.engine.materialise import fill
 from protrain.engine.state_hooks import StateHooks
+from protrain.engine.streamer import Streamer
 from protrain.engine.streams import streams_for
 from protrain.engine.swap import ALIGNMENT_BYTES, HostSlots
 from protrain.engine.units import make_units
 from protrain.engine.worker import HostWorker
-from protrain.planning.layout import pack
+from protrain.planning.layout import pack, streamed_chunks, updated_chunks
 from protrain.planning.plan import BlockMode, Plan, moved_input_bytes
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
@@ -44,9 +45,22 @@ def build_engine(
     device_bytes: int,
     host_bytes: int,
     host_threads: int,
+    streaming_bytes: int,
     weights: str | Path | None,
 ) -> tuple[Engine, int]:
     """Take the memory that ``plan`` needs, move the model's states there, and hook the engine into the model.
+
+    Args:
+        model: to train; where its parameters lie is no longer its own after this.
+        profile: of the model.
+        plan: what to do.
+        device: to train on.
+        device_bytes: that may be taken of it.
+        host_bytes: that may be taken of the host's memory.
+        host_threads: of a kernel on the host.
+        streaming_bytes: device memory that states pass through where the device updates chunks in host memory; 0: none
+            is needed there.
+        weights: a folder of safetensors to load.
 
     Returns:
         The engine, and the bytes that lie on the device for good.
@@ -56,7 +70,19 @@ def build_engine(
     layout = pack(profile, plan.chunk_elements)
     streams = streams_for(device)
     arena = Arena(pinned=device.type == "cuda")
-    chunks = make_chunks(layout, dtype, device, arena, streams, n_persist=plan.n_persist, n_speculate=plan.n_speculate)
+    first = plan.n_persist + plan.n_speculate
+    candidates = [index for index in updated_chunks(profile, layout) if index >= first]
+    streamed = streamed_chunks(candidates, plan.n_stream)
+    chunks = make_chunks(
+        layout,
+        dtype,
+        device,
+        arena,
+        streams,
+        n_persist=plan.n_persist,
+        n_speculate=plan.n_speculate,
+        streamed=streamed,
+    )
     named = dict(model.named_parameters())
     parameters = [named[record.name] for record in profile.parameters]
     members = make_members(profile, layout, chunks, parameters)
@@ -74,6 +100,8 @@ def build_engine(
         poison=debugging(),
     )
     worker = HostWorker(threads=host_threads)
+    streamer = Streamer(device, streams, arena, staging_bytes=streaming_bytes) if streamed else None
+    stream_worker = HostWorker(threads=1, name="protrain-stream-worker") if streamed else None
     spare_device_bytes = device_bytes - plan.device_bytes
     gradients = Gradients(
         members=members,
@@ -93,6 +121,7 @@ def build_engine(
         + sum(sum(state_sizes(record, dtype)) for record in layout.chunks[: plan.n_persist])
         + sum(buffer.memory.nbytes for buffer in buffers.buffers)
         + gradients.device_bytes
+        + (streamer.staging_bytes if streamer is not None else 0)
     )
     ledger = Ledger()
     if device.type != "cuda":
@@ -120,6 +149,8 @@ def build_engine(
         streams=streams,
         arena=arena,
         worker=worker,
+        streamer=streamer,
+        stream_worker=stream_worker,
         chunks=chunks,
         members=members,
         units=units,

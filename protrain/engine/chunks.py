@@ -10,7 +10,7 @@ frozen chunk has a weight only. Every length is a multiple of 128 elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from protrain.engine.streams import Mark, Streams
 from protrain.engine.worker import Job
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.profiler.model_profile import ModelProfile
-from protrain_kernels import AdamScalars, AdamStates, adam, adam_out_of_place
+from protrain_kernels import AdamScalars, AdamStaging, AdamStates, adam, adam_out_of_place, streamed_adam
 
 _STRETCH = 1 << 25  # elements, which the host updates in some 7 ms
 _TRANSFERRED = ("weight", "grad")  # the states of a non-persistent chunk that travel
@@ -73,6 +73,7 @@ class Chunk:
     update: Job | None = None  # the last update on the host; None when there was none
     spare: AdamStates | None = None  # where the states after a step are made before it is certain
     early: Job | None = None  # the last such update; None once its gradient has given way to others
+    streamed: bool = False  # in host memory and updated by the device
     version: int = 0  # counts changes of the weight
 
     def wait_for_update(self) -> None:
@@ -118,6 +119,31 @@ class Chunk:
                 scalars,
                 scale=scale,
                 threads=threads,
+            )
+        self.version += 1
+
+    def step_streamed(
+        self,
+        pieces: list[Piece],
+        gradient: Tensor,
+        scale: Tensor | None,
+        device: torch.device,
+        staging: AdamStaging | None,
+    ) -> None:
+        """The same by ``device``, where ``scale`` lies, on what lies in host memory: queued on the current stream."""
+        assert self.exp_avg is not None
+        assert self.exp_avg_sq is not None
+        for part, scalars in pieces:
+            streamed_adam(
+                self.weight[part],
+                None if self.master is None else self.master[part],
+                self.exp_avg[part],
+                self.exp_avg_sq[part],
+                gradient[part],
+                scalars,
+                scale=scale,
+                staging=staging,
+                device=device,
             )
         self.version += 1
 
@@ -193,10 +219,12 @@ def make_chunks(
     *,
     n_persist: int,
     n_speculate: int,
+    streamed: Collection[int] = (),
 ) -> list[Chunk]:
     """All chunks, states zeroed. The arena is reserved for the non-persistent ones in one piece.
 
-    The first ``n_speculate`` of those have room for a second copy of what an update writes.
+    The first ``n_speculate`` of those have room for a second copy of what an update writes. Of the ``streamed``, by
+    index, the device reaches all states.
     """
     away = layout.chunks[n_persist:]
     sizes = [size for record in away for size in state_sizes(record, dtype)]
@@ -210,7 +238,8 @@ def make_chunks(
         start = 0
         for name, kind in state_layout(record.trainable, dtype).items():
             if memory is None:
-                states[name] = arena.take(record.elements, kind, transferred=name in _TRANSFERRED)
+                transferred = name in _TRANSFERRED or record.index in streamed
+                states[name] = arena.take(record.elements, kind, transferred=transferred)
             else:
                 states[name] = memory[start : start + record.elements * kind.itemsize].view(kind)
                 start += record.elements * kind.itemsize
@@ -238,6 +267,7 @@ def make_chunks(
                 offloaded=streams.mark(),
                 uploaded=streams.mark(),
                 spare=spare,
+                streamed=record.index in streamed,
             )
         )
     return chunks

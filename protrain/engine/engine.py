@@ -7,9 +7,10 @@ The step, in the order in which things happen:
     unit backward   begins with the first saved tensor that autograd asks for: fetch, fetch ahead, fetch swapped
                     activations; ends when another unit's begins: gradients into chunks, let go
     end of backward the last unit ends
-    step            persistent chunks are updated on the device, the others by the host worker, in the order in which
-                    the next forward needs them; it returns before the host has finished, and a fetch waits for its
-                    own chunk alone; the first fetches of the next forward are issued
+    step            persistent chunks are updated on the device, the others by the host worker, or some of them by the
+                    device on what lies in host memory, in the order in which the next forward needs them; it returns
+                    before they have finished, and a fetch waits for its own chunk alone; the first fetches of the next
+                    forward are issued
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from protrain.engine.gradients import Gradients
 from protrain.engine.ledger import Ledger
 from protrain.engine.parameter import ReleasedParameter, point_at, release
 from protrain.engine.saved import Copy, WeightView, storage_address
+from protrain.engine.streamer import Streamer
 from protrain.engine.streams import Streams
 from protrain.engine.swap import HostSlots, Swaps
 from protrain.engine.units import Unit
@@ -54,6 +56,8 @@ class Engine:
         streams: Streams,
         arena: Arena,
         worker: HostWorker,
+        streamer: Streamer | None,
+        stream_worker: HostWorker | None,
         chunks: list[Chunk],
         members: list[Member],
         units: list[Unit],
@@ -72,6 +76,8 @@ class Engine:
         self.streams = streams
         self.arena = arena
         self.worker = worker
+        self.streamer = streamer  # None where the device updates nothing that lies in host memory
+        self.stream_worker = stream_worker  # whose jobs its updates are
         self.chunks = chunks
         self.members = members
         self.units = units
@@ -251,9 +257,15 @@ class Engine:
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
+    @property
+    def workers(self) -> list[HostWorker]:
+        """Every thread that updates chunks."""
+        return [worker for worker in (self.worker, self.stream_worker) if worker is not None]
+
     def wait_for_updates(self) -> None:
         """Block until every update of the last step is done and visible to the host."""
-        self.worker.drain()
+        for worker in self.workers:
+            worker.drain()
         for chunk in self.chunks:
             chunk.wait_for_update()
 

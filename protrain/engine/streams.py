@@ -1,12 +1,15 @@
 """The one owner of every CUDA stream, and its CPU stand-in.
 
-Three streams, each for a reason:
+Streams, each for a reason:
 
 - compute: the stream that is current when the engine is made. ALL device memory is allocated there, so that the caching
   allocator has one free list; only memory that lives as long as the engine is marked for the other streams, once.
 - h2d: uploads (weights, swapped activations). Copy engines are FIFO and blind to priority, one per direction, so a
   stream of its own per direction is all that can overlap.
 - d2h: offloads (gradients, swapped activations).
+- streamed, streamed_h2d, streamed_d2h: updates of chunks in host memory by the device. They wait for no kernel of
+  compute's, nor it for them. Where the states are copied, each piece waits for the one before it to have left: on h2d
+  and d2h every transfer issued later would wait as well.
 
 Host code that must know when a transfer is done waits for the :class:`Mark` that came with it.
 """
@@ -19,6 +22,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from typing_extensions import override
+
+from protrain_kernels import AdamStaging
 
 
 class Mark:
@@ -88,18 +93,30 @@ class Streams:
         """Run the body on the compute stream whatever thread this is."""
         yield
 
+    def adam_staging(self, size_bytes: int) -> AdamStaging:
+        """Device memory for updates by the device of what lies in host memory."""
+        return AdamStaging(torch.device("cpu"), size_bytes=size_bytes)
+
+    @contextmanager
+    def streaming(self, done: Mark) -> Iterator[None]:
+        """Run the body, which has the device update states in host memory, and place ``done`` at its end."""
+        yield
+
     def synchronize(self) -> None:
         """Wait on the host until every stream is empty."""
 
 
 class CudaStreams(Streams):
-    """The three streams of one GPU."""
+    """The streams of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.compute = torch.cuda.current_stream(device)
         self.h2d = torch.cuda.Stream(device)
         self.d2h = torch.cuda.Stream(device)
+        self.streamed = torch.cuda.Stream(device)
+        self.streamed_h2d = torch.cuda.Stream(device)
+        self.streamed_d2h = torch.cuda.Stream(device)
 
     @override
     def mark(self) -> Mark:
@@ -145,8 +162,8 @@ class CudaStreams(Streams):
 
     @override
     def lasting(self, memory: Tensor) -> Tensor:
-        memory.record_stream(self.h2d)
-        memory.record_stream(self.d2h)
+        for stream in (self.h2d, self.d2h, self.streamed, self.streamed_h2d, self.streamed_d2h):
+            memory.record_stream(stream)
         return memory
 
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Mark, done: Mark) -> None:
@@ -162,6 +179,26 @@ class CudaStreams(Streams):
     def computing(self) -> Iterator[None]:
         with torch.cuda.stream(self.compute):
             yield
+
+    @override
+    def adam_staging(self, size_bytes: int) -> AdamStaging:
+        staging = AdamStaging(
+            self.device,
+            size_bytes=size_bytes,
+            upload=self.streamed_h2d,
+            download=self.streamed_d2h,
+        )
+        self.lasting(staging.memory)
+        return staging
+
+    @override
+    @contextmanager
+    def streaming(self, done: Mark) -> Iterator[None]:
+        assert isinstance(done, _CudaMark)
+        with torch.cuda.stream(self.streamed):
+            yield
+            self.streamed.wait_stream(self.streamed_d2h)
+            done.event.record(self.streamed)
 
     @override
     def synchronize(self) -> None:

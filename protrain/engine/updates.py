@@ -1,4 +1,4 @@
-"""AdamW on the chunks of an engine: on the device, by the host worker, and by the host worker in advance.
+"""AdamW on the chunks of an engine: on the device, by the host worker, in advance, and by the device beside it.
 
 [Note: early updates] Whether a step clips, is skipped, or has other hyperparameters is known when step() is called. By
 then the host could have done its updates beside backward. So where the plan gives a chunk room for a second copy of its
@@ -11,6 +11,10 @@ Gradients come in the order opposite to that in which the next forward needs its
 by the end of backward is not done early any more, but in the order of need. That holds for updates inside backward
 (``step_during_backward``) as well, which wait for no step() and need no second copy. While the host updates those,
 chunks that are done go up whenever the link has nothing to do, also before their turn.
+
+[Note: streamed updates] Some chunks in host memory the device updates while the host updates others. A thread of their
+own takes those jobs: it waits for what the host worker would wait for, has the device stream the states through itself,
+and sleeps until they are back. So whatever follows an update need not know who did it.
 """
 
 from __future__ import annotations
@@ -26,17 +30,10 @@ from torch import Tensor
 
 from protrain.engine.chunks import Chunk, Piece
 from protrain.engine.engine import Engine
+from protrain.engine.streamer import Scale
 from protrain.engine.streams import Mark
-from protrain.engine.worker import Job
+from protrain.engine.worker import HostWorker, Job
 from protrain_kernels import AdamScalars, adam_scalars
-
-
-class Scale(NamedTuple):
-    """The factor on gradients (clipping, loss scale): one fp32."""
-
-    on_device: Tensor
-    on_host: Tensor
-    ready: Mark  # on_host is
 
 
 @dataclass
@@ -88,13 +85,14 @@ class _Once:
             raise self._error
 
     def begun(self) -> bool:
-        """Whether anybody has come; the work is done then, as only the host worker does."""
+        """Whether anybody has come; to the worker that does it the work is done then."""
         return self._work is None
 
 
 class _Turn(NamedTuple):
-    """The job of a chunk that is updated on the host."""
+    """The job of a chunk in host memory."""
 
+    chunk: Chunk
     job: Job
     is_made: Callable[[], bool]  # whether an early update has done the work; asked by the host worker
 
@@ -108,7 +106,7 @@ class _Ahead:
 
     def look(self, turns: list[_Turn]) -> None:
         """Find those of ``turns`` that are made."""
-        self._jobs = deque(job for job, is_made in turns if is_made())
+        self._jobs = deque(turn.job for turn in turns if turn.is_made())
 
     def take(self) -> None:
         """Take as many as the link has time for: an upload begins with the first whose chunk is wanted."""
@@ -131,7 +129,7 @@ class Updates:
         self._inside: list[tuple[Chunk, _Once]] = []  # updates given to the host in this backward
         self._backwards = 0  # since the last step, without those that only accumulate
         self._usual_backwards = 1
-        self._all_done: Job | None = None  # every update of the last step is
+        self._all_done: list[Job] = []  # of each worker: every update of the last step is
         self._ahead = _Ahead(engine.buffers.link_is_idle)
         self._host_scale = engine.arena.take(1, torch.float32)
         self._device_scale = engine.streams.lasting(torch.ones(1, dtype=torch.float32, device=engine.device))
@@ -147,8 +145,8 @@ class Updates:
 
     def publish(self, factor: Tensor) -> Scale:
         """``factor``, 0-d on the device, for the device and the host."""
-        if self._all_done is not None:
-            self._all_done.wait()  # long ago, where a forward in between needed all of its chunks
+        for job in self._all_done:
+            job.wait()  # long ago, where a forward in between needed all of their chunks
         streams = self._engine.streams
         streams.compute_waits(self._scale_ready)  # the copy of the step before may still read it
         self._device_scale.copy_(factor.reshape(1))  # a temporary could be gone before the copy to the host has run
@@ -223,22 +221,22 @@ class Updates:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return
-        gradient, threads = self._engine.gradients.host_gradient(chunk), self._engine.worker.threads
-        work = functools.partial(_update_on_host, chunk, pieces, gradient, None, threads=threads, ahead=self._ahead)
-        once, this_round = _Once(work), self._round
+        once, this_round = _Once(self._away(chunk, pieces, None)), self._round
 
         def on_host() -> None:
             if not this_round.is_over():
                 once.run()
 
         self._inside.append((chunk, once))
-        self._engine.worker.queue(self._job(chunk, on_host, f"early update {chunk.index}"))
+        self._worker(chunk).queue(self._job(chunk, on_host, f"early update {chunk.index}"))
 
     def backward_ends(self) -> None:
         """What was given to the host inside backward and isn't begun by its end comes in the order of need."""
         self._end_round()
         inside = sorted(self._inside, key=lambda pair: pair[0].index)
-        self._queue(_Turn(self._job(chunk, once.run, f"update {chunk.index}"), once.begun) for chunk, once in inside)
+        self._queue(
+            _Turn(chunk, self._job(chunk, once.run, f"update {chunk.index}"), once.begun) for chunk, once in inside
+        )
         self._inside.clear()
 
     def _end_round(self) -> None:
@@ -263,12 +261,14 @@ class Updates:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, scale)
             return None
-        gradient, threads = self._engine.gradients.host_gradient(chunk), self._engine.worker.threads
-        early, tally, ahead = self._early.pop(chunk.index, None), self.tally, self._ahead
+        update = self._away(chunk, pieces, scale)
+        if chunk.streamed:
+            return _Turn(chunk, self._job(chunk, update, f"update {chunk.index}"), lambda: False)
+        early, tally = self._early.pop(chunk.index, None), self.tally
         if chunk.early is None:  # other gradients came, even if the backward that brought them failed
             early = None
 
-        def factor() -> float:  # of the engine nothing: a model that is dropped must not wait for its last updates
+        def factor() -> float:  # of the engine nothing, as in _away
             if scale is None:
                 return 1.0
             scale.ready.wait()
@@ -283,34 +283,51 @@ class Updates:
                 chunk.adopt()
                 tally.adopted += 1
             else:
-                on_host_scale = None if scale is None else scale.on_host
-                _update_on_host(chunk, pieces, gradient, on_host_scale, threads=threads, ahead=ahead)
+                update()
                 tally.redone += early is not None and early.done
 
-        return _Turn(self._job(chunk, on_host, f"update {chunk.index}"), is_made)
+        return _Turn(chunk, self._job(chunk, on_host, f"update {chunk.index}"), is_made)
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         engine = self._engine
         gradient = engine.gradients.device_gradient(chunk)
         chunk.step(pieces, gradient, None if scale is None else scale.on_device, threads=engine.worker.threads)
 
+    def _away(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Callable[[], None]:
+        """The update of a chunk in host memory, for the worker that does it. See [Note: streamed updates]."""
+        engine = self._engine  # what is returned has nothing of it: a model that is dropped must not wait for updates
+        gradient, streamer = engine.gradients.host_gradient(chunk), engine.streamer
+        if chunk.streamed:
+            assert streamer is not None
+            return functools.partial(streamer.update, chunk, pieces, gradient, scale, chunk.accumulation)
+        return functools.partial(
+            _update_on_host, chunk, pieces, gradient, scale, threads=engine.worker.threads, ahead=self._ahead
+        )
+
     def _job(self, chunk: Chunk, work: Callable[[], None], name: str) -> Job:
         """What the next fetch of ``chunk`` waits for."""
         self._engine.buffers.invalidate(chunk)
-        chunk.update = job = self._engine.worker.job(work, name)
+        chunk.update = job = self._worker(chunk).job(work, name)
         return job
 
+    def _worker(self, chunk: Chunk) -> HostWorker:
+        worker = self._engine.stream_worker if chunk.streamed else self._engine.worker
+        assert worker is not None
+        return worker
+
     def _queue(self, turns: Iterable[_Turn]) -> None:
-        """Give the host worker its jobs in the order of need."""
-        worker, made = self._engine.worker, list[_Turn]()
+        """Give the workers their jobs in the order of need."""
+        made = list[_Turn]()
         try:
             for turn in turns:
                 made.append(turn)
         finally:  # what waits for a job must not wait for ever
-            worker.submit(functools.partial(self._ahead.look, made))
+            on_host = [turn for turn in made if not turn.chunk.streamed]
+            self._engine.worker.submit(functools.partial(self._ahead.look, on_host))
             for turn in made:
-                worker.queue(turn.job)
-        self._all_done = worker.submit(lambda: None)  # no job of theirs says so: each may have been run ahead
+                self._worker(turn.chunk).queue(turn.job)
+        # No job of theirs says so: each may have been run ahead.
+        self._all_done = [worker.submit(lambda: None) for worker in self._engine.workers]
 
     def _pieces(self, chunk: Chunk) -> list[Piece]:
         """Neighbouring parameters that have a gradient and share hyperparameters and the number of steps."""
@@ -340,11 +357,13 @@ class Updates:
 
 
 def _update_on_host(
-    chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int, ahead: _Ahead
+    chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None, *, threads: int, ahead: _Ahead
 ) -> None:
+    if scale is not None:
+        scale.ready.wait()
     chunk.offloaded.wait()
     chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
-    chunk.step(pieces, gradient, scale, threads=threads, between=ahead.take)
+    chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads, between=ahead.take)
 
 
 def _holds(early: _Early, pieces: list[Piece], factor: float, version: int) -> bool:

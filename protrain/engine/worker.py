@@ -1,7 +1,7 @@
 """Work on the host beside the main thread: optimizer updates and gradient accumulation, first in, first out.
 
 One thread takes jobs in the order in which the next forward needs their chunks. The kernels it calls are multi-threaded
-and release the GIL, so the main thread goes on launching.
+and release the GIL, so the main thread goes on launching. A second one has the device update some of the chunks.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Job:
 class HostWorker:
     """One thread that runs jobs in order until closed. It ends with its owner."""
 
-    def __init__(self, *, threads: int) -> None:
+    def __init__(self, *, threads: int, name: str = "protrain-host-worker") -> None:
         self.threads = threads  # that a kernel may use
         self.times: list[tuple[str, int, int]] | None = None  # (name, start, end in ns) of jobs, while they are wanted
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name="protrain-host-worker", daemon=True)
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, _end, self._queue, self._thread)
 

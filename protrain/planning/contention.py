@@ -5,31 +5,81 @@ from __future__ import annotations
 from itertools import compress, product
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP
+from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP
 
-_ACTIVITIES = {GPU: "matmul", UP: "h2d", DOWN: "d2h", HOST: "host_adam"}
+_ACTIVITIES = {GPU: "matmul", UP: "h2d", DOWN: "d2h", HOST: "host_adam", STREAM: "streamed_adam"}
 OTHERS = [[other for other in range(len(LANES)) if other != lane] for lane in range(len(LANES))]
+_OTHER_WAY = {UP: DOWN, DOWN: UP}
 _LEAST = 0.25  # of a rate, which something always gets
 
 # By lane, then by which of OTHERS[lane] run: what is left of the lane's rate, at most 1.
 Rates = list[dict[tuple[bool, ...], float]]
 
 
-def rates(hardware: HardwareProfile, host_adam_gbps: float) -> Rates:
+def rates(hardware: HardwareProfile, host_adam_gbps: float, streamed_gbps: tuple[float, float] = (0.0, 0.0)) -> Rates:
     """For every lane and company.
 
     Args:
         hardware: the machine.
         host_adam_gbps: what the host optimizer alone moves in DRAM.
+        streamed_gbps: what updates by the device of states in host memory alone move to the device, and back.
     """
-    left = _measured if hardware.contention else _shared
     return [
         {
-            present: max(_LEAST, min(1.0, left(hardware, host_adam_gbps, lane, list(compress(others, present)))))
+            present: max(_LEAST, min(1.0, _left(hardware, host_adam_gbps, streamed_gbps, lane, others, present)))
             for present in product((False, True), repeat=len(others))
         }
         for lane, others in enumerate(OTHERS)
     ]
+
+
+def _left(
+    hardware: HardwareProfile,
+    host_adam_gbps: float,
+    streamed_gbps: tuple[float, float],
+    lane: int,
+    others: list[int],
+    present: tuple[bool, ...],
+) -> float:
+    known = _measured if hardware.contention else _shared
+    beside = list(compress(others, present))
+    if STREAM not in (lane, *beside):
+        return known(hardware, host_adam_gbps, lane, beside)
+    # Calibration measures it beside the host optimizer and products. Beside copies the link is full in both directions,
+    # and what it does then is shared in the ratio of what is wanted.
+    measured = any(_ACTIVITIES[STREAM] in group.activities for group in hardware.contention)
+    without = [other for other in beside if other != STREAM]
+    copies = [other for other in without if other in _OTHER_WAY]
+    apart = [other for other in without if other not in copies]
+    busy = [*apart, *(way for way in _OTHER_WAY if way != lane)]
+    if lane == STREAM:
+        beside_host = 1.0
+        if HOST in beside:
+            beside_host = hardware.host_dram_gbps / (host_adam_gbps + sum(streamed_gbps))
+        left = _measured(hardware, host_adam_gbps, lane, without) if measured else beside_host
+        shares = [_of_link(hardware, host_adam_gbps, way, [*apart, _OTHER_WAY[way]], streamed_gbps) for way in copies]
+        return min([left, *shares])
+    if lane in _OTHER_WAY:
+        return _of_link(hardware, host_adam_gbps, lane, busy, streamed_gbps)
+    with_copies = known(hardware, host_adam_gbps, lane, busy)
+    if not measured:
+        return with_copies
+    left = known(hardware, host_adam_gbps, lane, beside)
+    return min(left, with_copies) if copies else left
+
+
+def _of_link(
+    hardware: HardwareProfile,
+    host_adam_gbps: float,
+    way: int,
+    beside: list[int],
+    streamed_gbps: tuple[float, float],
+) -> float:
+    """What copies in one direction and streamed updates both keep when they share it; ``beside`` has the other one."""
+    known = _measured if hardware.contention else _shared
+    alone = {UP: hardware.h2d_gbps, DOWN: hardware.d2h_gbps}
+    ceiling = min(known(hardware, host_adam_gbps, way, beside), hardware.bidirectional_gbps / sum(alone.values()))
+    return ceiling * alone[way] / (alone[way] + streamed_gbps[0 if way == UP else 1])
 
 
 def _measured(hardware: HardwareProfile, _: float, lane: int, beside: list[int]) -> float:

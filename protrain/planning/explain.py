@@ -23,15 +23,16 @@ from protrain.records import Record
 
 MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # shares of the memory there is, on top of it
 _SAME = 0.005  # times this close are the same: the search itself prefers by other grounds within it
-KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate")
+KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change(Record):
     """One knob turned by one, all others as they are.
 
-    Where a number of buffers or early updates makes no sense beside the new number of persistent chunks, or one of
-    moved inputs beside the new number of recomputed blocks, the nearest that does is taken.
+    Where a number of buffers, early or streamed updates makes no sense beside the new number of persistent chunks, one
+    of streamed updates beside that of early ones, or one of moved inputs beside the new number of recomputed blocks,
+    the nearest that does is taken.
     """
 
     knob: str
@@ -181,7 +182,7 @@ def timeline_of(
 
 def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     """The device memory of ``plan`` by kind."""
-    static = memory.static_parts(plan.n_persist, plan.n_buffer)
+    static = memory.static_parts(plan.n_persist, plan.n_buffer, plan.n_stream)
     activations = memory.activations(plan.block_modes)
     parts = {**static, "activations": activations.peak_bytes}
     parts["margin and workspaces"] = memory.margined_bytes(activations) - activations.peak_bytes
@@ -216,7 +217,8 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
 
 def _timeline(plan: Plan, runtime: RuntimeModel, hardware: HardwareProfile, layout: Layout) -> Timeline:
     if hardware.device_type != "cpu":
-        return runtime.timeline(plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate)
+        counts = plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
+        return runtime.timeline(plan.block_modes, *counts)
     times = runtime.times
     forward_ms = sum(times.forward) + sum(times.gap_forward)
     recomputed = (ms for ms, mode in zip(times.recompute, plan.block_modes, strict=True) if mode.recomputes)
@@ -251,6 +253,10 @@ def _changes(plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Iterator
                     impossible = few if counts["n_buffer"] < least else "every non-persistent chunk has a buffer"
                 counts["n_buffer"] = min(max(counts["n_buffer"], least), most)
                 counts["n_speculate"] = min(counts["n_speculate"], most)
+                others = runtime.streamable(counts["n_persist"], counts["n_speculate"])
+                if knob == "n_stream" and counts["n_stream"] > others:
+                    impossible = "the device updates every chunk in host memory that is not updated early"
+                counts["n_stream"] = min(counts["n_stream"], others)
                 counts["n_ckpt_swap"] = min(counts["n_ckpt_swap"], counts["n_ckpt"])
             change = Change(
                 knob=knob,
@@ -264,16 +270,16 @@ def _changes(plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Iterator
                 impossible=impossible,
             )
             if not impossible:
-                n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate = change.counts
+                n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream = change.counts
                 modes = plan.block_modes
                 if knob in ("n_swap", "n_ckpt", "n_ckpt_swap"):
                     modes = block_modes(n_blocks, n_swap, n_ckpt, n_ckpt_swap)
                 activations = memory.activations(modes)
-                device_bytes = memory.device_bytes(n_persist, n_buffer, activations)
+                device_bytes = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
                 host_bytes = memory.host_bytes(n_persist, activations, n_speculate)
                 change = replace(
                     change,
-                    step_ms=runtime.step_ms(modes, n_persist, n_buffer, n_speculate),
+                    step_ms=runtime.step_ms(modes, n_persist, n_buffer, n_speculate, n_stream),
                     device_bytes=device_bytes,
                     host_bytes=host_bytes,
                     device_over_bytes=max(0, device_bytes - hardware.device_bytes),

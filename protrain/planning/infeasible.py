@@ -11,12 +11,14 @@ from protrain.planning.plan import block_modes
 from protrain.quantities import format_bytes
 
 
-def device_error(memory: MemoryModel, n_persist: int, n_buffer: int, activations: Activations) -> PlanError:
+def device_error(
+    memory: MemoryModel, n_persist: int, n_buffer: int, activations: Activations, *, n_stream: int = 0
+) -> PlanError:
     """PlanError of a plan that needs more device memory than there is."""
     hardware, profile = memory.hardware, memory.profile
-    needed = memory.device_bytes(n_persist, n_buffer, activations)
-    static = memory.static_bytes(n_persist, n_buffer)
-    parts = {"activations": needed - static, **memory.static_parts(n_persist, n_buffer)}
+    needed = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
+    static = memory.static_bytes(n_persist, n_buffer, n_stream)
+    parts = {"activations": needed - static, **memory.static_parts(n_persist, n_buffer, n_stream)}
     remedies = []
     batch = next((shape[0] for shape in profile.batch_shapes.values() if shape), 0)
     smaller = _smaller_batch(batch, (hardware.device_bytes - static) / max(1, needed - static))

@@ -4,10 +4,15 @@ A chunk is the piece in which model states move. Parameters go into chunks in th
 them (paper section 3), so that the next chunk to fetch is always the next in line. A tied parameter lies where it is
 first used. Frozen parameters have chunks of their own: those have no optimizer states and no gradient, so LoRA costs
 what it should.
+
+[Note: which chunks are streamed] The next forward needs chunks in order, so both must come along in that order: of
+every k chunks the device gets the last, which has to be there when the host is done with the k - 1 before it. Chunks
+that are updated early stay with the host, which does that while backward has the link.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protrain.profiler.model_profile import ModelProfile
@@ -153,3 +158,19 @@ def _place(
                 places[index] = (current[kind], used[current[kind]])
                 used[current[kind]] += sizes[index]
     return places, used, trainable
+
+
+def updated_chunks(profile: ModelProfile, layout: Layout) -> list[int]:
+    """Chunks that a step updates: trainable ones that a unit uses, for no gradient comes otherwise."""
+    used = {
+        chunk
+        for unit in profile.calls
+        for member in (unit, *profile.units[unit].within)
+        for chunk in layout.unit_chunks[member]
+    }
+    return [chunk.index for chunk in layout.chunks if chunk.trainable and chunk.index in used]
+
+
+def streamed_chunks(candidates: Sequence[int], n_stream: int) -> list[int]:
+    """``n_stream`` of ``candidates``, evenly. See [Note: which chunks are streamed]."""
+    return [candidates[-(-nth * len(candidates) // n_stream) - 1] for nth in range(1, n_stream + 1)]

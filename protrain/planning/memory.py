@@ -1,8 +1,8 @@
 """The memory model: what a plan takes on the device and in host memory (paper section 4).
 
-Device memory is what lies there for good (buffers, persistent chunks, chunk buffers, gradient staging) plus the
-largest, over all stretches of the step, of what the trace measured with every block checkpointed and what the plan's
-other modes keep on top:
+Device memory is what lies there for good (buffers, persistent chunks, chunk buffers, gradient staging, room for states
+that are streamed through for their update) plus the largest, over all stretches of the step, of what the trace measured
+with every block checkpointed and what the plan's other modes keep on top:
 
     untouched block   its saved activations, from its forward until its backward
     swapped block     its saved activations while they are on the way: in forward until the next block is done, in
@@ -32,6 +32,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.choices import Choices
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.planning.plan import BlockMode, moved_input_bytes
+from protrain.planning.streaming import staging_bytes
 from protrain.profiler.model_profile import ModelProfile
 
 Bytes = NDArray[np.int64]
@@ -73,6 +74,7 @@ class MemoryModel:
         self.layout = layout
         element = profile.element_bytes
         self.buffer_bytes = layout.chunk_elements * element  # of one chunk buffer
+        self.streaming_bytes = staging_bytes(hardware, layout.chunk_elements)  # where the device updates host chunks
         self._persistent = [0]  # by n_persist
         for chunk in layout.chunks:
             self._persistent.append(self._persistent[-1] + state_bytes(chunk, profile.dtype))
@@ -101,31 +103,34 @@ class MemoryModel:
         """The most non-persistent chunks that the units active at one time hold."""
         return self._least_buffers[n_persist]
 
-    def most_buffers(self, n_persist: int, margined_bytes: Bytes) -> Bytes:
+    def most_buffers(self, n_persist: int, margined_bytes: Bytes, n_stream: int = 0) -> Bytes:
         """Chunk buffers that fit beside activations of these sizes; -1 where not as many as are needed do."""
         least = self._least_buffers[n_persist]
-        spare = self.hardware.device_bytes - self.static_bytes(n_persist, least) - margined_bytes
+        spare = self.hardware.device_bytes - self.static_bytes(n_persist, least, n_stream) - margined_bytes
         return np.where(
             spare < 0, -1, np.minimum(len(self.layout.chunks) - n_persist, least + spare // self.buffer_bytes)
         )
 
-    def static_bytes(self, n_persist: int, n_buffer: int) -> int:
+    def static_bytes(self, n_persist: int, n_buffer: int, n_stream: int = 0) -> int:
         """Device memory that is taken for the whole training."""
-        return sum(self.static_parts(n_persist, n_buffer).values())
+        return sum(self.static_parts(n_persist, n_buffer, n_stream).values())
 
-    def static_parts(self, n_persist: int, n_buffer: int) -> dict[str, int]:
+    def static_parts(self, n_persist: int, n_buffer: int, n_stream: int = 0) -> dict[str, int]:
         """What ``static_bytes`` consists of, by name."""
         staging = STAGING_BUFFERS * self.buffer_bytes if n_persist <= self._last_trainable else 0
-        return {
+        parts = {
             "persistent chunks": self._persistent[n_persist],
             "chunk buffers": n_buffer * self.buffer_bytes,
             "gradient staging": staging + self.partial_bytes,
             "the model's buffers": self.profile.buffer_bytes,
         }
+        if n_stream and self.streaming_bytes:
+            parts["states on their way through"] = self.streaming_bytes
+        return parts
 
-    def device_bytes(self, n_persist: int, n_buffer: int, activations: Activations) -> int:
+    def device_bytes(self, n_persist: int, n_buffer: int, activations: Activations, n_stream: int = 0) -> int:
         """Predicted peak."""
-        return self.static_bytes(n_persist, n_buffer) + self.margined_bytes(activations)
+        return self.static_bytes(n_persist, n_buffer, n_stream) + self.margined_bytes(activations)
 
     def margined_bytes(self, activations: Activations) -> int:
         """The peak of ``activations`` with the margin that the kind of device needs."""

@@ -12,10 +12,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
+from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Operation, Timeline
 from protrain.records import Record
 
-WAITS = {UP: "uploads", DOWN: "offloads", HOST: "host optimizer", GPU: "nothing"}  # by lane; GPU: none is to blame
+WAITS = {
+    UP: "uploads",
+    DOWN: "offloads",
+    HOST: "host optimizer",
+    STREAM: "streamed updates",
+    GPU: "nothing",
+}  # by lane; GPU: none is to blame
 LIMITS = {**WAITS, GPU: "compute"}
 _SAME_MS = 1e-6  # moments this close are one
 

@@ -62,6 +62,7 @@ class Plan(Record):
     step_ms: float  # predicted
     n_ckpt_swap: int = 0  # of n_ckpt, those recomputed from inputs that wait in host memory
     n_speculate: int = 0  # chunks after the persistent ones that are updated before step() where host memory has room
+    n_stream: int = 0  # of the other chunks in host memory: planning.layout says which the device updates
     transient_bytes: int  # the part of device_bytes that is neither chunks, buffers, staging nor saved activations
 
     def __str__(self) -> str:
@@ -70,6 +71,7 @@ class Plan(Record):
             f"n_swap={self.n_swap} n_ckpt={self.n_ckpt}/{len(self.block_modes)}"
             + (f" n_ckpt_swap={self.n_ckpt_swap}" if self.n_ckpt_swap else "")
             + (f" n_speculate={self.n_speculate}" if self.n_speculate else "")
+            + (f" n_stream={self.n_stream}" if self.n_stream else "")
         )
 
     def explain(

@@ -20,10 +20,13 @@ from protrain.planning.choices import Choices
 from protrain.planning.compute_times import compute_times
 from protrain.planning.contention import OTHERS, rates
 from protrain.planning.fetches import Fetches
-from protrain.planning.layout import Layout
+from protrain.planning.layout import Layout, streamed_chunks, updated_chunks
 from protrain.planning.plan import BlockMode
 from protrain.planning.simulate import Step, Visit, Work, simulate, timeline
-from protrain.planning.timeline import DOWN, GPU, HOST, UP, Timeline
+from protrain.planning.streaming import streamed_rates
+from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline
+from protrain.planning.updating import Queue
+from protrain.planning.visits import computing_by_visit, gradients_by_visit
 from protrain.profiler.model_profile import ModelProfile
 
 Modes = tuple[BlockMode, ...]
@@ -64,13 +67,14 @@ class RuntimeModel:
         held = [self._held(unit) for unit in profile.calls]
         held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
         used = {chunk for chunks in held for chunk in chunks}
-        updated = [chunk.trainable and chunk.index in used for chunk in layout.chunks]  # no gradient comes otherwise
+        self._updated = updated_chunks(profile, layout)
+        updated = [chunk.index in self._updated for chunk in layout.chunks]
         trainable = [chunk.elements if updated[chunk.index] else 0 for chunk in layout.chunks]
         self._upload = [_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
         self._device_update = [elements / hardware.device_adam_gparams / 1e6 for elements in trainable]
         self._host_update = [elements / hardware.host_adam_gparams / 1e6 for elements in trainable]
         self._visits = [*profile.calls, *reversed(profile.calls)]
-        self._forward_ms, self._backward_ms = self._by_visit()
+        self._forward_ms, self._backward_ms = computing_by_visit(profile, self.times)
         # By unit, of one call: out and back of its saved activations, of its inputs; recomputation; which block may be
         # swapped.
         self._swap_ms = [(0.0, 0.0)] * len(profile.units)
@@ -87,8 +91,10 @@ class RuntimeModel:
                 self._swappable[unit] = block if size else None
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, [chunk.trainable for chunk in layout.chunks])
         self._needed = held
-        self._gradients, self._gradients_of_visit = self._gradients_by_visit()
-        self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype])
+        self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
+        streamed_gparams, streamed_gbps = streamed_rates(hardware, profile.dtype)
+        self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype], streamed_gbps)
+        self._streamed_ms = hardware.host_adam_gparams / streamed_gparams  # by the device, of a millisecond of the host
         self._work: tuple[Modes, tuple[list[Work], list[float]]] | None = None  # of the modes asked for last
         self._visits_of: dict[tuple[int, int], list[Visit]] = {}  # by n_persist and n_buffer
         # For bounds: sums from the first chunk on.
@@ -118,21 +124,44 @@ class RuntimeModel:
         both = loss[tuple(other in (UP, DOWN) for other in OTHERS[HOST])]
         self._slower_host = (min(up, max(0.0, both - down)), down)
 
+    def streamable(self, n_persist: int, n_speculate: int) -> int:
+        """How many chunks the device may update in host memory."""
+        return sum(chunk >= n_persist + n_speculate for chunk in self._updated)
+
+    def balanced(self, n_persist: int, n_speculate: int) -> int:
+        """How many of those to end when the host ends, both beside computing."""
+        host, device = (
+            self._rates[lane][tuple(other in (GPU, HOST, STREAM) for other in OTHERS[lane])] for lane in (HOST, STREAM)
+        )
+        return round(self.streamable(n_persist, n_speculate) / (1 + self._streamed_ms * host / device))
+
+    @property
+    def streams(self) -> bool:
+        """Whether the search may have the device update chunks in host memory: how fast it does must be known."""
+        return self._hardware.device_type == "cuda" and self._hardware.streamed_adam_gparams is not None
+
     @property
     def speculates(self) -> bool:
         """Whether updates before step() save time: with updates inside backward, or on a CPU, there is none to save."""
         return not self._in_backward and self._hardware.device_type != "cpu"
 
     def step_ms(
-        self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0, *, limit_ms: float = float("inf")
+        self,
+        modes: Modes,
+        n_persist: int,
+        n_buffer: int,
+        n_speculate: int = 0,
+        n_stream: int = 0,
+        *,
+        limit_ms: float = float("inf"),
     ) -> float:
         """Predicted time of one step in steady state, in milliseconds; if above ``limit_ms``, by how much is open.
 
         None of its gradients is clipped: then no update is done twice.
         """
-        step = self._step(modes, n_persist, n_buffer, n_speculate)
-        if self._hardware.device_type == "cpu":
-            return _in_a_row(step)
+        if self._hardware.device_type == "cpu":  # where the device is the host as well
+            return _in_a_row(self._step(modes, n_persist, n_buffer, n_speculate))
+        step = self._step(modes, n_persist, n_buffer, n_speculate, n_stream)
         return simulate(step, self._rates, limit_ms=limit_ms)[0]
 
     def fitted_ms(
@@ -147,11 +176,13 @@ class RuntimeModel:
             return self.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms), 0
         step = replace(self._step(modes, n_persist, n_buffer, most), chooses=True)
         step_ms, n_early = simulate(step, self._rates, limit_ms=limit_ms)
-        return step_ms, step.host_update_ms[n_early - 1][0] - n_persist + 1 if n_early else 0
+        return step_ms, step.host.updates[n_early - 1][0] - n_persist + 1 if n_early else 0
 
-    def timeline(self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0) -> Timeline:
+    def timeline(
+        self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0, n_stream: int = 0
+    ) -> Timeline:
         """What runs where and when in that step, as on a GPU."""
-        return timeline(self._step(modes, n_persist, n_buffer, n_speculate), self._rates)
+        return timeline(self._step(modes, n_persist, n_buffer, n_speculate, n_stream), self._rates)
 
     def undisturbed(self, choices: Choices) -> Undisturbed:
         """Forward and backward as they would be with all weights on the device and every copy at full rate.
@@ -295,67 +326,13 @@ class RuntimeModel:
         around = (unit, *self._profile.units[unit].within)
         return tuple(sorted({chunk for member in around for chunk in chunks[member]}))
 
-    def _by_visit(self) -> tuple[list[float], list[float]]:
-        """Computing per visit, forward and backward, both in forward order, without recomputation.
-
-        A block's share is its time over its calls. What runs between blocks goes to the outer units visited there, by
-        the size of their parameters (an embedding, a norm and the head take very different times), or where there are
-        none to the block that follows.
-        """
-        profile, times = self._profile, self.times
-        blocks = [profile.units[unit].block for unit in profile.calls]
-        n_calls = {block: blocks.count(block) for block in blocks}
-        forward = [0.0 if block is None else times.forward[block] / n_calls[block] for block in blocks]
-        backward = [0.0 if block is None else times.backward[block] / n_calls[block] for block in blocks]
-        gap_start, gap = 0, 0
-        for at, block in enumerate((*blocks, None)):
-            ends = at == len(blocks)
-            if not ends and (block is None or block < gap):
-                continue
-            first = gap if ends else min(gap, len(profile.blocks))
-            last = len(profile.blocks) if ends else int(block or 0)
-            outer = list(range(gap_start, at)) or [min(at, len(blocks) - 1)]
-            sizes = [
-                1 + sum(profile.parameters[p].numel for p in profile.units[profile.calls[v]].parameters) for v in outer
-            ]
-            for place in range(first, last + 1):
-                for visit, size in zip(outer, sizes, strict=True):
-                    forward[visit] += times.gap_forward[place] * size / sum(sizes)
-                    backward[visit] += times.gap_backward[place] * size / sum(sizes)
-            gap_start, gap = at + 1, last + 1
-        return forward, backward
-
-    def _numel(self, unit: int) -> int:
-        return sum(self._profile.parameters[index].numel for index in self._profile.units[unit].parameters)
-
-    def _gradients_by_visit(self) -> tuple[list[tuple[int, float, float]], list[list[int]]]:
-        """(chunk, flatten ms, offload ms), and which of them each visit of backward yields.
-
-        A parameter's gradient is whole when backward leaves the unit that used it first.
-        """
-        profile, hardware = self._profile, self._hardware
-        left: dict[int, int] = {}  # parameter -> last visit in backward
-        for at, unit in enumerate(reversed(profile.calls)):
-            for parameter in profile.units[unit].parameters:
-                left[parameter] = at
-        elements: dict[tuple[int, int], int] = {}
-        for slot in self._layout.slots:
-            if profile.parameters[slot.parameter].group >= 0 and slot.parameter in left:
-                key = (left[slot.parameter], slot.chunk)
-                elements[key] = elements.get(key, 0) + slot.numel
-        flatten_gbps = hardware.flatten_gbps or hardware.device_copy_gbps
-        gradients: list[tuple[int, float, float]] = []
-        of_visit: list[list[int]] = [[] for _ in profile.calls]
-        for (at, chunk), count in sorted(elements.items()):
-            size = count * profile.element_bytes
-            of_visit[at].append(len(gradients))
-            gradients.append((chunk, _ms(2 * size, flatten_gbps), _ms(size, hardware.d2h_gbps)))
-        return gradients, of_visit
-
-    def _step(self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int) -> Step:
+    def _step(self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int, n_stream: int = 0) -> Step:
         n_visits, last = len(self._profile.calls), n_persist + n_speculate
         work, swap_in = self._work_for(modes)
         visits = self._placed(n_persist, n_buffer)
+        by_device = streamed_chunks([chunk for chunk in self._updated if chunk >= last], n_stream)
+        host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist and c not in by_device]
+        streamed = [(chunk, self._host_update[chunk] * self._streamed_ms) for chunk in by_device]
         return Step(
             forward=visits[:n_visits],
             backward=visits[n_visits:],
@@ -365,8 +342,8 @@ class RuntimeModel:
             swap_ms=swap_in,
             gradients=self._gradients,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
-            host_update_ms=[(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist],
-            n_early=sum(t > 0 for t in self._host_update[n_persist : None if self._in_backward else last]),
+            host=Queue(host, len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)),
+            streamed=Queue(streamed, len(streamed) if self._in_backward else 0),
             after_host_ms=self._after_host_ms,
         )
 
@@ -433,7 +410,7 @@ def _in_a_row(step: Step) -> float:
         for index, offloaded in visit.gradients:
             _, flatten, offload = step.gradients[index]
             total += flatten + (offload if offloaded else 0.0)
-    return total + sum(time for _, time in step.device_update_ms) + sum(time for _, time in step.host_update_ms)
+    return total + sum(time for _, time in step.device_update_ms) + sum(time for _, time in step.host.updates)
 
 
 def _ms(size_bytes: float, gbps: float) -> float:

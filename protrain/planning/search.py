@@ -1,6 +1,7 @@
 """The search: the integers that make a step fastest within the memory there is (paper section 4).
 
-It leaves nothing out that could win (:mod:`protrain.planning.columns`).
+It leaves nothing out that could win (:mod:`protrain.planning.columns`), but for streamed updates, which are looked for
+from the fastest plan without them (:mod:`protrain.planning.streamed_search`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from protrain.planning.memory import MemoryModel
 from protrain.planning.moves import Moves
 from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
+from protrain.planning.streamed_search import StreamedSearch
 from protrain.profiler.model_profile import ModelProfile
 
 # Of plans within this of the fastest, the one with most persistent chunks, then fewest swapped blocks and then fewest
@@ -36,7 +38,9 @@ def search(
     chunk_elements: int | None = None,
     step_during_backward: bool = False,
 ) -> Plan:
-    """The fastest plan for ``profile`` on ``hardware``, within 1%: see _TOLERANCE and Columns.
+    """The fastest plan for ``profile`` on ``hardware`` without streamed updates, within 1%: see _TOLERANCE and Columns.
+
+    Where one with streamed updates is found that is clearly faster, that: see [Note: looking for streamed updates].
 
     Args:
         profile: of the model and the batch.
@@ -60,7 +64,11 @@ def search(
         close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate.n_ckpt_swap, candidate)
     )
     limit_ms = fastest * (1 + _TOLERANCE)
-    return models.plan(*models.best_early(*models.fewer_moved(*models.more_persistent(chosen, limit_ms), limit_ms)))
+    plan = models.plan(*models.best_early(*models.fewer_moved(*models.more_persistent(chosen, limit_ms), limit_ms)))
+    if not models.runtime.streams:
+        return plan
+    streamed = StreamedSearch(models.memory, models.runtime).fastest(plan)
+    return plan if streamed is None else models.plan(*streamed)
 
 
 def evaluate(
@@ -73,6 +81,7 @@ def evaluate(
     n_ckpt: int,
     n_ckpt_swap: int = 0,
     n_speculate: int = 0,
+    n_stream: int = 0,
     chunk_elements: int | None = None,
     step_during_backward: bool = False,
 ) -> Plan:
@@ -83,8 +92,9 @@ def evaluate(
         PlanError: the plan does not fit ``hardware``.
     """
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
-    models.check_counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate)
-    plan = models.plan(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate)
+    counts = n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream
+    models.check_counts(*counts)
+    plan = models.plan(*counts)
     models.check_fits(plan)
     return plan
 
@@ -114,7 +124,7 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
             f"{n_moved} of these with moved inputs; the model has {len(profile.blocks)} blocks and the plan says "
             f"n_swap={plan.n_swap}, n_ckpt={plan.n_ckpt}, n_ckpt_swap={plan.n_ckpt_swap}"
         )
-    counts = (plan.n_persist, plan.n_buffer, *modes, plan.n_speculate)
+    counts = (plan.n_persist, plan.n_buffer, *modes, plan.n_speculate, plan.n_stream)
     models.check_counts(*counts)
     fresh = models.plan(*counts, modes=plan.block_modes)
     models.check_fits(fresh)
@@ -154,6 +164,7 @@ class _Models:
         n_ckpt: int,
         n_ckpt_swap: int,
         n_speculate: int,
+        n_stream: int = 0,
         *,
         modes: tuple[BlockMode, ...] | None = None,
     ) -> Plan:
@@ -172,11 +183,12 @@ class _Models:
             model=fingerprint(profile),
             tokens=profile.tokens,
             chunked_loss=profile.chunked_loss,
-            device_bytes=memory.device_bytes(n_persist, n_buffer, activations),
+            device_bytes=memory.device_bytes(n_persist, n_buffer, activations, n_stream),
             host_bytes=memory.host_bytes(n_persist, activations, n_speculate),
             n_ckpt_swap=n_ckpt_swap,
             n_speculate=n_speculate,
-            step_ms=self.runtime.step_ms(modes, n_persist, n_buffer, n_speculate),
+            n_stream=n_stream,
+            step_ms=self.runtime.step_ms(modes, n_persist, n_buffer, n_speculate, n_stream),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )
 
@@ -255,7 +267,14 @@ class _Models:
         return n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, next(enough)
 
     def check_counts(
-        self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_ckpt_swap: int, n_speculate: int
+        self,
+        n_persist: int,
+        n_buffer: int,
+        n_swap: int,
+        n_ckpt: int,
+        n_ckpt_swap: int,
+        n_speculate: int,
+        n_stream: int,
     ) -> None:
         """ValueError for a count out of range."""
         n_chunks = len(self.layout.chunks)
@@ -271,12 +290,18 @@ class _Models:
             raise ValueError(f"n_speculate must be 0 to {most}, the number of chunks in host memory, not {n_speculate}")
         if n_speculate and self.in_backward:
             raise ValueError("n_speculate must be 0 with step_during_backward=True: no update waits for step() then")
+        candidates = self.runtime.streamable(n_persist, n_speculate)
+        if not 0 <= n_stream <= candidates:
+            raise ValueError(
+                f"n_stream must be 0 to {candidates}, the number of chunks in host memory that are trained and not "
+                f"updated early, not {n_stream}"
+            )
         block_modes(len(self.profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
 
     def check_fits(self, plan: Plan) -> None:
         """PlanError when ``plan`` needs more than there is."""
         activations = self.memory.activations(plan.block_modes)
         if plan.device_bytes > self.hardware.device_bytes:
-            raise device_error(self.memory, plan.n_persist, plan.n_buffer, activations)
+            raise device_error(self.memory, plan.n_persist, plan.n_buffer, activations, n_stream=plan.n_stream)
         if plan.host_bytes > self.hardware.host_bytes:
             raise host_error(self.memory, plan.n_persist, activations, n_speculate=plan.n_speculate)

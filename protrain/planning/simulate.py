@@ -1,17 +1,16 @@
-"""A step as it really overlaps, worked out in order of issue on four lanes (paper section 4, and beyond).
+"""A step as it really overlaps, worked out in order of issue on five lanes (paper section 4, and beyond).
 
 GPU       computes, flattens gradients into chunks, updates persistent chunks
 up, down  the copy engines: first in, first out; an upload gets there once its chunk is updated
 host      updates the other chunks, one after the other, in the order in which the next forward needs them
+streamed  some of those, updated by the device through the link, likewise (:mod:`protrain.planning.streaming`)
 
 The engine's order of issue is known (:mod:`protrain.planning.fetches` for uploads), and every operation starts when
 its lane is free and what it needs is there: a buffer given up, a chunk updated, a gradient offloaded, a norm known. The
 step after the first is the steady state.
 
-[Note: contention] What runs at the same time shares the link, the root complex, the host's DRAM and the card's power
-(not in the paper). The first pass runs every operation at its own full rate; the second stretches each by what is left
-of its rate beside the others (:mod:`protrain.planning.contention`), for the part of its time in which they ran in the
-first, as if lanes were busy independently of each other within that time.
+The first pass runs every operation at its own full rate; the second stretches each by what is left of that beside the
+others (:mod:`protrain.planning.stretches`).
 
 [Note: how many early updates] More are not always better. Gradients come in backward order, so what begins in time of
 many early updates are chunks that the next forward needs last, and those that it needs first come after; of fewer it
@@ -23,18 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, pairwise, product, repeat
+from itertools import islice, repeat
 from math import inf
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from protrain.planning.contention import OTHERS, Rates
+from protrain.planning.contention import Rates
 from protrain.planning.fetches import Fetch
-from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP, Operation, Timeline
-
-Times = NDArray[np.float64]
+from protrain.planning.stretches import stretches
+from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Operation, Timeline
+from protrain.planning.updating import Queue
 
 _TRIED = 3  # early updates fewer than what was best so far
 
@@ -70,19 +66,10 @@ class Step:
     swap_ms: Sequence[float]  # by unit: its saved activations to the device
     gradients: Sequence[tuple[int, float, float]]  # (chunk, flatten, offload)
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
-    host_update_ms: Sequence[tuple[int, float]]  # of the others, in execution order
-    n_early: int  # of those, the first: updated as gradients come if that begins before backward is over
-    after_host_ms: float  # at least, from the last host update to the end of forward
-    chooses: bool = False  # n_early is how many there may be; see [Note: how many early updates]
-
-    def host_updates(self, n_early: int) -> Sequence[tuple[int, float]]:
-        """Host updates in the order in which they are done: as gradients come, then as the next forward needs them.
-
-        ``n_early`` of the early ones begin in time: those whose gradients come first.
-        """
-        updates = self.host_update_ms
-        first = self.n_early - n_early
-        return [*updates[first : self.n_early][::-1], *updates[:first], *updates[self.n_early :]]
+    host: Queue  # of the others
+    streamed: Queue  # of the others, by the device
+    after_host_ms: float  # at least, from the last host update to the end of forward, where nothing is streamed
+    chooses: bool = False  # host.n_early is how many there may be; see [Note: how many early updates]
 
 
 def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float, int]:
@@ -92,24 +79,27 @@ def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float,
     order that depends on how long they and updates are; so does :func:`_least_ms`, in any order.
     """
     first = _Run.of(step)
-    step = first.step
+    step, n_early = first.step, first.step.host.n_early
     if (first.step_ms >= limit_ms and not first.reordered) or not first.moves:
-        return first.step_ms, step.n_early
-    stretch = _stretches(first, rates)
-    if limit_ms < inf and step.n_early < len(step.host_update_ms) and _least_ms(step, first, stretch) >= limit_ms:
-        return limit_ms, step.n_early
-    return _Run.of(step, stretch, first.n_early).step_ms, step.n_early
+        return first.step_ms, n_early
+    stretch = stretches(first.starts, first.ends, rates)
+    waits = n_early < len(step.host.updates) and not step.streamed.updates
+    if limit_ms < inf and waits and _least_ms(step, first, stretch) >= limit_ms:
+        return limit_ms, n_early
+    return _Run.of(step, stretch, first.in_time).step_ms, n_early
 
 
 def _least_ms(step: Step, first: _Run, stretch: list[list[float]]) -> float:
-    """What the second pass comes to at least: a quarter of its work.
+    """What the second pass comes to at least where nothing is streamed: a quarter of its work.
 
     From one norm to the next go the host updates of the first step that wait for it, what follows them in forward, and
     backward: from the end of forward, when every upload and copy issued before it may be done. All with the durations
     of the second pass; later starts would only make the ends later. What the device updates comes after either norm.
     """
     starts, ends, factors = first.starts, first.ends, stretch[HOST]
-    host_ms = sum((ends[HOST][at] - starts[HOST][at]) * factors[at] for at in range(step.n_early, len(factors) // 2))
+    host_ms = sum(
+        (ends[HOST][at] - starts[HOST][at]) * factors[at] for at in range(step.host.n_early, len(factors) // 2)
+    )
     n_gpu, n_device = len(starts[GPU]) // 2, len(step.device_update_ms)
     after, before = (
         sum(duration * stretch[GPU][at] for at, (_, duration) in enumerate(step.device_update_ms, end - n_device))
@@ -122,7 +112,7 @@ def timeline(step: Step, rates: Rates) -> Timeline:
     """The same with every operation."""
     run = _Run.of(step)
     if run.moves:
-        run = _Run.of(step, _stretches(run, rates), run.n_early)
+        run = _Run.of(step, stretches(run.starts, run.ends, rates), run.in_time)
     step, begin = run.step, run.begin_ms
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
@@ -140,8 +130,8 @@ def timeline(step: Step, rates: Rates) -> Timeline:
 
 def _names(step: Step, run: _Run) -> list[list[tuple[str, object]]]:
     """By lane, what it does in the second step in the order of issue: what and with what."""
-    n_early = run.n_early or 0
-    names: list[list[tuple[str, object]]] = [[], [], [], []]
+    in_time = run.in_time or (0, 0)
+    names: list[list[tuple[str, object]]] = [[] for _ in LANES]
     names[UP] = [("weights", fetch.chunk) for fetch in run.uploads]
     for visit, work in zip(step.forward, step.forward_work, strict=True):
         names[GPU].append(("forward", visit.name))
@@ -153,8 +143,9 @@ def _names(step: Step, run: _Run) -> list[list[tuple[str, object]]]:
         names[GPU].append(("backward", visit.name))
         names[GPU] += [("flatten", step.gradients[index][0]) for index, _ in visit.gradients]
         names[DOWN] += [("gradients", step.gradients[index][0]) for index, offloaded in visit.gradients if offloaded]
-    updates = step.host_updates(n_early)
-    names[HOST] = [("early update" if at < n_early else "update", chunk) for at, (chunk, _) in enumerate(updates)]
+    for lane, queue, early in zip((HOST, STREAM), (step.host, step.streamed), in_time, strict=True):
+        updates = queue.ordered(early)
+        names[lane] = [("early update" if at < early else "update", chunk) for at, (chunk, _) in enumerate(updates)]
     names[GPU] += [("update", chunk) for chunk, _ in step.device_update_ms]
     return names
 
@@ -168,15 +159,15 @@ class _Run:
     def __init__(self, step: Step, stretch: list[Iterator[float]], start_ms: float) -> None:
         self.step = step  # with the early updates that were chosen
         self._stretch = stretch  # by lane, for one operation after the other
-        self.n_early: int | None = None  # early updates that begin in time; found in the first step
+        self.in_time: tuple[int, int] | None = None  # early updates, host and device; found in the first step
         self.uploads: list[Fetch] = []  # of forward, as they get to the link
         self.reordered = False  # some went before others that were issued earlier
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
-        self.starts: list[list[float]] = [[], [], [], []]
-        self.ends: list[list[float]] = [[], [], [], []]
-        self._free = [start_ms] * 4
+        self.starts: list[list[float]] = [[] for _ in LANES]
+        self.ends: list[list[float]] = [[] for _ in LANES]
+        self._free = [start_ms] * len(LANES)
         n_chunks = len(step.upload_ms)
-        self._updated = [start_ms] * n_chunks  # by chunk: its host update is done
+        self._updated = [start_ms] * n_chunks  # by chunk: its update in host memory is done
         self._all_updated = start_ms
         self._released = [start_ms] * (n_chunks + 1)  # the GPU has read its buffer; at the end (-1) an empty buffer's
         self._loaded = [start_ms] * n_chunks  # a frozen one may be there all the time
@@ -187,10 +178,10 @@ class _Run:
         self._unsettled = start_ms
 
     @classmethod
-    def of(cls, step: Step, stretch: list[list[float]] | None = None, n_early: int | None = None) -> _Run:
-        """Both steps. Stretches belong to operations in the order of the run that they come from, and its n_early."""
-        run = cls(step, [iter(one) for one in stretch] if stretch else [repeat(1.0)] * 4, 0.0)
-        run.n_early = n_early
+    def of(cls, step: Step, stretch: list[list[float]] | None = None, in_time: tuple[int, int] | None = None) -> _Run:
+        """Both steps. Stretches belong to operations in the order of the run that they come from, and its in_time."""
+        run = cls(step, [iter(one) for one in stretch] if stretch else [repeat(1.0)] * len(LANES), 0.0)
+        run.in_time = in_time
         ends = []
         for _ in range(2):
             run.begin_ms = run._free[GPU]
@@ -211,6 +202,7 @@ class _Run:
             sum(len(visit.fetches) for visit in step.forward),
             sum(work.swap_ms > 0 for work in step.forward_work),
             0,
+            0,
         ]
         at = [len(factors) // 2 + before for factors, before in zip(stretch, n_before, strict=True)]
         run = cls(step, [islice(factors, first, None) for factors, first in zip(stretch, at, strict=True)], -inf)
@@ -221,7 +213,7 @@ class _Run:
     @property
     def moves(self) -> bool:
         """Whether anything but the GPU works."""
-        return any(self.starts[lane] for lane in (UP, DOWN, HOST))
+        return any(self.starts[lane] for lane in (UP, DOWN, HOST, STREAM))
 
     def _do(self, lane: int, earliest: float, duration: float) -> float:
         start = max(self._free[lane], earliest)
@@ -335,21 +327,25 @@ class _Run:
 
     def _update(self) -> None:
         over = self._free[GPU]  # backward is, and the norm known
-        if self.n_early is None:
+        if self.in_time is None:
             if self.step.chooses:
                 self.step = self._chosen(over)
-            self.n_early = self._in_time(self.step, over)
-        step, n_early = self.step, self.n_early
-        updates, updated = step.host_updates(n_early), self._updated
-        for chunk, duration in updates[:n_early]:
-            self._do(HOST, self._offloaded[chunk], duration)
-        settled = max(over, self._free[HOST])  # the host looks at early ones when the norm is known and none runs
-        for chunk, _ in updates[:n_early]:
-            updated[chunk] = settled
-        for chunk, duration in updates[n_early:]:
-            updated[chunk] = self._do(HOST, max(over, self._offloaded[chunk]), duration)
-        self._all_updated = max(over, self._free[HOST])
-        for _, duration in step.device_update_ms:
+            self.in_time = (
+                self.step.host.in_time(self._free[HOST], self._offloaded, over),
+                self.step.streamed.in_time(self._free[STREAM], self._offloaded, over),
+            )
+        updated, queues = self._updated, (self.step.host, self.step.streamed)
+        for lane, queue, in_time in zip((HOST, STREAM), queues, self.in_time, strict=True):
+            updates = queue.ordered(in_time)
+            for chunk, duration in updates[:in_time]:
+                self._do(lane, self._offloaded[chunk], duration)
+            settled = max(over, self._free[lane])  # early ones are looked at when the norm is known and none runs
+            for chunk, _ in updates[:in_time]:
+                updated[chunk] = settled
+            for chunk, duration in updates[in_time:]:
+                updated[chunk] = self._do(lane, max(over, self._offloaded[chunk]), duration)
+        self._all_updated = max(over, self._free[HOST], self._free[STREAM])
+        for _, duration in self.step.device_update_ms:
             self._do(GPU, 0.0, duration)
 
     def _chosen(self, over: float) -> Step:
@@ -363,79 +359,43 @@ class _Run:
             (fetch.chunk, start, used.pop(fetch.chunk, inf))
             for fetch, start in zip(self.uploads, self.starts[UP], strict=False)
         ]
-        chosen, least = self.step, self._wait_ms(self.step, over, uploads)
-        none = replace(chosen, n_early=0)
-        if least >= self._wait_ms(none, over, uploads):
-            return none
-        for n_early in range(self.step.n_early - 1, 0, -1):
+        chosen, least = self.step.host, self._wait_ms(self.step.host, over, uploads, inf)
+        none = chosen._replace(n_early=0)
+        if least >= self._wait_ms(none, over, uploads, least):
+            return replace(self.step, host=none)
+        for n_early in range(chosen.n_early - 1, 0, -1):
             if least <= 0 or n_early < chosen.n_early - _TRIED:
                 break
-            fewer = replace(chosen, n_early=n_early)
-            wait = self._wait_ms(fewer, over, uploads)
+            fewer = chosen._replace(n_early=n_early)
+            wait = self._wait_ms(fewer, over, uploads, least)
             if wait <= least:
                 chosen, least = fewer, wait
-        return chosen
+        return replace(self.step, host=chosen)
 
-    def _wait_ms(self, step: Step, over: float, uploads: list[tuple[int, float, float]]) -> float:
-        """How long forward waits for updates, by its ``uploads`` without them: chunk, start and when it is used."""
-        in_time = self._in_time(step, over)
-        updates, free, done = step.host_updates(in_time), self._free[HOST], [0.0] * len(step.upload_ms)
+    def _wait_ms(self, host: Queue, over: float, uploads: list[tuple[int, float, float]], limit_ms: float) -> float:
+        """How long forward waits for updates, by its ``uploads`` without them: chunk, start and when it is used.
+
+        If above ``limit_ms``, by how much is open.
+        """
+        offloaded, upload_ms = self._offloaded, self.step.upload_ms
+        in_time = host.in_time(self._free[HOST], offloaded, over)
+        updates, free, done = host.ordered(in_time), self._free[HOST], [0.0] * len(upload_ms)
         for chunk, duration in updates[:in_time]:
-            free = max(free, self._offloaded[chunk]) + duration
+            free = max(free, offloaded[chunk]) + duration
         for chunk, _ in updates[:in_time]:
             done[chunk] = free
+        free = max(free, over)
         for chunk, duration in updates[in_time:]:
-            free = done[chunk] = max(free, over, self._offloaded[chunk]) + duration
+            free = done[chunk] = max(free, offloaded[chunk]) + duration
         link = wait = 0.0
-        issued = [(max(start, done[chunk] - over), chunk, use) for chunk, start, use in uploads]
-        for ready, chunk, use in sorted(issued):
-            link = max(link, ready) + step.upload_ms[chunk]
-            wait = max(wait, link - use)
+        for ready, chunk, use in sorted(
+            [(max(start, done[chunk] - over), chunk, use) for chunk, start, use in uploads]
+        ):
+            if ready > link:
+                link = ready
+            link += upload_ms[chunk]
+            if link - use > wait:
+                wait = link - use
+                if wait > limit_ms:
+                    break
         return wait
-
-    def _in_time(self, step: Step, over: float) -> int:
-        """How many early updates of ``step`` begin before backward is ``over``."""
-        free = self._free[HOST]
-        for count, (chunk, duration) in enumerate(step.host_update_ms[: step.n_early][::-1]):
-            start = max(free, self._offloaded[chunk])
-            if start >= over:
-                return count
-            free = start + duration
-        return step.n_early
-
-
-def _stretches(run: _Run, rates: Rates) -> list[list[float]]:
-    """By lane, per operation the factor on its duration. See [Note: contention]."""
-    counts = [len(starts) for starts in run.starts]
-    starts = np.array([moment for lane in run.starts for moment in lane])
-    ends = np.array([moment for lane in run.ends for moment in lane])
-    firsts = [0, *accumulate(counts)]
-    lanes = [slice(first, last) for first, last in pairwise(firsts)]
-    lengths = np.maximum(ends - starts, 1e-9)
-    # By lane, per operation of any lane: the part of its time that the lane works, between 0 and 1.
-    shares = []
-    for lane in lanes:
-        busy = _busy(starts[lane], ends[lane], ends) - _busy(starts[lane], ends[lane], starts)
-        shares.append(np.clip(busy / lengths, 0.0, 1.0))
-    beside = [
-        np.concatenate([shares[others[which]][lane] for others, lane in zip(OTHERS, lanes, strict=True)])
-        for which in range(len(LANES) - 1)
-    ]
-    alone = [1.0 - share for share in beside]
-    rate = np.zeros(len(starts))
-    for present in product((False, True), repeat=len(beside)):
-        first, second, third = (beside[at] if runs else alone[at] for at, runs in enumerate(present))
-        rate += first * second * third * np.repeat([of_lane[present] for of_lane in rates], counts)
-    factors: list[float] = (1.0 / rate).tolist()
-    return [factors[lane] for lane in lanes]
-
-
-def _busy(starts: Times, ends: Times, until: Times) -> Times:
-    """How much of the time up to each moment of ``until`` operations take that follow each other."""
-    if not starts.size:
-        return np.zeros_like(until)
-    lengths = ends - starts
-    before = np.concatenate(([0.0], np.cumsum(lengths)))  # busy time before each operation
-    at = np.searchsorted(starts, until, side="right") - 1
-    inside = np.minimum(until, ends[at]) - starts[at]
-    return np.where(at < 0, 0.0, before[at] + inside)

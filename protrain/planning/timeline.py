@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from protrain.records import Record
 
-LANES = ("GPU", "host to device", "device to host", "host optimizer")
-GPU, UP, DOWN, HOST = range(4)
+# The last, where the device updates what lies in host memory, comes last as most plans leave it idle.
+LANES = ("GPU", "host to device", "device to host", "host optimizer", "streamed updates")
+GPU, UP, DOWN, HOST, STREAM = range(5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,11 @@ class Timeline(Record):
     forward_end_ms: float
     backward_end_ms: float
     operations: tuple[Operation, ...]
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Names of the lanes, without the last when nothing is streamed."""
+        return LANES if any(operation.lane == STREAM for operation in self.operations) else LANES[:STREAM]
 
     def busy_ms(self, lane: int) -> float:
         """How long ``lane`` works."""

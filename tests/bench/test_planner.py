@@ -50,9 +50,7 @@ def test_plans_are_drawn_from_all_that_fit(profile: ModelProfile) -> None:
     needed = MemoryModel(profile, machine(), pack(profile, 2**20))
     assert needed.static_bytes(0, 1) < machine(2**28).device_bytes
     plans = draw(profile, machine(2**28), 12, seed=3)
-    keys = {
-        (plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap, plan.n_speculate) for plan in plans
-    }
+    keys = {str(plan) for plan in plans}
     assert len(keys) == 12
     assert all(plan.device_bytes <= 2**28 for plan in plans)
     assert [str(plan) for plan in plans] == [str(plan) for plan in draw(profile, machine(2**28), 12, seed=3)]
@@ -60,6 +58,7 @@ def test_plans_are_drawn_from_all_that_fit(profile: ModelProfile) -> None:
     assert len({plan.n_ckpt for plan in plans}) > 1
     assert len({plan.n_ckpt_swap for plan in plans}) > 1
     assert len({plan.n_speculate for plan in plans}) > 1
+    assert len({plan.n_stream for plan in draw(profile, machine(2**28), 40, seed=3)}) > 1
     assert draw(profile, machine(2**20), 2, seed=0) == [], "nothing fits"
 
 

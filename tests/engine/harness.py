@@ -15,6 +15,7 @@ import protrain
 from protrain.batch import arguments
 from protrain.optim import ProTrainOptimizer
 from protrain.planning import BlockMode, MemoryModel, Plan, check, choose_chunk_elements, evaluate, pack
+from protrain.planning.layout import updated_chunks
 from protrain.profiler import ModelProfile
 from protrain_kernels import padded
 from tests.engine.plain_loop import PlainOptimizer, prepare_plain
@@ -37,9 +38,11 @@ class Spec:
     modes: tuple[BlockMode, ...]  # repeated over the blocks
     small: bool = False  # chunks as small as the largest parameter allows, so that a unit spreads over several
     early: bool = False  # updates begin before step() is called
+    stream: bool = False  # the device updates half of the chunks in host memory, or of those not updated early
 
     def __str__(self) -> str:
-        marks = ("-small" if self.small else "") + ("-early" if self.early else "")
+        chosen = {"small": self.small, "early": self.early, "stream": self.stream}
+        marks = "".join(f"-{name}" for name, is_so in chosen.items() if is_so)
         return f"{self.persist}-{self.buffers}-{''.join(_LETTERS[mode] for mode in self.modes)}{marks}"
 
 
@@ -61,6 +64,8 @@ PLANS = (
     Spec("all", "least", (CKPT_SWAP,)),
     Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE), early=True),
     Spec("none", "least", (CKPT_SWAP,), small=True),
+    Spec("none", "middle", (CKPT,), stream=True),
+    Spec("some", "least", (CKPT, NONE), small=True, early=True, stream=True),
 )
 FEW_PLANS = (
     Spec("none", "least", (NONE,)),
@@ -68,6 +73,7 @@ FEW_PLANS = (
     Spec("some", "least", (SWAP, CKPT)),
     Spec("all", "least", (CKPT, SWAP, NONE)),
     Spec("some", "least", (CKPT_SWAP, CKPT_SWAP, NONE, SWAP), small=True),
+    Spec("none", "least", (CKPT, NONE), early=True, stream=True),
 )
 
 
@@ -81,6 +87,8 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, early:
     n_persist = {"all": n_chunks, "some": -(-n_chunks // 3), "none": 0}[spec.persist]
     least, most = MemoryModel(profile, hardware, layout).least_buffers(n_persist), n_chunks - n_persist
     modes = tuple(spec.modes[index % len(spec.modes)] for index in range(len(profile.blocks)))
+    n_speculate = (most // 2 if spec.stream else most) if spec.early and early else 0
+    candidates = [chunk for chunk in updated_chunks(profile, layout) if chunk >= n_persist + n_speculate]
     plan = evaluate(
         profile,
         hardware,
@@ -89,7 +97,8 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, early:
         n_swap=modes.count(SWAP),
         n_ckpt=modes.count(CKPT) + modes.count(CKPT_SWAP),
         n_ckpt_swap=modes.count(CKPT_SWAP),
-        n_speculate=most if spec.early and early else 0,
+        n_speculate=n_speculate,
+        n_stream=-(-len(candidates) // 2) if spec.stream else 0,
         chunk_elements=chunk_elements,
     )
     return check(dataclasses.replace(plan, block_modes=modes), profile, hardware)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -105,9 +105,11 @@ def _finish(jobs: deque[Job], followers: deque[Callable[[], None]]) -> None:
             jobs.popleft().run()
 
 
-def _come_in(worker: LateWorker | None) -> None:
-    if worker is not None:
-        worker.come_in()
+def _come_in(found: Iterable[LateWorker | None]) -> None:
+    workers = [worker for worker in found if worker is not None]
+    if not any(worker._busy for worker in workers):  # one may wait for the other, which cannot get on inside of it
+        for worker in workers:
+            worker.come_in()
 
 
 @dataclass
@@ -132,16 +134,17 @@ class Lateness:
             self.streams.append(LateStreams(choice if self.seed is not None else None))
             return self.streams[-1]
 
-        def make_worker(*, threads: int) -> LateWorker:
+        def make_worker(*, threads: int, name: str = "") -> LateWorker:
             return LateWorker(threads=threads, schedule=self.schedule, choice=choice)
 
         begin = ProTrainOptimizer.__init__
 
         def made(optimizer: ProTrainOptimizer, engine: Any, *args: Any, **options: Any) -> None:
             begin(optimizer, engine, *args, **options)
-            worker = weakref.ref(engine.worker)
-            engine.worker.pool = weakref.ref(engine.buffers)
-            engine.streams.between = lambda: _come_in(worker())
+            workers = [weakref.ref(worker) for worker in engine.workers]
+            for worker in engine.workers:
+                worker.pool = weakref.ref(engine.buffers)
+            engine.streams.between = lambda: _come_in(worker() for worker in workers)
 
         def flattened(gradients: Any, target: Tensor, *args: Any, **options: Any) -> None:
             for streams in self.streams:  # no operator of torch

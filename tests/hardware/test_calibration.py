@@ -7,18 +7,21 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import pytest
 import torch
 
 from protrain.hardware import HardwareProfile, calibrate
 from protrain.hardware.calibration import differences
-from protrain.hardware.calibration.contention import Activity, groups_on, units_per_second
+from protrain.hardware.calibration.contention import Activity, Together, groups_on, units_per_second
 from protrain.hardware.calibration.effort import Effort
 from protrain.hardware.calibration.host_memory import CPU, random_tensor
 from protrain.hardware.calibration.optimizers import AdamChunk, adam_figure, best_threads, thread_counts
-from protrain.hardware.calibration.run import decisive
+from protrain.hardware.calibration.ranks import ranks_of_this_run
+from protrain.hardware.calibration.run import Calibration, decisive
 from protrain.hardware.calibration.timing import durations_s, figure_of, spread_of
+from protrain.hardware.detect import assume
 from protrain.hardware.memory import usable_cores
 from protrain.hardware.profile import Contention, Figure
 from protrain_kernels import padded
@@ -56,6 +59,34 @@ def test_a_hiccup_at_the_largest_size_does_not_count() -> None:
     assert decisive([_figure("both ways", at, rate) for at, rate in rates.items()]).median == 96.3
     ways = {"copies": 3.1, "a": 1.0, "b": 1.0, "zero copy": 2.9}
     assert decisive([_figure("streamed AdamW", at, rate) for at, rate in ways.items()]).at == "copies"
+
+
+@dataclass
+class _Streaming:
+    """Updates of host and device together, by copies and otherwise."""
+
+    by_copies: float
+    by_zero_copy: float
+    streams_by_copies: bool = False
+
+    def updated_gparams(self, *, duration_s: float) -> float:
+        assert duration_s > 0
+        return self.by_copies if self.streams_by_copies else self.by_zero_copy
+
+
+@pytest.mark.parametrize(("by_copies", "rate"), [(7.1, 2.9), (6.9, 3.4)])
+def test_states_are_streamed_in_the_way_that_leaves_most_in_a_step(by_copies: float, rate: float) -> None:
+    """On an H100 zero copy is the faster one alone."""
+    with ranks_of_this_run(CPU) as ranks:
+        calibration = Calibration(CPU, _effort(seconds=0.01), ranks, threads=1, progress=None)
+        calibration.measure_all(torch_threads=1)
+    calibration.figures += [_figure("streamed AdamW", "copies", 2.9), _figure("streamed AdamW", "zero copy", 3.4)]
+    assert calibration.profile(assume(CPU)).streamed_adam_gparams == 3.4, "nothing was compared"
+    together = _Streaming(by_copies=by_copies, by_zero_copy=7.0)
+    calibration.choose_way(cast(Together, together))
+    profile = calibration.profile(assume(CPU))
+    assert (profile.streamed_adam_gparams, profile.streamed_adam_copies) == (rate, rate == 2.9)
+    assert together.streams_by_copies is (rate == 2.9), "the groups are measured in that way"
 
 
 def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:

@@ -11,7 +11,7 @@ from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import Plan, evaluate, explain, search
 from protrain.planning.explain import KNOBS, Change, timeline_of
-from protrain.planning.phases import phases
+from protrain.planning.phases import WAITS, phases
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 
@@ -89,7 +89,8 @@ def test_a_wait_is_blamed_on_what_led_to_it() -> None:
     )
     forward, backward, after = phases(timeline)
     assert (forward.length_ms, forward.compute_ms) == (10.0, 7.0)
-    assert forward.waits_ms == pytest.approx({"uploads": 0.75, "offloads": 0.0, "host optimizer": 2.25, "nothing": 0.0})
+    none = dict.fromkeys(WAITS.values(), 0.0)
+    assert forward.waits_ms == pytest.approx(none | {"uploads": 0.75, "host optimizer": 2.25})
     assert forward.limit == "compute"  # 6 of 10 ms on the chain
     assert backward.waits_ms["offloads"] == pytest.approx(4.0)
     assert backward.compute_ms == pytest.approx(4.0)
@@ -163,7 +164,7 @@ def test_on_a_cpu_nothing_overlaps() -> None:
 
 def test_a_knob_does_what_the_plan_with_it_does() -> None:
     traced, hardware = make_profile(), machine(16384, **SLOW_HOST)
-    plan = hand_made(traced, hardware, n_persist=2, n_swap=1, n_ckpt=2, n_ckpt_swap=1, n_speculate=1)
+    plan = hand_made(traced, hardware, n_persist=2, n_swap=1, n_ckpt=2, n_ckpt_swap=1, n_speculate=1, n_stream=1)
     changes = explain(plan, traced, hardware).changes
     assert [(change.knob, change.step) for change in changes] == [(knob, step) for knob in KNOBS for step in (1, -1)]
     for change in changes:
@@ -201,14 +202,20 @@ def test_impossible_knobs_say_why() -> None:
     assert found(changes, "n_buffer", 1).impossible == "every non-persistent chunk has a buffer"
     assert found(changes, "n_swap", -1).impossible == "there is none to give up"
     assert found(changes, "n_ckpt", 1).impossible == "every block is swapped or checkpointed"
-    assert found(changes, "n_persist", -1).counts == (5, 1, 0, 6, 0, 0)  # with the buffer that it then needs
+    assert found(changes, "n_persist", -1).counts == (5, 1, 0, 6, 0, 0, 0)  # with the buffer that it then needs
     assert found(changes, "n_ckpt_swap", -1).impossible == "there is none to give up"
     kept = explain(hand_made(traced, hardware, n_ckpt=0), traced, hardware).changes
     assert found(kept, "n_ckpt_swap", 1).impossible == "no block is recomputed"
     moved = explain(hand_made(traced, hardware, n_ckpt=3, n_ckpt_swap=3), traced, hardware).changes
     assert found(moved, "n_ckpt_swap", 1).impossible == "the inputs of every recomputed block move"
-    assert found(moved, "n_ckpt", -1).counts == (0, 2, 0, 2, 2, 0)  # with as many inputs as it then has
+    assert found(moved, "n_ckpt", -1).counts == (0, 2, 0, 2, 2, 0, 0)  # with as many inputs as it then has
     assert found(changes, "n_speculate", 1).impossible == "every chunk in host memory is updated early"
+    all_streamed = "the device updates every chunk in host memory that is not updated early"
+    assert found(changes, "n_stream", 1).impossible == all_streamed
+    streamed = explain(hand_made(traced, hardware, n_persist=2, n_speculate=1, n_stream=3), traced, hardware).changes
+    assert found(streamed, "n_stream", 1).impossible == all_streamed
+    assert found(streamed, "n_speculate", 1).counts[-2:] == (2, 2)  # with what is left
+    assert found(streamed, "n_persist", 1).counts[-2:] == (1, 2)
     one = explain(hand_made(traced, hardware, n_persist=0, n_buffer=1), traced, hardware).changes
     assert found(one, "n_buffer", -1).impossible == "a unit holds up to 1 non-persistent chunks at once"
     plan = hand_made(traced, hardware, n_persist=0, n_buffer=1)

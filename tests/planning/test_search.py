@@ -144,9 +144,64 @@ def test_no_plan_by_hand_is_better(device: str, kind: str) -> None:
 def test_more_memory_never_makes_it_slower() -> None:
     traced = make_profile(8)
     slow_host = {"host_adam_gparams": 0.2}
-    times = [search(traced, machine(n * 256 * MIB, "4GiB", **slow_host)).step_ms for n in range(3, 30)]
-    assert all(more <= 1.01 * less for less, more in pairwise(times))
-    assert times[0] > 1.1 * times[-1]
+    for helped in (None, 3.4):  # with a device that helps it, a slow host matters less
+        plans = [
+            search(traced, machine(n * 256 * MIB, "4GiB", streamed_adam_gparams=helped, **slow_host))
+            for n in range(3, 30)
+        ]
+        times = [plan.step_ms for plan in plans]
+        assert all(more <= 1.01 * less for less, more in pairwise(times))
+        assert times[0] > (1.0 if helped else 1.1) * times[-1]
+        assert any(plan.n_stream for plan in plans) == bool(helped)
+
+
+def test_the_device_helps_a_host_that_forward_waits_for() -> None:
+    traced = make_profile(12, ms=2.0)
+    tight = {"host_adam_gparams": 0.3, "streamed_adam_gparams": 0.3}
+    alone = search(traced, machine("1200MiB", "3GiB", **{**tight, "streamed_adam_gparams": None}))
+    plan = search(traced, machine("1200MiB", "3GiB", **tight))
+    assert plan.n_stream > 0 == alone.n_stream
+    assert plan.step_ms < 0.85 * alone.step_ms
+    counts = {
+        name: getattr(plan, name)
+        for name in ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate")
+    }
+    by_hand = [
+        evaluate(
+            traced, machine("1200MiB", "3GiB", **tight), **counts, n_stream=n_stream, chunk_elements=plan.chunk_elements
+        ).step_ms
+        for n_stream in range(plan.n_chunks - plan.n_persist - plan.n_speculate + 1)
+    ]
+    assert by_hand[plan.n_stream] == plan.step_ms == min(by_hand)
+    # One that is in time, one that the link slows down too much, a CPU: none.
+    for changes in (
+        {**tight, "host_adam_gparams": 100.0},
+        {**tight, "streamed_adam_gparams": 0.02},
+        {**tight, "device_type": "cpu"},
+    ):
+        assert search(traced, machine("1200MiB", "3GiB", **changes)).n_stream == 0
+
+
+def test_states_on_their_way_through_the_device_have_room_there() -> None:
+    traced = make_profile(12, ms=2.0)
+    options = {"host_adam_gparams": 0.3, "streamed_adam_gparams": 0.3, "streamed_adam_copies": True}
+    streamed = 0
+    for limit in range(1100, 3500, 200):
+        hardware = machine(limit * MIB, "4GiB", **options)
+        plan = search(traced, hardware)
+        without = evaluate(
+            traced,
+            hardware,
+            n_persist=plan.n_persist,
+            n_buffer=plan.n_buffer,
+            n_swap=plan.n_swap,
+            n_ckpt=plan.n_ckpt,
+            n_ckpt_swap=plan.n_ckpt_swap,
+            chunk_elements=plan.chunk_elements,
+        )
+        assert without.device_bytes + (128 * MIB if plan.n_stream else 0) == plan.device_bytes <= hardware.device_bytes
+        streamed += plan.n_stream > 0
+    assert streamed > 0
 
 
 def test_a_fast_link_and_slow_blocks_make_swapping_win() -> None:
@@ -260,7 +315,7 @@ def test_a_plan_survives_its_file_and_is_checked(tmp_path: Path) -> None:
     assert check(loaded, traced, hardware) == plan
 
 
-@pytest.mark.parametrize("name", ["n_ckpt_swap", "n_speculate"])
+@pytest.mark.parametrize("name", ["n_ckpt_swap", "n_speculate", "n_stream"])
 def test_a_plan_from_before_there_was_a_count_has_none(name: str) -> None:
     traced, hardware = make_profile(), machine("3GiB", "3GiB")
     facts = evaluate(traced, hardware, **_counts(), chunk_elements=8 * MIB).to_dict()

@@ -138,7 +138,9 @@ class Together:
         self, device: torch.device, effort: Effort, products: Products, chunk: AdamChunk, *, threads: int
     ) -> None:
         self._device = device
+        self._chunk = chunk
         self._copies = Transfers(device, max(effort.transfer_bytes))
+        self.streams_by_copies = False  # updates by the device of states in host memory; otherwise by zero copy
         self._streamed = StreamedChunk(device, effort.adam_elements) if device.type == "cuda" else None
         self._alone: dict[str, float] = {}
         runs: dict[str, Callable[[], object]] = {
@@ -149,7 +151,7 @@ class Together:
         }
         if self._streamed is not None:
             streamed = self._streamed
-            runs["streamed_adam"] = self._on_device(lambda: streamed.update(copies=True))
+            runs["streamed_adam"] = self._on_device(lambda: streamed.update(copies=self.streams_by_copies))
         self._activities = {name: Activity(name=name, run=run) for name, run in runs.items()}
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams work on what was filled on this one
@@ -166,9 +168,19 @@ class Together:
                 accepted = stack.enter_context(self._streamed.ready()) and accepted
             yield accepted
 
+    def updated_gparams(self, *, duration_s: float) -> float:
+        """1e9 parameters a second that streamed updates and the host's make together, beside products."""
+        assert self._streamed is not None
+        elements = {"streamed_adam": self._streamed.chunk.elements, "host_adam": self._chunk.elements}
+        rates = self._rates((*elements, "matmul"), duration_s)
+        return sum(rates[name] * each for name, each in elements.items()) / 1e9
+
+    def _rates(self, group: Collection[str], duration_s: float) -> dict[str, float]:
+        return units_per_second([self._activities[name] for name in group], duration_s=duration_s)
+
     def measure(self, group: Collection[str], *, duration_s: float) -> Contention | None:
         """The shares of ``group``; None for one alone, which later groups are set against."""
-        rates = units_per_second([self._activities[name] for name in group], duration_s=duration_s)
+        rates = self._rates(group, duration_s)
         if len(group) == 1:
             self._alone |= rates
             return None

@@ -136,6 +136,7 @@ class Calibration:
         self.contention: list[Contention] = []
         self.warnings = size_doubts(effort)
         self._adam_threads = threads
+        self._streams_by_copies: bool | None = None  # None: not compared
         self._sheet = of_card(torch.cuda.get_device_name(device)) if self.on_gpu else None
         idle = gpu_facts(device) if self.on_gpu else None
         self._link_gbps = None if idle is None else pcie_gbps(idle.pcie_generation_max, idle.pcie_width_max)
@@ -148,7 +149,7 @@ class Calibration:
         alone = _MATMUL_S + _COPY_S + _TRANSFERS_S + _DRAM_S + 2 * _KERNEL_S
         optimizers = (len(thread_counts(self.threads)) + 4) * _ADAM_S + self.on_gpu * _STREAMED_S
         collectives = len(self.effort.transfer_bytes) * _COLLECTIVE_S * (self.ranks.size > 1)
-        return alone + optimizers + len(groups_on(self.device)) * _GROUP_S + collectives
+        return alone + optimizers + (len(groups_on(self.device)) + 2 * self.on_gpu) * _GROUP_S + collectives
 
     @contextlib.contextmanager
     def _stage(self, what: str, full_s: float) -> Iterator[float]:
@@ -256,12 +257,27 @@ class Calibration:
     def _together(self, chunk: AdamChunk) -> bool:
         together = Together(self.device, self.effort, self._products, chunk, threads=self._adam_threads)
         with together.ready() as accepted:
-            for group in groups_on(self.device) if self.ranks.agree(accepted) else ():
+            all_accepted = self.ranks.agree(accepted)
+            if all_accepted and self.on_gpu:
+                self.choose_way(together)
+            for group in groups_on(self.device) if all_accepted else ():
                 with self._stage(" + ".join(group), _GROUP_S) as budget_s, one_core_taken(wanted=self.on_gpu):
                     found = together.measure(group, duration_s=budget_s)
                 if found is not None:
                     self.contention.append(found)
         return accepted
+
+    def choose_way(self, together: Together) -> None:
+        """The groups are measured with the way of streaming that leaves most in a step; all ranks take the same.
+
+        Alone zero copy is often faster. Beside others its many small reads take more from them.
+        """
+        updated = []
+        for together.streams_by_copies in (False, True):
+            with self._stage("streamed updates beside others", _GROUP_S) as budget_s, one_core_taken(wanted=True):
+                updated.append(together.updated_gparams(duration_s=budget_s))
+        zero_copy, copies = self.ranks.least(updated)
+        self._streams_by_copies = together.streams_by_copies = copies > zero_copy
 
     def _collectives(self) -> None:
         for size in self.effort.transfer_bytes if self.ranks.size > 1 else ():
@@ -275,6 +291,9 @@ class Calibration:
         rates = {name: figure.median for name, figure in best.items()}
         rates["host AdamW"] = statistics.median(figure.median for figure in self.figures if figure.at in _OVER_MEMORY)
         streamed = best.get("streamed AdamW")
+        if self._streams_by_copies is not None:
+            way = "copies" if self._streams_by_copies else "zero copy"
+            [streamed] = [figure for figure in self.figures if (figure.name, figure.at) == ("streamed AdamW", way)]
         return replace(
             base,
             matmul_tflops=rates["matmul"],

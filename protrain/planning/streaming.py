@@ -1,0 +1,34 @@
+"""Host chunks that the device updates, their states streamed through it, while the host updates the others.
+
+Not in the paper. The host's memory is the limit of both, and yet together they do more than the host does alone.
+:func:`protrain.planning.layout.streamed_chunks` says which.
+"""
+
+from __future__ import annotations
+
+from protrain.hardware.profile import HardwareProfile
+
+_STAGING_SLOTS = 2  # of AdamStaging: one is copied in while the other is copied out
+_STAGING_BYTES = 128 * 1024**2  # pieces of a state are some 20 MiB then, which reach the full rate of a copy engine
+# Bytes a parameter over the link, to the device and back; and when calibrated, with the gradient on the device.
+_STREAMED_BYTES = {"bfloat16": (14, 12), "float16": (16, 14), "float32": (16, 12)}
+_CALIBRATED_BYTES = 12 + 12
+_STATE_BYTES = 18  # a parameter at most: a float16 weight and everything else in float32
+
+
+def staging_bytes(hardware: HardwareProfile, chunk_elements: int) -> int:
+    """Device memory that streamed states pass through: none where a kernel reaches into host memory."""
+    if not hardware.streamed_adam_copies:
+        return 0
+    return min(_STAGING_BYTES, _STAGING_SLOTS * _STATE_BYTES * chunk_elements)
+
+
+def streamed_rates(hardware: HardwareProfile, dtype: str) -> tuple[float, tuple[float, float]]:
+    """1e9 parameters a second that the device alone updates in host memory, and GB/s to it and back.
+
+    Where calibration does not know, what the link allows. The limit is its traffic in both directions together.
+    """
+    there, back = _STREAMED_BYTES[dtype]
+    gparams = hardware.streamed_adam_gparams or hardware.bidirectional_gbps / _CALIBRATED_BYTES
+    gparams *= _CALIBRATED_BYTES / (there + back)
+    return gparams, (gparams * there, gparams * back)

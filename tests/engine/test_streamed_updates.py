@@ -1,0 +1,337 @@
+"""Chunks in host memory that the device updates, beside the host: the bits of the plain loop, whoever did it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import protrain
+from protrain.engine.chunks import Chunk
+from protrain.engine.gradients import host_accumulate
+from protrain.engine.streamer import Streamer
+from protrain.optim import ProTrainOptimizer
+from protrain.planning.layout import streamed_chunks
+from protrain_kernels import AdamStaging
+from tests.engine import residual
+from tests.engine.harness import (
+    CKPT,
+    NONE,
+    SWAP,
+    Batch,
+    Loop,
+    Spec,
+    Trainer,
+    adamw,
+    assert_same,
+    default_loss,
+    make_plan,
+    states,
+    wrap_under,
+)
+from tests.engine.plain_loop import prepare_plain
+from tests.engine.test_tracing import read
+
+SPEC = Spec("none", "least", (NONE, CKPT), small=True, stream=True)
+STEPS = 6
+Run = Callable[[nn.Module, Any, list[Batch]], Any]
+wrapping = importlib.import_module("protrain.wrap")
+
+
+@pytest.fixture(params=[False, True], ids=["zero-copy", "copies"])
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Either way of streaming, as if calibration had found it the faster."""
+    detect = wrapping.detect
+
+    def found(*args: Any, **options: Any) -> Any:
+        return dataclasses.replace(detect(*args, **options), streamed_adam_copies=request.param)
+
+    monkeypatch.setattr(wrapping, "detect", found)
+    monkeypatch.setattr(protrain.hardware, "detect", found)
+    return bool(request.param)
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Chunk, str, str]]:
+    """(chunk, how, thread) of every update of a chunk in host memory; of a model before this one as well."""
+    done: list[tuple[Chunk, str, str]] = []
+
+    def noting(name: str, update: Callable[..., None]) -> Callable[..., None]:
+        def noted(chunk: Chunk, *args: Any, **options: Any) -> None:
+            if not chunk.persistent:
+                done.append((chunk, name, threading.current_thread().name))
+            update(chunk, *args, **options)
+
+        return noted
+
+    for name in ("step", "step_streamed", "step_aside"):
+        monkeypatch.setattr(Chunk, name, noting(name, getattr(Chunk, name)))
+    return done
+
+
+def trained(
+    run: Run,
+    device: torch.device,
+    *,
+    spec: Spec = SPEC,
+    dtype: torch.dtype = torch.bfloat16,
+    batches: int = STEPS,
+    **options: Any,
+) -> ProTrainOptimizer:
+    """What ``run`` trained, whose bits are those of the plain loop."""
+    data = residual.batches(batches)
+    model, again = residual.make(), residual.make()
+    plain, trainer = prepare_plain(model, adamw(model), device=device, dtype=dtype)
+    wrapped, optimizer = wrap_under(spec, again, adamw(again), data[0], device=device, dtype=dtype, **options)
+    torch.manual_seed(1)
+    expected = run(plain, trainer, data)
+    torch.manual_seed(1)
+    assert run(wrapped, optimizer, data) == expected
+    assert_same(states(wrapped, optimizer), states(plain, trainer))
+    assert optimizer.plan.n_stream > 1
+    return optimizer
+
+
+def looping(**options: Any) -> Run:
+    return lambda model, optimizer, data: Loop(**options).run(model, optimizer, data)
+
+
+def check_shared(updates: list[tuple[Chunk, str, str]], optimizer: ProTrainOptimizer, *, steps: int) -> None:
+    """The planned chunks were updated by the device, the others by the host, on a thread each."""
+    chunks = [chunk for chunk in optimizer._engine.chunks if not chunk.persistent]
+    streamed = {chunk.index for chunk in chunks if chunk.streamed}
+    assert len(streamed) == optimizer.plan.n_stream < len(chunks)
+    for chunk in chunks:
+        found = [(how, thread) for one, how, thread in updates if one is chunk]
+        how = {("step_streamed", "protrain-stream-worker")} if chunk.streamed else {("step", "protrain-host-worker")}
+        assert set(found) == how
+        assert len(found) == steps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("max_norm", [None, 0.05], ids=["no-clipping", "clipped"])
+def test_bits(
+    device: torch.device,
+    copies: bool,
+    updates: list[tuple[Chunk, str, str]],
+    dtype: torch.dtype,
+    max_norm: float | None,
+) -> None:
+    optimizer = trained(looping(max_norm=max_norm), device, dtype=dtype)
+    check_shared(updates, optimizer, steps=STEPS - optimizer.skipped_steps)
+
+
+def test_skipped_steps_change_nothing(device: torch.device, copies: bool) -> None:
+    def overflowing(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return default_loss(model, batch) * 32
+
+    optimizer = trained(looping(max_norm=0.5, loss=overflowing), device, dtype=torch.float16)
+    assert 0 < optimizer.skipped_steps < STEPS
+
+
+@pytest.mark.parametrize("no_sync", [False, True], ids=["backwards", "no-sync"])
+def test_a_gradient_that_the_host_still_adds_to_is_waited_for(
+    device: torch.device,
+    copies: bool,
+    updates: list[tuple[Chunk, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    no_sync: bool,
+) -> None:
+    def slow(*args: Any, **options: Any) -> None:
+        time.sleep(0.005)
+        host_accumulate(*args, **options)
+
+    monkeypatch.setattr("protrain.engine.gradients.host_accumulate", slow)
+    optimizer = trained(looping(max_norm=0.5, accumulate=2, no_sync=no_sync), device)
+    check_shared(updates, optimizer, steps=STEPS // 2)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_inside_backward(
+    device: torch.device, copies: bool, updates: list[tuple[Chunk, str, str]], accumulate: int
+) -> None:
+    run = looping(accumulate=accumulate, no_sync=accumulate > 1)
+    optimizer = trained(run, device, step_during_backward=True)
+    check_shared(updates, optimizer, steps=STEPS // accumulate)
+
+
+def test_beside_persistent_chunks_and_early_updates(
+    device: torch.device, copies: bool, updates: list[tuple[Chunk, str, str]]
+) -> None:
+    spec = Spec("some", "middle", (SWAP, CKPT, NONE), small=True, early=True, stream=True)
+    plan = trained(looping(max_norm=0.05), device, spec=spec).plan
+    assert plan.n_persist > 0 < plan.n_speculate
+    first = plan.n_persist + plan.n_speculate
+    streamed = {chunk.index for chunk, how, _ in updates if how == "step_streamed"}
+    assert min(streamed) >= first
+    assert streamed == set(streamed_chunks(range(first, plan.n_chunks), plan.n_stream))
+
+
+def test_every_chunk_may_be_streamed(device: torch.device, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, results = residual.batches(3), []
+    for n_stream in (0, None):
+        model = residual.make()
+        profile = protrain.profile(model, data[0], optimizer=adamw(model), device=device, dtype=torch.bfloat16)
+        plan = make_plan(dataclasses.replace(SPEC, stream=False), profile, device)
+        plan = dataclasses.replace(plan, n_stream=plan.n_chunks if n_stream is None else n_stream)
+        wrapped, optimizer = protrain.wrap(
+            model,
+            adamw(model),
+            example_batch=data[0],
+            device=device,
+            dtype=torch.bfloat16,
+            plan=plan,
+            device_memory="4GiB",
+            host_memory="4GiB",
+            progress=False,
+        )
+        Loop(max_norm=0.5).run(wrapped, optimizer, data)
+        results.append(states(wrapped, optimizer))
+    assert_same(results[1], results[0])
+
+
+def test_states_are_read_after_every_update(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Streamer.update
+
+    def late(*args: Any) -> None:
+        time.sleep(0.02)
+        update(*args)
+
+    monkeypatch.setattr(Streamer, "update", late)
+
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> list[float]:
+        values = []
+        for batch in data:
+            default_loss(model, batch).backward()
+            values.append(float(optimizer.clip_grad_norm_(0.5)))
+            optimizer.step()
+            values += [float(value.double().sum()) for _, value in sorted(states(model, optimizer).items())]
+            optimizer.zero_grad()
+        return values
+
+    trained(run, device)
+
+
+def test_full_parameters_wait_too(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, model = residual.batches(1), residual.make()
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    go, update = threading.Event(), Streamer.update
+    monkeypatch.setattr(Streamer, "update", lambda *args: (go.wait(60), update(*args)))
+    default_loss(wrapped, data[0]).backward()
+    optimizer.step()
+    threading.Timer(0.2, go.set).start()
+    with protrain.full_parameters(wrapped):
+        assert go.is_set()
+        assert all(chunk.version == 1 for chunk in optimizer._engine.chunks)
+
+
+def test_the_scale_of_a_step_outlives_its_updates(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, model = residual.batches(1), residual.make()
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    go, update = threading.Event(), Streamer.update
+    monkeypatch.setattr(Streamer, "update", lambda *args: (go.wait(60), update(*args)))
+    default_loss(wrapped, data[0]).backward()
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+    optimizer._engine.worker.drain()
+    threading.Timer(0.2, go.set).start()
+    optimizer._updates.publish(torch.zeros((), device=device))
+    assert go.is_set()
+    optimizer._engine.wait_for_updates()
+    assert all(chunk.version == 1 for chunk in optimizer._engine.chunks)
+
+
+@pytest.mark.parametrize("waits", ["wait_for_updates", "forward", "state_dict"])
+def test_an_error_is_raised_in_whoever_waits(device: torch.device, monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
+    data, model = residual.batches(1), residual.make()
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    monkeypatch.setattr(Chunk, "step_streamed", _fail)
+    default_loss(wrapped, data[0]).backward()
+    optimizer.step()
+    ways: dict[str, Callable[[], Any]] = {
+        "wait_for_updates": optimizer._engine.wait_for_updates,
+        "forward": lambda: wrapped(*data[0]),
+        "state_dict": optimizer.state_dict,
+    }
+    with pytest.raises(ArithmeticError, match="the streamed update failed"):
+        ways[waits]()
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise ArithmeticError("the streamed update failed")
+
+
+def test_threads_end_with_the_model(device: torch.device) -> None:
+    data, model = residual.batches(1), residual.make()
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    threads = [worker._thread for worker in optimizer._engine.workers]
+    assert [thread.name for thread in threads] == ["protrain-host-worker", "protrain-stream-worker"]
+    default_loss(wrapped, data[0]).backward()
+    optimizer.step()
+    gone = weakref.ref(optimizer)
+    del model, wrapped, optimizer
+    gc.collect()
+    assert gone() is None
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_device_memory_is_as_planned(device: torch.device, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    class Counted(AdamStaging):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self.memory.nbytes)
+
+    monkeypatch.setattr("protrain.engine.streams.AdamStaging", Counted)
+    data, model = residual.batches(1), residual.make()
+    profile = protrain.profile(model, data[0], optimizer=adamw(model), device=device, dtype=torch.bfloat16)
+    streaming, without = (
+        make_plan(dataclasses.replace(SPEC, stream=stream), profile, device) for stream in (True, False)
+    )
+    reports = []
+    for spec in (SPEC, dataclasses.replace(SPEC, stream=False)):
+        model = residual.make()
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+        Loop().run(wrapped, optimizer, data)
+        reports.append(optimizer.report().device_bytes)
+    staging = 2 * 18 * streaming.chunk_elements if copies else 0
+    assert streaming.device_bytes - without.device_bytes == sum(made) == staging
+    if device.type == "cpu":  # a GPU's allocator rounds
+        assert reports[0] - reports[1] == staging
+
+
+def test_plans_that_contradict_themselves_are_refused(device: torch.device) -> None:
+    data, model = residual.batches(1), residual.make()
+    profile = protrain.profile(model, data[0], optimizer=adamw(model), device=device)
+    plan = make_plan(SPEC, profile, device)
+    early = dataclasses.replace(plan, n_speculate=plan.n_chunks)
+    for wrong, most in ((dataclasses.replace(plan, n_stream=99), plan.n_chunks), (early, 0)):
+        with pytest.raises(ValueError, match=f"n_stream must be 0 to {most}"):
+            protrain.wrap(model, adamw(model), example_batch=data[0], device=device, plan=wrong)
+
+
+def test_they_are_traced_in_a_row_of_their_own(device: torch.device, tmp_path: Path) -> None:
+    data, model = residual.batches(2), residual.make()
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    with protrain.trace(optimizer, tmp_path / "trace.json"):
+        Loop().run(wrapped, optimizer, data)
+    rows = read(tmp_path / "trace.json")
+    chunks = optimizer._engine.chunks
+    for row, streamed in (("host optimizer", False), ("streamed updates", True)):
+        names = Counter(event["name"] for event in rows["ProTrain, measured", row])
+        assert names == Counter({f"update {chunk.index}": 2 for chunk in chunks if chunk.streamed == streamed})
+    if device.type == "cuda":  # on a CPU all is predicted to stand in a row
+        assert rows["ProTrain, predicted", "streamed updates"]
+    assert all(worker.times is None for worker in optimizer._engine.workers)
