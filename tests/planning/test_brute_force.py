@@ -167,8 +167,8 @@ def test_no_plan_at_all_is_better_and_none_beats_its_bounds(seed: int, share: in
         profile = as_measured(profile, random.Random(-seed - 1))
     inside = draw.random() < 0.25
     layout = pack(profile, N)
-    memory = MemoryModel(profile, hardware, layout)
-    runtime = RuntimeModel(profile, hardware, layout, update_in_backward=inside)
+    memory = MemoryModel(profile, hardware, layout, update_in_backward=inside)
+    runtime = RuntimeModel(memory)
     best, n_plans = float("inf"), 0
     for n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, early in every_plan(memory, inside=inside):
         modes = block_modes(len(profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
@@ -205,8 +205,8 @@ def test_streamed_updates_only_make_it_faster_and_come_close_to_the_best(seed: i
     profile = as_measured(profile, random.Random(-seed - 1))
     hardware, inside = that_streams(machine), draw.random() < 0.25
     layout = pack(profile, N)
-    memory = MemoryModel(profile, hardware, layout)
-    runtime = RuntimeModel(profile, hardware, layout, update_in_backward=inside)
+    memory = MemoryModel(profile, hardware, layout, update_in_backward=inside)
+    runtime = RuntimeModel(memory)
     alone = search(profile, machine, chunk_elements=N, step_during_backward=inside)
     found = search(profile, hardware, chunk_elements=N, step_during_backward=inside)
     if found.n_stream:
