@@ -75,6 +75,7 @@ def test_the_bits_are_those_of_gradients_with_room_of_their_own(
     family: str,
     dtype: torch.dtype,
 ) -> None:
+    forbid_more(monkeypatch)
     batches = [tiny_batch(seed) for seed in range(4)]
     results = []
     for inside in (False, True):
@@ -85,8 +86,6 @@ def test_the_bits_are_those_of_gradients_with_room_of_their_own(
         assert 0 <= plan.n_host_gradient < max(1, n_away)
         assert (plan.n_device_gradient > 0) == (inside and plan.n_persist > 2)
         assert (plan.n_host_gradient > 0) == (inside and n_away > 3)
-        if inside:
-            forbid_more(monkeypatch)
         results.append((Loop().run(model, optimizer, batches), states(model, optimizer)))
     assert len(set(results[0][0])) > 1, "it does not train"
     assert results[1][0] == results[0][0]
@@ -98,13 +97,12 @@ def test_accumulation_in_no_sync_gives_the_same_bits(
     wrapped: Wrap, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch, spec: Spec
 ) -> None:
     """What only accumulates must outlast its region; steps before and after do with regions alone."""
+    forbid_more(monkeypatch)
     batches = [tiny_batch(seed) for seed in range(10)]
     results = []
     for inside in (False, True):
         model, optimizer = wrapped(spec, inside=inside, dtype=torch.bfloat16)
         optimizer._engine.gradients.host_bytes = 2**32  # accumulators come on top
-        if inside:
-            forbid_more(monkeypatch)
         values = Loop().run(model, optimizer, batches[:2])
         values += Loop(accumulate=3, no_sync=inside).run(model, optimizer, batches[2:8])
         values += Loop().run(model, optimizer, batches[8:])
@@ -140,6 +138,8 @@ def test_a_region_is_handed_on_when_nothing_reads_it_any_more(
 
 
 def forbid_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of engines that are yet to be built."""
+
     def no_more(_: Gradients) -> Tensor:
         raise AssertionError("there are as many regions as are needed")
 
