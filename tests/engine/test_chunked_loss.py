@@ -15,6 +15,8 @@ from protrain.chunked_loss import chunked_loss
 from protrain.errors import PlanError
 from tests.engine.harness import FEW_PLANS, Loop, adamw, assert_same, plain_run, states, wrap_under
 
+_LARGE = 4096  # a vocabulary
+
 pytest.importorskip("liger_kernel")
 Build = Callable[..., nn.Module]
 Batch = dict[str, Tensor]
@@ -72,49 +74,41 @@ def test_bits_are_the_same_under_every_plan(
         assert_same(states(wrapped, optimizer), final)
 
 
-def test_the_plan_knows_that_there_are_no_logits(device: torch.device) -> None:
+def _wrapped_plan(device: torch.device, *, chunked_loss: bool, **options: Any) -> protrain.Plan:
+    """For a model whose logits are larger than all else."""
     transformers = pytest.importorskip("transformers")
-
-    def peak(chunked: bool) -> int:
-        config = transformers.LlamaConfig(
-            vocab_size=4096, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-        )
-        model = transformers.LlamaForCausalLM(config)
-        ids = torch.randint(4096, (4, 64))
-        _, optimizer = protrain.wrap(
-            model,
-            adamw(model),
-            example_batch={"input_ids": ids, "labels": ids},
-            device=device,
-            dtype=torch.float32,
-            chunked_loss=chunked,
-            progress=False,
-        )
-        return optimizer.plan.device_bytes
-
-    logits = 4 * 64 * 4096 * 4
-    assert peak(False) - peak(True) > logits
+    config = transformers.LlamaConfig(
+        vocab_size=_LARGE, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(_LARGE, (4, 64))
+    _, optimizer = protrain.wrap(
+        model,
+        adamw(model),
+        example_batch={"input_ids": ids, "labels": ids},
+        device=device,
+        dtype=torch.float32,
+        chunked_loss=chunked_loss,
+        progress=False,
+        **options,
+    )
+    return optimizer.plan
 
 
-def test_a_plan_for_it_goes_without_where_memory_does(
-    tiny_model: Build, tiny_batch: Callable[..., Batch], device: torch.device
-) -> None:
-    def wrapped(**options: Any) -> protrain.Plan:
-        model = tiny_model("gpt2")
-        example = tiny_batch(batch=8, sequence=64)
-        _, optimizer = protrain.wrap(
-            model, adamw(model), example_batch=example, device=device, host_memory="1GiB", progress=False, **options
-        )
-        return optimizer.plan
+def test_the_plan_knows_that_there_are_no_logits(device: torch.device) -> None:
+    whole, chunked = (_wrapped_plan(device, chunked_loss=chunked).device_bytes for chunked in (False, True))
+    assert whole - chunked > 4 * 64 * _LARGE * 4
 
-    plan = wrapped(chunked_loss=True)
+
+def test_a_plan_for_it_goes_without_where_memory_does(device: torch.device) -> None:
+    plan = _wrapped_plan(device, chunked_loss=True)
     assert plan.chunked_loss
     with pytest.raises(PlanError, match="made for chunked_loss=True, and here logits are whole: pass it here as well"):
-        wrapped(plan=plan, device_memory=plan.device_bytes)
-    whole = wrapped(plan=plan)
+        _wrapped_plan(device, chunked_loss=False, plan=plan, device_memory=plan.device_bytes)
+    whole = _wrapped_plan(device, chunked_loss=False, plan=plan)
     assert (whole.model, whole.n_persist, whole.block_modes) == (plan.model, plan.n_persist, plan.block_modes)
     assert not whole.chunked_loss
-    back = wrapped(plan=whole, device_memory=plan.device_bytes, chunked_loss=True)
+    back = _wrapped_plan(device, chunked_loss=True, plan=whole, device_memory=plan.device_bytes)
     assert replace(back, step_ms=plan.step_ms) == plan
 
 
