@@ -12,7 +12,18 @@ import pytest
 
 from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile, load
-from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, block_modes, check, largest, pack, search
+from protrain.planning import (
+    BlockMode,
+    MemoryModel,
+    Plan,
+    RuntimeModel,
+    block_modes,
+    check,
+    frontier,
+    largest,
+    pack,
+    search,
+)
 from protrain.planning.gradient_regions import GradientRegions
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
@@ -36,8 +47,10 @@ MACHINE = replace(
 )
 
 
-def make_profile(n: int, *, forward: float = 6.0, backward: float = 6.0, saved: int = 10_000_000) -> ModelProfile:
-    """Equal blocks of a chunk each."""
+def make_profile(
+    n: int, *, forward: float = 6.0, backward: float = 6.0, saved: int = 10_000_000, parts: int = 1
+) -> ModelProfile:
+    """Equal blocks of a chunk each, or of some."""
 
     def segment(phase: str, block: int, duration: float) -> SegmentRecord:
         return SegmentRecord(phase=phase, block=block, live_bytes=0, peak_bytes=0, duration_ms=duration)
@@ -49,8 +62,10 @@ def make_profile(n: int, *, forward: float = 6.0, backward: float = 6.0, saved: 
         batch_shapes={"x": (1,)},
         tokens=100,
         buffer_bytes=0,
-        parameters=tuple(ParameterRecord(name=f"p{i}", shape=(N // 128, 128), group=0) for i in range(n)),
-        units=tuple(UnitRecord(name=f"u{i}", block=i, parameters=(i,)) for i in range(n)),
+        parameters=tuple(ParameterRecord(name=f"p{i}", shape=(N // 128, 128), group=0) for i in range(n * parts)),
+        units=tuple(
+            UnitRecord(name=f"u{i}", block=i, parameters=tuple(range(i * parts, (i + 1) * parts))) for i in range(n)
+        ),
         calls=tuple(range(n)),
         blocks=tuple(
             BlockRecord(
@@ -119,6 +134,22 @@ def test_chunks_that_may_be_held_or_never_complete_are_open_all_the_time() -> No
     assert open_at_once(odd_profile(within=True)) == ([0, 1, 2, 2, 3], [3, 2, 2, 1, 0])
     # Half of chunk 1 gets no gradient.
     assert open_at_once(replace(odd_profile(), calls=(0, 1, 3))) == ([0, 1, 2, 2, 3], [3, 3, 2, 1, 0])
+
+
+def test_a_region_is_that_of_the_chunk_that_is_complete_for_the_longest_time() -> None:
+    profile = odd_profile()
+    regions = memory_of(profile).gradients
+    assert [regions.on_host(n_persist) for n_persist in range(5)] == [3, 0, 0, 0, 0]
+    # By the order of gradients: of 2 and 3, of 1 in two parts, of 0.
+    assert regions.handed_on(0, 3) == [(4, 2)]
+    assert regions.handed_on(0, 0) == regions.handed_on(1, 3) == []
+    longer = make_profile(6)
+    assert memory_of(longer).gradients.handed_on(1, 3) == [(3, 5), (4, 4)]
+    # What may be held until the end gives no region to others.
+    inner = tuple(replace(unit, within=(3,) if unit.name in ("u4", "u5") else ()) for unit in longer.units)
+    held = memory_of(replace(longer, units=inner)).gradients
+    assert held.on_host(0) == 3
+    assert held.handed_on(0, 3) == [(3, 5), (4, 4), (5, 2)]
 
 
 def test_frozen_chunks_have_no_gradient() -> None:
@@ -237,6 +268,19 @@ def test_refusals_and_explanations_count_what_is_really_taken() -> None:
     assert parts["persistent chunks"] == plan.n_persist * plan.chunk_elements * 12
 
 
+def test_the_frontier_begins_with_the_least_that_works_inside_backward() -> None:
+    profile = make_profile(12)
+    hardware = replace(MACHINE, device_bytes=400 * 1024**2, host_bytes=int(10 * N * 12.5))
+    limits = [
+        frontier(profile, hardware, n_limits=3, step_during_backward=mode).points[0].device_limit_bytes
+        for mode in (False, True)
+    ]
+    assert limits[1] < limits[0]  # more of the states have room on the host
+    search(profile, replace(hardware, device_bytes=limits[1]), step_during_backward=True)
+    with pytest.raises(PlanError):
+        search(profile, replace(hardware, device_bytes=limits[1] - 1), step_during_backward=True)
+
+
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
@@ -273,11 +317,13 @@ def test_a_streamed_update_makes_room_as_well() -> None:
     assert offload.start_ms == update.end_ms > found.forward_end_ms + 18.0
 
 
-def random_step(draw: random.Random, *, contention: bool) -> tuple[MemoryModel, tuple[BlockMode, ...], int, int]:
+def random_step(
+    draw: random.Random, *, contention: bool, parts: int = 1
+) -> tuple[MemoryModel, tuple[BlockMode, ...], int, int]:
     """A model of up to 9 blocks on a machine with room for every gradient; block modes, n_persist, n_buffer."""
     n = draw.choice([3, 5, 9])
     profile = make_profile(
-        n, forward=draw.uniform(0.1, 5), backward=draw.uniform(0.1, 9), saved=draw.choice([10**5, 10**7])
+        n, forward=draw.uniform(0.1, 5), backward=draw.uniform(0.1, 9), saved=draw.choice([10**5, 10**7]), parts=parts
     )
     link = draw.choice([0.5, 1.0, 5.0])
     hardware = replace(
@@ -290,8 +336,8 @@ def random_step(draw: random.Random, *, contention: bool) -> tuple[MemoryModel, 
         host_adam_gparams=draw.choice([0.05, 0.2, 1.0]),
     )
     modes = tuple(draw.choice([NONE, BlockMode.CKPT, SWAP]) for _ in range(n))
-    n_persist = draw.randint(0, n)
-    return memory_of(profile, hardware), modes, n_persist, draw.randint(min(1, n - n_persist), n - n_persist)
+    memory, n_persist = memory_of(profile, hardware), draw.randint(0, n * parts)
+    return memory, modes, n_persist, draw.randint(memory.least_buffers(n_persist), n * parts - n_persist)
 
 
 def with_more_and_more(
@@ -341,8 +387,9 @@ def test_timelines_name_every_update_once_and_do_one_thing_at_a_time() -> None:
     draw = random.Random(1)
     waited = 0
     for _ in range(60):
-        roomy, modes, n_persist, n_buffer = random_step(draw, contention=True)
-        n_stream = draw.choice([0, draw.randint(0, len(modes) - n_persist)])
+        roomy, modes, n_persist, n_buffer = random_step(draw, contention=True, parts=draw.choice([1, 2]))
+        n_chunks = len(roomy.layout.chunks)
+        n_stream = draw.choice([0, draw.randint(0, n_chunks - n_persist)])
         for n_regions, memory in with_more_and_more(roomy, n_persist, modes):
             runtime = RuntimeModel(memory)
             found = runtime.timeline(modes, n_persist, n_buffer, n_stream=n_stream)
@@ -355,15 +402,13 @@ def test_timelines_name_every_update_once_and_do_one_thing_at_a_time() -> None:
                 if one.lane in (HOST, STREAM) and one.end_ms > found.forward_end_ms + 1e-9
             ]
             named = Counter(int(one.name.split()[-1]) for one in updates)
-            assert named == Counter(range(n_persist, len(modes)))
+            assert named == Counter(range(n_persist, n_chunks))
             # A gradient's offload begins when there is a region for it: never are more taken than there are.
             offloads = {int(one.name.split()[-1]): one for one in found.operations if one.name.startswith("gradients")}
             ends = {int(one.name.split()[-1]): one.end_ms for one in updates}
-            for chunk, offload in offloads.items():
-                taken = sum(
-                    other.start_ms <= offload.start_ms < ends[at] - 1e-9 for at, other in offloads.items() if at > chunk
-                )
-                assert taken < (n_regions or len(modes))
+            for offload in offloads.values():
+                taken = [at for at, one in offloads.items() if one.start_ms <= offload.start_ms < ends[at] - 1e-9]
+                assert len(taken) <= (n_regions or n_chunks)
             gpu = [one for one in found.operations if one.lane == GPU and one.start_ms >= found.forward_end_ms]
             for first, second in pairwise(sorted(gpu, key=lambda one: one.start_ms)):
                 room = [one for one in updates if first.end_ms + 1e-6 < one.end_ms == second.start_ms]
