@@ -18,7 +18,7 @@ and less what its modes take away:
 A block's own saved activations in its own backward are part of the measured peak, which recomputed them.
 
 Where updates run inside backward, gradients share regions (:mod:`protrain.planning.gradient_regions`): on the device as
-many as are needed, in host memory as many as there is room for, for more never make a step slower.
+many as are needed, in host memory as many as there is room for, for more only make backward wait less.
 """
 
 from __future__ import annotations
