@@ -7,6 +7,10 @@ clipped. step() has the host worker look whether everything was as supposed: the
 nothing, or the update is done from the old copy, which nobody has touched. Either way the bits are those of an update
 at step(). After a step that was not as supposed the next one does without.
 
+Where host memory has no room for second copies of all states, there may be some for the weights, which is what the next
+forward waits for. Then a weight alone is made early, and the states follow once the updates are done that something
+waits for (deferred): the host does more, but not while the step waits for it.
+
 Gradients come in the order opposite to that in which the next forward needs its chunks. So what the host has not begun
 by the end of backward is not done early any more, but in the order of need. That holds for updates inside backward
 (``step_during_backward``) as well, which wait for no step() and need no second copy. While the host updates those,
@@ -95,6 +99,7 @@ class _Turn(NamedTuple):
     chunk: Chunk
     job: Job
     is_made: Callable[[], bool]  # whether an early update has done the work; asked by the host worker
+    deferred: Callable[[], None] | None = None  # work that nothing in the next forward waits for
 
 
 class _Ahead:
@@ -170,7 +175,9 @@ class Updates:
 
         Not in a backward that is not the usual number of them into its step: another may follow.
         """
-        if chunk.spare is None or not self.tally.as_supposed or self._backwards != self._usual_backwards:
+        if chunk.spare is None and chunk.early_weight is None:
+            return
+        if not self.tally.as_supposed or self._backwards != self._usual_backwards:
             return
         try:
             pieces = self._pieces(chunk)
@@ -283,13 +290,23 @@ class Updates:
         def on_host() -> None:
             tally.as_supposed = factor() == supposed
             if is_made():
-                chunk.adopt()
+                if chunk.spare is None:
+                    chunk.ahead = True
+                else:
+                    chunk.adopt()
                 tally.adopted += 1
             else:
                 update()
                 tally.redone += early is not None and early.done
 
-        return _Turn(chunk, self._job(chunk, on_host, f"update {chunk.index}"), is_made)
+        def follow() -> None:
+            if chunk.ahead:
+                update()
+                chunk.ahead = False  # now both have the same bits
+
+        weight_alone = chunk.early_weight is not None
+        job = self._job(chunk, on_host, f"update {chunk.index}")
+        return _Turn(chunk, job, is_made, follow if weight_alone and early is not None else None)
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         engine = self._engine
@@ -329,6 +346,10 @@ class Updates:
             self._engine.worker.submit(functools.partial(self._ahead.look, on_host))
             for turn in made:
                 self._worker(turn.chunk).queue(turn.job)
+            for turn in made:
+                if turn.deferred is not None:
+                    job = self._engine.worker.submit(turn.deferred, f"deferred update {turn.chunk.index}")
+                    turn.chunk.deferred = job
         # No job of theirs says so: each may have been run ahead.
         self._all_done = [worker.submit(lambda: None) for worker in self._engine.workers]
 

@@ -62,6 +62,7 @@ class Plan(Record):
     step_ms: float  # predicted
     n_ckpt_swap: int = 0  # of n_ckpt, those recomputed from inputs that wait in host memory
     n_speculate: int = 0  # chunks after the persistent ones that are updated before step() where host memory has room
+    early_weights: bool = False  # that is of their weights alone: no room for second copies of all states
     n_stream: int = 0  # of the other chunks in host memory: planning.layout says which the device updates
     # Regions that gradients of persistent chunks (of chunks in host memory) share while updates run inside backward; 0:
     # each has its own.
