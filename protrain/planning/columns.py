@@ -158,7 +158,7 @@ class Columns:
         """
         known = self._untouched_of.get(placement)
         if known is None:
-            known, _ = self._runtime.fitted_ms(self._untouched, *placement, limit_ms=limit_ms)
+            known, _ = self._runtime.fitted_ms(self._untouched, *placement, any_kind=True, limit_ms=limit_ms)
             self._untouched_of[placement] = known
         return known
 
@@ -299,7 +299,7 @@ class Columns:
                 if not found and (tested or unlimited_ms == float("inf")):
                     continue
                 tested = True
-                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, self._paying_ms)
+                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, self._paying_ms, moves=True)
             if not self._may_win(unlimited_ms):
                 return
 
@@ -314,9 +314,9 @@ class Columns:
             if not self._may_win(least[0]):
                 break
             if n_buffer < known:
-                known, least = n_buffer, self._simulated_ms(row, n_persist, n_buffer, self._paying_ms)
+                known, least = n_buffer, self._simulated_ms(row, n_persist, n_buffer, self._paying_ms, moves=True)
             step_ms, n_speculate = least
-            if n_ckpt_swap and self._may_win(step_ms):
+            if self._may_win(step_ms):
                 most_early = self._runtime.speculates and self._memory.most_speculated(
                     n_persist, np.array(swapped_bytes)
                 )
@@ -346,13 +346,19 @@ class Columns:
             placement = n_persist, n_buffer, int(placed.most_early[row])
             if self._untouched_ms(placement, limit_ms) >= limit_ms:
                 return float("inf"), 0
-        return self._simulated_ms(row, n_persist, n_buffer, limit_ms)
+        return self._simulated_ms(row, n_persist, n_buffer, limit_ms, moves=moves)
 
     def _simulated_ms(
-        self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf")
+        self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf"), *, moves: bool = False
     ) -> tuple[float, int]:
+        """The same for any number of buffers.
+
+        What ``moves`` leaves less room for early updates, which then may be of weights alone where more room has none.
+        """
         most_early = int(self._place(n_persist, moves=False).most_early[row])
-        return self._runtime.fitted_ms(self._modes[row], n_persist, n_buffer, most_early, limit_ms=limit_ms)
+        return self._runtime.fitted_ms(
+            self._modes[row], n_persist, n_buffer, most_early, any_kind=moves, limit_ms=limit_ms
+        )
 
     def _ends_column(self, row: int, n_persist: int, limit_ms: float) -> bool:
         """Whether a choice that takes ``limit_ms`` or more leaves nothing to find in its column."""

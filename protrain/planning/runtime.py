@@ -22,17 +22,19 @@ from protrain.planning.fetches import Fetches
 from protrain.planning.layout import streamed_chunks, updated_chunks
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode
-from protrain.planning.simulate import Step, Update, Visit, Work, simulate, timeline
+from protrain.planning.simulate import Step, Update, Visit, Work, in_a_row, simulate, timeline
 from protrain.planning.streaming import streamed_rates
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline
-from protrain.planning.updating import Queue
+from protrain.planning.updating import Kind, Queue
 from protrain.planning.visits import computing_by_visit, gradients_by_visit
 
 Modes = tuple[BlockMode, ...]
 Times = NDArray[np.float64]
 Counts = NDArray[np.int64] | int
 
-_HOST_ADAM_BYTES = {"bfloat16": 26, "float16": 28, "float32": 28}  # DRAM traffic per parameter of one host update
+# DRAM traffic per parameter of one host update, and what of it is written: the first of that is the weight.
+_HOST_ADAM_BYTES = {"bfloat16": 26, "float16": 28, "float32": 28}
+_HOST_ADAM_WRITTEN = {"bfloat16": 12, "float16": 14, "float32": 12}
 
 
 class Undisturbed(NamedTuple):
@@ -94,6 +96,9 @@ class RuntimeModel:
         streamed_gparams, streamed_gbps = streamed_rates(hardware, profile.dtype)
         self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype], streamed_gbps)
         self._streamed_ms = hardware.host_adam_gparams / streamed_gparams  # by the device, of a millisecond of the host
+        # Of a whole update's time for the weight alone: it reads as much and writes no other state.
+        whole = _HOST_ADAM_BYTES[profile.dtype]
+        self._weight_share = (whole - _HOST_ADAM_WRITTEN[profile.dtype] + element) / whole
         self._work: tuple[Modes, tuple[list[Work], list[float]]] | None = None  # of the modes asked for last
         self._visits_of: dict[tuple[int, int], list[Visit]] = {}  # by n_persist and n_buffer
         # For bounds: sums from the first chunk on.
@@ -159,23 +164,41 @@ class RuntimeModel:
         None of its gradients is clipped: then no update is done twice.
         """
         if self._hardware.device_type == "cpu":  # where the device is the host as well
-            return _in_a_row(self._step(modes, n_persist, n_buffer, n_speculate))
+            return in_a_row(self._step(modes, n_persist, n_buffer, n_speculate))
         step = self._step(modes, n_persist, n_buffer, n_speculate, n_stream)
         return simulate(step, self._rates, limit_ms=limit_ms)[0]
 
     def fitted_ms(
-        self, modes: Modes, n_persist: int, n_buffer: int, most: int, *, limit_ms: float = float("inf")
+        self,
+        modes: Modes,
+        n_persist: int,
+        n_buffer: int,
+        most: int,
+        *,
+        any_kind: bool = False,
+        limit_ms: float = float("inf"),
     ) -> tuple[float, int]:
         """The same with up to ``most`` early updates: as many as seem best. See [Note: how many early updates].
+
+        They are of the kind that there is room for. With ``any_kind`` weights alone are made where there is room for
+        more as well, as if there were none: then the step is no bound of the plan but of those that have less room.
 
         Returns:
             (step time, n_speculate).
         """
         if not most:
             return self.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms), 0
-        step = replace(self._step(modes, n_persist, n_buffer, most), chooses=True)
-        step_ms, n_early = simulate(step, self._rates, limit_ms=limit_ms)
-        return step_ms, step.host.updates[n_early - 1][0] - n_persist + 1 if n_early else 0
+        step = self._step(modes, n_persist, n_buffer, most)
+        updates = step.host.updates
+        whole = min(most, int(self._memory.most_whole(n_persist, np.array(self._memory.swapped_bytes(modes)))))
+        n_whole, n_all = (sum(chunk < n_persist + count for chunk, _ in updates) for count in (whole, most))
+        fewest = 1 if any_kind else n_whole + 1
+        kinds = [
+            *([Kind(Queue(updates, n_whole), 1)] if n_whole else []),
+            *([Kind(Queue(updates, n_all, self._weight_share), fewest)] if n_all >= fewest else []),
+        ]
+        step_ms, n_early = simulate(replace(step, kinds=kinds), self._rates, limit_ms=limit_ms)
+        return step_ms, updates[n_early - 1][0] - n_persist + 1 if n_early else 0
 
     def timeline(
         self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0, n_stream: int = 0
@@ -341,6 +364,8 @@ class RuntimeModel:
                 making_room = {index: updates[chunk] for index, chunk in handed_on}
                 first = {chunk for _, chunk in handed_on}
                 host, streamed = ([pair for pair in one if pair[0] not in first] for one in (host, streamed))
+        n_early = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
+        weights = n_speculate and self._memory.early_weights(n_persist, n_speculate, self._memory.swapped_bytes(modes))
         return Step(
             forward=visits[:n_visits],
             backward=visits[n_visits:],
@@ -350,7 +375,7 @@ class RuntimeModel:
             swap_ms=swap_in,
             gradients=self._gradients,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
-            host=Queue(host, len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)),
+            host=Queue(host, n_early, self._weight_share if weights else 0.0),
             streamed=Queue(streamed, len(streamed) if self._in_backward else 0),
             after_host_ms=self._after_host_ms,
             making_room=making_room,
@@ -407,20 +432,6 @@ class RuntimeModel:
                 swap_back = (*swap_back, fetched)
             work.append(Work(self._backward_ms[at] + recompute[unit], swap[unit][0], swap_back))
         return work, [back for _, back in swap]
-
-
-def _in_a_row(step: Step) -> float:
-    """Everything one after the other: a CPU is device and host at once."""
-    visits = [*step.forward, *step.backward]
-    total = sum(work.compute_ms for work in (*step.forward_work, *step.backward_work))
-    total += sum(step.upload_ms[fetch.chunk] for visit in visits for fetch in visit.fetches)
-    total += sum(work.swap_ms for work in step.forward_work) + sum(step.swap_ms[visit.unit] for visit in step.backward)
-    for visit in step.backward:
-        for index, offloaded in visit.gradients:
-            _, flatten, offload = step.gradients[index]
-            total += flatten + (offload if offloaded else 0.0)
-    updates = [*step.device_update_ms, *step.host.updates]
-    return total + sum(time for _, time in updates) + sum(update.ms for update in step.making_room.values())
 
 
 def _ms(size_bytes: float, gbps: float) -> float:

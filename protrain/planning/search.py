@@ -187,6 +187,7 @@ class _Models:
             host_bytes=memory.host_bytes(n_persist, activations, n_speculate),
             n_ckpt_swap=n_ckpt_swap,
             n_speculate=n_speculate,
+            early_weights=memory.early_weights(n_persist, n_speculate, activations.swapped_bytes),
             n_stream=n_stream,
             n_device_gradient=memory.device_regions(n_persist),
             n_host_gradient=memory.host_regions(n_persist, activations.swapped_bytes),

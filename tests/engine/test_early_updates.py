@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -44,6 +44,14 @@ STEPS = 6
 Run = Callable[[nn.Module, Any, list[Batch]], Any]
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["states", "weights"])
+def kind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Early updates of all states, or of weights alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.SPEC", dataclasses.replace(SPEC, weights=request.param))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def early_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the host had begun every early update before backward was over."""
@@ -65,6 +73,7 @@ def trained(
     assert_same(states(wrapped, optimizer), states(plain, trainer))
     plan = optimizer.plan
     assert plan.n_speculate == plan.n_chunks - plan.n_persist > 0
+    assert plan.early_weights == spec.weights
     return optimizer, plan.n_speculate
 
 
@@ -169,6 +178,30 @@ def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
     plain, trainer = prepare_plain(again := residual.make(), adamw(again), device=device, dtype=torch.bfloat16)
     assert Loop().run(plain, trainer, data) == losses
     assert_same(found, states(plain, trainer))
+
+
+def test_states_follow_their_weight_when_nothing_else_waits(device: torch.device) -> None:
+    if not SPEC.weights:
+        pytest.skip("states are made with the weight")
+    data, model = residual.batches(3), residual.make()
+    spec = Spec("none", "least", (CKPT,), early=True, weights=True, stream=True)  # with half of the chunks early
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    worker, early = optimizer._engine.worker, optimizer.plan.n_speculate
+    late = [chunk.index for chunk in optimizer._engine.chunks if chunk.index >= early and not chunk.streamed]
+    assert early
+    assert late
+    for batch in data:
+        worker.times = []
+        default_loss(wrapped, batch).backward()
+        optimizer.step()
+        optimizer._engine.wait_for_updates()
+        optimizer.zero_grad()
+        names = [name for name, _, _ in worker.times if not name.startswith("early")]
+        assert names == [
+            *(f"update {index}" for index in [*range(early), *late]),
+            *(f"deferred update {index}" for index in range(early)),
+        ]
+        assert not any(chunk.ahead for chunk in optimizer._engine.chunks)
 
 
 def test_a_chunk_updated_in_stretches_has_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +346,8 @@ def test_host_memory_is_as_planned(device: torch.device) -> None:
     elements = sum(parameter.numel() for parameter in model.parameters())
     assert 12 * elements <= with_room.host_bytes - without.host_bytes <= 12.1 * elements
     _, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    second = 2 if SPEC.weights else 12
+    assert second * elements <= optimizer.plan.host_bytes - without.host_bytes <= (second + 0.1) * elements
     report = optimizer.report()
     assert 0 <= report.predicted_host_bytes - report.host_bytes <= 2 * 1024**2
 
