@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.batch import arguments
-from protrain.optim import ProTrainOptimizer
 from protrain.engine.build import DTYPES
 from protrain.engine.chunks import state_sizes
+from protrain.optim import ProTrainOptimizer
 from protrain.planning import BlockMode, MemoryModel, Plan, check, choose_chunk_elements, evaluate, pack
 from protrain.planning.layout import updated_chunks
 from protrain.profiler import ModelProfile
