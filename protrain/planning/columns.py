@@ -17,11 +17,13 @@ holds is simulated (:mod:`protrain.planning.simulate`) unless
   buffer wait as well: that a column had ended before matters only once something else is found in it.
 
 Inputs of recomputed blocks that move to host memory make a column of their own beside each of these, for what moves
-only makes a step longer: what it gains is room for buffers (:mod:`protrain.planning.moves`). So bounds are those of the
-same step with as many buffers as fit when all inputs move, and none of that costs anything. A choice of block modes is
-left out unless that is more buffers than fit with all inputs kept and such a step is fast enough; only then numbers of
-moved inputs are tried, from the most buffers down, until as many buffers would be too slow at no cost. As with
-swapping, what moves must pay.
+only makes a step longer: what it gains is room for buffers (:mod:`protrain.planning.moves`). Host memory that moves
+take may leave early updates of weights alone where they otherwise were whole, and those need not be slower: a step at
+no cost may have either kind from what is whole with all of them moved. So bounds are those of the same step with as
+many buffers as fit when all inputs move, and none of that costs anything. A choice of block modes is left out unless
+that is more buffers than fit with all inputs kept and such a step is fast enough; only then numbers of moved inputs are
+tried, from the most buffers down, until as many buffers would be too slow at no cost. As with swapping, what moves must
+pay.
 
 Bounds are worked out for all choices of block modes at once, as arrays.
 """
@@ -161,7 +163,8 @@ class Columns:
     def _untouched_ms(self, placement: tuple[int, int, int, int], limit_ms: float) -> float:
         """The step with no block recomputed or swapped, as if there were memory for it, or at least ``limit_ms``.
 
-        ``placement`` is n_persist, n_buffer, the most early updates, and what all of them are whole of. What has not been worked out to its end is known to take the limit of then, and limits only fall.
+        ``placement`` is n_persist, n_buffer, the most early updates, and how many are whole whatever moves. What has
+        not been worked out to its end is known to take the limit of then, and limits only fall.
         """
         known = self._untouched_of.get(placement)
         if known is None:

@@ -281,7 +281,8 @@ class RuntimeModel:
           again that was in no buffer when it began, beside the swapped activations;
         - every chunk that the host updates goes up in forward, and any that was in no buffer when that began; so it is
           in backward with what was in none of them by then;
-        - the host updates all other chunks; waits for regions of gradients only add to that and to all above;
+        - the host updates all other chunks; waits for regions of gradients only add to that and to all above, and so do
+          early updates of weights alone, whose whole ones lie between two norms, the deferred before their gradients;
         - from the norm, which is known when backward ends, it updates those that are not updated early; the last of
           them, the last of all, is needed in forward, and everything from there to the next norm comes after it (unless
           updates run in backward). Weights that go up and swapped activations that go out meanwhile slow it down (see

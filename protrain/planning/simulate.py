@@ -10,8 +10,8 @@ its lane is free and what it needs is there: a buffer given up, a chunk updated,
 step after the first is the steady state.
 
 The first pass runs every operation at its own full rate; the second stretches each by what is left of that beside the
-others (:mod:`protrain.planning.stretches`). Where their number is open, the first also chooses how many updates the host
-does early: [Note: how many early updates] in :mod:`protrain.planning.updating`.
+others (:mod:`protrain.planning.stretches`). The first also chooses how many updates the host does early, where that is
+open: [Note: how many early updates] in :mod:`protrain.planning.updating`.
 
 [Note: waiting for regions] Inside backward, gradients share regions of host memory. Where none is free the engine waits
 for the update of the chunk that has been complete for the longest time, before it issues anything else: the GPU does
