@@ -175,13 +175,13 @@ class RuntimeModel:
         n_buffer: int,
         most: int,
         *,
-        any_kind: bool = False,
+        least_whole: int | None = None,
         limit_ms: float = float("inf"),
     ) -> tuple[float, int]:
         """The same with up to ``most`` early updates: as many as seem best. See [Note: how many early updates].
 
-        They are of the kind that there is room for. With ``any_kind`` weights alone are made where there is room for
-        more as well, as if there were none: then the step is no bound of the plan but of those that have less room.
+        They are of the kind that there is room for. With ``least_whole`` more than so many may be of weights alone,
+        whatever the room: then it is what no plan is faster than that has less room, for that many whole ones at least.
 
         Returns:
             (step time, n_speculate).
@@ -191,12 +191,11 @@ class RuntimeModel:
         step = self._step(modes, n_persist, n_buffer, most)
         updates = step.host.updates
         whole = min(most, int(self._memory.most_whole(n_persist, np.array(self._memory.swapped_bytes(modes)))))
-        n_whole, n_all = (sum(chunk < n_persist + count for chunk, _ in updates) for count in (whole, most))
-        fewest = 1 if any_kind else n_whole + 1
-        kinds = [
-            *([Kind(Queue(updates, n_whole), 1)] if n_whole else []),
-            *([Kind(Queue(updates, n_all, self._weight_share), fewest)] if n_all >= fewest else []),
-        ]
+        counts = (whole, whole if least_whole is None else least_whole, most)
+        n_whole, n_before, n_all = (sum(chunk < n_persist + count for chunk, _ in updates) for count in counts)
+        kinds = [Kind(Queue(updates, n_whole), 1)]
+        if n_all > n_before:
+            kinds.append(Kind(Queue(updates, n_all, self._weight_share), n_before + 1))
         step_ms, n_early = simulate(replace(step, kinds=kinds), self._rates, limit_ms=limit_ms)
         return step_ms, updates[n_early - 1][0] - n_persist + 1 if n_early else 0
 
@@ -282,7 +281,8 @@ class RuntimeModel:
           again that was in no buffer when it began, beside the swapped activations;
         - every chunk that the host updates goes up in forward, and any that was in no buffer when that began; so it is
           in backward with what was in none of them by then;
-        - the host updates all other chunks; waits for regions of gradients only add to that and to all above;
+        - the host updates all other chunks; waits for regions of gradients only add to that and to all above, and so do
+          early updates of weights alone, whose whole ones lie between two norms, the deferred before their gradients;
         - from the norm, which is known when backward ends, it updates those that are not updated early; the last of
           them, the last of all, is needed in forward, and everything from there to the next norm comes after it (unless
           updates run in backward). Weights that go up and swapped activations that go out meanwhile slow it down (see

@@ -10,8 +10,8 @@ its lane is free and what it needs is there: a buffer given up, a chunk updated,
 step after the first is the steady state.
 
 The first pass runs every operation at its own full rate; the second stretches each by what is left of that beside the
-others (:mod:`protrain.planning.stretches`). Where their number is open, the first also chooses how many updates the host
-does early: [Note: how many early updates] in :mod:`protrain.planning.updating`.
+others (:mod:`protrain.planning.stretches`). The first also chooses how many updates the host does early, where that is
+open: [Note: how many early updates] in :mod:`protrain.planning.updating`.
 
 [Note: waiting for regions] Inside backward, gradients share regions of host memory. Where none is free the engine waits
 for the update of the chunk that has been complete for the longest time, before it issues anything else: the GPU does
@@ -85,11 +85,12 @@ def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float,
     """Milliseconds of one step in steady state, at least ``limit_ms`` as soon as it cannot be less; its early updates.
 
     Contention only makes operations longer, so the first pass bounds the second from below, unless uploads went in an
-    order that depends on how long they and updates are; so does :func:`_least_ms`, in any order.
+    order that depends on how long they and updates are, and but for what the last early update lasts beyond backward,
+    which a longer backward hides. So does :func:`_least_ms`, in any order.
     """
     first = _Run.of(step)
     step, n_early = first.step, first.step.host.n_early
-    if (first.step_ms >= limit_ms and not first.reordered) or not first.moves:
+    if (first.step_ms - first.beyond_ms >= limit_ms and not first.reordered) or not first.moves:
         return first.step_ms, n_early
     stretch = stretches(first.starts, first.ends, rates)
     waits = n_early < len(step.host.updates) and not step.streamed.updates
@@ -195,6 +196,7 @@ class _Run:
         self._stretch = stretch  # by lane, for one operation after the other
         self.in_time: tuple[int, int] | None = None  # early updates, host and device; found in the first step
         self.uploads: list[Fetch] = []  # of forward, as they get to the link
+        self.beyond_ms = 0.0  # what the last early update of the first step lasts beyond backward
         self.reordered = False  # some went before others that were issued earlier
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
         self.starts: list[list[float]] = [[] for _ in LANES]
@@ -389,6 +391,7 @@ class _Run:
             for chunk, duration in updates[:in_time]:
                 self._do(lane, self._offloaded[chunk], duration)
             settled = max(over, self._free[lane])  # early ones are looked at when the norm is known and none runs
+            self.beyond_ms = self.beyond_ms or (settled - over)
             for chunk, _ in updates[:in_time]:
                 updated[chunk] = settled
             for update in self.step.making_room.values():

@@ -1,10 +1,10 @@
 """Updates of chunks in host memory, in the order in which they are done, and how many of them to do early.
 
-[Note: early weights] An early update of the weight alone takes a share of what a whole one takes. Its states follow when
-the host has done all that the next forward waits for ("deferred"), in execution order. They must be there before the
-chunk's next gradient is: the engine issues nothing until then, as in [Note: waiting for regions]. Of all early chunks
-the last in execution order has the first gradient, so that waits for all of them, and they never delay the next early
-updates, whose gradients come after it. What is not begun in time is one whole update, with nothing deferred.
+[Note: early weights] An early update of the weight alone takes a share of what a whole one takes. Its states follow
+when the host has done all that the next forward waits for ("deferred"), in execution order. They must be there before
+the chunk's next gradient is: the engine issues nothing until then, as in [Note: waiting for regions]. Of all early
+chunks the last in execution order has the first gradient, so that waits for all of them, and they never delay the next
+early updates, whose gradients come after it. What is not begun in time is one whole update, with nothing deferred.
 
 [Note: how many early updates] More are not always better. Gradients come in backward order, so what begins in time of
 many early updates are chunks that the next forward needs last, and those that it needs first come after; of fewer it
