@@ -92,7 +92,7 @@ class _Recorder:
             self._names[chunk.weight.data_ptr()] = f"weights {chunk.index}"
             if chunk.spare is not None:  # changes places with the weight
                 self._names[chunk.spare.weight.data_ptr()] = f"weights {chunk.index}"
-            if chunk.landing is not None:
+            if chunk.landing is not None and not engine.plan.n_host_gradient:  # those are of one chunk after the other
                 self._names[chunk.landing.data_ptr()] = f"gradients {chunk.index}"
 
     @contextmanager

@@ -73,7 +73,8 @@ def _neighbours(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool
 ) -> Iterator[Plan]:
     layout = pack(profile, plan.chunk_elements)
-    memory, updated = MemoryModel(profile, hardware, layout), updated_chunks(profile, layout)
+    memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
+    updated = updated_chunks(profile, layout)
     for knob in _KNOBS:
         for change in (1, -1):
             counts = dict(zip(_KNOBS, _key(plan), strict=True))

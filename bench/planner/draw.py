@@ -24,7 +24,7 @@ def draw(
     """
     generator = random.Random(seed)
     layout = pack(profile, choose_chunk_elements(profile))
-    memory = MemoryModel(profile, hardware, layout)
+    memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
     n_blocks, n_chunks = len(profile.blocks), len(layout.chunks)
     found: dict[tuple[int, ...], Plan] = {}
     for _ in range(_TRIES):

@@ -35,8 +35,8 @@ class CaseResult(Record):
     def predict(self, plan: Plan) -> Prediction:
         """Time and memory of ``plan`` by the models as they are now."""
         layout = pack(self.profile, plan.chunk_elements)
-        memory = MemoryModel(self.profile, self.hardware, layout)
-        runtime = RuntimeModel(self.profile, self.hardware, layout, update_in_backward=not self.case.clip)
+        memory = MemoryModel(self.profile, self.hardware, layout, update_in_backward=not self.case.clip)
+        runtime = RuntimeModel(memory)
         activations = memory.activations(plan.block_modes)
         return Prediction(
             step_ms=runtime.step_ms(plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream),

@@ -82,6 +82,8 @@ def build_engine(
         n_persist=plan.n_persist,
         n_speculate=plan.n_speculate,
         streamed=streamed,
+        shared_on_device=plan.n_device_gradient > 0,
+        n_host_gradient=plan.n_host_gradient,
     )
     named = dict(model.named_parameters())
     parameters = [named[record.name] for record in profile.parameters]
@@ -113,12 +115,18 @@ def build_engine(
         arena=arena,
         spare_device_bytes=spare_device_bytes,
         host_bytes=host_bytes,
+        region_elements=plan.chunk_elements,
+        n_device_regions=plan.n_device_gradient,
+        n_host_regions=plan.n_host_gradient,
         poison=debugging(),
     )
     units = make_units(model, profile, plan, layout, chunks, members)
     fixed_bytes = (
         profile.buffer_bytes
-        + sum(sum(state_sizes(record, dtype)) for record in layout.chunks[: plan.n_persist])
+        + sum(
+            sum(state_sizes(record, dtype, gradient=not plan.n_device_gradient))
+            for record in layout.chunks[: plan.n_persist]
+        )
         + sum(buffer.memory.nbytes for buffer in buffers.buffers)
         + gradients.device_bytes
         + (streamer.staging_bytes if streamer is not None else 0)

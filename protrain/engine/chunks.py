@@ -82,12 +82,23 @@ class Chunk:
             self.update.wait()
             self.update = None
 
+    def wait_for_accumulation(self) -> None:
+        """Block until no addition reads ``landing``."""
+        if self.accumulation is not None:
+            self.accumulation.wait()
+            self.accumulation = None
+
     def wait_for_landing(self) -> None:
-        """Block until no update reads ``landing``."""
+        """Block until neither that nor an update does."""
+        self.wait_for_accumulation()
         early, self.early = self.early, None  # an error in it is raised once: the states are as they were
         if early is not None:
             early.wait()
         self.wait_for_update()
+
+    def landing_is_free(self) -> bool:
+        """Whether that would not block."""
+        return all(job is None or job.done for job in (self.accumulation, self.early, self.update))
 
     def step(
         self,
@@ -188,26 +199,23 @@ def _part(states: AdamStates, part: slice) -> AdamStates:
     return AdamStates(states.weight[part], master, states.exp_avg[part], states.exp_avg_sq[part])
 
 
-def state_layout(trainable: bool, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """State name -> dtype of a chunk, in the order in which they lie in memory."""
+def state_layout(trainable: bool, dtype: torch.dtype, *, gradient: bool = True) -> dict[str, torch.dtype]:
+    """State name -> dtype of a chunk, in the order in which they lie in memory; with room for a gradient or without."""
     states = {"weight": dtype}
     if trainable:
         master = MASTER_DTYPES[dtype]
         if master is not None:
             states["master"] = master
-        states |= {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "grad": dtype}
+        states |= {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+        if gradient:
+            states["grad"] = dtype
     return states
 
 
-def state_sizes(record: ChunkRecord, dtype: torch.dtype) -> list[int]:
-    """Bytes of each state of a chunk; multiples of 256, as every length is one of 128 elements."""
-    return [record.elements * kind.itemsize for kind in state_layout(record.trainable, dtype).values()]
-
-
-def spare_sizes(record: ChunkRecord, dtype: torch.dtype) -> list[int]:
-    """Bytes of each state that an update writes."""
-    kinds = state_layout(record.trainable, dtype)
-    return [record.elements * kind.itemsize for name, kind in kinds.items() if record.trainable and name != "grad"]
+def state_sizes(record: ChunkRecord, dtype: torch.dtype, *, gradient: bool = True) -> list[int]:
+    """Bytes of each of those; multiples of 256, as every length is one of 128 elements."""
+    kinds = state_layout(record.trainable, dtype, gradient=gradient)
+    return [record.elements * kind.itemsize for kind in kinds.values()]
 
 
 def make_chunks(
@@ -220,23 +228,31 @@ def make_chunks(
     n_persist: int,
     n_speculate: int,
     streamed: Collection[int] = (),
+    shared_on_device: bool = False,
+    n_host_gradient: int = 0,
 ) -> list[Chunk]:
     """All chunks, states zeroed. The arena is reserved for the non-persistent ones in one piece.
 
     The first ``n_speculate`` of those have room for a second copy of what an update writes. Of the ``streamed``, by
-    index, the device reaches all states.
+    index, the device reaches all states. Where gradients share regions (``shared_on_device`` and, of that many, in host
+    memory) chunks have no room for their own; the arena's piece has that of the regions.
     """
     away = layout.chunks[n_persist:]
-    sizes = [size for record in away for size in state_sizes(record, dtype)]
-    sizes += [size for record in away[:n_speculate] for size in spare_sizes(record, dtype)]
+    own = [not shared_on_device if record.index < n_persist else not n_host_gradient for record in layout.chunks]
+    sizes = [size for record in away for size in state_sizes(record, dtype, gradient=own[record.index])]
+    spares = [record for record in away[:n_speculate] if record.trainable]
+    sizes += [size for record in spares for size in state_sizes(record, dtype, gradient=False)]
+    sizes += [layout.chunk_elements * dtype.itemsize] * n_host_gradient
     arena.reserve(sum(map(aligned, sizes)))
     chunks = []
     for record in layout.chunks:
         persistent = record.index < n_persist
         states: dict[str, Tensor] = {}
-        memory = torch.zeros(sum(state_sizes(record, dtype)), dtype=torch.uint8, device=device) if persistent else None
+        kinds = state_layout(record.trainable, dtype, gradient=own[record.index])
+        total = sum(record.elements * kind.itemsize for kind in kinds.values())
+        memory = torch.zeros(total, dtype=torch.uint8, device=device) if persistent else None
         start = 0
-        for name, kind in state_layout(record.trainable, dtype).items():
+        for name, kind in kinds.items():
             if memory is None:
                 transferred = name in _TRANSFERRED or record.index in streamed
                 states[name] = arena.take(record.elements, kind, transferred=transferred)
@@ -245,11 +261,10 @@ def make_chunks(
                 start += record.elements * kind.itemsize
         spare = None
         if record.trainable and 0 <= record.index - n_persist < n_speculate:
-            kinds = state_layout(record.trainable, dtype)
+            kinds = state_layout(record.trainable, dtype, gradient=False)
             copies = {
                 name: arena.take(record.elements, kind, transferred=name in _TRANSFERRED)
                 for name, kind in kinds.items()
-                if name != "grad"
             }
             spare = AdamStates(copies["weight"], copies.get("master"), copies["exp_avg"], copies["exp_avg_sq"])
         chunks.append(

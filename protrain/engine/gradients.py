@@ -7,7 +7,9 @@ alone, so the norm is the same bits under every plan.
 
 [Note: accumulation] The first backward of a step leaves 16-bit gradients. A second one needs fp32 accumulators, made on
 demand: on the device while the budget has room, in host memory otherwise, and in either place the same additions in
-the same order. A chunk whose device states are updated from a host accumulator streams it through staging.
+the same order. A chunk whose device states are updated from a host accumulator streams it through staging. Where
+chunks share regions for 16-bit gradients (:mod:`protrain.engine.regions`) those do not last until the next backward:
+accumulators are made by the first that only accumulates.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor
 from protrain.engine.arena import Arena, aligned
 from protrain.engine.chunks import Chunk, Member
 from protrain.engine.parameter import take_gradient
+from protrain.engine.regions import Regions
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.worker import HostWorker
 from protrain.errors import PlanError
@@ -43,6 +46,9 @@ class Gradients:
         arena: Arena,
         spare_device_bytes: int,
         host_bytes: int,
+        region_elements: int,
+        n_device_regions: int,
+        n_host_regions: int,
         poison: bool,
     ) -> None:
         self.members = members
@@ -73,11 +79,21 @@ class Gradients:
         self._staging_elements = 0
         self._staging_memory = torch.empty(0, dtype=dtype, device=device)
         self._need_staging(staging_elements)
+        self._region_elements = region_elements
+        self._on_device = torch.zeros((n_device_regions, region_elements), dtype=dtype, device=device)
+        self._regions = {  # by whether they are those of persistent chunks
+            persistent: Regions(memory, more=more)
+            for persistent, memory, more in (
+                (True, list(self._on_device), self._another_on_device),
+                (False, [arena.take(region_elements, dtype) for _ in range(n_host_regions)], self._another_on_host),
+            )
+            if memory
+        }
 
     @property
     def device_bytes(self) -> int:
         """Device memory that lies here for good."""
-        return self.partials.nbytes + self._staging_memory.nbytes
+        return self.partials.nbytes + self._staging_memory.nbytes + self._on_device.nbytes
 
     def is_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient that step() has not been told to forget."""
@@ -101,7 +117,7 @@ class Gradients:
             chunk = group[0][0].chunk
             again = [item for item in group if self.present[item[0].index]]
             first = [item for item in group if not self.present[item[0].index]]
-            if again and chunk.accumulator is None and not (chunk.persistent and self.dtype is torch.float32):
+            if chunk.accumulator is None and self._accumulates(chunk, again=bool(again)):
                 self._make_accumulator(chunk)
             self._store(chunk, first, accumulate=False)
             self._store(chunk, again, accumulate=True)
@@ -111,8 +127,15 @@ class Gradients:
             touched.append(chunk)
         return touched
 
+    def give_back(self, chunk: Chunk) -> None:
+        """The update of ``chunk`` is queued, and nothing else needs its gradient."""
+        if chunk.persistent in self._regions:
+            self._regions[chunk.persistent].give_back(chunk)
+
     def reset(self) -> None:
         """Forget every gradient (``zero_grad``)."""
+        for regions in self._regions.values():
+            regions.give_all_back()
         self.pending.clear()
         self.present = [False] * len(self.members)
         self.partials.zero_()
@@ -131,7 +154,7 @@ class Gradients:
             assert gradient is not None
             return gradient
         assert chunk.accumulator is not None
-        self._accumulated(chunk)
+        chunk.wait_for_accumulation()
         self._need_staging(chunk.elements)
         target = self._staging_memory.view(torch.float32)[: chunk.elements]
         for mark in self._drained:
@@ -147,6 +170,40 @@ class Gradients:
         assert gradient is not None
         return gradient
 
+    def _borrow(self, chunk: Chunk) -> None:
+        if chunk.persistent in self._regions:
+            self._regions[chunk.persistent].borrow(chunk)
+
+    def _another_on_device(self) -> Tensor:
+        count = self._region_elements * self.dtype.itemsize
+        if count > self.spare_device_bytes:
+            raise self._no_region("device", count, self.spare_device_bytes, "device_memory")
+        self.spare_device_bytes -= count
+        return torch.zeros(self._region_elements, dtype=self.dtype, device=self.device)
+
+    def _another_on_host(self) -> Tensor:
+        count = aligned(self._region_elements * self.dtype.itemsize)
+        left = self.host_bytes - self.arena.total_bytes
+        if count > left:
+            raise self._no_region("host", count, left, "host_memory")
+        return self.arena.take(self._region_elements, self.dtype)
+
+    def _no_region(self, where: str, needed_bytes: int, available_bytes: int, option: str) -> PlanError:
+        return PlanError(
+            where=where,
+            needed_bytes=needed_bytes,
+            available_bytes=max(0, available_bytes),
+            largest_part="another chunk's gradients",
+            remedy="Parameters without a gradient in this backward keep more chunks waiting for its end than were "
+            f"planned for: allow more {option}, or set requires_grad=False for parameters that are never used.",
+        )
+
+    def _accumulates(self, chunk: Chunk, *, again: bool) -> bool:
+        """Whether ``chunk`` needs an accumulator now; ``again`` is whether it has a gradient already."""
+        if chunk.persistent in self._regions:
+            return again or self.no_sync
+        return again and not (chunk.persistent and self.dtype is torch.float32)
+
     def _store(self, chunk: Chunk, items: list[tuple[Member, Tensor]], *, accumulate: bool) -> None:
         if not items:
             return
@@ -155,6 +212,8 @@ class Gradients:
         offsets = [member.offset for member in members]
         tile_offsets = [self._tile_offsets[member.index] for member in members]
         if chunk.persistent and not chunk.accumulator_on_host:
+            if chunk.accumulator is None:
+                self._borrow(chunk)
             target = chunk.accumulator if chunk.accumulator is not None else chunk.grad
             assert target is not None
             flatten(gradients, target, offsets, self.partials, tile_offsets, accumulate=accumulate)
@@ -168,14 +227,17 @@ class Gradients:
             staging.fill_(float("nan"))
         flatten(gradients, staging, offsets, self.partials, tile_offsets, accumulate=False)
         ranges = _merged(members)
+        if not chunk.persistent:
+            self._borrow(chunk)
         self._offload(chunk, staging, ranges, self._drained[turn])
         if chunk.accumulator is not None:
             self._add_on_host(chunk, ranges, initialise=not accumulate)
+            self.give_back(chunk)
 
     def _offload(self, chunk: Chunk, source: Tensor, ranges: list[tuple[int, int]], drained: Mark) -> None:
         assert chunk.landing is not None
-        self._accumulated(chunk)  # the landing region is read by the addition before
-        chunk.wait_for_landing()  # and by updates, which no forward has waited for when a graph is used again
+        # Additions before read the landing region, and updates, which no forward waits for when a graph is used again.
+        chunk.wait_for_landing()
         self.streams.compute_reached(self._filled)
         for start, stop in ranges:
             self.streams.offload(
@@ -197,15 +259,10 @@ class Gradients:
 
         chunk.accumulation = self.worker.submit(add, f"accumulate {chunk.index}")
 
-    def _accumulated(self, chunk: Chunk) -> None:
-        if chunk.accumulation is not None:
-            chunk.accumulation.wait()
-            chunk.accumulation = None
-
     def _make_accumulator(self, chunk: Chunk) -> None:
-        """Give ``chunk`` an fp32 accumulator that starts as the gradient it has. See [Note: accumulation]."""
-        assert chunk.grad is not None
+        """Give ``chunk`` an fp32 accumulator that starts as the gradient it has, if any. See [Note: accumulation]."""
         count = chunk.elements * 4
+        begun = any(self.present[member.index] for member in chunk.members)
         if chunk.persistent:
             waiting = {m.chunk.index: m.chunk for m in self.members if m.group >= 0 and m.chunk.persistent}.values()
             largest = max(other.elements for other in waiting)
@@ -213,7 +270,10 @@ class Gradients:
             everything = sum(other.elements * 4 for other in waiting if other.accumulator is None)
             # An accumulator on the host needs staging on the device: its room comes first unless none will be there.
             if min(everything, count + staging) <= self.spare_device_bytes:
-                chunk.accumulator = chunk.grad.float()
+                chunk.accumulator = torch.zeros(chunk.elements, dtype=torch.float32, device=self.device)
+                if begun:
+                    assert chunk.grad is not None
+                    chunk.accumulator.copy_(chunk.grad)
                 self.spare_device_bytes -= count
                 return
             self.spare_device_bytes -= staging
@@ -233,8 +293,11 @@ class Gradients:
         whole = [(0, chunk.elements)]
         if chunk.persistent:
             chunk.landing = self.arena.take(chunk.elements, self.dtype)
-            self._offload(chunk, chunk.grad, whole, self._filled_whole)
-        self._add_on_host(chunk, whole, initialise=True)
+            if begun:
+                assert chunk.grad is not None
+                self._offload(chunk, chunk.grad, whole, self._filled_whole)
+        if begun:
+            self._add_on_host(chunk, whole, initialise=True)
 
     def _sum_host_accumulators(self, members: list[Member]) -> None:
         if self._host_partials is None:
@@ -249,7 +312,7 @@ class Gradients:
             stop = start + tiles(member.numel)
             self._on_host[start:stop] = True
             if self.present[member.index]:
-                self._accumulated(member.chunk)
+                member.chunk.wait_for_accumulation()
                 assert member.chunk.accumulator is not None
                 values = member.chunk.accumulator[member.offset : member.offset + member.numel]
                 sum_of_squares(values, host_partials[start:stop])

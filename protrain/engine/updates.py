@@ -216,8 +216,11 @@ class Updates:
     def update_inside(self, chunk: Chunk) -> None:
         """Update one chunk inside backward, for good: on the device at once, or by the host worker."""
         pieces = self._begin(chunk)
-        if not pieces:
-            return
+        if pieces:
+            self._update_inside(chunk, pieces)
+        self._engine.gradients.give_back(chunk)
+
+    def _update_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return

@@ -2,9 +2,10 @@
 
 Block modes fix the activations, so per choice of modes only the placement of chunks is left. For one number of
 persistent chunks more buffers never make a step slower, so all that fit are taken, and of the early updates that fit as
-many as the simulation finds best; bounds are of all of them. What is left is a number of checkpointed blocks for every
-column: a number of swapped blocks and of persistent chunks. Columns go in the order of a bound; what a column holds is
-simulated (:mod:`protrain.planning.simulate`) unless
+many as the simulation finds best; bounds are of all of them. Inside backward gradients have what host memory is left:
+what swaps or moves leaves them less, and backward is no shorter for it. What is left is a number of checkpointed blocks
+for every column: a number of swapped blocks and of persistent chunks. Columns go in the order of a bound; what a column
+holds is simulated (:mod:`protrain.planning.simulate`) unless
 
 - ``RuntimeModel.bound_ms`` is too long, or what its number of persistent chunks takes with nothing recomputed or
   swapped;

@@ -154,8 +154,8 @@ def explain(
     """
     plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
     layout = pack(profile, plan.chunk_elements)
-    memory = MemoryModel(profile, hardware, layout)
-    runtime = RuntimeModel(profile, hardware, layout, update_in_backward=step_during_backward)
+    memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
+    runtime = RuntimeModel(memory)
     here, better = _with_more(plan, profile, hardware, step_during_backward)
     return Explanation(
         plan=plan,
@@ -176,7 +176,7 @@ def timeline_of(
 ) -> Timeline:
     """One step of ``plan``. On a CPU, where all follows each other, forward, backward, copies and updates."""
     layout = pack(profile, plan.chunk_elements)
-    runtime = RuntimeModel(profile, hardware, layout, update_in_backward=step_during_backward)
+    runtime = RuntimeModel(MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward))
     return _timeline(plan, runtime, hardware, layout)
 
 
@@ -194,7 +194,7 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     away = memory.layout.chunks[plan.n_persist :]
     element = memory.profile.element_bytes
     weights = sum(chunk.elements * element for chunk in away)
-    gradients = sum(chunk.elements * element for chunk in away if chunk.trainable)
+    states = sum(state_bytes(chunk, memory.profile.dtype) for chunk in away)
     activations = memory.activations(plan.block_modes)
     moved = sum(
         moved_input_bytes(block)
@@ -203,8 +203,8 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     )
     parts = {
         "weights": weights,
-        "gradients": gradients,
-        "optimizer states": sum(state_bytes(chunk, memory.profile.dtype) for chunk in away) - weights - gradients,
+        "gradients": memory.host_gradient_bytes(plan.n_persist, activations.swapped_bytes),
+        "optimizer states": states - weights - memory.gradients.own_bytes(plan.n_persist)[1],
         "swapped activations": activations.swapped_bytes - moved,
     }
     if plan.n_ckpt_swap:

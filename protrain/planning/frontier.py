@@ -57,7 +57,8 @@ def frontier(
         PlanError: nothing fits ``hardware``.
     """
     whole = search(profile, hardware, step_during_backward=step_during_backward)
-    memory = MemoryModel(profile, hardware, pack(profile, choose_chunk_elements(profile)))
+    layout = pack(profile, choose_chunk_elements(profile))
+    memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
     least = least_device_bytes(memory, hardware.host_bytes)
     assert least is not None, "a plan fits, so the one that takes least does"
     used = max(least, whole.device_bytes)

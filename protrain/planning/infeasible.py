@@ -40,8 +40,10 @@ def host_error(memory: MemoryModel, n_persist: int, activations: Activations, *,
     hardware = memory.hardware
     needed = memory.host_bytes(n_persist, activations, n_speculate)
     spare = memory.spare_bytes(n_persist, n_speculate)
+    gradients = memory.host_gradient_bytes(n_persist, activations.swapped_bytes)
     parts = {
-        "optimizer states and weights of non-persistent chunks": needed - activations.swapped_bytes - spare,
+        "optimizer states and weights of non-persistent chunks": needed - activations.swapped_bytes - spare - gradients,
+        "gradients of non-persistent chunks": gradients,
         "swapped activations and moved inputs": activations.swapped_bytes,
         "second copies for early updates": spare,
     }

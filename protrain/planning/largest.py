@@ -77,7 +77,7 @@ def largest(
 
     def need(layers: int) -> _Need:
         if layers not in known:
-            known[layers] = _need(profile_of(layers), hardware)
+            known[layers] = _need(profile_of(layers), hardware, step_during_backward)
         return known[layers]
 
     low, high = 1, most_layers + 1  # high is taken not to fit
@@ -113,8 +113,9 @@ class _Need:
     error: PlanError  # what to say when it does not
 
 
-def _need(profile: ModelProfile, hardware: HardwareProfile) -> _Need:
-    memory = MemoryModel(profile, hardware, pack(profile, choose_chunk_elements(profile)))
+def _need(profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Need:
+    layout = pack(profile, choose_chunk_elements(profile))
+    memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
     moves = Moves(memory)
     device, host = least_bytes(memory, moves)
     return _Need(
@@ -147,8 +148,8 @@ def _fastest(need: _Need, hardware: HardwareProfile, step_during_backward: bool)
     """The fastest placement with every block checkpointed; at the limit there is little room for anything else."""
     profile, n_blocks = need.profile, len(need.profile.blocks)
     layout = pack(profile, choose_chunk_elements(profile))
-    moves = Moves(MemoryModel(profile, hardware, layout))
-    runtime = RuntimeModel(profile, hardware, layout, update_in_backward=step_during_backward)
+    memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
+    moves, runtime = Moves(memory), RuntimeModel(memory)
     best, best_ms = None, float("inf")
     for n_persist in range(len(layout.chunks), -1, -1):
         for n_ckpt_swap, n_buffer, _ in moves.rooms(0, n_blocks, n_persist):

@@ -16,6 +16,9 @@ and less what its modes take away:
                                    its backward
 
 A block's own saved activations in its own backward are part of the measured peak, which recomputed them.
+
+Where updates run inside backward, gradients share regions (:mod:`protrain.planning.gradient_regions`): on the device as
+many as are needed, in host memory as many as there is room for, for more only make backward wait less.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from numpy.typing import NDArray
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.choices import Choices
+from protrain.planning.gradient_regions import GradientRegions
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.planning.plan import BlockMode, moved_input_bytes
 from protrain.planning.streaming import staging_bytes
@@ -45,6 +49,7 @@ _HOST_SMALL_BYTES = 1 * MIB  # partial sums, page rounding of the arena's segmen
 _CUDA_WORKSPACE_BYTES = 128 * MIB  # matmul workspaces that a trace may have found allocated, the engine's small tensors
 _CUDA_FRAGMENTATION = 0.05  # of the activations: what the caching allocator loses to sizes that don't fit each other
 _CPU_SLACK = 0.01
+_MOVING = (BlockMode.SWAP, BlockMode.CKPT_SWAP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +71,23 @@ def state_bytes(chunk: ChunkRecord, dtype: str) -> int:
 
 
 class MemoryModel:
-    """Predictions for one model in one layout on one machine."""
+    """Predictions for one model in one layout on one machine.
 
-    def __init__(self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout) -> None:
+    Args:
+        profile: of the model and the batch.
+        hardware: the machine and its limits.
+        layout: of the model.
+        update_in_backward: whether updates run inside backward (``step_during_backward``).
+    """
+
+    def __init__(
+        self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout, *, update_in_backward: bool = False
+    ) -> None:
         self.profile = profile
         self.hardware = hardware
         self.layout = layout
+        self.update_in_backward = update_in_backward
+        self.gradients = GradientRegions(profile, hardware, layout, shared=update_in_backward)
         element = profile.element_bytes
         self.buffer_bytes = layout.chunk_elements * element  # of one chunk buffer
         self.streaming_bytes = staging_bytes(hardware, layout.chunk_elements)  # where the device updates host chunks
@@ -97,6 +113,10 @@ class MemoryModel:
         self._kept = [
             sum(block.saved_bytes for block in profile.blocks[first:]) for first in range(len(profile.blocks) + 1)
         ]
+        self._swapped = [  # by block: its saved activations in host memory, its inputs there
+            (record.saved_bytes + HOST_ALIGNMENT * record.saved_tensors, moved_input_bytes(record))
+            for record in profile.blocks
+        ]
         self._walk = _walk(profile)
 
     def least_buffers(self, n_persist: int) -> int:
@@ -118,8 +138,11 @@ class MemoryModel:
     def static_parts(self, n_persist: int, n_buffer: int, n_stream: int = 0) -> dict[str, int]:
         """What ``static_bytes`` consists of, by name."""
         staging = STAGING_BUFFERS * self.buffer_bytes if n_persist <= self._last_trainable else 0
-        parts = {
-            "persistent chunks": self._persistent[n_persist],
+        parts = {"persistent chunks": self._persistent[n_persist]}
+        if self.device_regions(n_persist):
+            parts["persistent chunks"] -= self.gradients.own_bytes(n_persist)[0]
+            parts["gradients of persistent chunks"] = self.gradients.device_bytes(n_persist)
+        parts |= {
             "chunk buffers": n_buffer * self.buffer_bytes,
             "gradient staging": staging + self.partial_bytes,
             "the model's buffers": self.profile.buffer_bytes,
@@ -146,14 +169,34 @@ class MemoryModel:
         """Saved activations of the blocks from ``first_kept`` on: what those hold at once when they are untouched."""
         return self._kept[first_kept]
 
+    def device_regions(self, n_persist: int) -> int:
+        """Regions that gradients of persistent chunks share; 0: each has its own."""
+        return self.gradients.on_device(n_persist)
+
+    def host_regions(self, n_persist: int, swapped_bytes: int) -> int:
+        """Regions that gradients of the other chunks share, as many as there is room for; 0: each has its own."""
+        return self.gradients.on_host(
+            n_persist, self.hardware.host_bytes - self.host_bytes_beside(n_persist, swapped_bytes)
+        )
+
+    def host_gradient_bytes(self, n_persist: int, swapped_bytes: int) -> int:
+        """Host memory of gradients."""
+        return self.gradients.host_bytes(n_persist, self.host_regions(n_persist, swapped_bytes))
+
     def host_bytes(self, n_persist: int, activations: Activations, n_speculate: int = 0) -> int:
         """Predicted host memory of the engine."""
-        return self.host_bytes_beside(n_persist, activations.swapped_bytes, n_speculate)
+        swapped_bytes = activations.swapped_bytes
+        more = self.host_gradient_bytes(n_persist, swapped_bytes) - self._least_gradient_bytes(n_persist)
+        return self.host_bytes_beside(n_persist, swapped_bytes, n_speculate) + more
 
     def host_bytes_beside(self, n_persist: int, swapped_bytes: int, n_speculate: int = 0) -> int:
-        """The same from the one thing about activations that it depends on."""
-        chunks = self._persistent[-1] - self._persistent[n_persist] + self.spare_bytes(n_persist, n_speculate)
+        """The least of it, with no more regions of gradients than there must be, beside that of activations."""
+        states = self._persistent[-1] - self._persistent[n_persist] - self.gradients.own_bytes(n_persist)[1]
+        chunks = states + self._least_gradient_bytes(n_persist) + self.spare_bytes(n_persist, n_speculate)
         return chunks + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
+
+    def _least_gradient_bytes(self, n_persist: int) -> int:
+        return self.gradients.host_bytes(n_persist, self.gradients.on_host(n_persist))
 
     def spare_bytes(self, n_persist: int, n_speculate: int) -> int:
         """Second copies of what updates of ``n_speculate`` chunks write."""
@@ -164,6 +207,11 @@ class MemoryModel:
         room = self.hardware.host_bytes - self.host_bytes_beside(n_persist, 0) - swapped_bytes
         fit = np.searchsorted(self._spare, self._spare[n_persist] + room, side="right") - 1
         return np.clip(fit - n_persist, 0, len(self.layout.chunks) - n_persist)
+
+    def swapped_bytes(self, modes: tuple[BlockMode, ...]) -> int:
+        """Host memory of the swapped blocks and of moved inputs."""
+        sizes = zip(modes, self._swapped, strict=True)
+        return sum(size[mode is BlockMode.CKPT_SWAP] for mode, size in sizes if mode in _MOVING)
 
     def activations(self, modes: tuple[BlockMode, ...]) -> Activations:
         """What the step takes beside model states when blocks are treated as ``modes`` says."""
@@ -205,9 +253,8 @@ class MemoryModel:
                 away = away + choices.ckpt_swap[block] * stretch.input_bytes
                 away = away + ~choices.ckpt[block] * stretch.unsaved_input_bytes
         swapped = nothing
-        for block, record in enumerate(self.profile.blocks):
-            swapped = swapped + choices.swap[block] * (record.saved_bytes + HOST_ALIGNMENT * record.saved_tensors)
-            swapped = swapped + choices.ckpt_swap[block] * moved_input_bytes(record)
+        for block, (saved_bytes, moved_bytes) in enumerate(self._swapped):
+            swapped = swapped + choices.swap[block] * saved_bytes + choices.ckpt_swap[block] * moved_bytes
         return peak, np.minimum(held, peak), swapped
 
 

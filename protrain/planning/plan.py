@@ -63,6 +63,10 @@ class Plan(Record):
     n_ckpt_swap: int = 0  # of n_ckpt, those recomputed from inputs that wait in host memory
     n_speculate: int = 0  # chunks after the persistent ones that are updated before step() where host memory has room
     n_stream: int = 0  # of the other chunks in host memory: planning.layout says which the device updates
+    # Regions that gradients of persistent chunks (of chunks in host memory) share while updates run inside backward; 0:
+    # each has its own.
+    n_device_gradient: int = 0
+    n_host_gradient: int = 0
     transient_bytes: int  # the part of device_bytes that is neither chunks, buffers, staging nor saved activations
 
     def __str__(self) -> str:
@@ -72,6 +76,7 @@ class Plan(Record):
             + (f" n_ckpt_swap={self.n_ckpt_swap}" if self.n_ckpt_swap else "")
             + (f" n_speculate={self.n_speculate}" if self.n_speculate else "")
             + (f" n_stream={self.n_stream}" if self.n_stream else "")
+            + (f" n_host_gradient={self.n_host_gradient}" if self.n_host_gradient else "")
         )
 
     def explain(

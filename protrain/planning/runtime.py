@@ -1,7 +1,7 @@
 """The runtime model: how long a step takes under a plan (paper section 4, and beyond).
 
-From a profile, a machine and a layout to the :class:`~protrain.planning.simulate.Step` of any plan. On a CPU, where
-nothing overlaps, the operations add up.
+From the memory model of a profile, a machine and a layout to the :class:`~protrain.planning.simulate.Step` of any plan.
+On a CPU, where nothing overlaps, the operations add up.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from protrain.hardware.profile import HardwareProfile
 from protrain.planning.choices import Choices
 from protrain.planning.compute_times import compute_times
 from protrain.planning.contention import OTHERS, rates
 from protrain.planning.fetches import Fetches
-from protrain.planning.layout import Layout, streamed_chunks, updated_chunks
+from protrain.planning.layout import streamed_chunks, updated_chunks
+from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode
-from protrain.planning.simulate import Step, Visit, Work, simulate, timeline
+from protrain.planning.simulate import Step, Update, Visit, Work, simulate, timeline
 from protrain.planning.streaming import streamed_rates
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline
 from protrain.planning.updating import Queue
 from protrain.planning.visits import computing_by_visit, gradients_by_visit
-from protrain.profiler.model_profile import ModelProfile
 
 Modes = tuple[BlockMode, ...]
 Times = NDArray[np.float64]
@@ -53,16 +52,16 @@ class Undisturbed(NamedTuple):
 
 
 class RuntimeModel:
-    """Predictions for one model in one layout on one machine."""
+    """Predictions for the model, layout and machine of ``memory``, with updates inside backward if it says so."""
 
-    def __init__(
-        self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout, *, update_in_backward: bool = False
-    ) -> None:
+    def __init__(self, memory: MemoryModel) -> None:
+        profile, hardware, layout = memory.profile, memory.hardware, memory.layout
         self.times = compute_times(profile, hardware)
         self._profile = profile
         self._hardware = hardware
         self._layout = layout
-        self._in_backward = update_in_backward
+        self._memory = memory
+        self._in_backward = memory.update_in_backward
         element = profile.element_bytes
         held = [self._held(unit) for unit in profile.calls]
         held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
@@ -260,7 +259,7 @@ class RuntimeModel:
           again that was in no buffer when it began, beside the swapped activations;
         - every chunk that the host updates goes up in forward, and any that was in no buffer when that began; so it is
           in backward with what was in none of them by then;
-        - the host updates all other chunks;
+        - the host updates all other chunks; waits for regions of gradients only add to that and to all above;
         - from the norm, which is known when backward ends, it updates those that are not updated early; the last of
           them, the last of all, is needed in forward, and everything from there to the next norm comes after it (unless
           updates run in backward). Weights that go up and swapped activations that go out meanwhile slow it down (see
@@ -333,6 +332,15 @@ class RuntimeModel:
         by_device = streamed_chunks([chunk for chunk in self._updated if chunk >= last], n_stream)
         host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist and c not in by_device]
         streamed = [(chunk, self._host_update[chunk] * self._streamed_ms) for chunk in by_device]
+        making_room: dict[int, Update] = {}
+        if self._in_backward:
+            n_regions = self._memory.host_regions(n_persist, self._memory.swapped_bytes(modes))
+            if handed_on := self._memory.gradients.handed_on(n_persist, n_regions):
+                updates = {chunk: Update(HOST, chunk, ms) for chunk, ms in host}
+                updates.update({chunk: Update(STREAM, chunk, ms) for chunk, ms in streamed})
+                making_room = {index: updates[chunk] for index, chunk in handed_on}
+                first = {chunk for _, chunk in handed_on}
+                host, streamed = ([pair for pair in one if pair[0] not in first] for one in (host, streamed))
         return Step(
             forward=visits[:n_visits],
             backward=visits[n_visits:],
@@ -345,6 +353,7 @@ class RuntimeModel:
             host=Queue(host, len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)),
             streamed=Queue(streamed, len(streamed) if self._in_backward else 0),
             after_host_ms=self._after_host_ms,
+            making_room=making_room,
         )
 
     def _placed(self, n_persist: int, n_buffer: int) -> list[Visit]:
@@ -410,7 +419,8 @@ def _in_a_row(step: Step) -> float:
         for index, offloaded in visit.gradients:
             _, flatten, offload = step.gradients[index]
             total += flatten + (offload if offloaded else 0.0)
-    return total + sum(time for _, time in step.device_update_ms) + sum(time for _, time in step.host.updates)
+    updates = [*step.device_update_ms, *step.host.updates]
+    return total + sum(time for _, time in updates) + sum(update.ms for update in step.making_room.values())
 
 
 def _ms(size_bytes: float, gbps: float) -> float:

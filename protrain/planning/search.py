@@ -152,9 +152,9 @@ class _Models:
         self.hardware = hardware
         self.in_backward = step_during_backward
         self.layout: Layout = pack(profile, chunk_elements or choose_chunk_elements(profile))
-        self.memory = MemoryModel(profile, hardware, self.layout)
+        self.memory = MemoryModel(profile, hardware, self.layout, update_in_backward=step_during_backward)
         self.moves = Moves(self.memory)
-        self.runtime = RuntimeModel(profile, hardware, self.layout, update_in_backward=step_during_backward)
+        self.runtime = RuntimeModel(self.memory)
 
     def plan(
         self,
@@ -188,6 +188,8 @@ class _Models:
             n_ckpt_swap=n_ckpt_swap,
             n_speculate=n_speculate,
             n_stream=n_stream,
+            n_device_gradient=memory.device_regions(n_persist),
+            n_host_gradient=memory.host_regions(n_persist, activations.swapped_bytes),
             step_ms=self.runtime.step_ms(modes, n_persist, n_buffer, n_speculate, n_stream),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )

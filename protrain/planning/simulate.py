@@ -16,12 +16,18 @@ others (:mod:`protrain.planning.stretches`).
 many early updates are chunks that the next forward needs last, and those that it needs first come after; of fewer it
 may be all of them. The first pass knows when gradients arrive and when forward takes which chunk, and so for any number
 how long that waits for updates; from the most that there may be it goes down until that does not fall any more.
+
+[Note: waiting for regions] Inside backward, gradients share regions of host memory. Where none is free the engine waits
+for the update of the chunk that has been complete for the longest time, before it issues anything else: the GPU does
+what it has, which ends with the gradient that needs room, and then nothing until that update is done. Which updates
+those are does not depend on how long anything takes (:mod:`protrain.planning.gradient_regions`), so they are in no
+queue, and of each lane they come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
 from math import inf
 from typing import NamedTuple
@@ -54,6 +60,14 @@ class Work(NamedTuple):
     swap_back: tuple[int, ...]  # in backward: units whose activations it fetches when it begins, its own or ahead
 
 
+class Update(NamedTuple):
+    """One that others wait for; see [Note: waiting for regions]."""
+
+    lane: int  # HOST or STREAM
+    chunk: int
+    ms: float
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Everything that a step does; times in milliseconds at full rate."""
@@ -66,9 +80,10 @@ class Step:
     swap_ms: Sequence[float]  # by unit: its saved activations to the device
     gradients: Sequence[tuple[int, float, float]]  # (chunk, flatten, offload)
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
-    host: Queue  # of the others
-    streamed: Queue  # of the others, by the device
+    host: Queue  # of the others, but for those that make room
+    streamed: Queue  # likewise, by the device
     after_host_ms: float  # at least, from the last host update to the end of forward, where nothing is streamed
+    making_room: Mapping[int, Update] = field(default_factory=dict)  # by gradient that has no room until one is over
     chooses: bool = False  # host.n_early is how many there may be; see [Note: how many early updates]
 
 
@@ -143,9 +158,11 @@ def _names(step: Step, run: _Run) -> list[list[tuple[str, object]]]:
         names[GPU].append(("backward", visit.name))
         names[GPU] += [("flatten", step.gradients[index][0]) for index, _ in visit.gradients]
         names[DOWN] += [("gradients", step.gradients[index][0]) for index, offloaded in visit.gradients if offloaded]
+    for update in step.making_room.values():
+        names[update.lane].append(("early update", update.chunk))
     for lane, queue, early in zip((HOST, STREAM), (step.host, step.streamed), in_time, strict=True):
         updates = queue.ordered(early)
-        names[lane] = [("early update" if at < early else "update", chunk) for at, (chunk, _) in enumerate(updates)]
+        names[lane] += [("early update" if at < early else "update", chunk) for at, (chunk, _) in enumerate(updates)]
     names[GPU] += [("update", chunk) for chunk, _ in step.device_update_ms]
     return names
 
@@ -287,6 +304,7 @@ class _Run:
         down, stretch_down = self._free[DOWN], self._stretch[DOWN]
         starts_down, ends_down = self.starts[DOWN], self.ends[DOWN]
         released, loaded, drained, gradients = self._released, self._loaded, self._drained, self.step.gradients
+        making_room = self.step.making_room
         if self._unsettled > gpu:
             gpu = self._unsettled
         turn = 0
@@ -317,6 +335,12 @@ class _Run:
                 starts.append(start)
                 ends.append(gpu)
                 if offloaded:
+                    if index in making_room:
+                        lane, before, duration = making_room[index]
+                        room = self._do(lane, self._offloaded[before], duration)
+                        self._free[UP] = max(self._free[UP], room)  # what comes next is not issued before
+                        if room > gpu:
+                            gpu = room
                     start = down if down > gpu else gpu
                     down = start + offload_ms * next(stretch_down)
                     starts_down.append(start)
@@ -342,6 +366,9 @@ class _Run:
             settled = max(over, self._free[lane])  # early ones are looked at when the norm is known and none runs
             for chunk, _ in updates[:in_time]:
                 updated[chunk] = settled
+            for update in self.step.making_room.values():
+                if update.lane == lane:
+                    updated[update.chunk] = settled
             for chunk, duration in updates[in_time:]:
                 updated[chunk] = self._do(lane, max(over, self._offloaded[chunk]), duration)
         self._all_updated = max(over, self._free[HOST], self._free[STREAM])

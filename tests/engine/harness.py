@@ -77,8 +77,8 @@ FEW_PLANS = (
 )
 
 
-def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, early: bool = True) -> Plan:
-    """The plan that ``spec`` means for the model of ``profile``; with ``early`` its updates may be early."""
+def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside: bool = False) -> Plan:
+    """The plan that ``spec`` means for the model of ``profile``; ``inside`` backward no updates are early."""
     hardware = protrain.hardware.detect(device, device_memory="4GiB", host_memory="4GiB")
     largest = max(padded(parameter.numel) for parameter in profile.parameters)
     chunk_elements = largest if spec.small else choose_chunk_elements(profile)
@@ -87,7 +87,7 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, early:
     n_persist = {"all": n_chunks, "some": -(-n_chunks // 3), "none": 0}[spec.persist]
     least, most = MemoryModel(profile, hardware, layout).least_buffers(n_persist), n_chunks - n_persist
     modes = tuple(spec.modes[index % len(spec.modes)] for index in range(len(profile.blocks)))
-    n_speculate = (most // 2 if spec.stream else most) if spec.early and early else 0
+    n_speculate = (most // 2 if spec.stream else most) if spec.early and not inside else 0
     candidates = [chunk for chunk in updated_chunks(profile, layout) if chunk >= n_persist + n_speculate]
     plan = evaluate(
         profile,
@@ -100,8 +100,17 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, early:
         n_speculate=n_speculate,
         n_stream=-(-len(candidates) // 2) if spec.stream else 0,
         chunk_elements=chunk_elements,
+        step_during_backward=inside,
     )
-    return check(dataclasses.replace(plan, block_modes=modes), profile, hardware)
+    plan = dataclasses.replace(plan, block_modes=modes)
+    return check(plan, profile, hardware, step_during_backward=inside)
+
+
+def least_host_bytes(plan: Plan, profile: ModelProfile, device: torch.device) -> int:
+    """Host memory with which ``plan`` has as few regions for gradients as it can do with, inside backward."""
+    layout = pack(profile, plan.chunk_elements)
+    memory = MemoryModel(profile, protrain.hardware.detect(device), layout, update_in_backward=True)
+    return memory.host_bytes_beside(plan.n_persist, memory.activations(plan.block_modes).swapped_bytes)
 
 
 _profiles: dict[tuple[str, torch.dtype, torch.device], ModelProfile] = {}
@@ -116,20 +125,21 @@ def wrap_under(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     tight: bool = False,
+    tight_host: bool = False,
     key: str = "",
     **options: Any,
 ) -> tuple[nn.Module, ProTrainOptimizer]:
     """``protrain.wrap`` under ``spec``.
 
-    ``tight`` leaves no device memory beyond what the plan takes. Models with the same ``key`` share the profile that
-    the plan is made from; wrap makes its own.
+    ``tight`` leaves no device memory beyond what the plan takes, ``tight_host`` as little host memory as updates inside
+    backward can do with. Models with the same ``key`` share the profile that the plan is made from; wrap makes its own.
     """
     profile = _profiles.get((key, dtype, device)) if key else None
     if profile is None:
         profile = protrain.profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
     if key:
         _profiles[key, dtype, device] = profile
-    plan = make_plan(spec, profile, device, early=not options.get("step_during_backward"))
+    plan = make_plan(spec, profile, device, inside=bool(options.get("step_during_backward")))
     return protrain.wrap(
         model,
         optimizer,
@@ -138,7 +148,7 @@ def wrap_under(
         dtype=dtype,
         plan=plan,
         device_memory=plan.device_bytes if tight else "4GiB",
-        host_memory="4GiB",
+        host_memory=least_host_bytes(plan, profile, device) if tight_host else "4GiB",
         progress=False,
         **options,
     )

@@ -309,7 +309,7 @@ def test_copies_of_a_weight_are_traced_under_its_name(device: torch.device) -> N
 def test_host_memory_is_as_planned(device: torch.device) -> None:
     data, model = residual.batches(1), residual.make(width=256)
     profile = protrain.profile(model, data[0], optimizer=adamw(model), device=device, dtype=torch.bfloat16)
-    with_room, without = (make_plan(SPEC, profile, device, early=early) for early in (True, False))
+    with_room, without = (make_plan(dataclasses.replace(SPEC, early=early), profile, device) for early in (True, False))
     elements = sum(parameter.numel() for parameter in model.parameters())
     assert 12 * elements <= with_room.host_bytes - without.host_bytes <= 12.1 * elements
     _, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)

@@ -63,7 +63,7 @@ def test_an_input_that_needs_no_gradient_does_not_move() -> None:
 
 def test_time_is_that_of_recomputation_and_of_the_way_out_and_back(traced: ModelProfile) -> None:
     hardware = host()
-    runtime = RuntimeModel(traced, hardware, pack(traced, choose_chunk_elements(traced)))
+    runtime = RuntimeModel(MemoryModel(traced, hardware, pack(traced, choose_chunk_elements(traced))))
     n_chunks = len(pack(traced, choose_chunk_elements(traced)).chunks)
     step_ms = {mode: runtime.step_ms((mode,) * DEPTH, n_chunks, 0) for mode in (NONE, CKPT, CKPT_SWAP)}
     way_ms = DEPTH * INPUT_BYTES * (1 / hardware.d2h_gbps + 1 / hardware.h2d_gbps) / 1e6

@@ -17,7 +17,7 @@ import protrain
 from protrain.engine.buffers import BufferPool
 from protrain.engine.chunks import Chunk
 from protrain.hardware import HardwareProfile, load
-from protrain.planning import BlockMode, RuntimeModel, evaluate, pack
+from protrain.planning import BlockMode, MemoryModel, RuntimeModel, evaluate, pack
 from protrain.planning.choices import Choices
 from protrain.planning.compute_times import compute_times
 from protrain.planning.fetches import Fetches
@@ -81,7 +81,7 @@ def make_profile(forward: float, backward: float, *, n: int = 4, saved: int = 10
 
 
 def model_of(profile: ModelProfile, hardware: HardwareProfile = MACHINE, **options: Any) -> RuntimeModel:
-    return RuntimeModel(profile, hardware, pack(profile, N), **options)
+    return RuntimeModel(MemoryModel(profile, hardware, pack(profile, N), **options))
 
 
 def step_ms(profile: ModelProfile, modes: Modes, n_persist: int, n_buffer: int, **changes: Any) -> float:
@@ -235,6 +235,8 @@ def test_chunks_that_forward_never_uses_are_neither_updated_nor_waited_for() -> 
     profile = make_profile(1.0, 2.0, n=6)
     slow = replace(MACHINE, host_adam_gparams=0.0128)
     units = (*profile.units[:4], *(replace(unit, block=None) for unit in profile.units[4:]))
+    called = tuple(segment for segment in profile.segments if segment.block is not None and segment.block < 4)
+    profile = replace(profile, segments=called)
     unused = model_of(replace(profile, calls=(0, 1, 2, 3), blocks=profile.blocks[:4], units=units), slow)
     fewer = model_of(
         replace(
