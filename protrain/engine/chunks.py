@@ -5,7 +5,8 @@ A chunk is a contiguous run of parameters in execution order, with all its state
     weight (16-bit or fp32) | master (int16 remainder for bf16, fp32 for fp16) | exp_avg | exp_avg_sq | grad
 
 A persistent chunk keeps all of them on the device, a non-persistent one keeps all of them in the host arena, and a
-frozen chunk has a weight only. Every length is a multiple of 128 elements.
+frozen chunk has a weight only. Where chunks take turns in regions for their gradients (:mod:`protrain.engine.regions`)
+they have none of their own. Every length is a multiple of 128 elements.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class Chunk:
     accumulation: Job | None = None  # the last host addition that reads ``landing``
     update: Job | None = None  # the last update on the host; None when there was none
     spare: AdamStates | None = None  # where the states after a step are made before it is certain
-    early_weight: Tensor | None = None  # where the weight alone is
-    ahead: bool = False  # the states are yet to follow an early weight, which the step wanted
-    deferred: Job | None = None  # in which they do
+    early_weight: Tensor | None = None  # where the weight is, without the other states
+    states_behind: bool = False  # a step has taken the early weight, and the states are yet to follow
+    states_update: Job | None = None  # in which they do
     early: Job | None = None  # the last such update; None once its gradient has given way to others
     streamed: bool = False  # in host memory and updated by the device
     version: int = 0  # counts changes of the weight
@@ -100,18 +101,24 @@ class Chunk:
             self.accumulation = None
 
     def wait_for_landing(self) -> None:
-        """Block until neither that nor an update does."""
+        """Block until no addition and no update reads ``landing``."""
         self.wait_for_accumulation()
-        # An error in these is raised once: the states are as they were.
-        jobs, self.early, self.deferred = (self.early, self.deferred), None, None
-        for job in jobs:
-            if job is not None:
-                job.wait()
+        early, self.early = self.early, None  # an error in it is raised once: the states are as they were
+        if early is not None:
+            early.wait()
         self.wait_for_update()
+        self.wait_for_states()
+
+    def wait_for_states(self) -> None:
+        """Block until the states have followed an early weight. An error in that is raised in all who wait."""
+        if self.states_update is not None:
+            self.states_update.wait()
+            self.states_update = None
 
     def landing_is_free(self) -> bool:
-        """Whether that would not block."""
-        return all(job is None or job.done for job in (self.accumulation, self.early, self.update, self.deferred))
+        """Whether ``wait_for_landing`` would return at once."""
+        jobs = (self.accumulation, self.early, self.update, self.states_update)
+        return all(job is None or job.done for job in jobs)
 
     def step(
         self,
@@ -174,7 +181,7 @@ class Chunk:
     @property
     def current_weight(self) -> Tensor:
         """What an upload takes: after a step, its weight."""
-        if not self.ahead:
+        if not self.states_behind:
             return self.weight
         assert self.early_weight is not None
         return self.early_weight
@@ -261,10 +268,11 @@ def make_chunks(
     away = layout.chunks[n_persist:]
     own = [not shared_on_device if record.index < n_persist else not n_host_gradient for record in layout.chunks]
     sizes = [size for record in away for size in state_sizes(record, dtype, gradient=own[record.index])]
-    for record in away[:n_speculate]:
-        if record.trainable:
-            states_of_one = state_sizes(record, dtype, gradient=False)
-            sizes += states_of_one[:1] if early_weights else states_of_one
+    early = [record for record in away[:n_speculate] if record.trainable]
+    if early_weights:
+        sizes += [record.elements * dtype.itemsize for record in early]
+    else:
+        sizes += [size for record in early for size in state_sizes(record, dtype, gradient=False)]
     sizes += [layout.chunk_elements * dtype.itemsize] * n_host_gradient
     arena.reserve(sum(map(aligned, sizes)))
     chunks = []
@@ -283,10 +291,9 @@ def make_chunks(
                 states[name] = memory[start : start + record.elements * kind.itemsize].view(kind)
                 start += record.elements * kind.itemsize
         spare = early_weight = None
-        early = record.trainable and 0 <= record.index - n_persist < n_speculate
-        if early and early_weights:
+        if record in early and early_weights:
             early_weight = arena.take(record.elements, dtype)
-        elif early:
+        elif record in early:
             kinds = state_layout(record.trainable, dtype, gradient=False)
             copies = {
                 name: arena.take(record.elements, kind, transferred=name in _TRANSFERRED)

@@ -53,10 +53,14 @@ class Tally:
 class _Round:
     """The early updates of one step."""
 
-    end: Mark | None = None  # the end of the last backward, once step() was called
+    end: Mark | None = None  # the end of the last backward: once step() was called or, with updates inside, at that end
 
     def is_over(self) -> bool:
-        """Whether updates in the order of need may begin."""
+        """Whether updates in the order of need may begin.
+
+        Never while its backward runs: a job given to the host in that does its work, and so a region of gradients is
+        free when the job is done.
+        """
         return self.end is not None and self.end.reached()
 
 
@@ -99,7 +103,7 @@ class _Turn(NamedTuple):
     chunk: Chunk
     job: Job
     is_made: Callable[[], bool]  # whether an early update has done the work; asked by the host worker
-    deferred: Callable[[], None] | None = None  # work that nothing in the next forward waits for
+    states: Job | None = None  # in which the states follow an early weight; nothing in the next forward waits for it
 
 
 class _Ahead:
@@ -222,12 +226,14 @@ class Updates:
 
     def update_inside(self, chunk: Chunk) -> None:
         """Update one chunk inside backward, for good: on the device at once, or by the host worker."""
-        pieces = self._begin(chunk)
+        pieces, gradients = self._begin(chunk), self._engine.gradients
         if pieces:
-            self._update_inside(chunk, pieces)
-        self._engine.gradients.give_back(chunk)
+            self._begin_inside(chunk, pieces)
+        for member in chunk.members:  # the gradient is used up, also where backward fails and there is no zero_grad
+            gradients.present[member.index] = False
+        gradients.give_back(chunk)
 
-    def _update_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
+    def _begin_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return
@@ -291,7 +297,8 @@ class Updates:
             tally.as_supposed = factor() == supposed
             if is_made():
                 if chunk.spare is None:
-                    chunk.ahead = True
+                    chunk.uploaded.wait()  # of the weight before: from now on uploads take the early one
+                    chunk.states_behind = True
                 else:
                     chunk.adopt()
                 tally.adopted += 1
@@ -299,14 +306,21 @@ class Updates:
                 update()
                 tally.redone += early is not None and early.done
 
-        def follow() -> None:
-            if chunk.ahead:
-                update()
-                chunk.ahead = False  # now both have the same bits
-
-        weight_alone = chunk.early_weight is not None
         job = self._job(chunk, on_host, f"update {chunk.index}")
-        return _Turn(chunk, job, is_made, follow if weight_alone and early is not None else None)
+        if early is not None and chunk.early_weight is not None:
+            chunk.states_update = self._states_update(chunk, pieces, scale)
+        return _Turn(chunk, job, is_made, chunk.states_update)
+
+    def _states_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Job:
+        """What comes after an early weight that a step takes; nothing after another."""
+        gradient, threads = self._engine.gradients.host_gradient(chunk), self._engine.worker.threads
+
+        def on_host() -> None:
+            if chunk.states_behind:
+                chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
+                chunk.states_behind = False  # the two weights have the same bits now
+
+        return self._engine.worker.job(on_host, f"deferred update {chunk.index}")
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         engine = self._engine
@@ -346,10 +360,9 @@ class Updates:
             self._engine.worker.submit(functools.partial(self._ahead.look, on_host))
             for turn in made:
                 self._worker(turn.chunk).queue(turn.job)
-            for turn in made:
-                if turn.deferred is not None:
-                    job = self._engine.worker.submit(turn.deferred, f"deferred update {turn.chunk.index}")
-                    turn.chunk.deferred = job
+            for turn in reversed(made):  # as the next backward needs the room for their gradients
+                if turn.states is not None:
+                    self._engine.worker.queue(turn.states)
         # No job of theirs says so: each may have been run ahead.
         self._all_done = [worker.submit(lambda: None) for worker in self._engine.workers]
 
