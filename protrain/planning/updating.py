@@ -53,7 +53,7 @@ class Queue(NamedTuple):
 
     def deferred(self, in_time: int) -> Updates:
         """What follows them where ``in_time`` updates of weights alone began in time."""
-        return self.updates[self.n_early - in_time : self.n_early] if self.weight_share else ()
+        return self.updates[self.n_early - in_time : self.n_early][::-1] if self.weight_share else ()
 
     def in_time(self, free: float, offloaded: Sequence[float], over: float) -> int:
         """How many early updates begin before backward is ``over``, after ``free`` and when their gradients are there.
