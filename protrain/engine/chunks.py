@@ -5,7 +5,8 @@ A chunk is a contiguous run of parameters in execution order, with all its state
     weight (16-bit or fp32) | master (int16 remainder for bf16, fp32 for fp16) | exp_avg | exp_avg_sq | grad
 
 A persistent chunk keeps all of them on the device, a non-persistent one keeps all of them in the host arena, and a
-frozen chunk has a weight only. Every length is a multiple of 128 elements.
+frozen chunk has a weight only. Where chunks take turns in regions for their gradients (:mod:`protrain.engine.regions`)
+they have none of their own. Every length is a multiple of 128 elements.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Chunk:
             self.accumulation = None
 
     def wait_for_landing(self) -> None:
-        """Block until neither that nor an update does."""
+        """Block until no addition and no update reads ``landing``."""
         self.wait_for_accumulation()
         early, self.early = self.early, None  # an error in it is raised once: the states are as they were
         if early is not None:
@@ -97,7 +98,7 @@ class Chunk:
         self.wait_for_update()
 
     def landing_is_free(self) -> bool:
-        """Whether that would not block."""
+        """Whether ``wait_for_landing`` would return at once."""
         return all(job is None or job.done for job in (self.accumulation, self.early, self.update))
 
     def step(

@@ -33,7 +33,10 @@ class Regions:
         self._returned: dict[Chunk, Tensor] = {}  # in the order of that; something may still read them
 
     def borrow(self, chunk: Chunk) -> None:
-        """Give ``chunk`` room for its gradient until :meth:`give_back`. Waits for an update where none is free."""
+        """Give ``chunk`` room for its gradient until :meth:`give_back`. Waits for an update where none is free.
+
+        In what was its own before something may still be reading.
+        """
         if chunk in self._borrowed:
             return
         region = self._returned.pop(chunk) if chunk in self._returned else self._next()

@@ -49,10 +49,14 @@ class Tally:
 class _Round:
     """The early updates of one step."""
 
-    end: Mark | None = None  # the end of the last backward, once step() was called
+    end: Mark | None = None  # the end of the last backward: once step() was called or, with updates inside, at that end
 
     def is_over(self) -> bool:
-        """Whether updates in the order of need may begin."""
+        """Whether updates in the order of need may begin.
+
+        Never while its backward runs: a job given to the host in that does its work, and so a region of gradients is
+        free when the job is done.
+        """
         return self.end is not None and self.end.reached()
 
 
@@ -215,12 +219,14 @@ class Updates:
 
     def update_inside(self, chunk: Chunk) -> None:
         """Update one chunk inside backward, for good: on the device at once, or by the host worker."""
-        pieces = self._begin(chunk)
+        pieces, gradients = self._begin(chunk), self._engine.gradients
         if pieces:
-            self._update_inside(chunk, pieces)
-        self._engine.gradients.give_back(chunk)
+            self._begin_inside(chunk, pieces)
+        for member in chunk.members:  # the gradient is used up, also where backward fails and there is no zero_grad
+            gradients.present[member.index] = False
+        gradients.give_back(chunk)
 
-    def _update_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
+    def _begin_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return

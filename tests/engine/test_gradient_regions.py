@@ -218,6 +218,35 @@ def test_a_backward_that_fails_keeps_no_region(device: torch.device) -> None:
     assert not regions._borrowed
 
 
+@pytest.mark.parametrize("forget", [False, True], ids=["no-zero_grad", "zero_grad"])
+def test_what_was_updated_before_a_backward_fails_is_not_updated_again(device: torch.device, forget: bool) -> None:
+    found = []
+    for sharing in (False, True):
+        model, optimizer = layers_under(inside=sharing, device=device)
+        batch = (torch.ones(4, WIDTH),)
+        layers: Any = model
+        if sharing:
+            layers[1].fails = True
+            with pytest.raises(ArithmeticError, match="backward fails"):
+                default_loss(model, batch).backward()
+            layers[1].fails = False
+            optimizer.step()
+            if forget:
+                optimizer.zero_grad()
+        else:
+            for layer in layers[:2]:
+                layer.requires_grad_(False)
+            default_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for layer in layers[:2]:
+                layer.requires_grad_(True)
+        default_loss(model, batch).backward()
+        optimizer.step()
+        found.append(states(model, optimizer))
+    assert_same(found[1], found[0])
+
+
 def test_where_there_is_no_memory_for_more_that_is_said(device: torch.device) -> None:
     model, optimizer = layers_under(inside=True, device=device)
     optimizer._engine.gradients.host_bytes = optimizer._engine.arena.total_bytes
