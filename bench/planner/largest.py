@@ -14,6 +14,7 @@ import argparse
 import shlex
 import sys
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -35,7 +36,8 @@ FILE = "largest.json"
 GIB = 1024**3
 HOST_SHARE = 0.9  # what a plan may take of the host's memory, as where nothing is said about it
 ASSUMPTIONS = (
-    "14 bytes a parameter: bfloat16 weight and gradient, 16 bits more of the fp32 master, two fp32 moments",
+    "12 bytes a parameter: bfloat16 weight, 16 bits more of the fp32 master, two fp32 moments; with clipping 2 more, "
+    "of the gradient, with updates inside backward a few regions that gradients share",
     f"a plan may take {HOST_SHARE:.0%} of the host's memory, and of the GPU's what the shipped profile gives as usable",
     "every block checkpointed; depth is what varies, at the width of the named shape; attention as the fused kernel",
     "rates of the shipped profiles: scaled from datasheets, not measured; times of layers from counted operations",
@@ -62,7 +64,13 @@ class Row(Record):
 
     machine: Machine
     shape: str  # whose width it has
+    step_during_backward: bool  # as in the paper; otherwise with exact clipping
     found: Largest
+
+    @property
+    def updates(self) -> str:
+        """When they are made."""
+        return "inside backward" if self.step_during_backward else "with clipping"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +86,15 @@ class Table(Record):
 
     def table(self) -> str:
         """As text."""
-        rows = [["machine", "width of", "layers", "parameters", "paper", "step", "tokens/s", "device", "host", "plan"]]
+        titles = "machine", "width of", "updates", "layers", "parameters", "paper", "step", "tokens/s", "device", "host"
+        rows = [[*titles, "plan"]]
         for row in self.rows_found:
             found, plan = row.found, row.found.plan
             rows.append(
                 [
                     f"{row.machine.gpu}, {row.machine.host_gib} GiB host",
                     row.shape,
+                    row.updates,
                     str(found.layers),
                     f"{found.parameters / 1e9:.1f} B",
                     f"{row.machine.paper_billions:g} B",
@@ -131,19 +141,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="SHAPE", help="families, by a shape's width")
     args = parser.parse_args(arguments)
     rows = []
-    for machine in MACHINES:
-        for shape in args.shapes:
+    for machine, shape, inside in product(MACHINES, args.shapes, (False, True)):
 
-            def profile_at(layers: int, shape: str = shape) -> ModelProfile:
-                return profile_of(shape, layers, batch=args.batch, sequence=args.sequence)
+        def profile_at(layers: int, shape: str = shape) -> ModelProfile:
+            return profile_of(shape, layers, batch=args.batch, sequence=args.sequence)
 
-            try:
-                found = largest(profile_at, machine.hardware())
-            except PlanError as error:
-                print(f"{machine.gpu}, {shape}: {error}", file=sys.stderr)
-                return 1
-            print(f"{machine.gpu}, {shape}: {found.parameters / 1e9:.1f} B", file=sys.stderr, flush=True)
-            rows.append(Row(machine=machine, shape=shape, found=found))
+        try:
+            found = largest(profile_at, machine.hardware(), step_during_backward=inside)
+        except PlanError as error:
+            print(f"{machine.gpu}, {shape}: {error}", file=sys.stderr)
+            return 1
+        row = Row(machine=machine, shape=shape, step_during_backward=inside, found=found)
+        print(f"{machine.gpu}, {shape}, {row.updates}: {found.parameters / 1e9:.1f} B", file=sys.stderr, flush=True)
+        rows.append(row)
     result = Table(
         command=f"python -m bench.planner.largest {shlex.join(arguments)}",
         versions=versions(),

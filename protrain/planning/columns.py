@@ -17,13 +17,11 @@ holds is simulated (:mod:`protrain.planning.simulate`) unless
   buffer wait as well: that a column had ended before matters only once something else is found in it.
 
 Inputs of recomputed blocks that move to host memory make a column of their own beside each of these, for what moves
-only makes a step longer: what it gains is room for buffers (:mod:`protrain.planning.moves`). Host memory that moves
-take may leave early updates of weights alone where they otherwise were whole, and those need not be slower: a step at
-no cost may have either kind from what is whole with all of them moved. So bounds are those of the same step with as
-many buffers as fit when all inputs move, and none of that costs anything. A choice of block modes is left out unless
-that is more buffers than fit with all inputs kept and such a step is fast enough; only then numbers of moved inputs are
-tried, from the most buffers down, until as many buffers would be too slow at no cost. As with swapping, what moves must
-pay.
+only makes a step longer: what it gains is room for buffers (:mod:`protrain.planning.moves`). So bounds are those of the
+same step with as many buffers as fit when all inputs move, and none of that costs anything. A choice of block modes is
+left out unless that is more buffers than fit with all inputs kept and such a step is fast enough; only then numbers of
+moved inputs are tried, from the most buffers down, until as many buffers would be too slow at no cost. As with
+swapping, what moves must pay.
 
 Bounds are worked out for all choices of block modes at once, as arrays.
 """
@@ -125,12 +123,12 @@ class Columns:
         self._n_swap, self._n_ckpt = np.array(counts, dtype=np.int64).reshape(-1, 2).T
         self._choices = Choices.of(self._modes)
         peak, _, self._swapped = memory.all_activations(self._choices)
-        peak_moved, _, self._moved = memory.all_activations(self._choices._replace(ckpt_swap=self._choices.ckpt))
+        peak_moved, _, _ = memory.all_activations(self._choices._replace(ckpt_swap=self._choices.ckpt))
         self._margined = memory.with_margin(peak), memory.with_margin(peak_moved)  # all inputs kept, all moved
         self._undisturbed = runtime.undisturbed(self._choices)
         self._placed: dict[tuple[int, bool], _Placed] = {}  # by n_persist and moves
         self._untouched = block_modes(n_blocks, 0, 0)
-        self._untouched_of: dict[tuple[int, int, int, int], float] = {}  # by what _untouched_ms is asked for
+        self._untouched_of: dict[tuple[int, int, int], float] = {}  # by n_persist, n_buffer, most early updates
         self._fastest_ms = float("inf")
         self._found: list[Candidate] = []
 
@@ -150,26 +148,17 @@ class Columns:
         if not self._found:
             return 0.0
         placed = self._place(column.n_persist, column.moves)
-        rows = slice(column.first, column.end) if column.moves else slice(column.first, column.first + 1)
-        whole = self._least_whole(rows, column.n_persist, column.moves)
         most = int(placed.n_buffer.max()), int(placed.most_early.max())
-        return self._untouched_ms((column.n_persist, *most, whole), self._fastest_ms * (1 - _GAIN))
+        return self._untouched_ms((column.n_persist, *most), self._fastest_ms * (1 - _GAIN))
 
-    def _least_whole(self, rows: slice, n_persist: int, moves: bool) -> int:
-        """Early updates that are whole for any choice of ``rows``, whatever it moves: more may be of weights alone."""
-        swapped = (self._moved if moves else self._swapped)[rows]
-        return int(self._memory.most_whole(n_persist, swapped.max())) if self._runtime.speculates else 0
-
-    def _untouched_ms(self, placement: tuple[int, int, int, int], limit_ms: float) -> float:
+    def _untouched_ms(self, placement: tuple[int, int, int], limit_ms: float) -> float:
         """The step with no block recomputed or swapped, as if there were memory for it, or at least ``limit_ms``.
 
-        ``placement`` is n_persist, n_buffer, the most early updates, and how many are whole whatever moves. What has
-        not been worked out to its end is known to take the limit of then, and limits only fall.
+        What has not been worked out to its end is known to take the limit of then, and limits only fall.
         """
         known = self._untouched_of.get(placement)
         if known is None:
-            *counts, whole = placement
-            known, _ = self._runtime.fitted_ms(self._untouched, *counts, least_whole=whole, limit_ms=limit_ms)
+            known, _ = self._runtime.fitted_ms(self._untouched, *placement, limit_ms=limit_ms)
             self._untouched_of[placement] = known
         return known
 
@@ -220,7 +209,7 @@ class Columns:
         """Early updates that host memory has room for, by choice."""
         if not self._runtime.speculates:
             return np.zeros(len(self._modes), dtype=np.int64)
-        return self._memory.most_speculated(n_persist, self._swapped)
+        return self._memory.most_whole(n_persist, self._swapped)
 
     def _place(self, n_persist: int, moves: bool) -> _Placed:
         placed = self._placed.get((n_persist, moves))
@@ -310,7 +299,7 @@ class Columns:
                 if not found and (tested or unlimited_ms == float("inf")):
                     continue
                 tested = True
-                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, self._paying_ms, moves=True)
+                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, self._paying_ms)
             if not self._may_win(unlimited_ms):
                 return
 
@@ -325,12 +314,10 @@ class Columns:
             if not self._may_win(least[0]):
                 break
             if n_buffer < known:
-                known, least = n_buffer, self._simulated_ms(row, n_persist, n_buffer, self._paying_ms, moves=True)
+                known, least = n_buffer, self._simulated_ms(row, n_persist, n_buffer, self._paying_ms)
             step_ms, n_speculate = least
-            if self._may_win(step_ms):
-                most_early = self._runtime.speculates and self._memory.most_speculated(
-                    n_persist, np.array(swapped_bytes)
-                )
+            if n_ckpt_swap and self._may_win(step_ms):
+                most_early = self._runtime.speculates and self._memory.most_whole(n_persist, np.array(swapped_bytes))
                 modes = block_modes(len(self._untouched), n_swap, n_ckpt, n_ckpt_swap)
                 step_ms, n_speculate = self._runtime.fitted_ms(
                     modes, n_persist, n_buffer, int(most_early), limit_ms=self._paying_ms
@@ -354,24 +341,16 @@ class Columns:
         n_buffer = int(placed.n_buffer[row])
         # Without swapping most placements are met once. With it, again and again.
         if self._n_swap[row]:
-            whole = self._least_whole(slice(row, row + 1), n_persist, moves)
-            placement = n_persist, n_buffer, int(placed.most_early[row]), whole
+            placement = n_persist, n_buffer, int(placed.most_early[row])
             if self._untouched_ms(placement, limit_ms) >= limit_ms:
                 return float("inf"), 0
-        return self._simulated_ms(row, n_persist, n_buffer, limit_ms, moves=moves)
+        return self._simulated_ms(row, n_persist, n_buffer, limit_ms)
 
     def _simulated_ms(
-        self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf"), *, moves: bool = False
+        self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf")
     ) -> tuple[float, int]:
-        """The same for any number of buffers.
-
-        What moves leaves less room for early updates, so that some are of weights alone that otherwise were whole.
-        """
         most_early = int(self._place(n_persist, moves=False).most_early[row])
-        whole = self._least_whole(slice(row, row + 1), n_persist, moves)
-        return self._runtime.fitted_ms(
-            self._modes[row], n_persist, n_buffer, most_early, least_whole=whole, limit_ms=limit_ms
-        )
+        return self._runtime.fitted_ms(self._modes[row], n_persist, n_buffer, most_early, limit_ms=limit_ms)
 
     def _ends_column(self, row: int, n_persist: int, limit_ms: float) -> bool:
         """Whether a choice that takes ``limit_ms`` or more leaves nothing to find in its column."""

@@ -25,7 +25,7 @@ from protrain.planning.plan import BlockMode
 from protrain.planning.simulate import Step, Update, Visit, Work, in_a_row, simulate, timeline
 from protrain.planning.streaming import streamed_rates
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline
-from protrain.planning.updating import Kind, Queue
+from protrain.planning.updating import Queue
 from protrain.planning.visits import computing_by_visit, gradients_by_visit
 
 Modes = tuple[BlockMode, ...]
@@ -169,35 +169,18 @@ class RuntimeModel:
         return simulate(step, self._rates, limit_ms=limit_ms)[0]
 
     def fitted_ms(
-        self,
-        modes: Modes,
-        n_persist: int,
-        n_buffer: int,
-        most: int,
-        *,
-        least_whole: int | None = None,
-        limit_ms: float = float("inf"),
+        self, modes: Modes, n_persist: int, n_buffer: int, most: int, *, limit_ms: float = float("inf")
     ) -> tuple[float, int]:
         """The same with up to ``most`` early updates: as many as seem best. See [Note: how many early updates].
-
-        They are of the kind that there is room for. With ``least_whole`` more than so many may be of weights alone,
-        whatever the room: then it is what no plan is faster than that has less room, for that many whole ones at least.
 
         Returns:
             (step time, n_speculate).
         """
         if not most:
             return self.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms), 0
-        step = self._step(modes, n_persist, n_buffer, most)
-        updates = step.host.updates
-        whole = min(most, int(self._memory.most_whole(n_persist, np.array(self._memory.swapped_bytes(modes)))))
-        counts = (whole, whole if least_whole is None else least_whole, most)
-        n_whole, n_before, n_all = (sum(chunk < n_persist + count for chunk, _ in updates) for count in counts)
-        kinds = [Kind(Queue(updates, n_whole), 1)]
-        if n_all > n_before:
-            kinds.append(Kind(Queue(updates, n_all, self._weight_share), n_before + 1))
-        step_ms, n_early = simulate(replace(step, kinds=kinds), self._rates, limit_ms=limit_ms)
-        return step_ms, updates[n_early - 1][0] - n_persist + 1 if n_early else 0
+        step = replace(self._step(modes, n_persist, n_buffer, most), chooses=True)
+        step_ms, n_early = simulate(step, self._rates, limit_ms=limit_ms)
+        return step_ms, step.host.updates[n_early - 1][0] - n_persist + 1 if n_early else 0
 
     def timeline(
         self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0, n_stream: int = 0

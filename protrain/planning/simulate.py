@@ -32,7 +32,7 @@ from protrain.planning.contention import Rates
 from protrain.planning.fetches import Fetch
 from protrain.planning.stretches import stretches
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Operation, Timeline
-from protrain.planning.updating import Kind, Known, Queue, least_waiting
+from protrain.planning.updating import Known, Queue, least_waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Step:
     streamed: Queue  # likewise, by the device
     after_host_ms: float  # at least, from the last host update to the end of forward, where nothing is streamed
     making_room: Mapping[int, Update] = field(default_factory=dict)  # by gradient that has no room until one is over
-    kinds: Sequence[Kind] = ()  # instead of host, where that is to be chosen: see [Note: how many early updates]
+    chooses: bool = False  # host.n_early is how many there may be; see [Note: how many early updates]
 
 
 def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float, int]:
@@ -379,8 +379,8 @@ class _Run:
     def _update(self) -> None:
         over = self._free[GPU]  # backward is, and the norm known
         if self.in_time is None:
-            if self.step.kinds:
-                self.step = replace(self.step, host=least_waiting(self.step.kinds, self._known(over)))
+            if self.step.chooses:
+                self.step = replace(self.step, host=least_waiting(self.step.host, self._known(over)))
             self.in_time = (
                 self.step.host.in_time(self._free[HOST], self._offloaded, over),
                 self.step.streamed.in_time(self._free[STREAM], self._offloaded, over),

@@ -8,9 +8,8 @@ early updates, whose gradients come after it. What is not begun in time is one w
 
 [Note: how many early updates] More are not always better. Gradients come in backward order, so what begins in time of
 many early updates are chunks that the next forward needs last, and those that it needs first come after; of fewer it
-may be all of them. Those of weights alone add to what the host has to do besides. The first pass knows when gradients
-arrive and when forward takes which chunk, and so for any number how long the next step waits for updates; from the most
-that there may be of a kind it goes down until that does not fall any more.
+may be all of them. The first pass knows when gradients arrive and when forward takes which chunk, and so for any number
+how long that waits for updates; from the most that there may be it goes down until that does not fall any more.
 """
 
 from __future__ import annotations
@@ -106,26 +105,17 @@ class Queue(NamedTuple):
         return wait
 
 
-class Kind(NamedTuple):
-    """Early updates of one kind, of which there may be any number between two."""
-
-    most: Queue
-    fewest: int
-
-
-def least_waiting(kinds: Sequence[Kind], known: Known) -> Queue:
-    """Of all numbers and kinds what the next step waits least for; see [Note: how many early updates]."""
-    best = kinds[0].most._replace(n_early=0)
-    least = best.wait_ms(known, inf)
-    for most, fewest in kinds:
-        found, wait = most, most.wait_ms(known, inf)
-        for n_early in range(most.n_early - 1, fewest - 1, -1):
-            if wait <= 0 or n_early < found.n_early - _TRIED:
-                break
-            fewer = most._replace(n_early=n_early)
-            less = fewer.wait_ms(known, wait)
-            if less <= wait:
-                found, wait = fewer, less
-        if wait < least:
-            best, least = found, wait
-    return best
+def least_waiting(most: Queue, known: Known) -> Queue:
+    """With the number of early updates that forward waits least for. See [Note: how many early updates]."""
+    chosen, least = most, most.wait_ms(known, inf)
+    none = most._replace(n_early=0)
+    if least >= none.wait_ms(known, least):
+        return none
+    for n_early in range(most.n_early - 1, 0, -1):
+        if least <= 0 or n_early < chosen.n_early - _TRIED:
+            break
+        fewer = most._replace(n_early=n_early)
+        wait = fewer.wait_ms(known, least)
+        if wait <= least:
+            chosen, least = fewer, wait
+    return chosen

@@ -30,14 +30,22 @@ def test_a_table_is_made_of_depths_that_fit(
     out = tmp_path / "results"
     assert command.main(["--shapes", "tiny", "--sequence", "32", "--out", str(out)]) == 0
     result = command.Table.load(out / command.FILE)
-    assert [row.machine for row in result.rows_found] == list(command.MACHINES)
+    assert [row.machine for row in result.rows_found] == [machine for machine in command.MACHINES for _ in range(2)]
+    assert [row.step_during_backward for row in result.rows_found] == [False, True] * len(command.MACHINES)
     assert result.assumptions == command.ASSUMPTIONS
     for row in result.rows_found:
-        hardware = row.machine.hardware()
+        hardware, inside = row.machine.hardware(), row.step_during_backward
         layers = row.found.layers
-        search(command.profile_of("tiny", layers, batch=1, sequence=32), hardware)
+        search(command.profile_of("tiny", layers, batch=1, sequence=32), hardware, step_during_backward=inside)
         with pytest.raises(PlanError):
-            search(command.profile_of("tiny", layers + 1, batch=1, sequence=32), hardware)
+            search(command.profile_of("tiny", layers + 1, batch=1, sequence=32), hardware, step_during_backward=inside)
     printed = capsys.readouterr().out
-    for words in ("RTX 3090 24 GB, 384 GiB host", "34 B", "75 B", "14 bytes a parameter", "one GPU, batch 1 x 32"):
+    for words in (
+        "RTX 3090 24 GB, 384 GiB host",
+        "34 B",
+        "75 B",
+        "12 bytes a parameter",
+        "inside backward",
+        "one GPU, batch 1 x 32",
+    ):
         assert words in printed
