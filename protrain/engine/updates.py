@@ -202,7 +202,8 @@ class Updates:
                 chunk.step_aside(pieces, gradient, scale, threads=threads)
                 early.done = True
 
-        chunk.early = self._engine.worker.submit(on_host, f"early update {chunk.index}")
+        what = "early update" if chunk.early_weight is None else "early weight"
+        chunk.early = self._engine.worker.submit(on_host, f"{what} {chunk.index}")
 
     def forget(self) -> None:
         """Gradients are gone, and what was done with them."""
