@@ -90,8 +90,11 @@ class _Recorder:
         self._names = {}  # by address in host memory
         for chunk in engine.chunks:
             self._names[chunk.weight.data_ptr()] = f"weights {chunk.index}"
-            if chunk.spare is not None:  # changes places with the weight
-                self._names[chunk.spare.weight.data_ptr()] = f"weights {chunk.index}"
+            second = (
+                chunk.early_weight if chunk.spare is None else chunk.spare.weight
+            )  # uploads take the one or the other
+            if second is not None:
+                self._names[second.data_ptr()] = f"weights {chunk.index}"
             if chunk.landing is not None and not engine.plan.n_host_gradient:  # those are of one chunk after the other
                 self._names[chunk.landing.data_ptr()] = f"gradients {chunk.index}"
 

@@ -11,7 +11,7 @@ from protrain_kernels.flatten_kernels import flatten_reference, unflatten_refere
 from protrain_kernels.flatten_plan import FlattenPlan
 from protrain_kernels.host_adam import host_accumulate
 from protrain_kernels.host_library import host_compiler_notice
-from protrain_kernels.out_of_place_adam import AdamStates, adam_out_of_place
+from protrain_kernels.out_of_place_adam import AdamStates, adam_out_of_place, adam_weight
 from protrain_kernels.pack import Packed, PackPlan, find_masks, pack, unpack
 from protrain_kernels.split_master import join, join_reference, split, split_reference
 from protrain_kernels.streamed_adam import AdamStaging, streamed_adam
@@ -30,6 +30,7 @@ __all__ = [
     "adam_out_of_place",
     "adam_reference",
     "adam_scalars",
+    "adam_weight",
     "find_masks",
     "flatten",
     "flatten_reference",

@@ -11,6 +11,7 @@ gradient read (2). The gradient's kernels move each byte once.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,23 +79,23 @@ def host_adam(
 
 def host_adam_out_of_place(
     old: AdamStates,
-    new: AdamStates,
+    new: Sequence[torch.Tensor | None],
     grad: torch.Tensor,
     scalars: AdamScalars,
     *,
     scale: torch.Tensor | None = None,
     threads: int = 0,
 ) -> bool:
-    """``adam_out_of_place`` on checked tensors. False, having done nothing, without a compiled library."""
+    """``adam_out_of_place`` on checked tensors, or of ``new`` those alone that there are.
+
+    False, having done nothing, without a compiled library.
+    """
     compiled = library()
     if compiled is None:
         return False
     compiled.protrain_adam_out_of_place(
         *_adam_arguments(*old, grad, scalars, scale, threads),
-        new.weight.data_ptr(),
-        None if new.master is None else new.master.data_ptr(),
-        new.exp_avg.data_ptr(),
-        new.exp_avg_sq.data_ptr(),
+        *(None if tensor is None else tensor.data_ptr() for tensor in new),
     )
     return True
 

@@ -3,6 +3,8 @@
 For a step that may not be wanted: whether gradients must be clipped is known only when all of them are. The new states
 then take the place of the old ones, or are forgotten. The memory traffic is that of ``adam``, 26 bytes a parameter with
 the split master: stores go around the cache, which would first read what they overwrite. So are the bits.
+
+Where there is no memory for all of the new states ``adam_weight`` makes the weight alone, at 16 bytes a parameter.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ def adam_out_of_place(
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length, or ``new`` overlaps ``old``.
     """
-    _check(old, new, grad)
-    check_scalar("scale", scale, dtype=torch.float32, device=_CPU)
+    _check(old, grad, scale)
+    for kind, tensor, like in zip(AdamStates._fields, new, old, strict=True):
+        _check_new(f"new.{kind}", tensor, f"old.{kind}", like, old.weight.dtype)
     if host_adam_out_of_place(old, new, grad, scalars, scale=scale, threads=threads):
         return
     for source, target in zip(old, new, strict=True):
@@ -60,24 +63,63 @@ def adam_out_of_place(
     adam(*new, grad, scalars, scale=scale, threads=threads)
 
 
-def _check(old: AdamStates, new: AdamStates, grad: Tensor) -> None:
-    count = old.weight.numel()
+def adam_weight(
+    old: AdamStates,
+    new_weight: Tensor,
+    grad: Tensor,
+    scalars: AdamScalars,
+    *,
+    scale: Tensor | None = None,
+    threads: int = 0,
+) -> None:
+    """The weight that one AdamW step would leave, and no other state.
+
+    Args:
+        old: as ``adam_out_of_place`` takes it; read.
+        new_weight: [n] of the type of ``old.weight``, on the CPU at a multiple of 256 bytes, written.
+        grad: as there.
+        scalars: likewise.
+        scale: likewise.
+        threads: likewise.
+
+    Raises:
+        ValueError: a tensor has the wrong type, device, layout or length, or ``new_weight`` overlaps ``old.weight``.
+    """
+    _check(old, grad, scale)
+    _check_new("new_weight", new_weight, "old.weight", old.weight, old.weight.dtype)
+    if host_adam_out_of_place(old, (new_weight, None, None, None), grad, scalars, scale=scale, threads=threads):
+        return
+    new_weight.copy_(old.weight)
+    master = None if old.master is None else old.master.clone()
+    adam(new_weight, master, old.exp_avg.clone(), old.exp_avg_sq.clone(), grad, scalars, scale=scale, threads=threads)
+
+
+def _check(old: AdamStates, grad: Tensor, scale: Tensor | None) -> None:
+    dtype, count = old.weight.dtype, old.weight.numel()
     check_vector("grad", grad, dtypes=FLOATS, device=_CPU, numel=count)
-    if old.weight.dtype not in MASTER_DTYPES:
-        raise ValueError(f"old.weight must be bfloat16, float16 or float32, not {old.weight.dtype}")
-    master = MASTER_DTYPES[old.weight.dtype]
-    kinds = AdamStates._fields
-    wanted = (old.weight.dtype, master, torch.float32, torch.float32)
-    for side, states in (("old", old), ("new", new)):
-        for name, tensor, dtype in zip(kinds, states, wanted, strict=True):
-            if (tensor is None) != (dtype is None):
-                raise ValueError(f"{side}.{name} must be {'None' if dtype is None else dtype} for {old.weight.dtype}")
-            if tensor is not None and dtype is not None:
-                check_vector(f"{side}.{name}", tensor, dtypes=(dtype,), device=_CPU, numel=count)
-                check_aligned(f"{side}.{name}", tensor)
-    for name, source, target in zip(kinds, old, new, strict=True):
-        if source is not None and target is not None and _overlap(source, target):
-            raise ValueError(f"new.{name} overlaps old.{name}: pass memory of its own")
+    check_scalar("scale", scale, dtype=torch.float32, device=_CPU)
+    if dtype not in MASTER_DTYPES:
+        raise ValueError(f"old.weight must be bfloat16, float16 or float32, not {dtype}")
+    wanted = (dtype, MASTER_DTYPES[dtype], torch.float32, torch.float32)
+    for kind, tensor, expected in zip(AdamStates._fields, old, wanted, strict=True):
+        _check_state(f"old.{kind}", tensor, expected, dtype, count)
+
+
+def _check_new(name: str, tensor: Tensor | None, old_name: str, old: Tensor | None, weight_dtype: torch.dtype) -> None:
+    """It is like the old one, which is right, and does not overlap that."""
+    _check_state(name, tensor, None if old is None else old.dtype, weight_dtype, 0 if old is None else old.numel())
+    if tensor is not None and old is not None and _overlap(tensor, old):
+        raise ValueError(f"{name} overlaps {old_name}: pass memory of its own")
+
+
+def _check_state(
+    name: str, tensor: Tensor | None, dtype: torch.dtype | None, weight_dtype: torch.dtype, count: int
+) -> None:
+    if (tensor is None) != (dtype is None):
+        raise ValueError(f"{name} must be {'None' if dtype is None else dtype} for {weight_dtype}")
+    if tensor is not None and dtype is not None:
+        check_vector(name, tensor, dtypes=(dtype,), device=_CPU, numel=count)
+        check_aligned(name, tensor)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

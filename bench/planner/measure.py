@@ -24,6 +24,7 @@ from protrain.quantities import parse_bytes
 from protrain.records import Record
 
 _CLIP_NORM = 1e6  # gradients are never that long: predictions are about steps that are not clipped
+_WHOLE_UPDATES = ("update", "early update", "deferred update")  # jobs of the host, by name
 _CONFIRMED_NS = 200_000  # less than this takes no update, but what finds that it was done early
 _WARM_UP = 2  # steps: the first has nothing to overlap with
 
@@ -125,11 +126,11 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
 
 
 def _host_rate(times: list[tuple[str, int, int]], elements: dict[str, int]) -> float:
-    """Of the middle one of all updates that did something. The first of a step also waits, the last few do not."""
+    """Of the middle one of all whole updates that did anything. The first of a step also waits, the last few do not."""
     rates = []
     for name, start_ns, end_ns in times:
         kind, _, chunk = name.rpartition(" ")
-        if kind in ("update", "early update") and end_ns - start_ns > _CONFIRMED_NS:
+        if kind in _WHOLE_UPDATES and end_ns - start_ns > _CONFIRMED_NS:
             rates.append(elements[chunk] / (end_ns - start_ns))
     return statistics.median(rates) if rates else 0.0
 

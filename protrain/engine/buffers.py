@@ -226,5 +226,7 @@ class BufferPool:
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
         self.fetches += 1
         self._last = buffer.loaded
-        self.streams.upload(buffer.memory[: chunk.elements], chunk.weight, after=buffer.free, done=buffer.loaded)
+        self.streams.upload(
+            buffer.memory[: chunk.elements], chunk.current_weight, after=buffer.free, done=buffer.loaded
+        )
         self.streams.upload_reached(chunk.uploaded)

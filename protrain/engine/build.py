@@ -81,6 +81,7 @@ def build_engine(
         streams,
         n_persist=plan.n_persist,
         n_speculate=plan.n_speculate,
+        early_weights=plan.early_weights,
         streamed=streamed,
         shared_on_device=plan.n_device_gradient > 0,
         n_host_gradient=plan.n_host_gradient,

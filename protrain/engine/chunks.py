@@ -22,7 +22,15 @@ from protrain.engine.streams import Mark, Streams
 from protrain.engine.worker import Job
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.profiler.model_profile import ModelProfile
-from protrain_kernels import AdamScalars, AdamStaging, AdamStates, adam, adam_out_of_place, streamed_adam
+from protrain_kernels import (
+    AdamScalars,
+    AdamStaging,
+    AdamStates,
+    adam,
+    adam_out_of_place,
+    adam_weight,
+    streamed_adam,
+)
 
 _STRETCH = 1 << 25  # elements, which the host updates in some 7 ms
 _TRANSFERRED = ("weight", "grad")  # the states of a non-persistent chunk that travel
@@ -73,6 +81,9 @@ class Chunk:
     accumulation: Job | None = None  # the last host addition that reads ``landing``
     update: Job | None = None  # the last update on the host; None when there was none
     spare: AdamStates | None = None  # where the states after a step are made before it is certain
+    early_weight: Tensor | None = None  # where the weight is, without the other states
+    states_behind: bool = False  # a step has taken the early weight, and the states are yet to follow
+    states_update: Job | None = None  # in which they do
     early: Job | None = None  # the last such update; None once its gradient has given way to others
     streamed: bool = False  # in host memory and updated by the device
     version: int = 0  # counts changes of the weight
@@ -96,10 +107,18 @@ class Chunk:
         if early is not None:
             early.wait()
         self.wait_for_update()
+        self.wait_for_states()
+
+    def wait_for_states(self) -> None:
+        """Block until the states have followed an early weight. An error in that is raised in all who wait."""
+        if self.states_update is not None:
+            self.states_update.wait()
+            self.states_update = None
 
     def landing_is_free(self) -> bool:
         """Whether ``wait_for_landing`` would return at once."""
-        return all(job is None or job.done for job in (self.accumulation, self.early, self.update))
+        jobs = (self.accumulation, self.early, self.update, self.states_update)
+        return all(job is None or job.done for job in jobs)
 
     def step(
         self,
@@ -159,18 +178,24 @@ class Chunk:
             )
         self.version += 1
 
+    @property
+    def current_weight(self) -> Tensor:
+        """What an upload takes: after a step, its weight."""
+        if not self.states_behind:
+            return self.weight
+        assert self.early_weight is not None
+        return self.early_weight
+
     def step_aside(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
-        """The same into ``spare``. ``pieces`` are all of the chunk."""
-        assert self.spare is not None
+        """The same into ``spare``, or of the weight alone into ``early_weight``. ``pieces`` are all of the chunk."""
         for part, scalars in pieces:
-            adam_out_of_place(
-                _part(self.states, part),
-                _part(self.spare, part),
-                gradient[part],
-                scalars,
-                scale=scale,
-                threads=threads,
-            )
+            old = _part(self.states, part)
+            if self.spare is not None:
+                new = _part(self.spare, part)
+                adam_out_of_place(old, new, gradient[part], scalars, scale=scale, threads=threads)
+            else:
+                assert self.early_weight is not None
+                adam_weight(old, self.early_weight[part], gradient[part], scalars, scale=scale, threads=threads)
 
     def adopt(self) -> None:
         """Take the states that :meth:`step_aside` made; the old ones are spare now."""
@@ -228,21 +253,26 @@ def make_chunks(
     *,
     n_persist: int,
     n_speculate: int,
+    early_weights: bool = False,
     streamed: Collection[int] = (),
     shared_on_device: bool = False,
     n_host_gradient: int = 0,
 ) -> list[Chunk]:
     """All chunks, states zeroed. The arena is reserved for the non-persistent ones in one piece.
 
-    The first ``n_speculate`` of those have room for a second copy of what an update writes. Of the ``streamed``, by
-    index, the device reaches all states. Where gradients share regions (``shared_on_device`` and, of that many, in host
-    memory) chunks have no room for their own; the arena's piece has that of the regions.
+    The first ``n_speculate`` of those have room for a second copy of what an update writes, or with ``early_weights``
+    of the weight alone. Of the ``streamed``, by index, the device reaches all states. Where gradients share regions
+    (``shared_on_device`` and, of that many, in host memory) chunks have no room for their own; the arena's piece has
+    that of the regions.
     """
     away = layout.chunks[n_persist:]
     own = [not shared_on_device if record.index < n_persist else not n_host_gradient for record in layout.chunks]
     sizes = [size for record in away for size in state_sizes(record, dtype, gradient=own[record.index])]
-    spares = [record for record in away[:n_speculate] if record.trainable]
-    sizes += [size for record in spares for size in state_sizes(record, dtype, gradient=False)]
+    early = [record for record in away[:n_speculate] if record.trainable]
+    if early_weights:
+        sizes += [record.elements * dtype.itemsize for record in early]
+    else:
+        sizes += [size for record in early for size in state_sizes(record, dtype, gradient=False)]
     sizes += [layout.chunk_elements * dtype.itemsize] * n_host_gradient
     arena.reserve(sum(map(aligned, sizes)))
     chunks = []
@@ -260,8 +290,10 @@ def make_chunks(
             else:
                 states[name] = memory[start : start + record.elements * kind.itemsize].view(kind)
                 start += record.elements * kind.itemsize
-        spare = None
-        if record.trainable and 0 <= record.index - n_persist < n_speculate:
+        spare = early_weight = None
+        if record in early and early_weights:
+            early_weight = arena.take(record.elements, dtype)
+        elif record in early:
             kinds = state_layout(record.trainable, dtype, gradient=False)
             copies = {
                 name: arena.take(record.elements, kind, transferred=name in _TRANSFERRED)
@@ -283,6 +315,7 @@ def make_chunks(
                 offloaded=streams.mark(),
                 uploaded=streams.mark(),
                 spare=spare,
+                early_weight=early_weight,
                 streamed=record.index in streamed,
             )
         )

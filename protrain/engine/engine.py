@@ -268,6 +268,7 @@ class Engine:
             worker.drain()
         for chunk in self.chunks:
             chunk.wait_for_update()
+            chunk.wait_for_states()
 
     def refuse_while_whole(self, what: str) -> None:
         """MisuseError inside full_parameters: the CPU copies would be neither used nor updated."""

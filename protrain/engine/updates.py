@@ -7,6 +7,10 @@ clipped. step() has the host worker look whether everything was as supposed: the
 nothing, or the update is done from the old copy, which nobody has touched. Either way the bits are those of an update
 at step(). After a step that was not as supposed the next one does without.
 
+Where host memory has no room for second copies of all states, there may be some for the weights, which is what the next
+forward waits for. Then a weight alone is made early, and the states follow once the updates are done that something
+waits for (deferred): the host does more, but not while the step waits for it.
+
 Gradients come in the order opposite to that in which the next forward needs its chunks. So what the host has not begun
 by the end of backward is not done early any more, but in the order of need. That holds for updates inside backward
 (``step_during_backward``) as well, which wait for no step() and need no second copy. While the host updates those,
@@ -99,6 +103,7 @@ class _Turn(NamedTuple):
     chunk: Chunk
     job: Job
     is_made: Callable[[], bool]  # whether an early update has done the work; asked by the host worker
+    states: Job | None = None  # in which the states follow an early weight; nothing in the next forward waits for it
 
 
 class _Ahead:
@@ -174,7 +179,9 @@ class Updates:
 
         Not in a backward that is not the usual number of them into its step: another may follow.
         """
-        if chunk.spare is None or not self.tally.as_supposed or self._backwards != self._usual_backwards:
+        if chunk.spare is None and chunk.early_weight is None:
+            return
+        if not self.tally.as_supposed or self._backwards != self._usual_backwards:
             return
         try:
             pieces = self._pieces(chunk)
@@ -195,7 +202,8 @@ class Updates:
                 chunk.step_aside(pieces, gradient, scale, threads=threads)
                 early.done = True
 
-        chunk.early = self._engine.worker.submit(on_host, f"early update {chunk.index}")
+        what = "early update" if chunk.early_weight is None else "early weight"
+        chunk.early = self._engine.worker.submit(on_host, f"{what} {chunk.index}")
 
     def forget(self) -> None:
         """Gradients are gone, and what was done with them."""
@@ -289,13 +297,31 @@ class Updates:
         def on_host() -> None:
             tally.as_supposed = factor() == supposed
             if is_made():
-                chunk.adopt()
+                if chunk.spare is None:
+                    chunk.uploaded.wait()  # of the weight before: from now on uploads take the early one
+                    chunk.states_behind = True
+                else:
+                    chunk.adopt()
                 tally.adopted += 1
             else:
                 update()
                 tally.redone += early is not None and early.done
 
-        return _Turn(chunk, self._job(chunk, on_host, f"update {chunk.index}"), is_made)
+        job = self._job(chunk, on_host, f"update {chunk.index}")
+        if early is not None and chunk.early_weight is not None:
+            chunk.states_update = self._states_update(chunk, pieces, scale)
+        return _Turn(chunk, job, is_made, chunk.states_update)
+
+    def _states_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Job:
+        """What comes after an early weight that a step takes; nothing after another."""
+        gradient, threads = self._engine.gradients.host_gradient(chunk), self._engine.worker.threads
+
+        def on_host() -> None:
+            if chunk.states_behind:
+                chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
+                chunk.states_behind = False  # the two weights have the same bits now
+
+        return self._engine.worker.job(on_host, f"deferred update {chunk.index}")
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         engine = self._engine
@@ -335,6 +361,9 @@ class Updates:
             self._engine.worker.submit(functools.partial(self._ahead.look, on_host))
             for turn in made:
                 self._worker(turn.chunk).queue(turn.job)
+            for turn in reversed(made):  # as the next backward needs the room for their gradients
+                if turn.states is not None:
+                    self._engine.worker.queue(turn.states)
         # No job of theirs says so: each may have been run ahead.
         self._all_done = [worker.submit(lambda: None) for worker in self._engine.workers]
 

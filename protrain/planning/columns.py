@@ -209,7 +209,7 @@ class Columns:
         """Early updates that host memory has room for, by choice."""
         if not self._runtime.speculates:
             return np.zeros(len(self._modes), dtype=np.int64)
-        return self._memory.most_speculated(n_persist, self._swapped)
+        return self._memory.most_whole(n_persist, self._swapped)
 
     def _place(self, n_persist: int, moves: bool) -> _Placed:
         placed = self._placed.get((n_persist, moves))
@@ -317,9 +317,7 @@ class Columns:
                 known, least = n_buffer, self._simulated_ms(row, n_persist, n_buffer, self._paying_ms)
             step_ms, n_speculate = least
             if n_ckpt_swap and self._may_win(step_ms):
-                most_early = self._runtime.speculates and self._memory.most_speculated(
-                    n_persist, np.array(swapped_bytes)
-                )
+                most_early = self._runtime.speculates and self._memory.most_whole(n_persist, np.array(swapped_bytes))
                 modes = block_modes(len(self._untouched), n_swap, n_ckpt, n_ckpt_swap)
                 step_ms, n_speculate = self._runtime.fitted_ms(
                     modes, n_persist, n_buffer, int(most_early), limit_ms=self._paying_ms

@@ -210,7 +210,8 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     if plan.n_ckpt_swap:
         parts["moved inputs of recomputed blocks"] = moved
     if plan.n_speculate:
-        parts["second copies for early updates"] = memory.spare_bytes(plan.n_persist, plan.n_speculate)
+        name = "second weights for early updates" if plan.early_weights else "second copies for early updates"
+        parts[name] = memory.spare_bytes(plan.n_persist, plan.n_speculate, activations.swapped_bytes)
     needed = memory.host_bytes(plan.n_persist, activations, plan.n_speculate)
     return {**parts, "other": needed - sum(parts.values())}
 

@@ -99,6 +99,8 @@ class MemoryModel:
             for chunk in layout.chunks
         ]
         self._spare = list(accumulate(spares, initial=0))  # second copies of the chunks before
+        second = [chunk.elements * element if chunk.trainable else 0 for chunk in layout.chunks]
+        self._second = list(accumulate(second, initial=0))  # of their weights alone
         self._last_trainable = max((chunk.index for chunk in layout.chunks if chunk.trainable), default=-1)
         tiles = sum(-(-parameter.numel // TILE_ELEMENTS) for parameter in profile.parameters if parameter.group >= 0)
         self.partial_bytes = 4 * tiles
@@ -192,20 +194,39 @@ class MemoryModel:
     def host_bytes_beside(self, n_persist: int, swapped_bytes: int, n_speculate: int = 0) -> int:
         """The least of it, with no more regions of gradients than there must be, beside that of activations."""
         states = self._persistent[-1] - self._persistent[n_persist] - self.gradients.own_bytes(n_persist)[1]
-        chunks = states + self._least_gradient_bytes(n_persist) + self.spare_bytes(n_persist, n_speculate)
+        spare = self.spare_bytes(n_persist, n_speculate, swapped_bytes) if n_speculate else 0
+        chunks = states + self._least_gradient_bytes(n_persist) + spare
         return chunks + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
 
     def _least_gradient_bytes(self, n_persist: int) -> int:
         return self.gradients.host_bytes(n_persist, self.gradients.on_host(n_persist))
 
-    def spare_bytes(self, n_persist: int, n_speculate: int) -> int:
-        """Second copies of what updates of ``n_speculate`` chunks write."""
-        return self._spare[n_persist + n_speculate] - self._spare[n_persist]
+    def early_weights(self, n_persist: int, n_speculate: int, swapped_bytes: int) -> bool:
+        """Whether early updates of ``n_speculate`` chunks are of their weights alone.
+
+        So they are where host memory has no room for second copies of all that whole ones write.
+        """
+        if not n_speculate:
+            return False
+        room = self.hardware.host_bytes - self.host_bytes_beside(n_persist, swapped_bytes)
+        return self._spare[n_persist + n_speculate] - self._spare[n_persist] > room
+
+    def spare_bytes(self, n_persist: int, n_speculate: int, swapped_bytes: int) -> int:
+        """Second copies of what early updates of ``n_speculate`` chunks write."""
+        sizes = self._second if self.early_weights(n_persist, n_speculate, swapped_bytes) else self._spare
+        return sizes[n_persist + n_speculate] - sizes[n_persist]
 
     def most_speculated(self, n_persist: int, swapped_bytes: Bytes) -> Bytes:
-        """Chunks whose second copies fit in what is left of host memory, by the size of what is swapped."""
+        """Chunks of which second weights fit in what is left of host memory, by the size of what is swapped."""
+        return self._most(self._second, n_persist, swapped_bytes)
+
+    def most_whole(self, n_persist: int, swapped_bytes: Bytes) -> Bytes:
+        """The same of second copies of all that a whole update writes."""
+        return self._most(self._spare, n_persist, swapped_bytes)
+
+    def _most(self, sizes: list[int], n_persist: int, swapped_bytes: Bytes) -> Bytes:
         room = self.hardware.host_bytes - self.host_bytes_beside(n_persist, 0) - swapped_bytes
-        fit = np.searchsorted(self._spare, self._spare[n_persist] + room, side="right") - 1
+        fit = np.searchsorted(sizes, sizes[n_persist] + room, side="right") - 1
         return np.clip(fit - n_persist, 0, len(self.layout.chunks) - n_persist)
 
     def swapped_bytes(self, modes: tuple[BlockMode, ...]) -> int:

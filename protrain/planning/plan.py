@@ -62,6 +62,7 @@ class Plan(Record):
     step_ms: float  # predicted
     n_ckpt_swap: int = 0  # of n_ckpt, those recomputed from inputs that wait in host memory
     n_speculate: int = 0  # chunks after the persistent ones that are updated before step() where host memory has room
+    early_weights: bool = False  # of their weights alone, where host memory has no room for second copies of all states
     n_stream: int = 0  # of the other chunks in host memory: planning.layout says which the device updates
     # Regions that gradients of persistent chunks (of chunks in host memory) share while updates run inside backward; 0:
     # each has its own.
@@ -75,6 +76,7 @@ class Plan(Record):
             f"n_swap={self.n_swap} n_ckpt={self.n_ckpt}/{len(self.block_modes)}"
             + (f" n_ckpt_swap={self.n_ckpt_swap}" if self.n_ckpt_swap else "")
             + (f" n_speculate={self.n_speculate}" if self.n_speculate else "")
+            + (" (weights)" if self.early_weights else "")
             + (f" n_stream={self.n_stream}" if self.n_stream else "")
             + (f" n_host_gradient={self.n_host_gradient}" if self.n_host_gradient else "")
         )

@@ -22,7 +22,7 @@ from protrain.planning.fetches import Fetches
 from protrain.planning.layout import streamed_chunks, updated_chunks
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode
-from protrain.planning.simulate import Step, Update, Visit, Work, simulate, timeline
+from protrain.planning.simulate import Step, Update, Visit, Work, in_a_row, simulate, timeline
 from protrain.planning.streaming import streamed_rates
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline
 from protrain.planning.updating import Queue
@@ -32,7 +32,9 @@ Modes = tuple[BlockMode, ...]
 Times = NDArray[np.float64]
 Counts = NDArray[np.int64] | int
 
-_HOST_ADAM_BYTES = {"bfloat16": 26, "float16": 28, "float32": 28}  # DRAM traffic per parameter of one host update
+# DRAM traffic per parameter of one host update, and what of it is written: the first of that is the weight.
+_HOST_ADAM_BYTES = {"bfloat16": 26, "float16": 28, "float32": 28}
+_HOST_ADAM_WRITTEN = {"bfloat16": 12, "float16": 14, "float32": 12}
 
 
 class Undisturbed(NamedTuple):
@@ -94,6 +96,9 @@ class RuntimeModel:
         streamed_gparams, streamed_gbps = streamed_rates(hardware, profile.dtype)
         self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype], streamed_gbps)
         self._streamed_ms = hardware.host_adam_gparams / streamed_gparams  # by the device, of a millisecond of the host
+        # Of a whole update's time for the weight alone: it reads as much and writes no other state.
+        whole = _HOST_ADAM_BYTES[profile.dtype]
+        self._weight_share = (whole - _HOST_ADAM_WRITTEN[profile.dtype] + element) / whole
         self._work: tuple[Modes, tuple[list[Work], list[float]]] | None = None  # of the modes asked for last
         self._visits_of: dict[tuple[int, int], list[Visit]] = {}  # by n_persist and n_buffer
         # For bounds: sums from the first chunk on.
@@ -159,7 +164,7 @@ class RuntimeModel:
         None of its gradients is clipped: then no update is done twice.
         """
         if self._hardware.device_type == "cpu":  # where the device is the host as well
-            return _in_a_row(self._step(modes, n_persist, n_buffer, n_speculate))
+            return in_a_row(self._step(modes, n_persist, n_buffer, n_speculate))
         step = self._step(modes, n_persist, n_buffer, n_speculate, n_stream)
         return simulate(step, self._rates, limit_ms=limit_ms)[0]
 
@@ -259,7 +264,8 @@ class RuntimeModel:
           again that was in no buffer when it began, beside the swapped activations;
         - every chunk that the host updates goes up in forward, and any that was in no buffer when that began; so it is
           in backward with what was in none of them by then;
-        - the host updates all other chunks; waits for regions of gradients only add to that and to all above;
+        - the host updates all other chunks; waits for regions of gradients only add to that and to all above, and so do
+          early updates of weights alone, whose whole ones lie between two norms, the deferred before their gradients;
         - from the norm, which is known when backward ends, it updates those that are not updated early; the last of
           them, the last of all, is needed in forward, and everything from there to the next norm comes after it (unless
           updates run in backward). Weights that go up and swapped activations that go out meanwhile slow it down (see
@@ -341,6 +347,8 @@ class RuntimeModel:
                 making_room = {index: updates[chunk] for index, chunk in handed_on}
                 first = {chunk for _, chunk in handed_on}
                 host, streamed = ([pair for pair in one if pair[0] not in first] for one in (host, streamed))
+        n_early = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
+        weights = n_speculate and self._memory.early_weights(n_persist, n_speculate, self._memory.swapped_bytes(modes))
         return Step(
             forward=visits[:n_visits],
             backward=visits[n_visits:],
@@ -350,7 +358,7 @@ class RuntimeModel:
             swap_ms=swap_in,
             gradients=self._gradients,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
-            host=Queue(host, len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)),
+            host=Queue(host, n_early, self._weight_share if weights else 0.0),
             streamed=Queue(streamed, len(streamed) if self._in_backward else 0),
             after_host_ms=self._after_host_ms,
             making_room=making_room,
@@ -407,20 +415,6 @@ class RuntimeModel:
                 swap_back = (*swap_back, fetched)
             work.append(Work(self._backward_ms[at] + recompute[unit], swap[unit][0], swap_back))
         return work, [back for _, back in swap]
-
-
-def _in_a_row(step: Step) -> float:
-    """Everything one after the other: a CPU is device and host at once."""
-    visits = [*step.forward, *step.backward]
-    total = sum(work.compute_ms for work in (*step.forward_work, *step.backward_work))
-    total += sum(step.upload_ms[fetch.chunk] for visit in visits for fetch in visit.fetches)
-    total += sum(work.swap_ms for work in step.forward_work) + sum(step.swap_ms[visit.unit] for visit in step.backward)
-    for visit in step.backward:
-        for index, offloaded in visit.gradients:
-            _, flatten, offload = step.gradients[index]
-            total += flatten + (offload if offloaded else 0.0)
-    updates = [*step.device_update_ms, *step.host.updates]
-    return total + sum(time for _, time in updates) + sum(update.ms for update in step.making_room.values())
 
 
 def _ms(size_bytes: float, gbps: float) -> float:

@@ -1,7 +1,8 @@
 """The search: the integers that make a step fastest within the memory there is (paper section 4).
 
-It leaves nothing out that could win (:mod:`protrain.planning.columns`), but for streamed updates, which are looked for
-from the fastest plan without them (:mod:`protrain.planning.streamed_search`).
+It leaves nothing out that could win (:mod:`protrain.planning.columns`), but for early updates of weights alone and for
+streamed updates, which are looked for from the fastest plan without them (:mod:`protrain.planning.early_weight_search`,
+:mod:`protrain.planning.streamed_search`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.columns import Candidate, Columns
+from protrain.planning.early_weight_search import EarlyWeightSearch
 from protrain.planning.infeasible import device_error, host_error, nothing_fits
 from protrain.planning.layout import Layout, choose_chunk_elements, pack
 from protrain.planning.memory import MemoryModel
@@ -38,9 +40,10 @@ def search(
     chunk_elements: int | None = None,
     step_during_backward: bool = False,
 ) -> Plan:
-    """The fastest plan for ``profile`` on ``hardware`` without streamed updates, within 1%: see _TOLERANCE and Columns.
+    """The fastest plan for ``profile`` on ``hardware`` of those that make whole updates, each on the host, within 1%.
 
-    Where one with streamed updates is found that is clearly faster, that: see [Note: looking for streamed updates].
+    See _TOLERANCE and Columns. Where one with early weights or with streamed updates is found that is clearly faster,
+    that: see [Note: looking for early weights] and [Note: looking for streamed updates].
 
     Args:
         profile: of the model and the batch.
@@ -65,6 +68,9 @@ def search(
     )
     limit_ms = fastest * (1 + _TOLERANCE)
     plan = models.plan(*models.best_early(*models.fewer_moved(*models.more_persistent(chosen, limit_ms), limit_ms)))
+    if models.runtime.speculates:
+        weights = EarlyWeightSearch(models.memory, models.runtime).fastest(plan)
+        plan = plan if weights is None else models.plan(*weights)
     if not models.runtime.streams:
         return plan
     streamed = StreamedSearch(models.memory, models.runtime).fastest(plan)
@@ -187,6 +193,7 @@ class _Models:
             host_bytes=memory.host_bytes(n_persist, activations, n_speculate),
             n_ckpt_swap=n_ckpt_swap,
             n_speculate=n_speculate,
+            early_weights=memory.early_weights(n_persist, n_speculate, activations.swapped_bytes),
             n_stream=n_stream,
             n_device_gradient=memory.device_regions(n_persist),
             n_host_gradient=memory.host_regions(n_persist, activations.swapped_bytes),
@@ -233,10 +240,10 @@ class _Models:
         return n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate
 
     def most_early(self, n_persist: int, swapped_bytes: int) -> int:
-        """Early updates that host memory has room for."""
+        """Early updates, whole ones, that host memory has room for."""
         if not self.runtime.speculates:
             return 0
-        return int(self.memory.most_speculated(n_persist, np.array(swapped_bytes)))
+        return int(self.memory.most_whole(n_persist, np.array(swapped_bytes)))
 
     def refined(self, plan: Candidate) -> Candidate:
         """The same with none, all or one more or less of the early updates where that is faster.

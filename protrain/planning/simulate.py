@@ -10,12 +10,8 @@ its lane is free and what it needs is there: a buffer given up, a chunk updated,
 step after the first is the steady state.
 
 The first pass runs every operation at its own full rate; the second stretches each by what is left of that beside the
-others (:mod:`protrain.planning.stretches`).
-
-[Note: how many early updates] More are not always better. Gradients come in backward order, so what begins in time of
-many early updates are chunks that the next forward needs last, and those that it needs first come after; of fewer it
-may be all of them. The first pass knows when gradients arrive and when forward takes which chunk, and so for any number
-how long that waits for updates; from the most that there may be it goes down until that does not fall any more.
+others (:mod:`protrain.planning.stretches`). The first also chooses how many updates the host does early, where that is
+open: [Note: how many early updates] in :mod:`protrain.planning.updating`.
 
 [Note: waiting for regions] Inside backward, gradients share regions of host memory. Where none is free the engine waits
 for the update of the chunk that has been complete for the longest time, before it issues anything else: the GPU does
@@ -28,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, repeat
+from itertools import accumulate, islice, repeat
 from math import inf
 from typing import NamedTuple
 
@@ -36,9 +32,7 @@ from protrain.planning.contention import Rates
 from protrain.planning.fetches import Fetch
 from protrain.planning.stretches import stretches
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Operation, Timeline
-from protrain.planning.updating import Queue
-
-_TRIED = 3  # early updates fewer than what was best so far
+from protrain.planning.updating import Known, Queue, least_waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +85,12 @@ def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float,
     """Milliseconds of one step in steady state, at least ``limit_ms`` as soon as it cannot be less; its early updates.
 
     Contention only makes operations longer, so the first pass bounds the second from below, unless uploads went in an
-    order that depends on how long they and updates are; so does :func:`_least_ms`, in any order.
+    order that depends on how long they and updates are, and but for what the last early update lasts beyond backward,
+    which a longer backward hides. So does :func:`_least_ms`, in any order.
     """
     first = _Run.of(step)
     step, n_early = first.step, first.step.host.n_early
-    if (first.step_ms >= limit_ms and not first.reordered) or not first.moves:
+    if (first.step_ms - first.beyond_ms >= limit_ms and not first.reordered) or not first.moves:
         return first.step_ms, n_early
     stretch = stretches(first.starts, first.ends, rates)
     waits = n_early < len(step.host.updates) and not step.streamed.updates
@@ -108,19 +103,24 @@ def _least_ms(step: Step, first: _Run, stretch: list[list[float]]) -> float:
     """What the second pass comes to at least where nothing is streamed: a quarter of its work.
 
     From one norm to the next go the host updates of the first step that wait for it, what follows them in forward, and
-    backward: from the end of forward, when every upload and copy issued before it may be done. All with the durations
-    of the second pass; later starts would only make the ends later. What the device updates comes after either norm.
+    backward: from the end of forward, when every upload and copy issued before it may be done. Deferred updates follow
+    those that wait, whatever forward does meanwhile. All with the durations of the second pass; later starts would only
+    make the ends later. What the device updates comes after either norm.
     """
+    assert first.in_time is not None
+    in_time, n_updates = first.in_time[0], len(step.host.updates)
     starts, ends, factors = first.starts, first.ends, stretch[HOST]
-    host_ms = sum(
-        (ends[HOST][at] - starts[HOST][at]) * factors[at] for at in range(step.host.n_early, len(factors) // 2)
-    )
+    lengths = [(ends[HOST][at] - starts[HOST][at]) * factors[at] for at in range(len(factors) // 2)]
+    host_ms = sum(lengths[in_time:n_updates])
+    forward_end_ms = host_ms + step.after_host_ms  # from the norm
+    done = list(accumulate(lengths[n_updates:], initial=host_ms - forward_end_ms))[1:]
+    deferred = dict(zip((chunk for chunk, _ in step.host.deferred(in_time)), done, strict=True))
     n_gpu, n_device = len(starts[GPU]) // 2, len(step.device_update_ms)
     after, before = (
         sum(duration * stretch[GPU][at] for at, (_, duration) in enumerate(step.device_update_ms, end - n_device))
         for end in (2 * n_gpu, n_gpu)
     )
-    return host_ms + step.after_host_ms + _Run.backward_ms(step, stretch) + after - before
+    return forward_end_ms + _Run.backward_ms(step, stretch, deferred) + after - before
 
 
 def timeline(step: Step, rates: Rates) -> Timeline:
@@ -143,6 +143,22 @@ def timeline(step: Step, rates: Rates) -> Timeline:
     )
 
 
+def in_a_row(step: Step) -> float:
+    """Milliseconds with everything one after the other: a CPU is device and host at once."""
+    visits = [*step.forward, *step.backward]
+    total = sum(work.compute_ms for work in (*step.forward_work, *step.backward_work))
+    total += sum(step.upload_ms[fetch.chunk] for visit in visits for fetch in visit.fetches)
+    total += sum(work.swap_ms for work in step.forward_work) + sum(step.swap_ms[visit.unit] for visit in step.backward)
+    for visit in step.backward:
+        for index, offloaded in visit.gradients:
+            _, flatten, offload = step.gradients[index]
+            total += flatten + (offload if offloaded else 0.0)
+    early_ms = sum(time for _, time in step.host.updates[: step.host.n_early])
+    total += early_ms * step.host.weight_share  # of weights, beside whole updates
+    updates = [*step.device_update_ms, *step.host.updates]
+    return total + sum(time for _, time in updates) + sum(update.ms for update in step.making_room.values())
+
+
 def _names(step: Step, run: _Run) -> list[list[tuple[str, object]]]:
     """By lane, what it does in the second step in the order of issue: what and with what."""
     in_time = run.in_time or (0, 0)
@@ -161,8 +177,10 @@ def _names(step: Step, run: _Run) -> list[list[tuple[str, object]]]:
     for update in step.making_room.values():
         names[update.lane].append(("early update", update.chunk))
     for lane, queue, early in zip((HOST, STREAM), (step.host, step.streamed), in_time, strict=True):
+        ahead = "early weight" if queue.weight_share else "early update"
         updates = queue.ordered(early)
-        names[lane] += [("early update" if at < early else "update", chunk) for at, (chunk, _) in enumerate(updates)]
+        names[lane] += [(ahead if at < early else "update", chunk) for at, (chunk, _) in enumerate(updates)]
+        names[lane] += [("deferred update", chunk) for chunk, _ in queue.deferred(early)]
     names[GPU] += [("update", chunk) for chunk, _ in step.device_update_ms]
     return names
 
@@ -178,6 +196,7 @@ class _Run:
         self._stretch = stretch  # by lane, for one operation after the other
         self.in_time: tuple[int, int] | None = None  # early updates, host and device; found in the first step
         self.uploads: list[Fetch] = []  # of forward, as they get to the link
+        self.beyond_ms = 0.0  # what the last early update of the first step lasts beyond backward
         self.reordered = False  # some went before others that were issued earlier
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
         self.starts: list[list[float]] = [[] for _ in LANES]
@@ -185,7 +204,8 @@ class _Run:
         self._free = [start_ms] * len(LANES)
         n_chunks = len(step.upload_ms)
         self._updated = [start_ms] * n_chunks  # by chunk: its update in host memory is done
-        self._all_updated = start_ms
+        self._all_updated = start_ms  # but for deferred updates
+        self._deferred = [start_ms] * n_chunks  # by chunk: of an early weight the states have been updated too
         self._released = [start_ms] * (n_chunks + 1)  # the GPU has read its buffer; at the end (-1) an empty buffer's
         self._loaded = [start_ms] * n_chunks  # a frozen one may be there all the time
         self._offloaded = [start_ms] * n_chunks
@@ -212,8 +232,11 @@ class _Run:
         return run
 
     @classmethod
-    def backward_ms(cls, step: Step, stretch: list[list[float]]) -> float:
-        """The second backward by itself, as if all that was issued before had long been done."""
+    def backward_ms(cls, step: Step, stretch: list[list[float]], deferred: Mapping[int, float]) -> float:
+        """The second backward by itself, as if all that was issued before had long been done, but for these updates.
+
+        ``deferred`` has by chunk when they are, from the begin of backward.
+        """
         n_before = [
             len(step.forward_work),
             sum(len(visit.fetches) for visit in step.forward),
@@ -224,6 +247,8 @@ class _Run:
         at = [len(factors) // 2 + before for factors, before in zip(stretch, n_before, strict=True)]
         run = cls(step, [islice(factors, first, None) for factors, first in zip(stretch, at, strict=True)], -inf)
         run._free[GPU] = 0.0
+        for chunk, done in deferred.items():
+            run._deferred[chunk] = done
         run._backward()
         return run._free[GPU]
 
@@ -304,7 +329,7 @@ class _Run:
         down, stretch_down = self._free[DOWN], self._stretch[DOWN]
         starts_down, ends_down = self.starts[DOWN], self.ends[DOWN]
         released, loaded, drained, gradients = self._released, self._loaded, self._drained, self.step.gradients
-        making_room = self.step.making_room
+        making_room, deferred = self.step.making_room, self._deferred
         if self._unsettled > gpu:
             gpu = self._unsettled
         turn = 0
@@ -335,12 +360,14 @@ class _Run:
                 starts.append(start)
                 ends.append(gpu)
                 if offloaded:
+                    room = deferred[chunk]
                     if index in making_room:
                         lane, before, duration = making_room[index]
                         room = self._do(lane, self._offloaded[before], duration)
-                        self._free[UP] = max(self._free[UP], room)  # what comes next is not issued before
-                        if room > gpu:
-                            gpu = room
+                    if room > self._free[UP]:
+                        self._free[UP] = room  # what comes next is not issued before
+                    if room > gpu:
+                        gpu = room
                     start = down if down > gpu else gpu
                     down = start + offload_ms * next(stretch_down)
                     starts_down.append(start)
@@ -353,7 +380,7 @@ class _Run:
         over = self._free[GPU]  # backward is, and the norm known
         if self.in_time is None:
             if self.step.chooses:
-                self.step = self._chosen(over)
+                self.step = replace(self.step, host=least_waiting(self.step.host, self._known(over)))
             self.in_time = (
                 self.step.host.in_time(self._free[HOST], self._offloaded, over),
                 self.step.streamed.in_time(self._free[STREAM], self._offloaded, over),
@@ -364,6 +391,7 @@ class _Run:
             for chunk, duration in updates[:in_time]:
                 self._do(lane, self._offloaded[chunk], duration)
             settled = max(over, self._free[lane])  # early ones are looked at when the norm is known and none runs
+            self.beyond_ms = self.beyond_ms or (settled - over)
             for chunk, _ in updates[:in_time]:
                 updated[chunk] = settled
             for update in self.step.making_room.values():
@@ -372,13 +400,16 @@ class _Run:
             for chunk, duration in updates[in_time:]:
                 updated[chunk] = self._do(lane, max(over, self._offloaded[chunk]), duration)
         self._all_updated = max(over, self._free[HOST], self._free[STREAM])
+        for chunk, duration in self.step.host.deferred(self.in_time[0]):
+            self._deferred[chunk] = self._do(HOST, over, duration)
         for _, duration in self.step.device_update_ms:
             self._do(GPU, 0.0, duration)
 
-    def _chosen(self, over: float) -> Step:
-        """The step with a number of early updates for which its next forward waits least."""
+    def _known(self, over: float) -> Known:
+        """By which the number of early updates is chosen, when the first backward is ``over``."""
+        step = self.step
         used: dict[int, float] = {}
-        for visit, start in zip(self.step.forward, self.starts[GPU], strict=False):
+        for visit, start in zip(step.forward, self.starts[GPU], strict=False):
             for chunk in visit.chunks:
                 used.setdefault(chunk, start)
         # What is fetched once more is for backward.
@@ -386,43 +417,8 @@ class _Run:
             (fetch.chunk, start, used.pop(fetch.chunk, inf))
             for fetch, start in zip(self.uploads, self.starts[UP], strict=False)
         ]
-        chosen, least = self.step.host, self._wait_ms(self.step.host, over, uploads, inf)
-        none = chosen._replace(n_early=0)
-        if least >= self._wait_ms(none, over, uploads, least):
-            return replace(self.step, host=none)
-        for n_early in range(chosen.n_early - 1, 0, -1):
-            if least <= 0 or n_early < chosen.n_early - _TRIED:
-                break
-            fewer = chosen._replace(n_early=n_early)
-            wait = self._wait_ms(fewer, over, uploads, least)
-            if wait <= least:
-                chosen, least = fewer, wait
-        return replace(self.step, host=chosen)
-
-    def _wait_ms(self, host: Queue, over: float, uploads: list[tuple[int, float, float]], limit_ms: float) -> float:
-        """How long forward waits for updates, by its ``uploads`` without them: chunk, start and when it is used.
-
-        If above ``limit_ms``, by how much is open.
-        """
-        offloaded, upload_ms = self._offloaded, self.step.upload_ms
-        in_time = host.in_time(self._free[HOST], offloaded, over)
-        updates, free, done = host.ordered(in_time), self._free[HOST], [0.0] * len(upload_ms)
-        for chunk, duration in updates[:in_time]:
-            free = max(free, offloaded[chunk]) + duration
-        for chunk, _ in updates[:in_time]:
-            done[chunk] = free
-        free = max(free, over)
-        for chunk, duration in updates[in_time:]:
-            free = done[chunk] = max(free, offloaded[chunk]) + duration
-        link = wait = 0.0
-        for ready, chunk, use in sorted(
-            [(max(start, done[chunk] - over), chunk, use) for chunk, start, use in uploads]
-        ):
-            if ready > link:
-                link = ready
-            link += upload_ms[chunk]
-            if link - use > wait:
-                wait = link - use
-                if wait > limit_ms:
-                    break
-        return wait
+        offloads: dict[int, float] = {}
+        chunks = [step.gradients[index][0] for visit in step.backward for index, away in visit.gradients if away]
+        for chunk, start in zip(chunks, self.starts[DOWN][-len(chunks) :] if chunks else (), strict=True):
+            offloads.setdefault(chunk, start)
+        return Known(self._free[HOST], over, self._offloaded, offloads, uploads, step.upload_ms)

@@ -1,33 +1,121 @@
-"""Updates of chunks in host memory, in the order in which they are done."""
+"""Updates of chunks in host memory, in the order in which they are done, and how many of them to do early.
+
+[Note: early weights] An early update of the weight alone takes a share of what a whole one takes. Its states follow
+when the host has done all that the next forward waits for ("deferred"), in execution order. They must be there before
+the chunk's next gradient is: the engine issues nothing until then, as in [Note: waiting for regions]. Of all early
+chunks the last in execution order has the first gradient, so that waits for all of them, and they never delay the next
+early updates, whose gradients come after it. What is not begun in time is one whole update, with nothing deferred.
+
+[Note: how many early updates] More are not always better. Gradients come in backward order, so what begins in time of
+many early updates are chunks that the next forward needs last, and those that it needs first come after; of fewer it
+may be all of them. The first pass knows when gradients arrive and when forward takes which chunk, and so for any number
+how long that waits for updates; from the most that there may be it goes down until that does not fall any more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import inf
 from typing import NamedTuple
+
+_TRIED = 3  # early updates fewer than what was best so far
+
+Updates = Sequence[tuple[int, float]]  # (chunk, ms)
+
+
+class Known(NamedTuple):
+    """What is known when a backward is over, in the first step, where nothing has waited for updates."""
+
+    free: float  # the host has done what came before
+    over: float  # backward is
+    offloaded: Sequence[float]  # by chunk: its gradient is in host memory
+    offloads: Mapping[int, float]  # by chunk: the first part of its gradient goes down, from the begin of the step
+    uploads: Sequence[tuple[int, float, float]]  # of forward: chunk, start, when it is used
+    upload_ms: Sequence[float]  # by chunk
 
 
 class Queue(NamedTuple):
     """What one of host and device updates there."""
 
-    updates: Sequence[tuple[int, float]]  # (chunk, ms), in execution order
+    updates: Updates  # in execution order
     n_early: int  # of those, the first: updated as gradients come if that begins before backward is over
+    weight_share: float = 0.0  # of an update's time, where early ones make the weight alone; 0: they are whole
 
-    def ordered(self, in_time: int) -> Sequence[tuple[int, float]]:
+    def ordered(self, in_time: int) -> Updates:
         """In the order in which they are done: as gradients come, then as the next forward needs them.
 
         ``in_time`` of the early ones begin in time: those whose gradients come first.
         """
         first = self.n_early - in_time
-        return [*self.updates[first : self.n_early][::-1], *self.updates[:first], *self.updates[self.n_early :]]
+        early = self._early()[:in_time]
+        return [*early, *self.updates[:first], *self.updates[self.n_early :]]
+
+    def deferred(self, in_time: int) -> Updates:
+        """What follows them where ``in_time`` updates of weights alone began in time."""
+        return self.updates[self.n_early - in_time : self.n_early][::-1] if self.weight_share else ()
 
     def in_time(self, free: float, offloaded: Sequence[float], over: float) -> int:
         """How many early updates begin before backward is ``over``, after ``free`` and when their gradients are there.
 
         ``offloaded`` is by chunk when they are.
         """
-        for count, (chunk, duration) in enumerate(self.updates[: self.n_early][::-1]):
+        for count, (chunk, duration) in enumerate(self._early()):
             start = free if free > offloaded[chunk] else offloaded[chunk]
             if start >= over:
                 return count
             free = start + duration
         return self.n_early
+
+    def _early(self) -> Updates:
+        """The early ones as their gradients come."""
+        early = self.updates[: self.n_early][::-1]
+        return [(chunk, duration * self.weight_share) for chunk, duration in early] if self.weight_share else early
+
+    def wait_ms(self, known: Known, limit_ms: float) -> float:
+        """How long the next step waits for updates, in forward or for deferred ones in backward.
+
+        If above ``limit_ms``, by how much is open.
+        """
+        over, offloaded, upload_ms = known.over, known.offloaded, known.upload_ms
+        in_time = self.in_time(known.free, offloaded, over)
+        updates, free, done = self.ordered(in_time), known.free, [0.0] * len(upload_ms)
+        for chunk, duration in updates[:in_time]:
+            free = max(free, offloaded[chunk]) + duration
+        for chunk, _ in updates[:in_time]:
+            done[chunk] = free
+        free = max(free, over)
+        for chunk, duration in updates[in_time:]:
+            free = done[chunk] = max(free, offloaded[chunk]) + duration
+        link = wait = 0.0
+        for chunk, duration in self.deferred(in_time):
+            free += duration
+            wait = max(wait, free - over - known.offloads[chunk])
+        if wait > limit_ms:
+            return wait
+        for ready, chunk, use in sorted(
+            [(max(start, done[chunk] - over), chunk, use) for chunk, start, use in known.uploads]
+        ):
+            if ready > link:
+                link = ready
+            link += upload_ms[chunk]
+            if link - use > wait:
+                wait = link - use
+                if wait > limit_ms:
+                    break
+        return wait
+
+
+def least_waiting(most: Queue, known: Known) -> Queue:
+    """With the number of early updates that forward waits least for. See [Note: how many early updates]."""
+    chosen, least = most, most.wait_ms(known, inf)
+    none = most._replace(n_early=0)
+    if least >= none.wait_ms(known, least):
+        return none
+    for n_early in range(most.n_early - 1, 0, -1):
+        if least <= 0 or n_early < chosen.n_early - _TRIED:
+            break
+        fewer = most._replace(n_early=n_early)
+        wait = fewer.wait_ms(known, least)
+        if wait <= least:
+            chosen, least = fewer, wait
+    return chosen

@@ -219,7 +219,8 @@ static inline void written_out(void) {
 #endif
 }
 
-/* protrain_adam that leaves its states as they are and writes the new ones elsewhere: as much traffic. */
+/* protrain_adam that leaves its states as they are and writes the new ones elsewhere, where there is anywhere: as much
+ * traffic, or that of the weight alone. */
 void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void *master, const float *exp_avg,
                                 const float *exp_avg_sq, const void *grad, int grad_dtype, int64_t count,
                                 const adam_scalars *scalars, int threads, void *new_weight, void *new_master,
@@ -244,18 +245,18 @@ void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void
                 adam_block_to(old, g, exp_avg + first, exp_avg_sq + first, p, m, v, n, s, 1);
             else
                 adam_block_to(old, g, exp_avg + first, exp_avg_sq + first, p, m, v, n, s, 0);
-            write_out(new_exp_avg + first, m, n * 4);
-            write_out(new_exp_avg_sq + first, v, n * 4);
+            if (new_exp_avg) write_out(new_exp_avg + first, m, n * 4);
+            if (new_exp_avg_sq) write_out(new_exp_avg_sq + first, v, n * 4);
             if (weight_dtype == FP32) {
                 write_out((float *)new_weight + first, p, n * 4);
                 continue;
             }
             if (weight_dtype == BF16) {
                 split_block(p, n, half, remainder);
-                write_out((int16_t *)new_master + first, remainder, n * 2);
+                if (new_master) write_out((int16_t *)new_master + first, remainder, n * 2);
             } else {
                 narrow_halves(p, n, half);
-                write_out((float *)new_master + first, p, n * 4);
+                if (new_master) write_out((float *)new_master + first, p, n * 4);
             }
             write_out((uint16_t *)new_weight + first, half, n * 2);
         }

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.batch import arguments
+from protrain.engine.build import DTYPES
+from protrain.engine.chunks import state_sizes
 from protrain.optim import ProTrainOptimizer
 from protrain.planning import BlockMode, MemoryModel, Plan, check, choose_chunk_elements, evaluate, pack
 from protrain.planning.layout import updated_chunks
@@ -38,10 +40,11 @@ class Spec:
     modes: tuple[BlockMode, ...]  # repeated over the blocks
     small: bool = False  # chunks as small as the largest parameter allows, so that a unit spreads over several
     early: bool = False  # updates begin before step() is called
+    weights: bool = False  # and host memory has room for second weights alone
     stream: bool = False  # the device updates half of the chunks in host memory, or of those not updated early
 
     def __str__(self) -> str:
-        chosen = {"small": self.small, "early": self.early, "stream": self.stream}
+        chosen = {"small": self.small, "early": self.early, "weights": self.weights, "stream": self.stream}
         marks = "".join(f"-{name}" for name, is_so in chosen.items() if is_so)
         return f"{self.persist}-{self.buffers}-{''.join(_LETTERS[mode] for mode in self.modes)}{marks}"
 
@@ -64,6 +67,7 @@ PLANS = (
     Spec("all", "least", (CKPT_SWAP,)),
     Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE), early=True),
     Spec("none", "least", (CKPT_SWAP,), small=True),
+    Spec("none", "middle", (CKPT, NONE), early=True, weights=True),
     Spec("none", "middle", (CKPT,), stream=True),
     Spec("some", "least", (CKPT, NONE), small=True, early=True, stream=True),
 )
@@ -74,6 +78,7 @@ FEW_PLANS = (
     Spec("all", "least", (CKPT, SWAP, NONE)),
     Spec("some", "least", (CKPT_SWAP, CKPT_SWAP, NONE, SWAP), small=True),
     Spec("none", "least", (CKPT, NONE), early=True, stream=True),
+    Spec("none", "least", (NONE, CKPT), small=True, early=True, weights=True),
 )
 
 
@@ -113,6 +118,15 @@ def least_host_bytes(plan: Plan, profile: ModelProfile, device: torch.device) ->
     return memory.host_bytes_beside(plan.n_persist, memory.activations(plan.block_modes).swapped_bytes)
 
 
+def bytes_with_weights_alone(plan: Plan, profile: ModelProfile) -> int:
+    """Host memory with which the early updates of ``plan`` have room for second weights and for nothing else."""
+    first, dtype = plan.n_persist, DTYPES[profile.dtype]
+    early = pack(profile, plan.chunk_elements).chunks[first : first + plan.n_speculate]
+    return plan.host_bytes - sum(
+        size for record in early if record.trainable for size in state_sizes(record, dtype, gradient=False)[1:]
+    )
+
+
 _profiles: dict[tuple[str, torch.dtype, torch.device], ModelProfile] = {}
 
 
@@ -139,7 +153,13 @@ def wrap_under(
         profile = protrain.profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
     if key:
         _profiles[key, dtype, device] = profile
-    plan = make_plan(spec, profile, device, inside=bool(options.get("step_during_backward")))
+    inside = bool(options.get("step_during_backward"))
+    plan = make_plan(spec, profile, device, inside=inside)
+    host_memory: int | str = "4GiB"
+    if tight_host:
+        host_memory = least_host_bytes(plan, profile, device)
+    elif spec.weights and not inside:
+        host_memory = bytes_with_weights_alone(plan, profile)
     return protrain.wrap(
         model,
         optimizer,
@@ -148,7 +168,7 @@ def wrap_under(
         dtype=dtype,
         plan=plan,
         device_memory=plan.device_bytes if tight else "4GiB",
-        host_memory=least_host_bytes(plan, profile, device) if tight_host else "4GiB",
+        host_memory=host_memory,
         progress=False,
         **options,
     )

@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -44,6 +44,14 @@ STEPS = 6
 Run = Callable[[nn.Module, Any, list[Batch]], Any]
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["states", "weights"])
+def kind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Early updates of all states, or of weights alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.SPEC", dataclasses.replace(SPEC, weights=request.param))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def early_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the host had begun every early update before backward was over."""
@@ -65,6 +73,7 @@ def trained(
     assert_same(states(wrapped, optimizer), states(plain, trainer))
     plan = optimizer.plan
     assert plan.n_speculate == plan.n_chunks - plan.n_persist > 0
+    assert plan.early_weights == spec.weights
     return optimizer, plan.n_speculate
 
 
@@ -164,11 +173,55 @@ def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
     losses = Loop().run(wrapped, optimizer, data)
     found = states(wrapped, optimizer)
     order = [int(name.split()[-1]) for name, _, _ in times if name.startswith("update")]
-    assert times[n_chunks - 1][0] == "early update 0", "its gradient comes last"
+    kind = "weight" if SPEC.weights and not inside else "update"
+    assert times[n_chunks - 1][0] == f"early {kind} 0", "its gradient comes last"
     assert order == STEPS * [*range(1, 1 + idle), 0, *range(1 + idle, n_chunks)]
     plain, trainer = prepare_plain(again := residual.make(), adamw(again), device=device, dtype=torch.bfloat16)
     assert Loop().run(plain, trainer, data) == losses
     assert_same(found, states(plain, trainer))
+
+
+def test_states_follow_their_weight_when_nothing_else_waits(device: torch.device) -> None:
+    if not SPEC.weights:
+        pytest.skip("states are made with the weight")
+    data, model = residual.batches(3), residual.make()
+    spec = Spec("none", "least", (CKPT,), early=True, weights=True, stream=True)  # with half of the chunks early
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    worker, early = optimizer._engine.worker, optimizer.plan.n_speculate
+    late = [chunk.index for chunk in optimizer._engine.chunks if chunk.index >= early and not chunk.streamed]
+    assert early
+    assert late
+    for batch in data:
+        worker.times = []
+        default_loss(wrapped, batch).backward()
+        optimizer.step()
+        optimizer._engine.wait_for_updates()
+        optimizer.zero_grad()
+        names = [name for name, _, _ in worker.times if name.startswith(("update", "deferred"))]
+        assert names == [
+            *(f"update {index}" for index in [*range(early), *late]),
+            *(f"deferred update {index}" for index in reversed(range(early))),
+        ]
+        assert not any(chunk.states_behind for chunk in optimizer._engine.chunks)
+
+
+def test_states_that_could_not_follow_are_missed_for_good(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their weight is a step ahead: nothing may be read or trained on."""
+    if not SPEC.weights:
+        pytest.skip("states are made with the weight")
+    data, model = residual.batches(1), residual.make()
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    default_loss(wrapped, data[0]).backward()
+    monkeypatch.setattr(Chunk, "step", _fail)
+    optimizer.step()
+    optimizer.zero_grad()
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="the early update failed"):
+            optimizer.state_dict()
+        with pytest.raises(ArithmeticError, match="the early update failed"):
+            default_loss(wrapped, data[0]).backward()
 
 
 def test_a_chunk_updated_in_stretches_has_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +366,8 @@ def test_host_memory_is_as_planned(device: torch.device) -> None:
     elements = sum(parameter.numel() for parameter in model.parameters())
     assert 12 * elements <= with_room.host_bytes - without.host_bytes <= 12.1 * elements
     _, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    second = 2 if SPEC.weights else 12
+    assert second * elements <= optimizer.plan.host_bytes - without.host_bytes <= (second + 0.1) * elements
     report = optimizer.report()
     assert 0 <= report.predicted_host_bytes - report.host_bytes <= 2 * 1024**2
 

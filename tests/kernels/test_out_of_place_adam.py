@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from protrain_kernels import AdamStates, adam, adam_out_of_place, adam_scalars, split
+from protrain_kernels import AdamStates, adam, adam_out_of_place, adam_scalars, adam_weight, split
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -57,6 +57,9 @@ def test_bits(
         expected, before, new = copy(old), copy(old), copy(old, fill=77, start=start)
         adam(*expected, grad, scalars, scale=scale, threads=2)
         adam_out_of_place(old, new, grad, scalars, scale=scale, threads=2)
+        alone = copy(old, fill=77, start=start).weight
+        adam_weight(old, alone, grad, scalars, scale=scale, threads=2)
+        same_bits(alone, expected.weight)
         for ours, theirs, kept, was in zip(new, expected, old, before, strict=True):
             if ours is not None:
                 same_bits(ours, theirs)
@@ -76,3 +79,10 @@ def test_bad_arguments_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             adam_out_of_place(old, wrong, grad, scalars)
+    for weight, message in (
+        (old.weight, r"new_weight overlaps old\.weight"),
+        (new.weight.half(), r"new_weight must be torch\.bfloat16"),
+        (new.weight[:128], r"new_weight has 128 elements and needs 256"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adam_weight(old, weight, grad, scalars)

@@ -1,0 +1,165 @@
+"""Early updates of weights alone: when they are, what memory they take, and steps that can be worked out by hand."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protrain.errors import PlanError
+from protrain.hardware import HardwareProfile
+from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, explain, pack, search
+from protrain.planning.timeline import DOWN, GPU, HOST, UP
+from protrain.profiler.model_profile import ModelProfile
+from tests.planning.test_brute_force import N as CHUNK
+from tests.planning.test_brute_force import as_measured, best_of_all, random_machine, random_profile
+from tests.planning.test_runtime import MACHINE, MOVE, NONE, N, make_profile
+
+# By seed, where that makes the fastest plan faster by more than 2%.
+SCARCE = (28, 35, 80, 309, 323, 324, 342, 355)
+
+
+def scarce(profile: ModelProfile, hardware: HardwareProfile, n_weights: int, n_persist: int = 0) -> HardwareProfile:
+    """Host memory for that many second weights of full chunks beside all that must be there, in chunks of N."""
+    memory = MemoryModel(profile, replace(hardware, host_bytes=10**12), pack(profile, N))
+    room = n_weights * N * profile.element_bytes
+    return replace(hardware, host_bytes=memory.host_bytes_beside(n_persist, 0) + room)
+
+
+def runtime_of(profile: ModelProfile, hardware: HardwareProfile) -> RuntimeModel:
+    return RuntimeModel(MemoryModel(profile, hardware, pack(profile, N)))
+
+
+@pytest.mark.parametrize(("dtype", "whole", "weight"), [("bfloat16", 12, 2), ("float16", 14, 2), ("float32", 12, 4)])
+def test_second_weights_where_whole_copies_do_not_fit(dtype: str, whole: int, weight: int) -> None:
+    profile = replace(make_profile(3.0, 6.0, n=8), dtype=dtype)
+    beside = MemoryModel(profile, replace(MACHINE, host_bytes=10**12), pack(profile, N)).host_bytes_beside(2, 5000)
+    for n_early in range(7):
+        for more in (0, -1):
+            hardware = replace(MACHINE, host_bytes=beside + n_early * N * whole + more)
+            memory = MemoryModel(profile, hardware, pack(profile, N))
+            n_whole = max(0, n_early + more)  # a byte less is one copy less
+            assert memory.most_whole(2, np.array([5000])).tolist() == [n_whole]
+            assert memory.most_speculated(2, np.array([5000])).tolist() == [
+                0 if beside > hardware.host_bytes else min(6, (hardware.host_bytes - beside) // (N * weight))
+            ]
+            for count in range(7):
+                alone = memory.early_weights(2, count, 5000)
+                assert alone == (count > n_whole)
+                assert memory.spare_bytes(2, count, 5000) == count * N * (weight if alone else whole)
+
+
+def test_the_kind_is_worked_out_for_every_machine() -> None:
+    profile = make_profile(3.0, 6.0, n=8)
+    counts: dict[str, Any] = {"n_persist": 2, "n_buffer": 2, "n_swap": 0, "n_ckpt": 0, "chunk_elements": N}
+    tight = scarce(profile, MACHINE, 6, 2)
+    one = evaluate(profile, tight, n_speculate=1, **counts)
+    assert (one.early_weights, str(one).endswith("n_speculate=1")) == (False, True)
+    plan = evaluate(profile, tight, n_speculate=6, **counts)
+    assert plan.early_weights
+    assert str(plan).endswith("n_speculate=6 (weights)")
+    assert plan.host_bytes == tight.host_bytes
+    assert explain(plan, profile, tight).host_parts["second weights for early updates"] == 6 * N * 2
+    roomy = check(plan, profile, replace(MACHINE, host_bytes=10**12))
+    assert not roomy.early_weights
+    assert roomy.host_bytes - plan.host_bytes == 6 * N * 10
+    assert check(roomy, profile, tight) == plan
+    assert not evaluate(profile, tight, n_speculate=0, **counts).early_weights
+    with pytest.raises(PlanError, match="host"):
+        check(plan, profile, replace(tight, host_bytes=tight.host_bytes - 1))
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def steps_of(update_ms: float, room: int = 7) -> tuple[RuntimeModel, list[float]]:
+    """Of eight blocks of 2 and 20 ms, the first persistent, by early updates, with room for so many second weights."""
+    profile = make_profile(2.0, 20.0, n=8)
+    hardware = replace(MACHINE, host_adam_gparams=MACHINE.host_adam_gparams / update_ms)
+    runtime = runtime_of(profile, scarce(profile, hardware, room, 1))
+    return runtime, [runtime.step_ms((NONE,) * 8, 1, 7, early) for early in range(room + 1)]
+
+
+def test_a_step_waits_for_weights_and_not_for_states() -> None:
+    # An update takes 13 ms, of its weight alone 8 (16 of 26 bytes). Without, seven of them, the last chunk up and used.
+    _, steps = steps_of(13.0)
+    backward_ms, states_ms = 8 * 20.0, 7 * 13.0
+    assert steps[0] == pytest.approx(states_ms + MOVE + 2.0 + backward_ms + 0.01, abs=0.01)
+    # With three, the last four wait as before.
+    assert steps[3] == pytest.approx(4 * 13.0 + MOVE + 2.0 + backward_ms + 0.01, abs=0.01)
+    # With six or seven all seven chunks go up before the last block is used.
+    for early in (6, 7):
+        assert steps[early] == pytest.approx(7 * MOVE + 2.0 + backward_ms + 0.01, abs=0.01)
+
+
+def test_deferred_updates_come_last_and_hold_up_the_next_gradients() -> None:
+    runtime, steps = steps_of(34.0)
+    found = runtime.timeline((NONE,) * 8, 1, 7, 6)
+    assert found.step_ms == steps[6]
+    begun = [one for one in found.operations if one.lane == HOST and one.start_ms > 0.0]
+    order = [one.name for one in begun]
+    deferred = [f"deferred update {chunk}" for chunk in (6, 5, 4, 3, 2, 1)]
+    assert order[:7] == ["update 7", *deferred]
+    assert order[7:13] == [f"early weight {chunk}" for chunk in (6, 5, 4, 3, 2, 1)]
+    assert order[13:] == order[:7]
+    for one in begun:
+        share = 16 / 26 if one.name.startswith("early weight") else 1.0
+        assert one.end_ms - one.start_ms == pytest.approx(34.0 * share, rel=1e-6)
+    # A backward takes 20 ms and an update 34: from the third gradient on each is flattened, and then the device waits.
+    down = {one.name: one.start_ms for one in found.operations if one.lane == DOWN}
+    done = {one.name: one.end_ms for one in begun[:7]}
+    assert down["gradients 6"] > done["deferred update 6"]
+    device = [one for one in found.operations if one.lane == GPU]
+    for chunk in (5, 4, 3, 2, 1):
+        end = done[f"deferred update {chunk}"]
+        assert down[f"gradients {chunk}"] == end
+        at = next(at for at, one in enumerate(device) if one.name == f"flatten {chunk}")
+        assert device[at].end_ms < end
+        assert device[at + 1].start_ms == end
+
+
+def test_what_is_not_begun_in_time_is_whole_and_nothing_of_it_deferred() -> None:
+    # Of weights that take 24 ms each and come every 20 the last is not begun when backward is over.
+    runtime, _ = steps_of(39.0)
+    found = runtime.timeline((NONE,) * 8, 1, 7, 7)
+    names = [one.name for one in found.operations if one.lane == HOST]
+    at = len(names) - 1 - names[::-1].index("update 1")
+    assert names[at - 1] == "early weight 2"
+    assert names[at + 1 :] == [f"deferred update {chunk}" for chunk in range(7, 1, -1)]
+
+
+def test_a_timeline_with_deferred_updates_does_one_thing_at_a_time() -> None:
+    runtime, _ = steps_of(26.0)
+    for early in (1, 4, 7):
+        found = runtime.timeline((BlockMode.SWAP, BlockMode.CKPT) * 4, 1, 3, early)
+        lanes = defaultdict(list)
+        for one in found.operations:
+            lanes[one.lane].append((one.start_ms, one.end_ms))
+        assert set(lanes) == {GPU, UP, DOWN, HOST}
+        for intervals in lanes.values():
+            assert all(first[1] <= second[0] + 1e-9 for first, second in pairwise(sorted(intervals)))
+
+
+def tight_case(seed: int) -> tuple[ModelProfile, HardwareProfile]:
+    """Room in host memory for some second weights and hardly a whole copy, and where updates matter."""
+    draw = random.Random(seed)
+    profile = as_measured(random_profile(draw, draw.choice([4, 8, 16])), random.Random(-seed - 1))
+    hardware = replace(random_machine(draw), host_adam_gparams=draw.choice([0.5, 1.0, 2.0]), host_bytes=0)
+    memory = MemoryModel(profile, hardware, pack(profile, CHUNK))
+    beside = memory.host_bytes_beside(draw.randint(0, 1), 0)
+    return profile, replace(hardware, host_bytes=beside + draw.randint(1, 8) * memory.buffer_bytes)
+
+
+@pytest.mark.parametrize("seed", SCARCE)
+def test_early_weights_are_found_that_come_close_to_the_best(seed: int) -> None:
+    profile, hardware = tight_case(seed)
+    best, whole = best_of_all(MemoryModel(profile, hardware, pack(profile, CHUNK)))
+    found = search(profile, hardware, chunk_elements=CHUNK)
+    assert found.early_weights
+    assert best <= found.step_ms < 0.99 * whole
+    assert found.step_ms <= 1.04 * best
+    assert found.host_bytes <= hardware.host_bytes
+    assert check(found, profile, hardware) == found
