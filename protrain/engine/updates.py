@@ -155,7 +155,7 @@ class Updates:
     def publish(self, factor: Tensor) -> Scale:
         """``factor``, 0-d on the device, for the device and the host."""
         for job in self._all_done:
-            job.wait()  # long ago, where a forward in between needed all of their chunks
+            job.wait()  # long ago, where a forward came in between that needed their chunks, and a backward their room
         streams = self._engine.streams
         streams.compute_waits(self._scale_ready)  # the copy of the step before may still read it
         self._device_scale.copy_(factor.reshape(1))  # a temporary could be gone before the copy to the host has run

@@ -70,7 +70,7 @@ def search(
     plan = models.plan(*models.best_early(*models.fewer_moved(*models.more_persistent(chosen, limit_ms), limit_ms)))
     if models.runtime.speculates:
         weights = EarlyWeightSearch(models.memory, models.runtime).fastest(plan)
-        plan = plan if weights is None else models.plan(*weights)
+        plan = plan if weights is None else models.plan(*models.best_early(*weights))
     if not models.runtime.streams:
         return plan
     streamed = StreamedSearch(models.memory, models.runtime).fastest(plan)
@@ -265,10 +265,11 @@ class _Models:
     ) -> Counts:
         """The same with the best number of early updates, or fewer where those save nothing: they take memory.
 
-        Half as many again as are needed, should the host be slower than it was when it was calibrated.
+        Whole ones, or up to ``n_speculate``. Half as many again as are needed, should the host be slower than it was
+        when it was calibrated.
         """
         modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
-        most = self.most_early(n_persist, self.memory.activations(modes).swapped_bytes)
+        most = max(n_speculate, self.most_early(n_persist, self.memory.activations(modes).swapped_bytes))
         times = [self.runtime.step_ms(modes, n_persist, n_buffer, early) for early in range(most + 1)]
         limit_ms = min(times) * (1 + _NOTHING)
         needed = next(early for early, step_ms in enumerate(times) if step_ms <= limit_ms)
