@@ -8,10 +8,9 @@ steps that become smaller. No plan becomes slower; that the best of all is found
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
+from protrain.planning.columns import Candidate
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
@@ -25,17 +24,6 @@ _STEPS = (
 )
 
 
-class _Counts(NamedTuple):
-    """The integers of a plan, in the order of :class:`protrain.planning.columns.Candidate`."""
-
-    n_persist: int
-    n_buffer: int
-    n_swap: int
-    n_ckpt: int
-    n_ckpt_swap: int
-    n_speculate: int
-
-
 class EarlyWeightSearch:
     """For one model on one machine. See [Note: looking for early weights]."""
 
@@ -44,31 +32,30 @@ class EarlyWeightSearch:
         self._runtime = runtime
         self._n_chunks = len(memory.layout.chunks)
         self._n_blocks = len(memory.profile.blocks)
-        self._tried: set[_Counts] = set()
+        self._tried: set[tuple[float, ...]] = set()  # what follows step_ms
 
     def fastest(self, plan: Plan) -> tuple[int, ...] | None:
         """The integers of the fastest plan found.
 
         None unless it is faster than ``plan``, the fastest with whole early updates, by _GAIN.
         """
-        begin = _Counts(*(getattr(plan, name) for name in _Counts._fields))
+        begin = best = Candidate(*(getattr(plan, name) for name in Candidate._fields))
         swapped_bytes = self._memory.swapped_bytes(plan.block_modes)
         if self._memory.most_whole(begin.n_persist, np.array(swapped_bytes)) >= self._n_chunks - begin.n_persist:
             return None  # there is room for all
-        found = plan.step_ms, begin
         most = int(self._memory.most_speculated(begin.n_persist, np.array(swapped_bytes)))
         for n_speculate in (most, (begin.n_speculate + most) // 2):
-            found = self._faster(found, begin._replace(n_speculate=n_speculate))
+            best = self._faster(best, begin._replace(n_speculate=n_speculate))
         size = max(1, self._n_chunks // 4)
         while size:
-            before = found
+            before = best
             for steps in _STEPS:
-                found = self._faster(found, self._stepped(found[1], *(size * step for step in steps)))
-            if found == before:
+                best = self._faster(best, self._stepped(best, *(size * step for step in steps)))
+            if best == before:
                 size //= 2
-        return found[1] if found[0] < plan.step_ms * (1 - _GAIN) else None
+        return best[1:] if best.step_ms < plan.step_ms * (1 - _GAIN) else None
 
-    def _stepped(self, of: _Counts, persist: int, ckpt: int, moved: int, early: int) -> _Counts | None:
+    def _stepped(self, of: Candidate, persist: int, ckpt: int, moved: int, early: int) -> Candidate | None:
         """A neighbour with all buffers that fit; None where there is none."""
         memory = self._memory
         n_persist, n_ckpt = of.n_persist + persist, of.n_ckpt + ckpt
@@ -82,13 +69,18 @@ class EarlyWeightSearch:
         n_buffer = int(memory.most_buffers(n_persist, np.array(memory.margined_bytes(activations))))
         most = int(memory.most_speculated(n_persist, np.array(swapped_bytes)))
         n_speculate = min(max(0, of.n_speculate + early), most)
-        return None if n_buffer < 0 else _Counts(n_persist, n_buffer, of.n_swap, n_ckpt, n_moved, n_speculate)
+        if n_buffer < 0:
+            return None
+        return of._replace(
+            n_persist=n_persist, n_buffer=n_buffer, n_ckpt=n_ckpt, n_ckpt_swap=n_moved, n_speculate=n_speculate
+        )
 
-    def _faster(self, best: tuple[float, _Counts], other: _Counts | None) -> tuple[float, _Counts]:
-        if other is None or other in self._tried:
+    def _faster(self, best: Candidate, other: Candidate | None) -> Candidate:
+        if other is None or other[1:] in self._tried:
             return best
-        self._tried.add(other)
+        self._tried.add(other[1:])
         modes = block_modes(self._n_blocks, other.n_swap, other.n_ckpt, other.n_ckpt_swap)
-        limit_ms = best[0] * (1 - _LITTLE)
-        step_ms = self._runtime.step_ms(modes, other.n_persist, other.n_buffer, other.n_speculate, limit_ms=limit_ms)
-        return (step_ms, other) if step_ms < limit_ms else best
+        limit_ms = best.step_ms * (1 - _LITTLE)
+        counts = other.n_persist, other.n_buffer, other.n_speculate
+        step_ms = self._runtime.step_ms(modes, *counts, limit_ms=limit_ms)
+        return other._replace(step_ms=step_ms) if step_ms < limit_ms else best

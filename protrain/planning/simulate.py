@@ -417,8 +417,4 @@ class _Run:
             (fetch.chunk, start, used.pop(fetch.chunk, inf))
             for fetch, start in zip(self.uploads, self.starts[UP], strict=False)
         ]
-        offloads: dict[int, float] = {}
-        chunks = [step.gradients[index][0] for visit in step.backward for index, away in visit.gradients if away]
-        for chunk, start in zip(chunks, self.starts[DOWN][-len(chunks) :] if chunks else (), strict=True):
-            offloads.setdefault(chunk, start)
-        return Known(self._free[HOST], over, self._offloaded, offloads, uploads, step.upload_ms)
+        return Known(self._free[HOST], over, self._offloaded, uploads, step.upload_ms)

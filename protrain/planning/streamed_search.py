@@ -25,8 +25,8 @@ from protrain.planning.plan import Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
 
 # Of a step's time. How much streamed updates and copies take from each other is worked out and not measured, and a plan
-# that streams keeps both directions of the link busy. On H100s predicted gains of 5% and 11% were none and 3%, and of
-# others more came than was predicted (docs/results.md).
+# that streams keeps both directions of the link busy. On H100s what is now predicted as gains of 5% and 11% was
+# none and 3%, and elsewhere more came than is predicted (docs/results.md).
 STREAMING_GAIN = 0.05
 _LITTLE = 0.001  # what a neighbour must gain
 _FAR = (0.0, 0.5)  # of the chunks persistent: where else to begin

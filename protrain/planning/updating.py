@@ -14,7 +14,7 @@ how long that waits for updates; from the most that there may be it goes down un
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -29,7 +29,6 @@ class Known(NamedTuple):
     free: float  # the host has done what came before
     over: float  # backward is
     offloaded: Sequence[float]  # by chunk: its gradient is in host memory
-    offloads: Mapping[int, float]  # by chunk: the first part of its gradient goes down, from the begin of the step
     uploads: Sequence[tuple[int, float, float]]  # of forward: chunk, start, when it is used
     upload_ms: Sequence[float]  # by chunk
 
@@ -72,10 +71,7 @@ class Queue(NamedTuple):
         return [(chunk, duration * self.weight_share) for chunk, duration in early] if self.weight_share else early
 
     def wait_ms(self, known: Known, limit_ms: float) -> float:
-        """How long the next step waits for updates, in forward or for deferred ones in backward.
-
-        If above ``limit_ms``, by how much is open.
-        """
+        """How long the next forward waits for updates, none of them deferred; if above ``limit_ms``, perhaps longer."""
         over, offloaded, upload_ms = known.over, known.offloaded, known.upload_ms
         in_time = self.in_time(known.free, offloaded, over)
         updates, free, done = self.ordered(in_time), known.free, [0.0] * len(upload_ms)
@@ -87,11 +83,6 @@ class Queue(NamedTuple):
         for chunk, duration in updates[in_time:]:
             free = done[chunk] = max(free, offloaded[chunk]) + duration
         link = wait = 0.0
-        for chunk, duration in self.deferred(in_time):
-            free += duration
-            wait = max(wait, free - over - known.offloads[chunk])
-        if wait > limit_ms:
-            return wait
         for ready, chunk, use in sorted(
             [(max(start, done[chunk] - over), chunk, use) for chunk, start, use in known.uploads]
         ):

@@ -181,49 +181,6 @@ def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
     assert_same(found, states(plain, trainer))
 
 
-def test_states_follow_their_weight_when_nothing_else_waits(device: torch.device) -> None:
-    if not SPEC.weights:
-        pytest.skip("states are made with the weight")
-    data, model = residual.batches(3), residual.make()
-    spec = Spec("none", "least", (CKPT,), early=True, weights=True, stream=True)  # with half of the chunks early
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    worker, early = optimizer._engine.worker, optimizer.plan.n_speculate
-    late = [chunk.index for chunk in optimizer._engine.chunks if chunk.index >= early and not chunk.streamed]
-    assert early
-    assert late
-    for batch in data:
-        worker.times = []
-        default_loss(wrapped, batch).backward()
-        optimizer.step()
-        optimizer._engine.wait_for_updates()
-        optimizer.zero_grad()
-        names = [name for name, _, _ in worker.times if name.startswith(("update", "deferred"))]
-        assert names == [
-            *(f"update {index}" for index in [*range(early), *late]),
-            *(f"deferred update {index}" for index in reversed(range(early))),
-        ]
-        assert not any(chunk.states_behind for chunk in optimizer._engine.chunks)
-
-
-def test_states_that_could_not_follow_are_missed_for_good(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their weight is a step ahead: nothing may be read or trained on."""
-    if not SPEC.weights:
-        pytest.skip("states are made with the weight")
-    data, model = residual.batches(1), residual.make()
-    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    default_loss(wrapped, data[0]).backward()
-    monkeypatch.setattr(Chunk, "step", _fail)
-    optimizer.step()
-    optimizer.zero_grad()
-    for _ in range(2):
-        with pytest.raises(ArithmeticError, match="the early update failed"):
-            optimizer.state_dict()
-        with pytest.raises(ArithmeticError, match="the early update failed"):
-            default_loss(wrapped, data[0]).backward()
-
-
 def test_a_chunk_updated_in_stretches_has_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, adam = [], chunks.adam
 

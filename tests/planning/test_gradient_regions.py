@@ -26,11 +26,11 @@ from protrain.planning import (
 )
 from protrain.planning.gradient_regions import GradientRegions
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, Timeline
-from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+from protrain.profiler.model_profile import ModelProfile, ParameterRecord
+from tests.planning.test_runtime import MOVE, N
+from tests.planning.test_runtime import make_profile as blocks_of
 
 NONE, SWAP = BlockMode.NONE, BlockMode.SWAP
-N = 1_280_000  # elements of a chunk
-MOVE = 2.56  # ms: one chunk over the link
 UPDATE = 20.0  # ms: one chunk on the host
 DEVICE_UPDATE = 0.01
 MACHINE = replace(
@@ -47,45 +47,8 @@ MACHINE = replace(
 )
 
 
-def make_profile(
-    n: int, *, forward: float = 6.0, backward: float = 6.0, saved: int = 10_000_000, parts: int = 1
-) -> ModelProfile:
-    """Equal blocks of a chunk each, or of some."""
-
-    def segment(phase: str, block: int, duration: float) -> SegmentRecord:
-        return SegmentRecord(phase=phase, block=block, live_bytes=0, peak_bytes=0, duration_ms=duration)
-
-    return ModelProfile(
-        model="M",
-        dtype="bfloat16",
-        device="cuda",
-        batch_shapes={"x": (1,)},
-        tokens=100,
-        buffer_bytes=0,
-        parameters=tuple(ParameterRecord(name=f"p{i}", shape=(N // 128, 128), group=0) for i in range(n * parts)),
-        units=tuple(
-            UnitRecord(name=f"u{i}", block=i, parameters=tuple(range(i * parts, (i + 1) * parts))) for i in range(n)
-        ),
-        calls=tuple(range(n)),
-        blocks=tuple(
-            BlockRecord(
-                name=f"b{i}",
-                saved_bytes=saved,
-                saved_tensors=1,
-                forward_peak_bytes=0,
-                input_bytes=0,
-                output_bytes=0,
-                forward_ms=forward,
-                backward_ms=backward,
-                forward_flops=10**9,
-            )
-            for i in range(n)
-        ),
-        segments=(
-            *(segment("forward", i, forward) for i in range(n)),
-            *(segment("backward", i, backward + forward) for i in reversed(range(n))),
-        ),
-    )
+def make_profile(n: int, *, forward: float = 6.0, backward: float = 6.0, **sizes: int) -> ModelProfile:
+    return blocks_of(forward, backward, n=n, **sizes)
 
 
 def memory_of(profile: ModelProfile, hardware: HardwareProfile = MACHINE, *, inside: bool = True) -> MemoryModel:

@@ -45,7 +45,11 @@ UPDATE = 1.0  # ms: one chunk on the host
 DEVICE_UPDATE = 0.01
 
 
-def make_profile(forward: float, backward: float, *, n: int = 4, saved: int = 10_000_000) -> ModelProfile:
+def make_profile(
+    forward: float, backward: float, *, n: int = 4, saved: int = 10_000_000, parts: int = 1
+) -> ModelProfile:
+    """Equal blocks of a chunk each, or of some."""
+
     def segment(phase: str, block: int, duration: float) -> SegmentRecord:
         return SegmentRecord(phase=phase, block=block, live_bytes=0, peak_bytes=0, duration_ms=duration)
 
@@ -56,8 +60,10 @@ def make_profile(forward: float, backward: float, *, n: int = 4, saved: int = 10
         batch_shapes={"x": (1,)},
         tokens=100,
         buffer_bytes=0,
-        parameters=tuple(ParameterRecord(name=f"p{i}", shape=(N // 128, 128), group=0) for i in range(n)),
-        units=tuple(UnitRecord(name=f"u{i}", block=i, parameters=(i,)) for i in range(n)),
+        parameters=tuple(ParameterRecord(name=f"p{i}", shape=(N // 128, 128), group=0) for i in range(n * parts)),
+        units=tuple(
+            UnitRecord(name=f"u{i}", block=i, parameters=tuple(range(i * parts, (i + 1) * parts))) for i in range(n)
+        ),
         calls=tuple(range(n)),
         blocks=tuple(
             BlockRecord(

@@ -270,7 +270,7 @@ class Calibration:
     def choose_way(self, together: Together) -> None:
         """The groups are measured with the way of streaming that leaves most in a step; all ranks take the same.
 
-        Alone zero copy is often faster. Beside others its many small reads take more from them.
+        On H100s zero copy is faster alone. In steps uploads took 38 ms and more beside it, and 15 beside copies.
         """
         updated = []
         for together.streams_by_copies in (False, True):
