@@ -27,7 +27,7 @@ def refuse_other_model(plan: Plan, profile: ModelProfile) -> None:
 
 def name_other_loss(error: PlanError, plan: Plan, profile: ModelProfile) -> PlanError:
     """``error`` of a plan that does not fit, naming the loss where ``plan`` was made for the one that takes less."""
-    if not plan.chunked_loss or profile.chunked_loss or error.where != "device":
+    if not plan.chunked_loss or profile.chunked_loss or error.where == "host":
         return error
     return PlanError(
         where=error.where,

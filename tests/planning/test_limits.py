@@ -10,9 +10,19 @@ import pytest
 
 from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile, load
-from protrain.planning import Frontier, Largest, MemoryModel, choose_chunk_elements, frontier, largest, pack, search
+from protrain.planning import (
+    Frontier,
+    Largest,
+    MemoryModel,
+    check,
+    choose_chunk_elements,
+    frontier,
+    largest,
+    pack,
+    search,
+)
 from protrain.planning.frontier import least_device_bytes
-from protrain.planning.mismatch import refuse_other_model
+from protrain.planning.mismatch import name_other_loss, refuse_other_model
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 
 MIB = 1024**2
@@ -182,3 +192,16 @@ def test_the_difference_is_named() -> None:
     refusal(replace(traced, parameters=one_group), "its parameters or their optimizer groups differ")
     plan = search(replace(traced, parameters=one_group), hardware)
     refusal(traced, "its optimizer has a single group of parameters, this one several")
+
+
+def test_a_plan_for_chunked_loss_that_does_not_fit_whole_logits_names_the_loss() -> None:
+    whole = make_profile(6)
+    plan = search(replace(whole, chunked_loss=True), machine(512, 4096))
+
+    def refusal(**memory: int) -> PlanError:
+        with pytest.raises(PlanError) as raised:
+            check(plan, whole, machine(**{"device_mib": 512, "host_mib": 4096} | memory))
+        return name_other_loss(raised.value, plan, whole)
+
+    assert "made for chunked_loss=True, and here logits are whole" in str(refusal(device_mib=100)), "a GPU's memory"
+    assert "chunked_loss" not in str(refusal(host_mib=100)), "logits take no host memory"
