@@ -19,6 +19,7 @@ ALLOWED = {
     "protrain.quantities": (),
     "protrain.errors": ("protrain.quantities",),
     "protrain.host_memory": ("protrain.quantities",),
+    "protrain.attention": (),
     "protrain.batch": DATA,
     "protrain.compilation": (),
     "protrain.chunked_loss": ("protrain.chunked_loss_on_meta",),
@@ -27,6 +28,7 @@ ALLOWED = {
     "protrain.hardware": (*DATA, "protrain.host_memory", "protrain_kernels"),
     "protrain.profiler": (
         *DATA,
+        "protrain.attention",
         "protrain.batch",
         "protrain.chunked_loss",
         "protrain.compilation",
@@ -35,6 +37,7 @@ ALLOWED = {
     "protrain.engine": (
         *DATA,
         *PROFILES,
+        "protrain.attention",
         "protrain.batch",
         "protrain.compilation",
         "protrain.host_memory",

@@ -12,7 +12,7 @@ from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.planning.layout import updated_chunks
 from protrain.profiler import ModelProfile
 
-_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream")
+_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream", "keep_attention")
 _BETTER = 0.995  # of the step time: less is noise
 
 
@@ -28,8 +28,8 @@ def descend(
 ) -> Iterator[Point]:
     """The chosen plan, ``others`` spread over what fits, and every neighbour on the way down from the fastest of them.
 
-    A neighbour differs by one in one knob. Where it doesn't fit, buffers, early and streamed updates give way; where
-    fewer blocks are recomputed, moved inputs do.
+    A neighbour differs by one in one knob, or in whether it keeps attention. Where it doesn't fit, buffers, early and
+    streamed updates give way; where fewer blocks are recomputed, moved inputs do.
     """
     best = chosen = measure(None)
     yield chosen
@@ -66,7 +66,7 @@ def _faster(best: Point, point: Point) -> Point:
 
 def _key(plan: Plan) -> tuple[int, ...]:
     counts = plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap
-    return *counts, plan.n_speculate, plan.n_stream
+    return *counts, plan.n_speculate, plan.n_stream, plan.keep_attention
 
 
 def _neighbours(
@@ -80,6 +80,8 @@ def _neighbours(
             counts = dict(zip(_KNOBS, _key(plan), strict=True))
             counts[knob] += change
             away = plan.n_chunks - counts["n_persist"]
+            if counts["keep_attention"] not in (0, 1):
+                continue
             if not 0 <= away <= plan.n_chunks:
                 continue
             early = counts["n_speculate"] if knob == "n_speculate" else min(counts["n_speculate"], away)
@@ -101,6 +103,7 @@ def _neighbours(
                         n_ckpt_swap=moved,
                         n_speculate=early,
                         n_stream=stream,
+                        keep_attention=bool(counts["keep_attention"]),
                         chunk_elements=plan.chunk_elements,
                         step_during_backward=step_during_backward,
                     )

@@ -13,6 +13,7 @@ from bench.planner.measure import Point
 from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, RuntimeModel, pack
 from protrain.planning.paper import paper_step_ms
+from protrain.planning.plan import as_planned
 from protrain.profiler import ModelProfile
 from protrain.records import Record
 
@@ -35,7 +36,9 @@ class CaseResult(Record):
     def predict(self, plan: Plan) -> Prediction:
         """Time and memory of ``plan`` by the models as they are now."""
         layout = pack(self.profile, plan.chunk_elements)
-        memory = MemoryModel(self.profile, self.hardware, layout, update_in_backward=not self.case.clip)
+        memory = MemoryModel(
+            as_planned(self.profile, plan), self.hardware, layout, update_in_backward=not self.case.clip
+        )
         runtime = RuntimeModel(memory)
         activations = memory.activations(plan.block_modes)
         return Prediction(

@@ -23,7 +23,7 @@ from protrain.engine.swap import ALIGNMENT_BYTES, HostSlots
 from protrain.engine.units import make_units
 from protrain.engine.worker import HostWorker
 from protrain.planning.layout import pack, streamed_chunks, updated_chunks
-from protrain.planning.plan import BlockMode, Plan, moved_input_bytes
+from protrain.planning.plan import BlockMode, Plan, as_planned, moved_input_bytes
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels.host_library import library
@@ -142,7 +142,7 @@ def build_engine(
     )
     swapped += sum(
         moved_input_bytes(block)
-        for block, mode in zip(profile.blocks, plan.block_modes, strict=True)
+        for block, mode in zip(as_planned(profile, plan).blocks, plan.block_modes, strict=True)
         if mode is BlockMode.CKPT_SWAP
     )
     # A page more for each call, whose region is whole pages, and one for the optimizer: a region that did not fit what

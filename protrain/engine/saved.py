@@ -12,7 +12,7 @@ inputs and run forward again (CKPT), move what is saved to host memory and back 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from protrain.engine.chunks import Chunk
+from protrain.engine.kept_attention import KeptAttention
+from protrain.engine.random_state import RandomState
 from protrain.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -118,12 +120,16 @@ class CheckpointFrame(Frame):
 
     torch's own checkpoint keeps the recomputed weight views itself, which would outlive their buffer when backward
     alternates between units; here they go through [Note: saved weights] too.
+
+    Where the plan says so, outputs of attention are kept beside the inputs: [Note: what is not computed twice].
     """
 
     def __init__(self, engine: Engine, unit: Unit) -> None:
         super().__init__(engine, unit)
         self.n_saved = 0
         self.recomputed: dict[int, Any] = {}
+        self.attention = KeptAttention(engine.device) if engine.plan.keep_attention else None
+        self._saved: set[int] = set()  # storages, where attention is kept
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,10 +139,18 @@ class CheckpointFrame(Frame):
         self.random_state = RandomState(self.engine.device)
         self.autocast = _autocast_state(self.engine.device.type)
         self.buffers = _copied(module._buffers[name] for module, name in self.unit.buffers)
-        return super().run(function, args, kwargs)
+        if self.attention is None:
+            return super().run(function, args, kwargs)
+        output = super().run(self.attention.noting(function), args, kwargs)
+        for tensor in self.attention.keep(self._saved):
+            self.engine.ledger.hold(tensor)
+        self._saved.clear()
+        return output
 
     @override
     def pack(self, tensor: Tensor) -> int:
+        if self.attention is not None and tensor.layout == torch.strided:
+            self._saved.add(storage_address(tensor))
         self.n_saved += 1
         return self.n_saved - 1
 
@@ -152,7 +166,7 @@ class CheckpointFrame(Frame):
         return super().rebuild(self.recomputed.pop(packed))
 
     def fresh_input(self, leaf: Any) -> Any:
-        """What the second run gets for a leaf of the kept arguments: no part of the first run's graph."""
+        """What the second run gets for a leaf of what is kept: no part of the first run's graph."""
         if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
             return leaf.detach().requires_grad_(leaf.requires_grad)
         return leaf
@@ -161,7 +175,16 @@ class CheckpointFrame(Frame):
         self.recomputed.clear()
         args, kwargs = tree_map(self.fresh_input, (self.args, self.kwargs))
         hooks = saved_tensors_hooks(self._keep, _unreachable)
-        with self._first_buffers(), suppress(_Stop), torch.enable_grad(), self.random_state, self.autocast(), hooks:
+        attention = nullcontext() if self.attention is None else self.attention.again(self.fresh_input)
+        with (
+            self._first_buffers(),
+            suppress(_Stop),
+            torch.enable_grad(),
+            self.random_state,
+            self.autocast(),
+            hooks,
+            attention,
+        ):
             self.function(*args, **kwargs)
 
     @contextmanager
@@ -199,28 +222,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def storage_address(tensor: Tensor) -> int:
     """Address of the memory that ``tensor`` is a view of."""
     return tensor.untyped_storage().data_ptr()
-
-
-class RandomState:
-    """The random numbers that the next operations would draw, to be drawn again inside a ``with``."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def __enter__(self) -> None:
-        current = RandomState(self.device)
-        self._restore = current
-        self._set()
-
-    def __exit__(self, *exception: object) -> None:
-        self._restore._set()
-
-    def _set(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self.device)
 
 
 def _autocast_state(device_type: str) -> Callable[[], AbstractContextManager[Any]]:

@@ -239,6 +239,7 @@ class CheckpointSwapFrame(CheckpointFrame):
     free nothing, and take the link and host memory once a block. That a tensor is shared shows when the next unit is
     called: until then the inputs wait here, so that their addresses are theirs alone, and only then the copies start.
     A shared tensor that no two units in a row are given is moved for each, which costs time but changes no result.
+    Outputs of attention that are kept are nobody else's and move with the inputs.
     """
 
     def __init__(self, engine: Engine, unit: Unit) -> None:
@@ -264,7 +265,12 @@ class CheckpointSwapFrame(CheckpointFrame):
                 return _MovedInput(self.moved.add(leaf), leaf.requires_grad)
             return leaf
 
+        def move_attention(tensor: Tensor) -> Any:
+            return _MovedInput(self.moved.add(tensor), False) if self.moved.worthwhile(tensor) else tensor
+
         self.args, self.kwargs = tree_map(move, (self.args, self.kwargs))
+        if self.attention is not None:
+            self.attention.replace(move_attention)
         if self.moved:
             self.moved.offload()
         return shared

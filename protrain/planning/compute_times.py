@@ -64,9 +64,18 @@ def _measured(profile: ModelProfile) -> ComputeTimes:
 def _estimated(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes:
     flops_per_ms = hardware.matmul_tflops * _MATMUL_SHARE * 1e9
     share = profile.n_trainable / max(1, profile.n_parameters)  # a frozen weight has no gradient to compute
-    forward = tuple(
-        max(block.forward_flops / flops_per_ms, _ms(3 * block.saved_bytes, hardware.device_copy_gbps))
-        for block in profile.blocks
+    forward, recompute = (
+        tuple(
+            max(flops / flops_per_ms, _ms(3 * block.saved_bytes, hardware.device_copy_gbps))
+            for block, flops in zip(profile.blocks, computed, strict=True)
+        )
+        for computed in (
+            [block.forward_flops for block in profile.blocks],
+            [
+                block.forward_flops if block.recompute_flops is None else block.recompute_flops
+                for block in profile.blocks
+            ],
+        )
     )
     outside = {index for unit in profile.units if unit.block is None for index in unit.parameters}
     # The first outer matrix is the embedding, which is looked up and not multiplied.
@@ -79,7 +88,7 @@ def _estimated(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes
     return ComputeTimes(
         forward=forward,
         backward=tuple(time * (1 + share) for time in forward),
-        recompute=forward,
+        recompute=recompute,
         gap_forward=(*([0.0] * len(forward)), head + gradients * profile.chunked_loss),
         gap_backward=(*([0.0] * len(forward)), gradients * (not profile.chunked_loss)),
     )

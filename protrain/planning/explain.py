@@ -12,7 +12,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout, pack
 from protrain.planning.memory import MemoryModel, state_bytes
 from protrain.planning.phases import WAITS, Phase, phases
-from protrain.planning.plan import BlockMode, Plan, block_modes, moved_input_bytes
+from protrain.planning.plan import BlockMode, Plan, as_planned, block_modes, moved_input_bytes
 from protrain.planning.runtime import RuntimeModel
 from protrain.planning.search import check, search
 from protrain.planning.tables import aligned, format_change, format_ms
@@ -104,7 +104,7 @@ class Explanation(Record):
         """One step of each knob."""
         rows = [["one more or less", "step time", "device memory", "host memory", ""]]
         for change in self.changes:
-            at = getattr(self.plan, change.knob)
+            at = int(getattr(self.plan, change.knob))
             name = f"{change.knob} {at} -> {at + change.step}"
             if change.step_ms is None:
                 rows.append([name, "-", "-", "-", change.impossible])
@@ -154,7 +154,8 @@ def explain(
     """
     plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
     layout = pack(profile, plan.chunk_elements)
-    memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
+    planned = as_planned(profile, plan)
+    memory = MemoryModel(planned, hardware, layout, update_in_backward=step_during_backward)
     runtime = RuntimeModel(memory)
     here, better = _with_more(plan, profile, hardware, step_during_backward)
     return Explanation(
@@ -165,7 +166,7 @@ def explain(
         device_parts=device_parts(plan, memory),
         host_parts=host_parts(plan, memory),
         phases=phases(_timeline(plan, runtime, hardware, layout)),
-        changes=tuple(_changes(plan, memory, runtime)),
+        changes=(*_changes(plan, memory, runtime), _other_attention(plan, profile, memory)),
         here=here,
         better=tuple(better),
     )
@@ -176,7 +177,8 @@ def timeline_of(
 ) -> Timeline:
     """One step of ``plan``. On a CPU, where all follows each other, forward, backward, copies and updates."""
     layout = pack(profile, plan.chunk_elements)
-    runtime = RuntimeModel(MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward))
+    planned = as_planned(profile, plan)
+    runtime = RuntimeModel(MemoryModel(planned, hardware, layout, update_in_backward=step_during_backward))
     return _timeline(plan, runtime, hardware, layout)
 
 
@@ -208,7 +210,7 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
         "swapped activations": activations.swapped_bytes - moved,
     }
     if plan.n_ckpt_swap:
-        parts["moved inputs of recomputed blocks"] = moved
+        parts["moved inputs of recomputed blocks" + (", and attention" if plan.keep_attention else "")] = moved
     if plan.n_speculate:
         name = "second weights for early updates" if plan.early_weights else "second copies for early updates"
         parts[name] = memory.spare_bytes(plan.n_persist, plan.n_speculate, activations.swapped_bytes)
@@ -242,7 +244,6 @@ def _timeline(plan: Plan, runtime: RuntimeModel, hardware: HardwareProfile, layo
 
 def _changes(plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Iterator[Change]:
     n_chunks, n_blocks = plan.n_chunks, len(plan.block_modes)
-    hardware = memory.hardware
     for knob in KNOBS:
         for step in (1, -1):
             counts = {name: getattr(plan, name) + (step if name == knob else 0) for name in KNOBS}
@@ -270,23 +271,49 @@ def _changes(plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Iterator
                 host_over_bytes=0,
                 impossible=impossible,
             )
-            if not impossible:
-                n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream = change.counts
-                modes = plan.block_modes
-                if knob in ("n_swap", "n_ckpt", "n_ckpt_swap"):
-                    modes = block_modes(n_blocks, n_swap, n_ckpt, n_ckpt_swap)
-                activations = memory.activations(modes)
-                device_bytes = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
-                host_bytes = memory.host_bytes(n_persist, activations, n_speculate)
-                change = replace(
-                    change,
-                    step_ms=runtime.step_ms(modes, n_persist, n_buffer, n_speculate, n_stream),
-                    device_bytes=device_bytes,
-                    host_bytes=host_bytes,
-                    device_over_bytes=max(0, device_bytes - hardware.device_bytes),
-                    host_over_bytes=max(0, host_bytes - hardware.host_bytes),
-                )
-            yield change
+            yield change if impossible else _effect(change, plan, memory, runtime)
+
+
+def _effect(change: Change, plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Change:
+    n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream = change.counts
+    modes = plan.block_modes
+    if change.knob in ("n_swap", "n_ckpt", "n_ckpt_swap"):
+        modes = block_modes(len(modes), n_swap, n_ckpt, n_ckpt_swap)
+    activations = memory.activations(modes)
+    device_bytes = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
+    host_bytes = memory.host_bytes(n_persist, activations, n_speculate)
+    return replace(
+        change,
+        step_ms=runtime.step_ms(modes, n_persist, n_buffer, n_speculate, n_stream),
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        device_over_bytes=max(0, device_bytes - memory.hardware.device_bytes),
+        host_over_bytes=max(0, host_bytes - memory.hardware.host_bytes),
+    )
+
+
+def _other_attention(plan: Plan, profile: ModelProfile, memory: MemoryModel) -> Change:
+    """Attention kept where it is not, and computed again where it is kept."""
+    impossible = "" if plan.n_ckpt else "no block is recomputed"
+    if not any(block.attention_bytes for block in profile.blocks):
+        impossible = "no block has a fused attention"
+    change = Change(
+        knob="keep_attention",
+        step=-1 if plan.keep_attention else 1,
+        counts=tuple(getattr(plan, name) for name in KNOBS),
+        step_ms=None,
+        device_bytes=0,
+        host_bytes=0,
+        device_over_bytes=0,
+        host_over_bytes=0,
+        impossible=impossible,
+    )
+    if impossible:
+        return change
+    other = as_planned(profile, replace(plan, keep_attention=not plan.keep_attention))
+    layout, in_backward = memory.layout, memory.update_in_backward
+    others = MemoryModel(other, memory.hardware, layout, update_in_backward=in_backward)
+    return _effect(change, plan, others, RuntimeModel(others))
 
 
 def _impossible(counts: dict[str, int], knob: str, n_chunks: int, n_blocks: int, *, speculates: bool) -> str:

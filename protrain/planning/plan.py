@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from protrain.planning.explain import Explanation
 
 
-_INPUT_ALIGNMENT_BYTES = 16 * 256  # of up to 16 inputs in a step, more than any block has
+_INPUT_ALIGNMENT_BYTES = 16 * 256  # of up to 16 tensors in a step, more than any block has
 
 
 class BlockMode(enum.Enum):
@@ -61,6 +61,7 @@ class Plan(Record):
     host_bytes: int  # predicted, all host memory of the engine
     step_ms: float  # predicted
     n_ckpt_swap: int = 0  # of n_ckpt, those recomputed from inputs that wait in host memory
+    keep_attention: bool = False  # recomputed blocks keep outputs of attention, where they keep their inputs
     n_speculate: int = 0  # chunks after the persistent ones that are updated before step() where host memory has room
     early_weights: bool = False  # of their weights alone, where host memory has no room for second copies of all states
     n_stream: int = 0  # of the other chunks in host memory: planning.layout says which the device updates
@@ -75,6 +76,7 @@ class Plan(Record):
             f"n_persist={self.n_persist}/{self.n_chunks} n_buffer={self.n_buffer} "
             f"n_swap={self.n_swap} n_ckpt={self.n_ckpt}/{len(self.block_modes)}"
             + (f" n_ckpt_swap={self.n_ckpt_swap}" if self.n_ckpt_swap else "")
+            + (" keep_attention" if self.keep_attention else "")
             + (f" n_speculate={self.n_speculate}" if self.n_speculate else "")
             + (" (weights)" if self.early_weights else "")
             + (f" n_stream={self.n_stream}" if self.n_stream else "")
@@ -90,8 +92,13 @@ class Plan(Record):
         return explain(self, profile, hardware, step_during_backward=step_during_backward)
 
 
+def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
+    """``profile`` as the models of time and memory are to see it for ``plan``."""
+    return profile.keeping_attention() if plan.keep_attention else profile
+
+
 def moved_input_bytes(record: BlockRecord) -> int:
-    """Host memory that the inputs of a CKPT_SWAP block take in one step."""
+    """Host memory that the inputs of a CKPT_SWAP block, and what is kept with them, take in one step."""
     return record.input_bytes + _INPUT_ALIGNMENT_BYTES if record.input_bytes else 0
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 
 import numpy as np
 
+from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.columns import Candidate, Columns
 from protrain.planning.early_weight_search import EarlyWeightSearch
 from protrain.planning.infeasible import device_error, host_error, nothing_fits
+from protrain.planning.kept_attention import least_ms
 from protrain.planning.layout import Layout, choose_chunk_elements, pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.moves import Moves
@@ -29,6 +32,7 @@ from protrain.profiler.model_profile import ModelProfile
 _TOLERANCE = 0.005
 _NEAR = 0.03  # of plans within this of the fastest other numbers of early updates are tried
 _NOTHING = 0.001  # what early updates must save at least
+_ATTENTION_GAIN = 0.01  # of a step, what keeping attention must save
 
 Counts = tuple[int, int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate
 
@@ -43,7 +47,7 @@ def search(
     """The fastest plan for ``profile`` on ``hardware`` of those that make whole updates, each on the host, within 1%.
 
     See _TOLERANCE and Columns. Where one with early weights or with streamed updates is found that is clearly faster,
-    that: see [Note: looking for early weights] and [Note: looking for streamed updates].
+    or one that keeps attention, that: see [Note: looking for early weights] and [Note: looking for streamed updates].
 
     Args:
         profile: of the model and the batch.
@@ -56,7 +60,21 @@ def search(
         ValueError: ``chunk_elements`` does not suit the model.
     """
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
-    found = Columns(profile, hardware, models.memory, models.runtime, models.moves, tolerance=_TOLERANCE).walk()
+    plan = _fastest(models)
+    limit_ms = plan.step_ms * (1 - _ATTENTION_GAIN)
+    if least_ms(profile, hardware, plan.step_ms) >= limit_ms:
+        return plan
+    models = _Models(profile, hardware, chunk_elements, step_during_backward, keep_attention=True)
+    with suppress(PlanError):  # it takes more memory
+        keeping = _fastest(models)
+        return keeping if keeping.step_ms < limit_ms else plan
+    return plan
+
+
+def _fastest(models: _Models) -> Plan:
+    found = Columns(
+        models.profile, models.hardware, models.memory, models.runtime, models.moves, tolerance=_TOLERANCE
+    ).walk()
     if not found:
         raise nothing_fits(models.memory, models.moves)
     near = min(found)[0] * (1 + _NEAR)
@@ -88,6 +106,7 @@ def evaluate(
     n_ckpt_swap: int = 0,
     n_speculate: int = 0,
     n_stream: int = 0,
+    keep_attention: bool = False,
     chunk_elements: int | None = None,
     step_during_backward: bool = False,
 ) -> Plan:
@@ -97,7 +116,7 @@ def evaluate(
         ValueError: a count is out of range; the message says the range.
         PlanError: the plan does not fit ``hardware``.
     """
-    models = _Models(profile, hardware, chunk_elements, step_during_backward)
+    models = _Models(profile, hardware, chunk_elements, step_during_backward, keep_attention=keep_attention)
     counts = n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream
     models.check_counts(*counts)
     plan = models.plan(*counts)
@@ -118,7 +137,7 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
             f"the plan was made for another model (fingerprint {plan.model}, this one's is {expected}): parameters, "
             "their optimizer groups or the dtype differ; make a new plan, or leave plan= out to have one searched"
         )
-    models = _Models(profile, hardware, plan.chunk_elements, step_during_backward)
+    models = _Models(profile, hardware, plan.chunk_elements, step_during_backward, keep_attention=plan.keep_attention)
     if plan.n_chunks != len(models.layout.chunks):
         raise ValueError(f"the plan says n_chunks={plan.n_chunks}, but the model has {len(models.layout.chunks)}")
     n_swap, n_moved = (plan.block_modes.count(kind) for kind in (BlockMode.SWAP, BlockMode.CKPT_SWAP))
@@ -152,9 +171,16 @@ class _Models:
     """Layout, memory model and runtime model of one search."""
 
     def __init__(
-        self, profile: ModelProfile, hardware: HardwareProfile, chunk_elements: int | None, step_during_backward: bool
+        self,
+        profile: ModelProfile,
+        hardware: HardwareProfile,
+        chunk_elements: int | None,
+        step_during_backward: bool,
+        *,
+        keep_attention: bool = False,
     ) -> None:
-        self.profile = profile
+        self.keep_attention = keep_attention
+        self.profile = profile = profile.keeping_attention() if keep_attention else profile
         self.hardware = hardware
         self.in_backward = step_during_backward
         self.layout: Layout = pack(profile, chunk_elements or choose_chunk_elements(profile))
@@ -192,6 +218,7 @@ class _Models:
             device_bytes=memory.device_bytes(n_persist, n_buffer, activations, n_stream),
             host_bytes=memory.host_bytes(n_persist, activations, n_speculate),
             n_ckpt_swap=n_ckpt_swap,
+            keep_attention=self.keep_attention,
             n_speculate=n_speculate,
             early_weights=memory.early_weights(n_persist, n_speculate, activations.swapped_bytes),
             n_stream=n_stream,

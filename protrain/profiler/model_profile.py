@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from math import prod
 
 from protrain.records import Record
@@ -52,6 +53,21 @@ class BlockRecord(Record):
     forward_flops: int
     recompute_ms: float | None = None  # until the last saved tensor is there; None: not measured
     unsaved_input_bytes: int = 0  # of input_bytes, what only a checkpoint keeps; no more than saved_bytes
+    attention_bytes: int = 0  # of saved_bytes, what attention operators put out
+    attention_flops: int = 0  # of forward_flops, those of the same operators
+    attention_ms: float = 0.0  # that they take
+    recompute_flops: int | None = None  # None: forward_flops
+
+    def keeping_attention(self) -> BlockRecord:
+        """The same with what attention puts out kept beside the inputs."""
+        recompute_ms = self.forward_ms if self.recompute_ms is None else self.recompute_ms
+        return replace(
+            self,
+            input_bytes=self.input_bytes + self.attention_bytes,
+            unsaved_input_bytes=min(self.saved_bytes, self.unsaved_input_bytes + self.attention_bytes),
+            recompute_ms=max(0.0, recompute_ms - self.attention_ms),
+            recompute_flops=self.forward_flops - self.attention_flops,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +102,23 @@ class ModelProfile(Record):
     blocks: tuple[BlockRecord, ...]
     segments: tuple[SegmentRecord, ...]
     chunked_loss: bool = False  # logits are never whole, and the head's gradients are made in forward
+
+    def keeping_attention(self) -> ModelProfile:
+        """The same with every recomputed block keeping what attention puts out where it keeps its inputs."""
+        calls = Counter(segment.block for segment in self.segments if segment.phase == "forward")
+        kept_bytes = {index: block.attention_bytes // max(1, calls[index]) for index, block in enumerate(self.blocks)}
+        alive_bytes = 0  # the trace recomputes all blocks
+        segments: list[SegmentRecord] = []
+        for segment in self.segments:
+            more = 0 if segment.block is None else kept_bytes[segment.block]
+            forward = segment.phase == "forward"
+            # Forward may peak behind attention, whose output was gone by then. Backward peaks where all that the block
+            # saves is there, this output too, which is among what is alive now.
+            peak_bytes = segment.peak_bytes + more if forward else max(0, segment.peak_bytes - more)
+            segments.append(replace(segment, live_bytes=segment.live_bytes + alive_bytes, peak_bytes=peak_bytes))
+            alive_bytes += more if forward else -more
+        blocks = tuple(block.keeping_attention() for block in self.blocks)
+        return replace(self, blocks=blocks, segments=tuple(segments))
 
     @property
     def n_parameters(self) -> int:

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from protrain.attention import for_backward, is_attention
+from protrain.profiler.attention_calls import AttentionCall, allocated_bytes, attention_call
 from protrain.profiler.meter import Meter
-
-_CUDA_GRAIN_BYTES = 512  # the caching allocator's
 
 
 @dataclass
@@ -28,6 +28,7 @@ class BlockUse:
     forward_peak_bytes: int = 0
     output_bytes: int = 0
     flops: int = 0
+    attention: list[AttentionCall] = field(default_factory=list)
     inputs: dict[StorageWeakRef, int] = field(default_factory=dict)  # storage of an argument with a graph -> bytes
     saved_inputs: set[StorageWeakRef] = field(default_factory=set)  # those of them that autograd keeps for the block
 
@@ -51,7 +52,7 @@ def probe(
     given = tensors_in((args, kwargs))
     for tensor in given:
         if tensor.grad_fn is not None:  # not a mask, nor what the caller holds anyway
-            use.inputs[storage_key(tensor)] = _size(tensor)
+            use.inputs[storage_key(tensor)] = allocated_bytes(tensor)
     # Copies, because a block may write its inputs in place.
     args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     copies = {
@@ -64,7 +65,7 @@ def probe(
         if key in copies:
             use.saved_inputs.add(copies[key])
         elif key not in known:
-            saved[key] = _size(tensor)
+            saved[key] = allocated_bytes(tensor)
         return tensor.detach()  # an output kept with its own graph node would never be freed
 
     meter.reset_peak()
@@ -75,12 +76,16 @@ def probe(
         _Flops() if count_flops else nullcontext() as flops,
     ):
         output = forward(*args, **kwargs)
-    outputs = {storage_key(tensor): _size(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()}
+    outputs = {
+        storage_key(tensor): allocated_bytes(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()
+    }
     use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - before)
     use.saved_bytes += sum(saved.values())
     use.saved_tensors += len(saved)
     use.output_bytes += sum(size for key, size in outputs.items() if key not in known)
-    use.flops += flops.total if flops is not None else 0
+    if flops is not None:
+        use.flops += flops.total
+        use.attention += [call for key, call in flops.attention if key in saved]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -93,29 +98,29 @@ def storage_key(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _size(tensor: Tensor) -> int:
-    size = tensor.untyped_storage().nbytes()
-    return -(-size // _CUDA_GRAIN_BYTES) * _CUDA_GRAIN_BYTES if tensor.is_cuda else size
-
-
 class _Flops(TorchDispatchMode):
     """Floating-point operations of matrix products, convolutions and attention, by torch's formulas."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.attention: list[tuple[StorageWeakRef, AttentionCall]] = []  # by what its backward saves
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func`` and add what it computes."""
         result = func(*args, **(kwargs or {}))
+        before = self.total
         formula = flop_registry.get(func._overloadpacket)
         name = func._overloadpacket.__name__
         if name.startswith("_scaled_dot_product") and not name.endswith("_backward"):
             self.total += _attention_flops(args[0], args[1], args[2])
         elif formula is not None:
             self.total += int(formula(*args, **(kwargs or {}), out_val=result))
+        if is_attention(func):
+            call = attention_call(func, args, kwargs or {}, result, flops=self.total - before)
+            self.attention.append((storage_key(for_backward(result)), call))
         return result
 
 

@@ -279,6 +279,7 @@ class Step:
         computed = BlockUse()
         probe(computed, eager, args, kwargs, self._constants, self._meter, self._device)
         use.flops += computed.flops
+        use.attention += computed.attention
         with _pop_mode_temporarily():
             probe(use, forward, args, kwargs, self._constants, self._meter, self._device, count_flops=False)
         return forward

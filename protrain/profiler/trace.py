@@ -20,6 +20,7 @@ from torch import nn
 from protrain import batch as batches
 from protrain.chunked_loss import is_chunked
 from protrain.compilation import CompiledForward
+from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
 from protrain.profiler.blocks import find_blocks, find_units
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.profiler.step import Segment, Step
@@ -81,6 +82,10 @@ def profile(
                 rewind()
                 timed = Step(model, owned, blocks, weights, target, measure=False)
                 timed.run(args, kwargs)
+        attention_ms: dict[AttentionCall, float] = {}
+        if target.type != "meta":
+            calls = [call for use in step.blocks.values() for call in use.attention]
+            attention_ms = attention_times_ms(calls, target)
     durations = _durations(timed.segments) if target.type != "meta" else [(0.0, 0.0)] * len(step.segments)
     if len(durations) != len(step.segments):
         raise ValueError(
@@ -115,7 +120,7 @@ def profile(
             for unit, used in units.items()
         ),
         calls=tuple(position[unit] for unit in step.calls if unit in position),
-        blocks=_blocks(step, durations),
+        blocks=_blocks(step, durations, attention_ms),
         segments=tuple(
             SegmentRecord(
                 phase=segment.phase,
@@ -202,7 +207,9 @@ def _durations(segments: list[Segment]) -> list[tuple[float, float]]:
     return [(between(segment.start, segment.end), between(segment.start, segment.recomputed)) for segment in segments]
 
 
-def _blocks(step: Step, durations: list[tuple[float, float]]) -> tuple[BlockRecord, ...]:
+def _blocks(
+    step: Step, durations: list[tuple[float, float]], attention_ms: dict[AttentionCall, float]
+) -> tuple[BlockRecord, ...]:
     """What each block takes. Of blocks that are alike the median counts: a single time may hold a hiccup."""
     shared = Counter(key for use in step.blocks.values() for key in use.inputs)
     forward = dict.fromkeys(step.blocks, 0.0)
@@ -240,6 +247,9 @@ def _blocks(step: Step, durations: list[tuple[float, float]]) -> tuple[BlockReco
             forward_ms=forward[path],
             backward_ms=backward[path],
             forward_flops=use.flops,
+            attention_bytes=min(use.saved_bytes, sum(call.output_bytes for call in use.attention)),
+            attention_flops=sum(call.flops for call in use.attention),
+            attention_ms=sum(attention_ms.get(call, 0.0) for call in use.attention),
         )
         for path, use in step.blocks.items()
     )

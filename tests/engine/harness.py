@@ -42,9 +42,11 @@ class Spec:
     early: bool = False  # updates begin before step() is called
     weights: bool = False  # and host memory has room for second weights alone
     stream: bool = False  # the device updates half of the chunks in host memory, or of those not updated early
+    attention: bool = False  # kept by recomputed blocks
 
     def __str__(self) -> str:
-        chosen = {"small": self.small, "early": self.early, "weights": self.weights, "stream": self.stream}
+        names = ("small", "early", "weights", "stream", "attention")
+        chosen = {name: getattr(self, name) for name in names}
         marks = "".join(f"-{name}" for name, is_so in chosen.items() if is_so)
         return f"{self.persist}-{self.buffers}-{''.join(_LETTERS[mode] for mode in self.modes)}{marks}"
 
@@ -55,7 +57,7 @@ PLANS = (
     Spec("all", "least", (SWAP,)),
     Spec("all", "least", (NONE, SWAP, CKPT)),
     Spec("some", "least", (NONE,)),
-    Spec("some", "middle", (CKPT,), early=True),
+    Spec("some", "middle", (CKPT,), early=True, attention=True),
     Spec("some", "all", (SWAP, CKPT, NONE), small=True),
     Spec("some", "least", (SWAP,), small=True),
     Spec("none", "least", (NONE,)),
@@ -66,17 +68,17 @@ PLANS = (
     Spec("none", "all", (CKPT, NONE)),
     Spec("all", "least", (CKPT_SWAP,)),
     Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE), early=True),
-    Spec("none", "least", (CKPT_SWAP,), small=True),
+    Spec("none", "least", (CKPT_SWAP,), small=True, attention=True),
     Spec("none", "middle", (CKPT, NONE), early=True, weights=True),
     Spec("none", "middle", (CKPT,), stream=True),
     Spec("some", "least", (CKPT, NONE), small=True, early=True, stream=True),
 )
 FEW_PLANS = (
     Spec("none", "least", (NONE,)),
-    Spec("none", "least", (CKPT,), small=True, early=True),
+    Spec("none", "least", (CKPT,), small=True, early=True, attention=True),
     Spec("some", "least", (SWAP, CKPT)),
     Spec("all", "least", (CKPT, SWAP, NONE)),
-    Spec("some", "least", (CKPT_SWAP, CKPT_SWAP, NONE, SWAP), small=True),
+    Spec("some", "least", (CKPT_SWAP, CKPT_SWAP, NONE, SWAP), small=True, attention=True),
     Spec("none", "least", (CKPT, NONE), early=True, stream=True),
     Spec("none", "least", (NONE, CKPT), small=True, early=True, weights=True),
 )
@@ -104,6 +106,7 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside
         n_ckpt_swap=modes.count(CKPT_SWAP),
         n_speculate=n_speculate,
         n_stream=-(-len(candidates) // 2) if spec.stream else 0,
+        keep_attention=spec.attention,
         chunk_elements=chunk_elements,
         step_during_backward=inside,
     )

@@ -210,6 +210,23 @@ def test_the_prediction_is_the_true_peak_and_a_margin(family: str, vocabulary: i
     assert 1.0 <= predicted / true_peak_bytes(model, optimizer, batch) <= 1.025, f"{predicted} bytes predicted"
 
 
+def test_attention_that_is_kept_is_predicted() -> None:
+    """Of 64 tokens it takes as much as the input; moved, it leaves the device."""
+    peaks = {}
+    for modes in ((CKPT,), (CKPT_SWAP,)):
+        for attention in (False, True):
+            model, batch = make_model("llama"), make_batch()
+            spec = Spec("none", "least", modes, attention=attention)
+            model, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU, dtype=torch.bfloat16)
+            peaks[modes, attention] = true_peak_bytes(model, optimizer, batch)
+            predicted = optimizer.plan.device_bytes
+            assert 1.0 <= predicted / peaks[modes, attention] <= 1.04, f"{predicted} bytes predicted"
+    kept, moved = (peaks[modes, True] - peaks[modes, False] for modes in ((CKPT,), (CKPT_SWAP,)))
+    input_bytes = batch["input_ids"].numel() * 64 * 2
+    assert kept >= 3 * input_bytes, "of four blocks"
+    assert moved <= 2 * input_bytes
+
+
 @pytest.mark.parametrize(
     "modes",
     [(NONE,), (CKPT,), (SWAP,), (SWAP, CKPT, NONE), (CKPT_SWAP,), (CKPT_SWAP, CKPT, NONE)],
@@ -259,6 +276,7 @@ def test_host_memory_is_what_the_plan_says() -> None:
             Spec("none", "least", (SWAP,)),
             Spec("some", "least", (SWAP, NONE), small=True),
             Spec("none", "least", (CKPT_SWAP,)),
+            Spec("none", "least", (CKPT_SWAP,), attention=True),
         ):
             model = make_model(family)
             model, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU, key=f"memory-{family}")
@@ -307,7 +325,7 @@ def engine_state(optimizer: ProTrainOptimizer) -> dict[str, Any]:
         Spec("some", "least", (SWAP, CKPT, NONE)),
         Spec("none", "least", (SWAP,)),
         Spec("none", "least", (CKPT_SWAP,)),
-        Spec("some", "least", (CKPT_SWAP, SWAP)),
+        Spec("some", "least", (CKPT_SWAP, SWAP), attention=True),
     ],
     ids=str,
 )

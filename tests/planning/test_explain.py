@@ -164,11 +164,16 @@ def test_on_a_cpu_nothing_overlaps() -> None:
 
 def test_a_knob_does_what_the_plan_with_it_does() -> None:
     traced, hardware = make_profile(), machine(16384, **SLOW_HOST)
+    blocks = tuple(replace(block, attention_bytes=8 * MIB, attention_ms=5.0) for block in traced.blocks)
+    traced = replace(traced, blocks=blocks)
     plan = hand_made(traced, hardware, n_persist=2, n_swap=1, n_ckpt=2, n_ckpt_swap=1, n_speculate=1, n_stream=1)
     changes = explain(plan, traced, hardware).changes
-    assert [(change.knob, change.step) for change in changes] == [(knob, step) for knob in KNOBS for step in (1, -1)]
+    knobs = [(knob, step) for knob in KNOBS for step in (1, -1)]
+    assert [(change.knob, change.step) for change in changes] == [*knobs, ("keep_attention", 1)]
     for change in changes:
-        other = hand_made(traced, hardware, **dict(zip(KNOBS, change.counts, strict=True)))
+        kept = change.knob == "keep_attention"
+        counts = dict(zip(KNOBS, change.counts, strict=True))
+        other = hand_made(traced, hardware, **counts, keep_attention=kept)
         assert change.impossible == ""
         assert getattr(other, change.knob) == getattr(plan, change.knob) + change.step
         assert change.step_ms == pytest.approx(other.step_ms)
@@ -204,6 +209,7 @@ def test_impossible_knobs_say_why() -> None:
     assert found(changes, "n_ckpt", 1).impossible == "every block is swapped or checkpointed"
     assert found(changes, "n_persist", -1).counts == (5, 1, 0, 6, 0, 0, 0)  # with the buffer that it then needs
     assert found(changes, "n_ckpt_swap", -1).impossible == "there is none to give up"
+    assert found(changes, "keep_attention", 1).impossible == "no block has a fused attention"
     kept = explain(hand_made(traced, hardware, n_ckpt=0), traced, hardware).changes
     assert found(kept, "n_ckpt_swap", 1).impossible == "no block is recomputed"
     moved = explain(hand_made(traced, hardware, n_ckpt=3, n_ckpt_swap=3), traced, hardware).changes

@@ -1,0 +1,227 @@
+"""Attention kept while the rest of a block is recomputed: it runs once, and every bit stays what it was."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from protrain.attention import is_attention
+from tests.engine.harness import (
+    CKPT,
+    CKPT_SWAP,
+    NONE,
+    SWAP,
+    Batch,
+    Loop,
+    Spec,
+    adamw,
+    assert_same,
+    check_equal_to_plain,
+    default_loss,
+    plain_run,
+    seeded,
+    states,
+    wrap_under,
+)
+
+CPU = torch.device("cpu")
+HEADS, HEAD_SIZE, SEQUENCE, DEPTH = 2, 16, 32, 3
+WIDTH = HEADS * HEAD_SIZE
+KEEPING = (
+    Spec("all", "least", (CKPT,), attention=True),
+    Spec("none", "least", (CKPT_SWAP,), small=True, attention=True),
+    Spec("some", "least", (CKPT_SWAP, SWAP, NONE), attention=True),
+)
+
+
+class Calls(TorchDispatchMode):
+    """Counts attention that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += is_attention(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Block(nn.Module):
+    """Attention ``repeats`` times, each on what the one before put out, between an input and an output."""
+
+    def __init__(self, *, repeats: int = 1, dropout: float = 0.0, frozen: bool = False) -> None:
+        super().__init__()
+        self.norm, self.heads, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.repeats, self.dropout, self.frozen = repeats, dropout, frozen
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.heads(self.norm(x)).unflatten(-1, (3, HEADS, HEAD_SIZE)).permute(2, 0, 3, 1, 4)
+        if self.frozen:  # attention has no backward, and what it puts out may be written over
+            heads = heads.detach()
+        query, key, value = heads.unbind(0)
+        for _ in range(self.repeats):
+            query = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            if self.frozen:
+                query.mul_(0.5)
+        return x + F.dropout(self.out(query.transpose(1, 2).flatten(2)), self.dropout)
+
+
+class Rows(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(DEPTH))
+        self.leave = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+def make_rows(**options: Any) -> nn.Module:
+    with seeded():
+        return Rows(**options)
+
+
+def rows(count: int = 4) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(2, SEQUENCE, 8, generator=generator),) for _ in range(count)]
+
+
+def computed(model: nn.Module, batch: Batch) -> int:
+    """Attention that one forward and backward compute."""
+    with Calls() as calls:
+        default_loss(model, batch).backward()
+    return calls.count
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_attention_runs_once(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, compile: bool, repeats: int
+) -> None:
+    if device.type == "cpu":
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    found = {}
+    for modes in ((CKPT,), (CKPT_SWAP,), (NONE,)):
+        for attention in (False, True):
+            model = make_rows(repeats=repeats)
+            spec = Spec("none", "least", modes, attention=attention)
+            wrapped, optimizer = wrap_under(
+                spec, model, adamw(model), rows()[0], device=device, dtype=torch.bfloat16, compile=compile
+            )
+            assert optimizer.plan.keep_attention == attention
+            found[modes[0].value, attention] = computed(wrapped, rows()[0]) // repeats
+    torch._dynamo.reset()
+    twice, once = 2 * DEPTH, DEPTH
+    modes_found = {name: [found[name, False], found[name, True]] for name in ("ckpt", "ckpt_swap", "none")}
+    assert modes_found == {"ckpt": [twice, once], "ckpt_swap": [twice, once], "none": [once, once]}
+
+
+@pytest.mark.parametrize("options", [{}, {"repeats": 3}, {"dropout": 0.2}, {"frozen": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_are_those_of_the_plain_loop(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    make = functools.partial(make_rows, **options)
+    check_equal_to_plain(make, rows(), device=device, dtype=dtype, specs=KEEPING)
+
+
+def test_what_has_no_backward_is_computed_again(device: torch.device) -> None:
+    """It may have been written over since."""
+    model = make_rows(frozen=True)
+    wrapped, _ = wrap_under(KEEPING[0], model, adamw(model), rows()[0], device=device)
+    assert computed(wrapped, rows()[0]) == 2 * DEPTH
+
+
+def test_a_graph_that_is_used_twice_keeps_it(device: torch.device) -> None:
+    def gradients(spec: Spec) -> list[Tensor]:
+        model = make_rows()
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device)
+        loss = default_loss(wrapped, rows()[0])
+        with Calls() as calls:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert calls.count == 0, "computed again"
+        optimizer.step()
+        return list(states(wrapped, optimizer).values())
+
+    expected = gradients(Spec("all", "least", (NONE,)))
+    for spec in KEEPING[:2]:
+        for ours, value in zip(gradients(spec), expected, strict=True):
+            assert torch.equal(ours, value)
+
+
+def test_dropout_inside_attention_draws_what_it_drew(device: torch.device) -> None:
+    """The plain formula on a CPU, where nothing is kept; fused on a GPU, where random numbers go on behind it."""
+
+    class Dropped(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self.heads(self.norm(x)).unflatten(-1, (3, HEADS, HEAD_SIZE)).permute(2, 0, 3, 1, 4)
+            query, key, value = heads.unbind(0)
+            hidden = F.scaled_dot_product_attention(query, key, value, dropout_p=0.3)
+            return x + F.dropout(self.out(hidden.transpose(1, 2).flatten(2)), 0.3)
+
+    def make() -> nn.Module:
+        with seeded():
+            model = Rows()
+            model.blocks = nn.ModuleList(Dropped() for _ in range(DEPTH))
+            return model
+
+    check_equal_to_plain(make, rows(), device=device, dtype=torch.bfloat16, specs=KEEPING)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral"])
+def test_models_of_transformers_keep_it(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., dict[str, Tensor]], family: str
+) -> None:
+    model, batch = tiny_model(family), tiny_batch()
+    wrapped, optimizer = wrap_under(KEEPING[0], model, adamw(model), batch, device=CPU, dtype=torch.bfloat16)
+    assert computed(wrapped, batch) == len(optimizer.plan.block_modes)
+
+
+def test_the_bits_of_a_compiled_model(
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Callable[..., nn.Module],
+    tiny_batch: Callable[..., dict[str, Tensor]],
+    device: torch.device,
+) -> None:
+    if device.type == "cpu":
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    batches = [tiny_batch(seed=seed) for seed in range(3)]
+    loop, found = Loop(max_norm=0.5), []
+    for spec in (Spec("all", "least", (NONE,)), *KEEPING):
+        model = tiny_model("llama")
+        wrapped, optimizer = wrap_under(
+            spec, model, adamw(model), batches[0], device=device, dtype=torch.bfloat16, compile=True
+        )
+        found.append((loop.run(wrapped, optimizer, batches), states(wrapped, optimizer)))
+    torch._dynamo.reset()
+    for losses, final in found[1:]:
+        assert losses == found[0][0]
+        assert_same(final, found[0][1])
+
+
+def test_a_step_that_fails_in_backward_leaves_the_next_one_whole(device: torch.device) -> None:
+    """Frames whose backward never came give back what they kept."""
+    expected, final = plain_run(make_rows, rows(), loop=Loop(), device=device, dtype=torch.float32)
+    for spec in KEEPING:
+        model = make_rows()
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device, key="kept attention")
+        for _ in range(2):
+            default_loss(wrapped, rows()[0])
+        assert Loop().run(wrapped, optimizer, rows()) == expected
+        assert_same(states(wrapped, optimizer), final)

@@ -1,0 +1,128 @@
+"""Attention kept by recomputed blocks: when it is chosen, what it takes, and that nothing beats its bound."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from protrain.hardware import HardwareProfile
+from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, block_modes, check, evaluate, pack, search
+from protrain.planning.kept_attention import least_ms
+from protrain.planning.paper import paper_step_ms
+from protrain.planning.plan import as_planned
+from protrain.profiler.model_profile import ModelProfile
+from tests.planning.test_brute_force import MIB, N, as_measured, every_plan, random_machine, random_profile
+
+SEEDS = (*range(30, 42),)
+
+
+def with_attention(profile: ModelProfile, share: float, part: int) -> ModelProfile:
+    """Attention takes ``share`` of every block's recomputation and leaves one of ``part`` parts of what it saves."""
+    blocks = []
+    for block in profile.blocks:
+        recompute_ms = block.forward_ms if block.recompute_ms is None else block.recompute_ms
+        blocks.append(replace(block, attention_ms=share * recompute_ms, attention_bytes=block.saved_bytes // part))
+    return replace(profile, blocks=tuple(blocks))
+
+
+def cases() -> Iterator[tuple[ModelProfile, HardwareProfile, bool]]:
+    for seed in SEEDS:
+        draw = random.Random(seed)
+        profile = as_measured(random_profile(draw, 16), draw)
+        hardware, inside = random_machine(draw), draw.random() < 0.25
+        hardware = replace(
+            hardware, device_bytes=max(hardware.device_bytes, 1200 * MIB), host_bytes=hardware.host_bytes + 800 * MIB
+        )
+        yield with_attention(profile, draw.choice([0.1, 0.3, 0.6]), draw.choice([8, 16])), hardware, inside
+
+
+def test_no_plan_beats_the_bound_and_the_better_kind_is_chosen() -> None:
+    chosen = []
+    for profile, hardware, inside in cases():
+        options: dict[str, Any] = {"chunk_elements": N, "step_during_backward": inside}
+        plain = replace(profile, blocks=tuple(replace(block, attention_ms=0.0) for block in profile.blocks))
+        without = search(plain, hardware, **options)
+        kept = profile.keeping_attention()
+        memory = MemoryModel(kept, hardware, pack(kept, N), update_in_backward=inside)
+        runtime = RuntimeModel(memory)
+        bound = least_ms(profile, hardware, without.step_ms)
+        best = float("inf")
+        for n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, early in every_plan(memory, inside=inside):
+            modes = block_modes(len(profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
+            best = min(best, runtime.step_ms(modes, n_persist, n_buffer, early))
+        assert best >= 0.99 * bound
+        found = search(profile, hardware, **options)
+        assert found.keep_attention == (found.step_ms < 0.99 * without.step_ms)
+        assert found.step_ms <= min(without.step_ms, 1.02 * best / 0.99)
+        assert found.device_bytes <= hardware.device_bytes
+        assert found.host_bytes <= hardware.host_bytes
+        assert check(found, profile, hardware, step_during_backward=inside) == found
+        chosen.append(found.keep_attention)
+    assert len(set(chosen)) == 2, "it is never a question"
+
+
+def plans(profile: ModelProfile, hardware: HardwareProfile, n_ckpt: int, n_moved: int) -> list[Plan]:
+    """The same without and with attention kept."""
+    return [
+        evaluate(
+            profile,
+            hardware,
+            n_persist=0,
+            n_buffer=2,
+            n_swap=0,
+            n_ckpt=n_ckpt,
+            n_ckpt_swap=n_moved,
+            keep_attention=keep,
+            chunk_elements=N,
+        )
+        for keep in (False, True)
+    ]
+
+
+def test_what_it_takes_and_saves() -> None:
+    draw = random.Random(3)
+    profile = random_profile(draw, 16)
+    equal = [replace(profile.blocks[0], name=block.name) for block in profile.blocks]
+    profile = with_attention(replace(profile, blocks=tuple(equal)), 0.5, 8)
+    block, n_blocks = profile.blocks[0], len(profile.blocks)
+    hardware = replace(random_machine(draw), device_bytes=10**12, host_bytes=10**12)
+    hardware = replace(hardware, h2d_gbps=1e4, d2h_gbps=1e4, bidirectional_gbps=2e4, host_adam_gparams=1e4)
+    attention = block.attention_bytes
+    for n_ckpt in (n_blocks, n_blocks - 1, 1):
+        without, kept = plans(profile, hardware, n_ckpt, 0)
+        assert without.step_ms - kept.step_ms == pytest.approx(n_ckpt * block.attention_ms, rel=0.02)
+        # The peak is in the first backward, which computes one of them anew; untouched blocks save them anyway.
+        more = (kept.device_bytes - without.device_bytes) / 1.01
+        assert (n_ckpt - 1) * attention <= more * 1.02
+        assert more <= (n_ckpt + 1) * attention
+        assert kept.host_bytes == without.host_bytes
+    without, kept = plans(profile, hardware, n_blocks, n_blocks)
+    assert kept.host_bytes - without.host_bytes == n_blocks * attention
+    assert kept.device_bytes - without.device_bytes <= 3 * attention
+    without, kept = plans(profile, hardware, 0, 0)
+    assert (kept.step_ms, kept.host_bytes) == (without.step_ms, without.host_bytes)
+    assert 0 <= kept.device_bytes - without.device_bytes <= 1.02 * attention
+
+
+def test_a_plan_says_so_and_comes_back_from_a_file() -> None:
+    profile, hardware, _ = next(cases())
+    plan = plans(profile, replace(hardware, device_bytes=10**12, host_bytes=10**12), 2, 1)[1]
+    assert "keep_attention" in str(plan)
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert as_planned(profile, plan) == profile.keeping_attention()
+    assert as_planned(profile, replace(plan, keep_attention=False)) is profile
+    assert plan.block_modes.count(BlockMode.CKPT_SWAP) == 1
+    assert paper_step_ms(plan, profile, hardware, pack(profile, N)) > 0
+
+
+def test_a_model_without_fused_attention_is_searched_once() -> None:
+    draw = random.Random(7)
+    profile, hardware = random_profile(draw, 16), replace(random_machine(draw), device_bytes=2000 * MIB)
+    assert profile.keeping_attention().segments == profile.segments
+    plan = search(profile, hardware, chunk_elements=N)
+    assert least_ms(profile, hardware, plan.step_ms) == plan.step_ms
+    assert not plan.keep_attention
