@@ -36,10 +36,12 @@ def is_attention(operator: Any) -> bool:
     return isinstance(operator, OpOverload) and operator._schema.name in _NAMES
 
 
-def for_backward(outputs: Any) -> Tensor:
+def for_backward(outputs: Any) -> Tensor | None:
     """Of what such an operator puts out, the tensor that nothing but its own backward uses: the sums of exponentials.
 
-    Autograd saves it where there will be such a backward, and then the output stays as it is until then.
+    None where there are no such sums: a kernel that is told of no backward leaves them out, or empty.
     """
-    found: Tensor = outputs[1]
-    return found
+    if not isinstance(outputs, tuple | list) or len(outputs) < 2:
+        return None
+    found = outputs[1]
+    return found if isinstance(found, Tensor) and found.numel() else None

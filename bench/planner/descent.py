@@ -75,7 +75,8 @@ def _neighbours(
     layout = pack(profile, plan.chunk_elements)
     memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
     updated = updated_chunks(profile, layout)
-    for knob in _KNOBS:
+    attends = plan.n_ckpt > 0 and any(block.attention_bytes for block in profile.blocks)
+    for knob in _KNOBS if attends else _KNOBS[:-1]:
         for change in (1, -1):
             counts = dict(zip(_KNOBS, _key(plan), strict=True))
             counts[knob] += change

@@ -24,7 +24,10 @@ def draw(
     """
     generator = random.Random(seed)
     layout = pack(profile, choose_chunk_elements(profile))
-    memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
+    kinds = [profile]
+    if any(block.attention_bytes for block in profile.blocks):
+        kinds.append(profile.keeping_attention())
+    memories = [MemoryModel(kind, hardware, layout, update_in_backward=step_during_backward) for kind in kinds]
     n_blocks, n_chunks = len(profile.blocks), len(layout.chunks)
     found: dict[tuple[int, ...], Plan] = {}
     for _ in range(_TRIES):
@@ -32,6 +35,8 @@ def draw(
             break
         n_swap = generator.choice([0, generator.randint(0, n_blocks)])
         n_ckpt = generator.randint(0, n_blocks - n_swap)
+        keep_attention = n_ckpt > 0 and generator.randrange(len(memories)) > 0
+        memory = memories[keep_attention]
         n_persist = generator.randint(0, n_chunks)
         least = memory.least_buffers(n_persist)
         n_buffer = generator.randint(least, max(least, n_chunks - n_persist))
@@ -50,7 +55,7 @@ def draw(
             n_stream = generator.choice([0, generator.randint(0, others)])
         if memory.device_bytes(n_persist, n_buffer, activations, n_stream) > hardware.device_bytes:
             continue
-        key = (n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream)
+        key = (n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream, keep_attention)
         if key not in found:
             found[key] = evaluate(
                 profile,
@@ -62,6 +67,7 @@ def draw(
                 n_ckpt_swap=n_ckpt_swap,
                 n_speculate=n_speculate,
                 n_stream=n_stream,
+                keep_attention=keep_attention,
                 step_during_backward=step_during_backward,
             )
     return list(found.values())

@@ -36,14 +36,13 @@ class CaseResult(Record):
     def predict(self, plan: Plan) -> Prediction:
         """Time and memory of ``plan`` by the models as they are now."""
         layout = pack(self.profile, plan.chunk_elements)
-        memory = MemoryModel(
-            as_planned(self.profile, plan), self.hardware, layout, update_in_backward=not self.case.clip
-        )
+        profile = as_planned(self.profile, plan)
+        memory = MemoryModel(profile, self.hardware, layout, update_in_backward=not self.case.clip)
         runtime = RuntimeModel(memory)
         activations = memory.activations(plan.block_modes)
         return Prediction(
             step_ms=runtime.step_ms(plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream),
-            paper_ms=paper_step_ms(plan, self.profile, self.hardware, layout),
+            paper_ms=paper_step_ms(plan, profile, self.hardware, layout),
             device_bytes=memory.device_bytes(plan.n_persist, plan.n_buffer, activations, plan.n_stream),
             host_bytes=memory.host_bytes(plan.n_persist, activations, plan.n_speculate),
         )

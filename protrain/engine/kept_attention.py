@@ -5,14 +5,16 @@ one tensor of the size of the block's input and a few small ones. Kept, they sta
 runs again, so that autograd builds the same graph around them. A dispatch mode sees the operators below autograd,
 whoever calls them; a compiled forward calls attention as such an operator too, and little else.
 
-Only outputs that have a backward of their own are kept: nothing may write over those, whereas others may be updated in
-place. Whatever the operator drew at random stays drawn, as the generator is set to where it stood behind it.
+Only what attention's own backward will use is kept: autograd saves it, the sums of exponentials for nothing else. Saved
+tensors may still be written over where no backward ever goes, so their versions are watched, as autograd watches those
+that have no hooks. (Writes through ``.data`` have no version; autograd doesn't see them either.) Whatever the operator
+drew at random stays drawn, as the generator is set to where it stood behind it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,17 +28,36 @@ from protrain.engine.random_state import RandomState
 
 @dataclass(slots=True)
 class _Call:
-    """One call of an attention operator in the first run."""
+    """One call of an attention operator in the first run; without outputs it is computed again."""
 
     operator: Any
     shapes: tuple[torch.Size, ...]
     outputs: Any
     after: RandomState
-    kept: bool = False
+    saved: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by address, with its version then
+    moved: bool = False  # to where nothing writes over it
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """Autograd saves ``tensor``. The operator's own saves come first, before anything could write."""
+        address = _address(tensor)
+        if address not in self.saved and any(_address(output) == address for output in _tensors_in(self.outputs)):
+            self.saved[address] = tensor.detach(), tensor._version
+
+    def check(self) -> None:
+        """Give up the outputs where attention has no backward, or something has written over them."""
+        sums = for_backward(self.outputs)
+        whole = sums is not None and {_address(sums), _address(self.outputs[0])} <= self.saved.keys()
+        if not whole or any(tensor._version != version for tensor, version in self.saved.values()):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Keep nothing."""
+        self.outputs = ()
+        self.saved.clear()
 
 
 class KeptAttention:
-    """The attention of one call of a block, from its forward to its last recomputation."""
+    """The attention of one call of a block, from its forward to its recomputation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,17 +72,23 @@ class KeptAttention:
 
         return run
 
-    def keep(self, saved: set[int]) -> list[Tensor]:
-        """Keep the calls that have a backward, by the storages ``saved`` by autograd. Returns the tensors kept."""
+    def note_saved(self, tensor: Tensor) -> None:
+        """Autograd saves ``tensor`` in the first run. What was noted is alive, so addresses tell storages apart."""
         for call in self._calls:
-            call.kept = for_backward(call.outputs).untyped_storage().data_ptr() in saved
-            if not call.kept:
-                call.outputs = ()
+            call.note_saved(tensor)
+
+    def keep(self) -> list[Tensor]:
+        """The first run is over. Returns the tensors that are kept."""
+        for call in self._calls:
+            call.check()
         return [tensor for call in self._calls for tensor in _tensors_in(call.outputs)]
 
-    def replace(self, function: Callable[[Any], Any]) -> None:
+    def move(self, function: Callable[[Tensor], Any]) -> None:
         """Have ``function`` of each kept tensor in its place."""
         for call in self._calls:
+            call.check()
+            call.saved.clear()
+            call.moved = bool(call.outputs)
             call.outputs = tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, call.outputs)
 
     def again(self, restored: Callable[[Any], Any]) -> TorchDispatchMode:
@@ -70,6 +97,8 @@ class KeptAttention:
 
 
 class _Noting(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, calls: list[_Call], device: torch.device) -> None:
         super().__init__()
         self._calls = calls
@@ -86,13 +115,17 @@ class _Noting(TorchDispatchMode):
         """Run ``func``, and note it when it is attention."""
         result = func(*args, **(kwargs or {}))
         if is_attention(func):
+            # Without gradients nothing is worth holding; a compiled forward runs so, whatever its graph is part of.
+            held = not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in _tensors_in((args, kwargs)))
             # Detached, or what autograd makes of the result would hold the graph that it is part of.
-            outputs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+            outputs = tree_map(_detached, result) if held else ()
             self._calls.append(_Call(func, _shapes(args, kwargs), outputs, RandomState(self._device)))
         return result
 
 
 class _Again(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, calls: Iterator[_Call], restored: Callable[[Any], Any]) -> None:
         super().__init__()
         self._calls = calls
@@ -109,10 +142,23 @@ class _Again(TorchDispatchMode):
         """What is kept of ``func``; run it where nothing is, or where this is not the call that it was kept of."""
         if is_attention(func):
             call = next(self._calls, None)
-            if call is not None and call.kept and (func, _shapes(args, kwargs)) == (call.operator, call.shapes):
-                call.after.set()
-                return tree_map(self._restored, call.outputs)
+            if call is not None and (func, _shapes(args, kwargs)) == (call.operator, call.shapes):
+                if not call.moved:
+                    call.check()
+                if outputs := call.outputs:
+                    call.after.set()
+                    if not call.moved:  # autograd frees what it has used; another backward computes it again
+                        call.give_up()
+                    return tree_map(self._restored, outputs)
         return func(*args, **(kwargs or {}))
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:

@@ -129,7 +129,6 @@ class CheckpointFrame(Frame):
         self.n_saved = 0
         self.recomputed: dict[int, Any] = {}
         self.attention = KeptAttention(engine.device) if engine.plan.keep_attention else None
-        self._saved: set[int] = set()  # storages, where attention is kept
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,15 +141,14 @@ class CheckpointFrame(Frame):
         if self.attention is None:
             return super().run(function, args, kwargs)
         output = super().run(self.attention.noting(function), args, kwargs)
-        for tensor in self.attention.keep(self._saved):
+        for tensor in self.attention.keep():
             self.engine.ledger.hold(tensor)
-        self._saved.clear()
         return output
 
     @override
     def pack(self, tensor: Tensor) -> int:
         if self.attention is not None and tensor.layout == torch.strided:
-            self._saved.add(storage_address(tensor))
+            self.attention.note_saved(tensor)
         self.n_saved += 1
         return self.n_saved - 1
 

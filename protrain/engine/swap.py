@@ -270,7 +270,7 @@ class CheckpointSwapFrame(CheckpointFrame):
 
         self.args, self.kwargs = tree_map(move, (self.args, self.kwargs))
         if self.attention is not None:
-            self.attention.replace(move_attention)
+            self.attention.move(move_attention)
         if self.moved:
             self.moved.offload()
         return shared

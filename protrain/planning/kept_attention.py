@@ -15,11 +15,12 @@ from protrain.profiler.model_profile import ModelProfile
 
 
 def least_ms(profile: ModelProfile, hardware: HardwareProfile, fastest_ms: float) -> float:
-    """No plan with attention kept takes less, where the fastest without it takes ``fastest_ms``.
+    """About the least that a plan with attention kept takes, where the fastest without it takes ``fastest_ms``.
 
     A plan with it that recomputes n blocks takes at least what these compute, recomputation included. And the same
     without it fits as well and takes longer by no more than the attention of n blocks, while it takes ``fastest_ms`` or
-    more. Which n blocks is left open: the least and the most that any n take.
+    more. Which n blocks is left open: the least and the most that any n take. That is as good as ``fastest_ms`` is the
+    fastest, and a step can grow by more than what is computed, where that disturbs what else runs.
     """
     times, without = compute_times(profile.keeping_attention(), hardware), compute_times(profile, hardware)
     saved = sorted((more - less for more, less in zip(without.recompute, times.recompute, strict=True)), reverse=True)

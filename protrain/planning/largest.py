@@ -145,7 +145,10 @@ def _guess(known: dict[int, _Need], hardware: HardwareProfile) -> int:
 
 
 def _fastest(need: _Need, hardware: HardwareProfile, step_during_backward: bool) -> Plan:
-    """The fastest placement with every block checkpointed; at the limit there is little room for anything else."""
+    """The fastest placement with every block checkpointed; at the limit there is little room for anything else.
+
+    Attention is not kept either.
+    """
     profile, n_blocks = need.profile, len(need.profile.blocks)
     layout = pack(profile, choose_chunk_elements(profile))
     memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from protrain.planning.explain import Explanation
 
 
-_INPUT_ALIGNMENT_BYTES = 16 * 256  # of up to 16 tensors in a step, more than any block has
+_INPUT_ALIGNMENT_BYTES = 64 * 256  # of up to 64 tensors in a step, more than any block keeps
 
 
 class BlockMode(enum.Enum):

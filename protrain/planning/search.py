@@ -62,7 +62,7 @@ def search(
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
     plan = _fastest(models)
     limit_ms = plan.step_ms * (1 - _ATTENTION_GAIN)
-    if least_ms(profile, hardware, plan.step_ms) >= limit_ms:
+    if least_ms(profile, hardware, plan.step_ms) >= limit_ms + plan.step_ms * _TOLERANCE:
         return plan
     models = _Models(profile, hardware, chunk_elements, step_during_backward, keep_attention=True)
     with suppress(PlanError):  # it takes more memory

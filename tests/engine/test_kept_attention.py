@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from protrain.attention import is_attention
+import protrain.engine.kept_attention as _module
+from protrain.attention import for_backward, is_attention
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
@@ -146,22 +147,71 @@ def test_what_has_no_backward_is_computed_again(device: torch.device) -> None:
     assert computed(wrapped, rows()[0]) == 2 * DEPTH
 
 
-def test_a_graph_that_is_used_twice_keeps_it(device: torch.device) -> None:
-    def gradients(spec: Spec) -> list[Tensor]:
+@pytest.mark.parametrize(("spec", "again"), [(KEEPING[0], DEPTH), (KEEPING[1], 0)], ids=str)
+def test_a_graph_that_is_used_twice(device: torch.device, spec: Spec, again: int) -> None:
+    """What is handed out on the device is gone with its use; what is in host memory can be fetched anew."""
+
+    def gradients(spec: Spec) -> tuple[list[Tensor], int]:
         model = make_rows()
         wrapped, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device)
         loss = default_loss(wrapped, rows()[0])
+        loss.backward(retain_graph=True)
         with Calls() as calls:
-            loss.backward(retain_graph=True)
             loss.backward()
-        assert calls.count == 0, "computed again"
         optimizer.step()
-        return list(states(wrapped, optimizer).values())
+        return list(states(wrapped, optimizer).values()), calls.count
 
-    expected = gradients(Spec("all", "least", (NONE,)))
-    for spec in KEEPING[:2]:
-        for ours, value in zip(gradients(spec), expected, strict=True):
-            assert torch.equal(ours, value)
+    expected, _ = gradients(Spec("all", "least", (NONE,)))
+    found, computed_again = gradients(spec)
+    assert computed_again == again
+    for ours, value in zip(found, expected, strict=True):
+        assert torch.equal(ours, value)
+
+
+class Detached(Block):
+    """Attention has a backward that nothing comes to, so what it puts out may be written over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.heads(self.norm(x)).unflatten(-1, (3, HEADS, HEAD_SIZE)).permute(2, 0, 3, 1, 4)
+        hidden = F.scaled_dot_product_attention(query, key, value, is_causal=True).detach()
+        return x + self.out(hidden.mul_(0.5).transpose(1, 2).flatten(2))
+
+
+class Reusing(Block):
+    """What autograd saved elsewhere is gone, and its memory free, when attention without a backward runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x)
+        gate = torch.exp(hidden[..., :HEADS].float() * 0.1)  # as large as the sums of exponentials
+        hidden = hidden * gate.mean(-1, keepdim=True).to(hidden.dtype)
+        del gate
+        heads = self.heads(hidden).unflatten(-1, (3, HEADS, HEAD_SIZE)).permute(2, 0, 3, 1, 4).detach()
+        attended = F.scaled_dot_product_attention(*heads.unbind(0))
+        return x + self.out(attended.mul_(0.5).transpose(1, 2).flatten(2)) + hidden
+
+
+@pytest.mark.parametrize("block", [Detached, Reusing])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_over_is_not_kept(device: torch.device, dtype: torch.dtype, block: type[Block]) -> None:
+    def make() -> nn.Module:
+        with seeded():
+            model = Rows()
+            model.blocks = nn.ModuleList(block() for _ in range(DEPTH))
+            return model
+
+    check_equal_to_plain(make, rows(), device=device, dtype=dtype, specs=KEEPING)
+
+
+def test_an_attention_that_puts_out_no_sums_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuDNN's does where it is told of no backward."""
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    for outputs in ((torch.ones(2), None), (torch.ones(2), torch.empty(0)), torch.ones(2), [torch.ones(2)]):
+        assert for_backward(outputs) is None
+    monkeypatch.setattr(_module, "for_backward", lambda outputs: None)
+    model = make_rows()
+    wrapped, _ = wrap_under(KEEPING[0], model, adamw(model), rows()[0], device=CPU)
+    assert is_attention(operator)
+    assert computed(wrapped, rows()[0]) == 2 * DEPTH
 
 
 def test_dropout_inside_attention_draws_what_it_drew(device: torch.device) -> None:
@@ -215,8 +265,7 @@ def test_the_bits_of_a_compiled_model(
         assert_same(final, found[0][1])
 
 
-def test_a_step_that_fails_in_backward_leaves_the_next_one_whole(device: torch.device) -> None:
-    """Frames whose backward never came give back what they kept."""
+def test_forwards_without_a_backward_leave_the_next_step_whole(device: torch.device) -> None:
     expected, final = plain_run(make_rows, rows(), loop=Loop(), device=device, dtype=torch.float32)
     for spec in KEEPING:
         model = make_rows()

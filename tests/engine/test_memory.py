@@ -71,7 +71,7 @@ def train(model: nn.Module, optimizer: ProTrainOptimizer, batch: Mapping[str, Te
     optimizer.zero_grad()
 
 
-class _DeviceMeter(StorageMeter):
+class DeviceMeter(StorageMeter):
     """Counts every storage that operations return, other than the host arena's."""
 
     def __init__(self, engine: Engine) -> None:
@@ -100,7 +100,7 @@ def true_peak_bytes(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch
     engine = optimizer._engine
     train(model, optimizer, batch, backwards=backwards)
     engine.wait_for_updates()
-    meter = _DeviceMeter(engine)
+    meter = DeviceMeter(engine)
     meter.count(resident(engine))
     meter.count(batch.values())
     with meter:
@@ -183,7 +183,7 @@ def test_inputs_that_something_else_keeps_are_predicted() -> None:
     model, optimizer = wrap_under(
         Spec("some", "all", (NONE,)), model, adamw(model), (ids,), device=CPU, dtype=torch.bfloat16
     )
-    meter = _DeviceMeter(optimizer._engine)
+    meter = DeviceMeter(optimizer._engine)
 
     def step() -> None:
         model(ids).backward()
@@ -208,23 +208,6 @@ def test_the_prediction_is_the_true_peak_and_a_margin(family: str, vocabulary: i
     model, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU, dtype=torch.bfloat16)
     predicted = optimizer.plan.device_bytes
     assert 1.0 <= predicted / true_peak_bytes(model, optimizer, batch) <= 1.025, f"{predicted} bytes predicted"
-
-
-def test_attention_that_is_kept_is_predicted() -> None:
-    """Of 64 tokens it takes as much as the input; moved, it leaves the device."""
-    peaks = {}
-    for modes in ((CKPT,), (CKPT_SWAP,)):
-        for attention in (False, True):
-            model, batch = make_model("llama"), make_batch()
-            spec = Spec("none", "least", modes, attention=attention)
-            model, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU, dtype=torch.bfloat16)
-            peaks[modes, attention] = true_peak_bytes(model, optimizer, batch)
-            predicted = optimizer.plan.device_bytes
-            assert 1.0 <= predicted / peaks[modes, attention] <= 1.04, f"{predicted} bytes predicted"
-    kept, moved = (peaks[modes, True] - peaks[modes, False] for modes in ((CKPT,), (CKPT_SWAP,)))
-    input_bytes = batch["input_ids"].numel() * 64 * 2
-    assert kept >= 3 * input_bytes, "of four blocks"
-    assert moved <= 2 * input_bytes
 
 
 @pytest.mark.parametrize(

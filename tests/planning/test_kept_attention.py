@@ -12,7 +12,6 @@ import pytest
 from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, block_modes, check, evaluate, pack, search
 from protrain.planning.kept_attention import least_ms
-from protrain.planning.paper import paper_step_ms
 from protrain.planning.plan import as_planned
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.test_brute_force import MIB, N, as_measured, every_plan, random_machine, random_profile
@@ -54,7 +53,7 @@ def test_no_plan_beats_the_bound_and_the_better_kind_is_chosen() -> None:
         for n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, early in every_plan(memory, inside=inside):
             modes = block_modes(len(profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
             best = min(best, runtime.step_ms(modes, n_persist, n_buffer, early))
-        assert best >= 0.99 * bound
+        assert best >= 0.995 * bound  # see least_ms
         found = search(profile, hardware, **options)
         assert found.keep_attention == (found.step_ms < 0.99 * without.step_ms)
         assert found.step_ms <= min(without.step_ms, 1.02 * best / 0.99)
@@ -116,7 +115,6 @@ def test_a_plan_says_so_and_comes_back_from_a_file() -> None:
     assert as_planned(profile, plan) == profile.keeping_attention()
     assert as_planned(profile, replace(plan, keep_attention=False)) is profile
     assert plan.block_modes.count(BlockMode.CKPT_SWAP) == 1
-    assert paper_step_ms(plan, profile, hardware, pack(profile, N)) > 0
 
 
 def test_a_model_without_fused_attention_is_searched_once() -> None:
