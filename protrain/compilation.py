@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch._dynamo import trace_rules
 
+from protrain.compilation_on_meta import graphs_alone
+
 
 class CompiledForward:
     """A block's forward: compiled where gradients are recorded, as it was elsewhere.
@@ -23,10 +25,10 @@ class CompiledForward:
     longer than it saves.
     """
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], *, on_meta: bool) -> None:
         functools.update_wrapper(self, forward)
         self.eager = forward
-        self.compiled = torch.compile(forward)
+        self.compiled = torch.compile(forward, backend=graphs_alone()) if on_meta else torch.compile(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
@@ -45,13 +47,20 @@ def _leave_alone(package: str) -> None:
 
 
 @contextmanager
-def compiled_blocks(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Compile the forward of every one of ``blocks``; undone when the body raises."""
+def compiled_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> Iterator[None]:
+    """Compile the forward of every one of ``blocks``; undone when the body raises.
+
+    With ``on_meta`` as far as the meta device can show what that does: see :mod:`protrain.compilation_on_meta`. What
+    was compiled before is then compiled anew when it is used again: there is a limit to what is kept of one function,
+    and planning may look at many models.
+    """
+    if on_meta:
+        torch._dynamo.reset()
     _leave_alone("protrain")
     _leave_alone("protrain_kernels")
     before = [vars(block).get("forward") for block in blocks]
     for block in blocks:
-        vars(block)["forward"] = CompiledForward(block.forward)
+        vars(block)["forward"] = CompiledForward(block.forward, on_meta=on_meta)
     try:
         yield
     except BaseException:

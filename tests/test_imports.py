@@ -21,7 +21,8 @@ ALLOWED = {
     "protrain.host_memory": ("protrain.quantities",),
     "protrain.attention": (),
     "protrain.batch": DATA,
-    "protrain.compilation": (),
+    "protrain.compilation": ("protrain.compilation_on_meta",),
+    "protrain.compilation_on_meta": (),
     "protrain.chunked_loss": ("protrain.chunked_loss_on_meta",),
     "protrain.chunked_loss_on_meta": (),
     "protrain.planning": (*DATA, *PROFILES),
@@ -32,6 +33,7 @@ ALLOWED = {
         "protrain.batch",
         "protrain.chunked_loss",
         "protrain.compilation",
+        "protrain.compilation_on_meta",
         "protrain_kernels.cache",
     ),
     "protrain.engine": (

@@ -79,6 +79,15 @@ def add_sequence_option(parser: argparse.ArgumentParser | argparse._ArgumentGrou
     )
 
 
+def add_compile_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """--compile and --no-compile; :func:`protrain.cli.prepare.choose_compile` knows the default."""
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile the blocks (default: on a GPU; changes the last bits of the result)",
+    )
+
+
 def add_loss_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """--chunked-loss and --no-chunked-loss; :func:`protrain.cli.prepare.choose_loss` knows the default."""
     parser.add_argument(

@@ -16,6 +16,7 @@ from protrain.cli.job import DTYPES
 from protrain.cli.models import check_sequence, load_model
 from protrain.cli.options import (
     Parser,
+    add_compile_option,
     add_loss_option,
     add_memory_options,
     add_output_options,
@@ -25,13 +26,14 @@ from protrain.cli.options import (
 )
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
 from protrain.cli.plan_text import timeline_text
-from protrain.cli.prepare import adamw, choose_device, choose_dtype, choose_loss
+from protrain.cli.prepare import adamw, choose_compile, choose_device, choose_dtype, choose_loss
 from protrain.cli.shapes import SHAPES
+from protrain.compilation import compiled_blocks
 from protrain.hardware import HardwareProfile, detect, load
 from protrain.planning import frontier, largest
 from protrain.planning.explain import timeline_of
 from protrain.planning.tables import format_ms
-from protrain.profiler import ModelProfile
+from protrain.profiler import ModelProfile, find_blocks
 from protrain.progress import Progress
 from protrain.quantities import parse_bytes
 
@@ -55,6 +57,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--batch", type=whole(1), default=8, help="sequences in a batch (default: 8)")
     add_sequence_option(parser, default="of the model")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights (default: bfloat16 on a GPU)")
+    add_compile_option(parser)
     add_loss_option(parser)
     parser.add_argument(
         "--step-during-backward", action="store_true", default=False, help="plan for updates inside backward"
@@ -123,7 +126,12 @@ def _profile(args: argparse.Namespace, hardware: HardwareProfile, layers: int | 
     device = torch.device(hardware.device_type)
     elsewhere = args.hardware is not None
     chunked = choose_loss(getattr(args, "chunked_loss", None), device)
-    with chunked_loss(loaded.model, device, on_meta=elsewhere) if chunked else nullcontext():
+    compiled = choose_compile(getattr(args, "compile", None), device)
+    blocks = [loaded.model.get_submodule(path) for path in find_blocks(loaded.model)] if compiled else []
+    with (
+        chunked_loss(loaded.model, device, on_meta=elsewhere) if chunked else nullcontext(),
+        compiled_blocks(blocks, on_meta=elsewhere),
+    ):
         return protrain.profile(
             loaded.model,
             {"input_ids": ids, "labels": ids},
@@ -149,7 +157,8 @@ def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
 
 def _subject(profile: ModelProfile, hardware: HardwareProfile) -> str:
     size = f"{profile.n_parameters:,} parameters, {profile.tokens:,} tokens a step"
-    return f"{profile.model}, {size}, {_loss(profile.chunked_loss)}, on {hardware.name}"
+    blocks = "compiled" if profile.compiled else "eager"
+    return f"{profile.model}, {size}, blocks {blocks}, {_loss(profile.chunked_loss)}, on {hardware.name}"
 
 
 def _loss(chunked: bool) -> str:

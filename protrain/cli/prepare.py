@@ -55,7 +55,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         plan=plan,
         weights=loaded.weights,
         step_during_backward=job.step_during_backward,
-        compile=device.type == "cuda" if job.compile is None else job.compile,
+        compile=choose_compile(job.compile, device),
         chunked_loss=choose_loss(job.chunked_loss, device),
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
@@ -119,6 +119,11 @@ def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
 def choose_loss(chunked: bool | None, device: torch.device) -> bool:
     """Whether logits are never whole; where nothing is said, on a GPU with liger-kernel."""
     return device.type == "cuda" and liger_installed() if chunked is None else chunked
+
+
+def choose_compile(compile: bool | None, device: torch.device) -> bool:
+    """Whether blocks are compiled; where nothing is said, on a GPU."""
+    return device.type == "cuda" if compile is None else compile
 
 
 def check_tokens(plan: Plan, batch: int, sequence: int) -> None:

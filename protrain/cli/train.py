@@ -13,6 +13,7 @@ from protrain.cli.job import DTYPES, TrainJob
 from protrain.cli.loop import train
 from protrain.cli.options import (
     Parser,
+    add_compile_option,
     add_loss_option,
     add_memory_options,
     add_output_options,
@@ -68,11 +69,7 @@ def add_command(commands: Any) -> None:
     steps.add_argument("--clip", type=number(0, 1e9), help=f"largest gradient norm; 0: off {shown('clip')}")
     steps.add_argument("--dtype", choices=DTYPES, help="of weights (default: bfloat16 on a GPU, float32 on a CPU)")
 
-    steps.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="compile the blocks (default: on a GPU; changes the last bits of the result)",
-    )
+    add_compile_option(steps)
     add_loss_option(steps)
 
     placement = parser.add_argument_group("placement (never changes the result)")

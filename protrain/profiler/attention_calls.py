@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -31,7 +31,8 @@ class _Shape:
     def filled(self, device: torch.device) -> Tensor:
         """A tensor like it, with random values; a mask may be expanded from fewer."""
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        values = torch.empty(max(0, span), dtype=self.dtype, device=device).normal_()
+        filled = self.dtype if self.dtype.itemsize > 1 else torch.float32  # nothing fills 8 bits at random
+        values = torch.empty(max(0, span), dtype=filled, device=device).normal_().to(self.dtype)
         return values.as_strided(self.shape, self.stride)
 
 
@@ -39,8 +40,13 @@ class _Shape:
 class _Values:
     """A tensor of integers, whose values matter: where sequences begin."""
 
-    key: int
-    tensor: Tensor = field(compare=False)
+    shape: torch.Size
+    dtype: torch.dtype
+    values: tuple[Any, ...]
+
+    def filled(self, device: torch.device) -> Tensor:
+        """The same tensor."""
+        return torch.tensor(self.values, dtype=self.dtype, device=device).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -82,20 +88,17 @@ def allocated_bytes(tensor: Tensor) -> int:
 def _described(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return _Shape(leaf.shape, leaf.stride(), leaf.dtype) if leaf.is_floating_point() else _Values(id(leaf), leaf)
-
-
-def _filled(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, _Shape):
-        return leaf.filled(device)
-    return leaf.tensor if isinstance(leaf, _Values) else leaf
+    if leaf.is_floating_point():
+        return _Shape(leaf.shape, leaf.stride(), leaf.dtype)
+    return _Values(leaf.shape, leaf.dtype, () if leaf.is_meta else tuple(leaf.flatten().tolist()))
 
 
 def _measured_ms(call: AttentionCall, device: torch.device) -> float:
-    args, kwargs = tree_unflatten([_filled(leaf, device) for leaf in call.leaves], call.tree)
-    call.operator(*args, **kwargs)
+    leaves = [leaf.filled(device) if isinstance(leaf, _Shape | _Values) else leaf for leaf in call.leaves]
+    args, kwargs = tree_unflatten(leaves, call.tree)
     times = []
     with torch.no_grad():
+        call.operator(*args, **kwargs)
         for _ in range(_REPEATS):
             if device.type == "cuda":
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+_USUAL = F.scaled_dot_product_attention
+
 
 @contextmanager
 def as_if_on_gpu() -> Iterator[None]:
@@ -21,10 +23,30 @@ def as_if_on_gpu() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def fused_attention_in_graphs() -> Iterator[None]:
+    """The same attention for forwards that are compiled inside, outside of any function mode.
+
+    The compiler would trace such a mode around every operator. This one operator it takes as it is, where it is called
+    as that of torch.nn.functional.
+    """
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        result = _fused(*args, **kwargs)
+        return _USUAL(*args, **kwargs) if result is None else result
+
+    vars(F)["scaled_dot_product_attention"] = torch.compiler.allow_in_graph(attention)
+    try:
+        yield
+    finally:
+        vars(F)["scaled_dot_product_attention"] = _USUAL
+
+
 class FusedAttention(TorchFunctionMode):
     """Runs attention as the fused kernel that saves q, k, v, the output and one fp32 a row, as GPUs do.
 
-    The meta device itself would take the plain formula, which saves sequence x sequence matrices.
+    Keys and values of fewer heads stay as they are: only shapes count here. The meta device itself would take the plain
+    formula, which saves sequence x sequence matrices.
     """
 
     def __torch_function__(
@@ -32,7 +54,7 @@ class FusedAttention(TorchFunctionMode):
     ) -> Any:
         """Run ``func``, or the fused kernel in its place."""
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
+        if func is not _USUAL:
             return func(*args, **kwargs)
         result = _fused(*args, **kwargs)
         return func(*args, **kwargs) if result is None else result
@@ -52,9 +74,6 @@ def _fused(
     learned_mask = attn_mask is not None and attn_mask.requires_grad
     if not query.is_meta or query.ndim != 4 or learned_mask or query.shape[-1] != value.shape[-1]:
         return None
-    if enable_gqa:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
@@ -67,6 +86,11 @@ class _Values(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._doubts = WeakIdKeyDictionary()  # results of any()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled block is compiled as without."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from protrain.compilation_on_meta import inside_graph
+from protrain.profiler.operations import is_product, tensors_in
 
 
 class StorageMeter(TorchDispatchMode):
@@ -18,13 +20,36 @@ class StorageMeter(TorchDispatchMode):
 
     What a kernel allocates and frees inside one operation is not seen. Enter it around the code to be measured;
     backward counts too, as those devices run it in the calling thread.
+
+    Of a graph that stands for compiled code only what is there when a product runs, or the graph ends, counts: what is
+    made and gone in between never leaves a fused kernel.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive_bytes = 0
-        self.peak_bytes = 0
+        self._alive_bytes = 0
+        self._peak_bytes = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._fused: dict[int, int] = {}  # bytes of those among them that are not counted yet
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled block is compiled as without, and what it runs is counted."""
+        return True
+
+    @property
+    def alive_bytes(self) -> int:
+        """Of what is counted and was not freed."""
+        self._count_fused()
+        return self._alive_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most of it since :meth:`reset_peak`."""
+        self._count_fused()
+        return self._peak_bytes
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Never count the storages of ``tensors``."""
@@ -39,7 +64,7 @@ class StorageMeter(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Start a new peak at what is alive now."""
-        self.peak_bytes = self.alive_bytes
+        self._peak_bytes = self.alive_bytes
 
     @contextmanager
     def managed(self) -> Iterator[None]:
@@ -50,22 +75,38 @@ class StorageMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func`` and count what it returns."""
+        fused = inside_graph() and not is_product(func)
+        if not fused:
+            self._count_fused()
         result = func(*args, **(kwargs or {}))
-        self.count(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            self._remember(storage, storage.nbytes(), fused=fused)
         return result
 
-    def _remember(self, storage: torch.UntypedStorage, size: int) -> None:
+    def _remember(self, storage: torch.UntypedStorage, size: int, *, fused: bool = False) -> None:
         key = storage._cdata
         if key in self._known:
             return
 
         def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
             del self._known[key]
-            self.alive_bytes -= size
+            if self._fused.pop(key, None) is None:
+                self._alive_bytes -= size
 
         self._known[key] = weakref.ref(storage, freed)
-        self.alive_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+        if fused:
+            self._fused[key] = size
+        else:
+            self._add(size)
+
+    def _count_fused(self) -> None:
+        while self._fused:
+            self._add(self._fused.popitem()[1])
+
+    def _add(self, size: int) -> None:
+        self._alive_bytes += size
+        self._peak_bytes = max(self._peak_bytes, self._alive_bytes)
 
 
 class CudaMeter:

@@ -51,6 +51,7 @@ class BlockRecord(Record):
     forward_ms: float
     backward_ms: float
     forward_flops: int
+    forward_traffic_bytes: int = 0  # read and written by what is neither a product nor attention
     recompute_ms: float | None = None  # until the last saved tensor is there; None: not measured
     unsaved_input_bytes: int = 0  # of input_bytes, what only a checkpoint keeps; no more than saved_bytes
     attention_bytes: int = 0  # of saved_bytes, what attention operators put out
@@ -101,6 +102,7 @@ class ModelProfile(Record):
     calls: tuple[int, ...]  # unit indexes in the order of one forward
     blocks: tuple[BlockRecord, ...]
     segments: tuple[SegmentRecord, ...]
+    compiled: bool = False  # the blocks
     chunked_loss: bool = False  # logits are never whole, and the head's gradients are made in forward
 
     def keeping_attention(self) -> ModelProfile:

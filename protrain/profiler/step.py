@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from protrain import batch as batches
-from protrain.compilation import eager_of
-from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu
+from protrain.compilation import CompiledForward, eager_of
+from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu, fused_attention_in_graphs
 from protrain.profiler.meter import CudaMeter, Meter, StorageMeter
-from protrain.profiler.probe import BlockUse, probe, storage_key, tensors_in
+from protrain.profiler.operations import storage_key, tensors_in
+from protrain.profiler.probe import BlockUse, probe
 from protrain.profiler.weights import Weights
 
 
@@ -89,6 +90,7 @@ class Step:
         self._device = device
         self._measure = measure
         self._constants = {storage_key(tensor) for tensor in (*weights.stand_ins, *weights.unmanaged.values())}
+        self._compiled = any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in blocks)
         self._meter: Meter | None = None
         self._open: Segment | None = None
         self._open_call: _Call | None = None
@@ -102,6 +104,8 @@ class Step:
         with ExitStack() as stack:
             stack.enter_context(self._hooks())
             if self._device.type == "meta":
+                if self._compiled:
+                    stack.enter_context(fused_attention_in_graphs())
                 stack.enter_context(as_if_on_gpu())
             if self._measure:
                 self._meter = CudaMeter(self._device) if self._device.type == "cuda" else StorageMeter()
@@ -254,7 +258,7 @@ class Step:
                     self._probing = False
             self._switch(path)
             call = _Call(path)
-            with _pop_mode_temporarily() if self._measure and traced is not eager_of(forward) else nullcontext():
+            with self._as_compiled() if traced is not eager_of(forward) else nullcontext():
                 output = checkpoint(self._recomputed(call, traced), *args, use_reentrant=False, **kwargs)
             inputs = tensors_in((args, kwargs))
             self._watch(call, inputs, tensors_in(output))
@@ -268,21 +272,31 @@ class Step:
     ) -> Callable[..., Any]:
         """Add what ``forward`` takes to ``use``. Returns what to trace in its place.
 
-        Modes see nothing of a compiled forward, and nothing compiles under a dispatch mode: the eager one says what is
-        computed and used, and where the meter is such a mode it stands for the compiled one, which takes no more.
+        Modes see nothing of a compiled forward: the eager one says what is computed and used. On the CPU, where the
+        meter is such a mode, it stands for the compiled one, which takes no more.
         """
         assert self._meter is not None
         eager = eager_of(forward)
-        if eager is forward or not isinstance(self._meter, CudaMeter):
+        if eager is forward or self._device.type == "cpu":
             probe(use, eager, args, kwargs, self._constants, self._meter, self._device)
             return eager
         computed = BlockUse()
         probe(computed, eager, args, kwargs, self._constants, self._meter, self._device)
         use.flops += computed.flops
+        use.traffic_bytes += computed.traffic_bytes
+        use.fused_bytes += computed.fused_bytes
         use.attention += computed.attention
-        with _pop_mode_temporarily():
-            probe(use, forward, args, kwargs, self._constants, self._meter, self._device, count_flops=False)
+        with self._as_compiled():
+            probe(use, forward, args, kwargs, self._constants, self._meter, self._device, count=False)
         return forward
+
+    @contextmanager
+    def _as_compiled(self) -> Iterator[None]:
+        """Without the function modes of the trace, around every one of whose operators the compiler would go."""
+        with ExitStack() as stack:
+            for _ in range(self._measure + (self._device.type == "meta")):
+                stack.enter_context(_pop_mode_temporarily())
+            yield
 
     def _recomputed(self, call: _Call, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -292,7 +306,8 @@ class Step:
                 self._switch(call.block, call)
             try:
                 # Backward suspends function modes.
-                with FusedAttention() if self._device.type == "meta" else nullcontext():
+                eager = self._device.type == "meta" and forward is eager_of(forward)
+                with FusedAttention() if eager else nullcontext():
                     return forward(*args, **kwargs)
             finally:  # it ends with the last tensor that is saved, like the engine's: torch raises to stop it there
                 assert self._open is not None

@@ -19,7 +19,7 @@ from protrain.engine.chunks import Chunk
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, evaluate, pack
 from protrain.planning.choices import Choices
-from protrain.planning.compute_times import compute_times
+from protrain.planning.compute_times import ComputeTimes, compute_times
 from protrain.planning.fetches import Fetches
 from protrain.planning.paper import paper_step_ms
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Timeline
@@ -334,13 +334,42 @@ def test_predicted_fetches_are_those_of_the_engine(
 
 def test_times_of_another_device_are_estimated() -> None:
     profile = replace(make_profile(3.0, 6.0), device="meta")
-    machine = replace(MACHINE, device_copy_gbps=3020.0)
-    times = compute_times(profile, machine)
-    assert times.forward[0] == pytest.approx(3 * 10_000_000 / 3020e6)  # memory-bound
-    heavy = replace(profile, blocks=tuple(replace(block, forward_flops=10**13) for block in profile.blocks))
-    assert compute_times(heavy, machine).forward[0] == pytest.approx(1e13 / (0.75 * machine.matmul_tflops * 1e9))
-    assert compute_times(heavy, machine).backward[0] == pytest.approx(2 * compute_times(heavy, machine).forward[0])
+    machine = replace(MACHINE, device_copy_gbps=3000.0, matmul_tflops=500.0)
+
+    def times(**changes: Any) -> ComputeTimes:
+        blocks = tuple(replace(block, recompute_ms=None, **changes) for block in profile.blocks)
+        return compute_times(replace(profile, blocks=blocks, compiled=compiled), machine)
+
+    compiled = False
+    products, traffic = times(forward_flops=10**13), times(forward_flops=0, forward_traffic_bytes=3 * 10**9)
+    assert products.forward[0] == pytest.approx(0.86 * 20.0)
+    assert traffic.forward[0] == pytest.approx(1.37 * 1.0)
+    both = times(forward_flops=10**13, forward_traffic_bytes=3 * 10**9)
+    assert both.forward[0] == pytest.approx(products.forward[0] + traffic.forward[0])
+    assert both.backward[0] == pytest.approx(2.2 * both.forward[0])
+    assert both.recompute[0] == pytest.approx(0.85 * both.forward[0])
+    kept = times(forward_flops=10**13, recompute_flops=6 * 10**12)
+    assert kept.recompute[0] == pytest.approx(0.85 * 0.86 * 12.0)
+    compiled = True
+    assert times(forward_flops=10**13).recompute[0] == pytest.approx(products.forward[0])
     assert compute_times(replace(profile, device="cuda"), machine).forward == (3.0,) * 4
+
+
+@pytest.mark.parametrize(("words", "share"), [(50304, 1.6), (50257, 6.0)])
+def test_a_head_of_odd_width_takes_long(words: int, share: float) -> None:
+    """One that is tied to the embedding here, for each of its three products."""
+    profile = make_profile(3.0, 6.0, n=2)
+    outer = (
+        ParameterRecord(name="embed", shape=(words, 64), group=0),
+        ParameterRecord(name="positions", shape=(1024, 64), group=0),
+    )
+    unit = UnitRecord(name="", block=None, parameters=(2, 3))
+    profile = replace(profile, device="meta", parameters=(*profile.parameters, *outer), units=(*profile.units, unit))
+    found = compute_times(profile, MACHINE)
+    product_ms = 2 * profile.tokens * words * 64 / MACHINE.matmul_tflops / 1e9
+    assert (found.gap_forward[-1], found.gap_backward[-1]) == pytest.approx(
+        (share * product_ms, 2 * share * product_ms)
+    )
 
 
 def test_the_papers_formula() -> None:

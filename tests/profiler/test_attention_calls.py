@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from protrain.profiler import profile
 from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
-from protrain.profiler.probe import _Flops
+from protrain.profiler.operations import Operations
 
 CPU = torch.device("cpu")
 ROWS, SEQUENCE, HEADS, WIDTH = 2, 16, 4, 32  # of the tiny models
@@ -62,7 +62,7 @@ def test_attention_without_a_backward_does_not_count(trained: bool) -> None:
 
 def noted(sequence: int, mask: Tensor | None = None) -> AttentionCall:
     query, key, value = torch.randn(3, 1, 2, sequence, 16)
-    with _Flops() as operations:
+    with Operations() as operations:
         F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return operations.attention[0][1]
 

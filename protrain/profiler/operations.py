@@ -1,0 +1,102 @@
+"""What a forward computes and moves, operator by operator: products, attention, and the bytes that the rest touches."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from protrain.attention import for_backward, is_attention
+from protrain.profiler.attention_calls import AttentionCall, attention_call
+
+
+class Operations(TorchDispatchMode):
+    """Floating-point operations of products, convolutions and attention by torch's formulas, and bytes of the others.
+
+    ``traffic_bytes`` is what the others read and write one after another. Of ``fused_bytes``, compiled, they read what
+    comes from elsewhere once, and write what goes elsewhere: into a product, or into what backward needs.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self.traffic_bytes = 0
+        self.fused_bytes = 0
+        self.attention: list[tuple[StorageWeakRef, AttentionCall]] = []  # by what its backward saves
+        self._inside: dict[StorageWeakRef, int] = {}  # made by others than products and not written yet when fused
+        self._read: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` and add what it takes."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        sources, targets = _bytes_by_storage((args, kwargs)), _bytes_by_storage(result)
+        flops = _flops_of(func, args, kwargs, result)
+        if flops is not None:
+            self.flops += flops
+            self._write(sources)
+        elif made := {key: size for key, size in targets.items() if key not in sources}:  # not a view
+            self.traffic_bytes += sum(sources.values()) + sum(made.values())
+            read = {key: size for key, size in sources.items() if key not in self._inside and key not in self._read}
+            self.fused_bytes += sum(read.values())
+            self._read |= read.keys()
+            self._inside |= made
+        if is_attention(func) and (sums := for_backward(result)) is not None:
+            self.attention.append((storage_key(sums), attention_call(func, args, kwargs, result, flops=flops or 0)))
+        return result
+
+    def saved(self, keys: Set[StorageWeakRef]) -> None:
+        """Backward needs these: they are written, fused or not."""
+        self._write(keys)
+
+    def _write(self, keys: Any) -> None:
+        self.fused_bytes += sum(self._inside.pop(key, 0) for key in keys)
+
+
+def storage_key(tensor: Tensor) -> StorageWeakRef:
+    """What identifies the storage of ``tensor``, without keeping it, for as long as the key lives."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Every tensor in nested arguments."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _bytes_by_storage(tree: Any) -> dict[StorageWeakRef, int]:
+    """What an operator touches of each; a view may be of a part, or of the same again and again."""
+    return {
+        storage_key(tensor): min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+        for tensor in tensors_in(tree)
+    }
+
+
+def is_product(func: Any) -> bool:
+    """Whether ``func`` is a matrix product, a convolution or attention, which a compiler leaves to a library."""
+    packet = getattr(func, "_overloadpacket", func)  # or an operator of operators
+    return packet in flop_registry or packet.__name__.startswith("_scaled_dot_product")
+
+
+def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
+    """None for what is no product."""
+    if not is_product(func):
+        return None
+    packet = getattr(func, "_overloadpacket", func)
+    if packet.__name__.startswith("_scaled_dot_product") and not packet.__name__.endswith("_backward"):
+        return _attention_flops(args[0], args[1], args[2])
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Of both products. torch's table lacks the CPU kernel, and before 2.13 grouped key and value heads."""
+    return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])

@@ -1,0 +1,121 @@
+"""Operators of a forward, counted by hand: products, and what the rest reads and writes, fused or one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain.compilation import compiled_blocks
+from protrain.compilation_on_meta import graphs_alone
+from protrain.profiler import find_blocks, profile
+from protrain.profiler.meter import StorageMeter
+from protrain.profiler.operations import Operations, storage_key, tensors_in
+
+ROWS, WIDTH = 8, 16
+SIZE = ROWS * WIDTH * 4
+
+
+def chain(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Two operators before a product and two behind it, of which the first leaves something for later."""
+    scaled = (x * 2 + 1) @ weight
+    relu = scaled.relu()
+    return relu, relu * x
+
+
+def test_operators_that_are_no_products_count_by_their_bytes() -> None:
+    x, weight = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH)
+    with Operations() as found:
+        relu, last = chain(x, weight)
+    assert found.flops == 2 * ROWS * WIDTH * WIDTH
+    assert found.traffic_bytes == (2 + 2 + 2 + 3) * SIZE
+    # x once, what goes into the product, and what comes out of it.
+    assert found.fused_bytes == 3 * SIZE
+    found.saved({storage_key(relu), storage_key(last), storage_key(x)})
+    assert found.fused_bytes == 5 * SIZE
+
+
+def test_views_move_nothing_and_what_is_expanded_little() -> None:
+    x, row = torch.randn(ROWS, WIDTH), torch.randn(WIDTH)
+    with Operations() as found:
+        x.view(-1)[:5].unsqueeze(0)
+        assert (found.flops, found.traffic_bytes, found.fused_bytes) == (0, 0, 0)
+        row.expand(ROWS, WIDTH) + x
+    assert found.traffic_bytes == 2 * SIZE + WIDTH * 4
+
+
+def test_a_graph_counts_what_lives_across_products_alone() -> None:
+    x, weight = (torch.empty(shape, device="meta") for shape in ((ROWS, WIDTH), (WIDTH, WIDTH)))
+    compiled = torch.compile(chain, backend=graphs_alone())
+    compiled(x, weight)
+    peaks = {}
+    for name, function in (("eager", chain), ("compiled", compiled)):
+        meter = StorageMeter()
+        meter.ignore([x, weight])
+        with meter:
+            results = function(x, weight)
+        assert meter.alive_bytes == 2 * SIZE
+        peaks[name] = meter.peak_bytes
+        del results
+        assert meter.alive_bytes == 0
+    # Eager: scaled, relu and the last. A graph needs the product's operand and its result, then the results.
+    assert peaks == {"eager": 3 * SIZE, "compiled": 2 * SIZE}
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "mistral"])
+def test_the_meta_device_knows_what_compiled_blocks_save(
+    tiny_model: Callable[..., Any], tiny_batch: Callable[..., Any], family: str
+) -> None:
+    model, batch = tiny_model(family), tiny_batch()
+    blocks = [model.get_submodule(path) for path in find_blocks(model)]
+    plain = profile(model, batch, device="meta", dtype=torch.float32)
+    with compiled_blocks(blocks, on_meta=True):
+        found = profile(model, batch, device="meta", dtype=torch.float32)
+    assert (plain.compiled, found.compiled) == (False, True)
+    truth = saved_by_block(model, batch)
+    assert [block.saved_bytes for block in found.blocks] == truth
+    for block, eager in zip(found.blocks, plain.blocks, strict=True):
+        assert block.saved_bytes <= eager.saved_bytes
+        assert block.forward_traffic_bytes < eager.forward_traffic_bytes
+        assert (block.forward_flops, block.attention_bytes) == (eager.forward_flops, eager.attention_bytes)
+    assert torch.nn.functional.scaled_dot_product_attention.__module__ != "protrain.profiler.meta_device"
+    torch._dynamo.reset()
+
+
+def saved_by_block(model: nn.Module, batch: dict[str, Tensor]) -> list[int]:
+    """What autograd keeps of each block on the CPU, with the same graphs, its inputs and the weights aside."""
+    torch._dynamo.reset()
+    found: list[int] = []
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+
+    def measured(block: nn.Module) -> None:
+        compiled = torch.compile(type(block).forward.__get__(block), backend=graphs_alone())
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            saved: dict[int, int] = {}
+            given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+
+            def pack(tensor: Tensor) -> Tensor:
+                if tensor.untyped_storage().data_ptr() not in weights | given:
+                    saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                kept.append(tensor)
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                output = compiled(*args, **kwargs)
+            found.append(sum(saved.values()))
+            return output
+
+        vars(block)["forward"] = forward
+
+    kept: list[Tensor] = []
+    for path in find_blocks(model):
+        vars(model.get_submodule(path)).pop("forward", None)
+        measured(model.get_submodule(path))
+    model.train()
+    model(**batch)
+    return found
