@@ -42,7 +42,8 @@ class Task(Record):
     def label(self) -> str:
         """For file names."""
         depth = "" if self.layers is None else f"-{self.layers}layers"
-        return f"{self.model}{depth}-{self.batch}x{self.sequence}"
+        within = "" if self.device_memory is None else f"-within-{self.device_memory}"
+        return f"{self.model}{depth}-{self.batch}x{self.sequence}{within}"
 
 
 @dataclass(frozen=True, kw_only=True)
