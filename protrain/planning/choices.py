@@ -37,6 +37,14 @@ class Choices(NamedTuple):
         """The same with the inputs of the first so many recomputed blocks moved: a count by choice."""
         return self._replace(ckpt_swap=self.ckpt & (np.cumsum(self.ckpt, axis=0) <= counts))
 
+    def common(self) -> tuple[BlockMode, ...]:
+        """By block, whether all of them recompute it or all of them swap it; otherwise, and of its inputs, nothing."""
+        recomputed, swapped = self.ckpt.all(axis=1).tolist(), self.swap.all(axis=1).tolist()
+        return tuple(
+            BlockMode.SWAP if swap else BlockMode.CKPT if ckpt else BlockMode.NONE
+            for ckpt, swap in zip(recomputed, swapped, strict=True)
+        )
+
     def some(self, which: NDArray[np.intp]) -> Choices:
         """Those at the positions ``which``."""
         return Choices(self.ckpt[:, which], self.swap[:, which], self.ckpt_swap[:, which])

@@ -24,6 +24,15 @@ moved inputs are tried, from the most buffers down, until as many buffers would 
 swapping, what moves must pay.
 
 Bounds are worked out for all choices of block modes at once, as arrays.
+
+[Note: many that swap] Neighbours in the number of swapped blocks differ in few of them, and when the link is the limit
+all are too slow for much the same reason. So before one is simulated, a step is that all of them take at least the time
+of, from 1, 2, 4, 8, ... swapped blocks to less than twice as many: it recomputes what all of them recompute, swaps what
+all of them swap, leaves all other blocks alone as if there were memory for that, and has the most buffers and early
+updates of any. Each of them does all that this step does, in the same order, and more; so what holds for the step with
+nothing recomputed or swapped holds for this one, which is as close to them as most blocks are alike: the longer the
+range, the more all that is in it swap, and the more the link has to do. It is simulated once for the range, and again
+for those with as many buffers where it leaves the range open.
 """
 
 from __future__ import annotations
@@ -129,6 +138,7 @@ class Columns:
         self._placed: dict[tuple[int, bool], _Placed] = {}  # by n_persist and moves
         self._untouched = block_modes(n_blocks, 0, 0)
         self._untouched_of: dict[tuple[int, int, int], float] = {}  # by n_persist, n_buffer, most early updates
+        self._common_of: dict[tuple[int, int | None, int], float] = {}  # by n_persist, n_buffer, least n_swap
         self._fastest_ms = float("inf")
         self._found: list[Candidate] = []
 
@@ -339,12 +349,28 @@ class Columns:
             return float("inf"), 0
         placed = self._place(n_persist, moves)
         n_buffer = int(placed.n_buffer[row])
-        # Without swapping most placements are met once. With it, again and again.
-        if self._n_swap[row]:
-            placement = n_persist, n_buffer, int(placed.most_early[row])
-            if self._untouched_ms(placement, limit_ms) >= limit_ms:
-                return float("inf"), 0
+        if self._n_swap[row] and any(
+            self._common_ms(row, n_persist, buffers, limit_ms) >= limit_ms for buffers in (None, n_buffer)
+        ):
+            return float("inf"), 0
         return self._simulated_ms(row, n_persist, n_buffer, limit_ms)
+
+    def _common_ms(self, row: int, n_persist: int, n_buffer: int | None, limit_ms: float) -> float:
+        """What neither a choice that swaps nor any near it takes less than, or at least ``limit_ms``.
+
+        See [Note: many that swap]. Of choices with that many chunk buffers, or of all that fit with the most of them.
+        """
+        first = 1 << (int(self._n_swap[row]).bit_length() - 1)
+        known = self._common_of.get((n_persist, n_buffer, first))
+        if known is None:
+            placed = self._place(n_persist, moves=True)
+            alike = placed.n_buffer >= 0 if n_buffer is None else placed.n_buffer == n_buffer
+            near = np.flatnonzero(alike & (self._n_swap >= first) & (self._n_swap < 2 * first))
+            most = int(placed.n_buffer[near].max()), int(placed.most_early[near].max())
+            modes = self._choices.some(near).common()
+            known, _ = self._runtime.fitted_ms(modes, n_persist, *most, limit_ms=limit_ms)
+            self._common_of[n_persist, n_buffer, first] = known
+        return known
 
     def _simulated_ms(
         self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf")

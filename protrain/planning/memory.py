@@ -120,6 +120,7 @@ class MemoryModel:
             for record in profile.blocks
         ]
         self._walk = _walk(profile)
+        self._activations: dict[tuple[BlockMode, ...], Activations] = {}  # those worked out one by one
 
     def least_buffers(self, n_persist: int) -> int:
         """The most non-persistent chunks that the units active at one time hold."""
@@ -236,9 +237,13 @@ class MemoryModel:
 
     def activations(self, modes: tuple[BlockMode, ...]) -> Activations:
         """What the step takes beside model states when blocks are treated as ``modes`` says."""
-        found = self.all_activations(Choices.of([modes]))
-        peak, held, swapped = (int(array[0]) for array in found)
-        return Activations(peak_bytes=peak, held_bytes=held, swapped_bytes=swapped)
+        known = self._activations.get(modes)
+        if known is None:
+            found = self.all_activations(Choices.of([modes]))
+            peak, held, swapped = (int(array[0]) for array in found)
+            known = Activations(peak_bytes=peak, held_bytes=held, swapped_bytes=swapped)
+            self._activations[modes] = known
+        return known
 
     def all_activations(self, choices: Choices) -> tuple[Bytes, Bytes, Bytes]:
         """The fields of :class:`Activations` in their order, each an array by choice."""

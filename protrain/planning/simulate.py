@@ -37,12 +37,11 @@ from protrain.planning.updating import Known, Queue, least_waiting
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A unit's turn in forward or backward, under one placement of the chunks."""
+    """A unit's turn in forward or backward, under one number of persistent chunks."""
 
     name: str
     unit: int
     chunks: tuple[int, ...]  # in buffers, that it waits for
-    fetches: Sequence[Fetch]
     gradients: tuple[tuple[int, bool], ...]  # backward: (index into Step.gradients, offloaded)
 
 
@@ -68,7 +67,9 @@ class Step:
 
     forward: Sequence[Visit]
     backward: Sequence[Visit]
-    forward_work: Sequence[Work]  # by visit
+    forward_fetches: Sequence[Sequence[Fetch]]  # by visit
+    backward_fetches: Sequence[Sequence[Fetch]]
+    forward_work: Sequence[Work]
     backward_work: Sequence[Work]
     upload_ms: Sequence[float]  # by chunk
     swap_ms: Sequence[float]  # by unit: its saved activations to the device
@@ -145,9 +146,10 @@ def timeline(step: Step, rates: Rates) -> Timeline:
 
 def in_a_row(step: Step) -> float:
     """Milliseconds with everything one after the other: a CPU is device and host at once."""
-    visits = [*step.forward, *step.backward]
     total = sum(work.compute_ms for work in (*step.forward_work, *step.backward_work))
-    total += sum(step.upload_ms[fetch.chunk] for visit in visits for fetch in visit.fetches)
+    total += sum(
+        step.upload_ms[fetch.chunk] for fetches in (*step.forward_fetches, *step.backward_fetches) for fetch in fetches
+    )
     total += sum(work.swap_ms for work in step.forward_work) + sum(step.swap_ms[visit.unit] for visit in step.backward)
     for visit in step.backward:
         for index, offloaded in visit.gradients:
@@ -168,8 +170,8 @@ def _names(step: Step, run: _Run) -> list[list[tuple[str, object]]]:
         names[GPU].append(("forward", visit.name))
         if work.swap_ms:
             names[DOWN].append(("activations", visit.name))
-    for visit, work in zip(step.backward, step.backward_work, strict=True):
-        names[UP] += [("weights", fetch.chunk) for fetch in visit.fetches]
+    for visit, work, fetches in zip(step.backward, step.backward_work, step.backward_fetches, strict=True):
+        names[UP] += [("weights", fetch.chunk) for fetch in fetches]
         names[UP] += [("activations", unit) for unit in work.swap_back]
         names[GPU].append(("backward", visit.name))
         names[GPU] += [("flatten", step.gradients[index][0]) for index, _ in visit.gradients]
@@ -239,7 +241,7 @@ class _Run:
         """
         n_before = [
             len(step.forward_work),
-            sum(len(visit.fetches) for visit in step.forward),
+            sum(map(len, step.forward_fetches)),
             sum(work.swap_ms > 0 for work in step.forward_work),
             0,
             0,
@@ -298,8 +300,8 @@ class _Run:
         gpu, stretch, starts, ends = self._free[GPU], self._stretch[GPU], self.starts[GPU], self.ends[GPU]
         released, loaded, unsettled = self._released, self._loaded, self._unsettled
         self.uploads = []
-        for visit, work in zip(self.step.forward, self.step.forward_work, strict=True):
-            fetches = visit.fetches
+        step = self.step
+        for visit, work, fetches in zip(step.forward, step.forward_work, step.forward_fetches, strict=True):
             if fetches:
                 if len(fetches) > 1 and self._all_updated > self._free[UP]:
                     fetches = self._fetch_updated(fetches)
@@ -333,10 +335,11 @@ class _Run:
         if self._unsettled > gpu:
             gpu = self._unsettled
         turn = 0
-        for visit, work in zip(self.step.backward, self.step.backward_work, strict=True):
+        step = self.step
+        for visit, work, fetches in zip(step.backward, step.backward_work, step.backward_fetches, strict=True):
             start = gpu
-            if visit.fetches:
-                self._fetch(visit.fetches)
+            if fetches:
+                self._fetch(fetches)
             for unit in work.swap_back:
                 earliest = max(gpu, self._swapped[unit])  # allocated when the visit begins
                 self._back[unit] = self._do(UP, earliest, self.step.swap_ms[unit])
