@@ -39,10 +39,10 @@ class Choices(NamedTuple):
 
     def common(self) -> tuple[BlockMode, ...]:
         """By block, whether all of them recompute it or all of them swap it; otherwise, and of its inputs, nothing."""
-        recomputed, swapped = self.ckpt.all(axis=1).tolist(), self.swap.all(axis=1).tolist()
+        recomputed, swapped = np.all(self.ckpt, axis=1), np.all(self.swap, axis=1)
         return tuple(
-            BlockMode.SWAP if swap else BlockMode.CKPT if ckpt else BlockMode.NONE
-            for ckpt, swap in zip(recomputed, swapped, strict=True)
+            BlockMode.SWAP if swaps else BlockMode.CKPT if recomputes else BlockMode.NONE
+            for recomputes, swaps in zip(recomputed, swapped, strict=True)
         )
 
     def some(self, which: NDArray[np.intp]) -> Choices:

@@ -24,15 +24,6 @@ moved inputs are tried, from the most buffers down, until as many buffers would 
 swapping, what moves must pay.
 
 Bounds are worked out for all choices of block modes at once, as arrays.
-
-[Note: many that swap] Neighbours in the number of swapped blocks differ in few of them, and when the link is the limit
-all are too slow for much the same reason. So before one is simulated, a step is that all of them take at least the time
-of, from 1, 2, 4, 8, ... swapped blocks to less than twice as many: it recomputes what all of them recompute, swaps what
-all of them swap, leaves all other blocks alone as if there were memory for that, and has the most buffers and early
-updates of any. Each of them does all that this step does, in the same order, and more; so what holds for the step with
-nothing recomputed or swapped holds for this one, which is as close to them as most blocks are alike: the longer the
-range, the more all that is in it swap, and the more the link has to do. It is simulated once for the range, and again
-for those with as many buffers where it leaves the range open.
 """
 
 from __future__ import annotations
@@ -49,6 +40,7 @@ from protrain.planning.choices import Choices
 from protrain.planning.memory import Bytes, MemoryModel
 from protrain.planning.moves import Moves
 from protrain.planning.plan import block_modes
+from protrain.planning.relaxed import Relaxed
 from protrain.planning.runtime import RuntimeModel, Times
 from protrain.profiler.model_profile import ModelProfile
 
@@ -136,9 +128,8 @@ class Columns:
         self._margined = memory.with_margin(peak), memory.with_margin(peak_moved)  # all inputs kept, all moved
         self._undisturbed = runtime.undisturbed(self._choices)
         self._placed: dict[tuple[int, bool], _Placed] = {}  # by n_persist and moves
-        self._untouched = block_modes(n_blocks, 0, 0)
-        self._untouched_of: dict[tuple[int, int, int], float] = {}  # by n_persist, n_buffer, most early updates
-        self._common_of: dict[tuple[int, int | None, int], float] = {}  # by n_persist, n_buffer, least n_swap
+        self._n_blocks = n_blocks
+        self._relaxed = Relaxed(runtime, self._choices, self._n_swap)
         self._fastest_ms = float("inf")
         self._found: list[Candidate] = []
 
@@ -159,18 +150,7 @@ class Columns:
             return 0.0
         placed = self._place(column.n_persist, column.moves)
         most = int(placed.n_buffer.max()), int(placed.most_early.max())
-        return self._untouched_ms((column.n_persist, *most), self._fastest_ms * (1 - _GAIN))
-
-    def _untouched_ms(self, placement: tuple[int, int, int], limit_ms: float) -> float:
-        """The step with no block recomputed or swapped, as if there were memory for it, or at least ``limit_ms``.
-
-        What has not been worked out to its end is known to take the limit of then, and limits only fall.
-        """
-        known = self._untouched_of.get(placement)
-        if known is None:
-            known, _ = self._runtime.fitted_ms(self._untouched, *placement, limit_ms=limit_ms)
-            self._untouched_of[placement] = known
-        return known
+        return self._relaxed.untouched_ms((column.n_persist, *most), self._fastest_ms * (1 - _GAIN))
 
     def _may_win(self, bound_ms: float) -> bool:
         return bound_ms < self._paying_ms
@@ -328,7 +308,7 @@ class Columns:
             step_ms, n_speculate = least
             if n_ckpt_swap and self._may_win(step_ms):
                 most_early = self._runtime.speculates and self._memory.most_whole(n_persist, np.array(swapped_bytes))
-                modes = block_modes(len(self._untouched), n_swap, n_ckpt, n_ckpt_swap)
+                modes = block_modes(self._n_blocks, n_swap, n_ckpt, n_ckpt_swap)
                 step_ms, n_speculate = self._runtime.fitted_ms(
                     modes, n_persist, n_buffer, int(most_early), limit_ms=self._paying_ms
                 )
@@ -349,28 +329,11 @@ class Columns:
             return float("inf"), 0
         placed = self._place(n_persist, moves)
         n_buffer = int(placed.n_buffer[row])
-        if self._n_swap[row] and any(
-            self._common_ms(row, n_persist, buffers, limit_ms) >= limit_ms for buffers in (None, n_buffer)
+        if self._n_swap[row] and self._relaxed.is_too_slow(
+            row, n_persist, placed.n_buffer, placed.most_early, limit_ms
         ):
             return float("inf"), 0
         return self._simulated_ms(row, n_persist, n_buffer, limit_ms)
-
-    def _common_ms(self, row: int, n_persist: int, n_buffer: int | None, limit_ms: float) -> float:
-        """What neither a choice that swaps nor any near it takes less than, or at least ``limit_ms``.
-
-        See [Note: many that swap]. Of choices with that many chunk buffers, or of all that fit with the most of them.
-        """
-        first = 1 << (int(self._n_swap[row]).bit_length() - 1)
-        known = self._common_of.get((n_persist, n_buffer, first))
-        if known is None:
-            placed = self._place(n_persist, moves=True)
-            alike = placed.n_buffer >= 0 if n_buffer is None else placed.n_buffer == n_buffer
-            near = np.flatnonzero(alike & (self._n_swap >= first) & (self._n_swap < 2 * first))
-            most = int(placed.n_buffer[near].max()), int(placed.most_early[near].max())
-            modes = self._choices.some(near).common()
-            known, _ = self._runtime.fitted_ms(modes, n_persist, *most, limit_ms=limit_ms)
-            self._common_of[n_persist, n_buffer, first] = known
-        return known
 
     def _simulated_ms(
         self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf")

@@ -1,13 +1,12 @@
 """The runtime model: how long a step takes under a plan (paper section 4, and beyond).
 
-From the memory model of a profile, a machine and a layout to the :class:`~protrain.planning.simulate.Step` of any plan.
+From the memory model of a profile, a machine and a layout to the :class:`~protrain.planning.step.Step` of any plan.
 On a CPU, where nothing overlaps, the operations add up.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, compress
 from typing import NamedTuple
@@ -22,7 +21,8 @@ from protrain.planning.fetches import Fetches
 from protrain.planning.layout import streamed_chunks, updated_chunks
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode
-from protrain.planning.simulate import Step, Update, Visit, Work, in_a_row, simulate, timeline
+from protrain.planning.simulate import in_a_row, simulate, timeline
+from protrain.planning.step import Step, Update, Visit, Work
 from protrain.planning.streaming import streamed_rates
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline
 from protrain.planning.updating import Queue
@@ -108,6 +108,8 @@ class RuntimeModel:
         self._flatten_of_visit = [
             sum(self._gradients[index][1] for index in visit) for visit in self._gradients_of_visit
         ]
+        # What one early update more or less changes, at full rate.
+        self.longest_update_ms = max(self._host_update, default=0.0) if self.speculates else 0.0
         self._device_before = [0.0, *accumulate(self._device_update)]
         self._host_before = [0.0, *accumulate(self._host_update)]
         uploads = [ms if fresh else 0.0 for ms, fresh in zip(self._upload, updated, strict=True)]
