@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from protrain.planning.plan import BlockMode
 
-_CODES = {mode: code for code, mode in enumerate(BlockMode)}
-
 
 class Choices(NamedTuple):
     """Some choices of block modes. Arrays are transposed, [block, choice]: what is looked at is one block of all."""
@@ -23,10 +21,11 @@ class Choices(NamedTuple):
     @classmethod
     def of(cls, choices: Sequence[Sequence[BlockMode]]) -> Choices:
         """From the modes of each, by block."""
-        codes = np.array([[_CODES[mode] for mode in modes] for modes in choices], dtype=np.int8)
-        columns = np.ascontiguousarray(codes.reshape(len(choices), -1).T)
-        inputs_move = columns == _CODES[BlockMode.CKPT_SWAP]
-        return cls((columns == _CODES[BlockMode.CKPT]) | inputs_move, columns == _CODES[BlockMode.SWAP], inputs_move)
+        modes = np.array([mode for of_choice in choices for mode in of_choice], dtype=np.object_)
+        columns = modes.reshape(len(choices), -1).T
+        is_mode = {mode: np.ascontiguousarray(columns == mode) for mode in BlockMode}
+        inputs_move = is_mode[BlockMode.CKPT_SWAP]
+        return cls(is_mode[BlockMode.CKPT] | inputs_move, is_mode[BlockMode.SWAP], inputs_move)
 
     @property
     def n_choices(self) -> int:
