@@ -44,8 +44,8 @@ class Relaxed:
         self._n_swap = n_swap
         self._untouched = (BlockMode.NONE,) * choices.ckpt.shape[0]
         self._untouched_of: dict[tuple[int, int, int], float] = {}  # by n_persist, n_buffer, most early updates
-        # By n_persist, of those that took less than the limit: step time, n_buffer and early updates.
-        self._quick: defaultdict[int, list[tuple[float, int, int]]] = defaultdict(list)
+        # By n_persist, of those that took less than the limit: step time and n_buffer.
+        self._quick: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
         self._common_of: dict[tuple[int, int, int], float] = {}  # by n_persist, n_buffer or -1, least n_swap
 
     def untouched_ms(self, placement: tuple[int, int, int], limit_ms: float) -> float:
@@ -59,10 +59,10 @@ class Relaxed:
         """
         known = self._untouched_of.get(placement)
         if known is None:
-            known, n_speculate = self._runtime.fitted_ms(self._untouched, *placement, limit_ms=limit_ms)
+            known, _ = self._runtime.fitted_ms(self._untouched, *placement, limit_ms=limit_ms)
             self._untouched_of[placement] = known
             if known < limit_ms:
-                self._quick[placement[0]].append((known, placement[1], n_speculate))
+                self._quick[placement[0]].append((known, placement[1]))
         return known
 
     def is_too_slow(
@@ -91,8 +91,8 @@ class Relaxed:
                 self._common_of[n_persist, alike, first] = common_ms
             if common_ms >= surely_ms:
                 return True
-            # Untouched it takes no more, nor with more buffers and room for as many early updates.
-            quick = (ms < limit_ms and b <= buffers and early <= most for ms, b, early in self._quick[n_persist])
+            # Untouched it takes no more, nor with more buffers; where room for early updates matters, it is simulated.
+            quick = (ms < limit_ms and fewer <= buffers for ms, fewer in self._quick[n_persist])
             undecided = common_ms >= limit_ms and not any(quick)
             if undecided and self.untouched_ms((n_persist, buffers, most), limit_ms) >= limit_ms:
                 return True
