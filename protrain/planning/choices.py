@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from protrain.planning.plan import BlockMode
 
-_CODES = {mode: code for code, mode in enumerate(BlockMode)}
-
 
 class Choices(NamedTuple):
     """Some choices of block modes. Arrays are transposed, [block, choice]: what is looked at is one block of all."""
@@ -23,10 +21,11 @@ class Choices(NamedTuple):
     @classmethod
     def of(cls, choices: Sequence[Sequence[BlockMode]]) -> Choices:
         """From the modes of each, by block."""
-        codes = np.array([[_CODES[mode] for mode in modes] for modes in choices], dtype=np.int8)
-        columns = np.ascontiguousarray(codes.reshape(len(choices), -1).T)
-        inputs_move = columns == _CODES[BlockMode.CKPT_SWAP]
-        return cls((columns == _CODES[BlockMode.CKPT]) | inputs_move, columns == _CODES[BlockMode.SWAP], inputs_move)
+        modes = np.array([mode for of_choice in choices for mode in of_choice], dtype=np.object_)
+        columns = modes.reshape(len(choices), -1).T
+        is_mode = {mode: np.ascontiguousarray(columns == mode) for mode in BlockMode}
+        inputs_move = is_mode[BlockMode.CKPT_SWAP]
+        return cls(is_mode[BlockMode.CKPT] | inputs_move, is_mode[BlockMode.SWAP], inputs_move)
 
     @property
     def n_choices(self) -> int:
@@ -36,6 +35,14 @@ class Choices(NamedTuple):
     def moving(self, counts: NDArray[np.int64]) -> Choices:
         """The same with the inputs of the first so many recomputed blocks moved: a count by choice."""
         return self._replace(ckpt_swap=self.ckpt & (np.cumsum(self.ckpt, axis=0) <= counts))
+
+    def common(self) -> tuple[BlockMode, ...]:
+        """By block, whether all of them recompute it or all of them swap it; otherwise, and of its inputs, nothing."""
+        recomputed, swapped = np.all(self.ckpt, axis=1), np.all(self.swap, axis=1)
+        return tuple(
+            BlockMode.SWAP if swaps else BlockMode.CKPT if recomputes else BlockMode.NONE
+            for recomputes, swaps in zip(recomputed, swapped, strict=True)
+        )
 
     def some(self, which: NDArray[np.intp]) -> Choices:
         """Those at the positions ``which``."""

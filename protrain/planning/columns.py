@@ -40,6 +40,7 @@ from protrain.planning.choices import Choices
 from protrain.planning.memory import Bytes, MemoryModel
 from protrain.planning.moves import Moves
 from protrain.planning.plan import block_modes
+from protrain.planning.relaxed import Relaxed
 from protrain.planning.runtime import RuntimeModel, Times
 from protrain.profiler.model_profile import ModelProfile
 
@@ -127,8 +128,8 @@ class Columns:
         self._margined = memory.with_margin(peak), memory.with_margin(peak_moved)  # all inputs kept, all moved
         self._undisturbed = runtime.undisturbed(self._choices)
         self._placed: dict[tuple[int, bool], _Placed] = {}  # by n_persist and moves
-        self._untouched = block_modes(n_blocks, 0, 0)
-        self._untouched_of: dict[tuple[int, int, int], float] = {}  # by n_persist, n_buffer, most early updates
+        self._n_blocks = n_blocks
+        self._relaxed = Relaxed(runtime, self._choices, self._n_swap)
         self._fastest_ms = float("inf")
         self._found: list[Candidate] = []
 
@@ -149,18 +150,7 @@ class Columns:
             return 0.0
         placed = self._place(column.n_persist, column.moves)
         most = int(placed.n_buffer.max()), int(placed.most_early.max())
-        return self._untouched_ms((column.n_persist, *most), self._fastest_ms * (1 - _GAIN))
-
-    def _untouched_ms(self, placement: tuple[int, int, int], limit_ms: float) -> float:
-        """The step with no block recomputed or swapped, as if there were memory for it, or at least ``limit_ms``.
-
-        What has not been worked out to its end is known to take the limit of then, and limits only fall.
-        """
-        known = self._untouched_of.get(placement)
-        if known is None:
-            known, _ = self._runtime.fitted_ms(self._untouched, *placement, limit_ms=limit_ms)
-            self._untouched_of[placement] = known
-        return known
+        return self._relaxed.untouched_ms((column.n_persist, *most), self._fastest_ms * (1 - _GAIN))
 
     def _may_win(self, bound_ms: float) -> bool:
         return bound_ms < self._paying_ms
@@ -318,7 +308,7 @@ class Columns:
             step_ms, n_speculate = least
             if n_ckpt_swap and self._may_win(step_ms):
                 most_early = self._runtime.speculates and self._memory.most_whole(n_persist, np.array(swapped_bytes))
-                modes = block_modes(len(self._untouched), n_swap, n_ckpt, n_ckpt_swap)
+                modes = block_modes(self._n_blocks, n_swap, n_ckpt, n_ckpt_swap)
                 step_ms, n_speculate = self._runtime.fitted_ms(
                     modes, n_persist, n_buffer, int(most_early), limit_ms=self._paying_ms
                 )
@@ -339,11 +329,10 @@ class Columns:
             return float("inf"), 0
         placed = self._place(n_persist, moves)
         n_buffer = int(placed.n_buffer[row])
-        # Without swapping most placements are met once. With it, again and again.
-        if self._n_swap[row]:
-            placement = n_persist, n_buffer, int(placed.most_early[row])
-            if self._untouched_ms(placement, limit_ms) >= limit_ms:
-                return float("inf"), 0
+        if self._n_swap[row] and self._relaxed.is_too_slow(
+            row, n_persist, placed.n_buffer, placed.most_early, limit_ms
+        ):
+            return float("inf"), 0
         return self._simulated_ms(row, n_persist, n_buffer, limit_ms)
 
     def _simulated_ms(

@@ -38,9 +38,9 @@ class Fetches:
             schedule.position = position
             self._upcoming.append(list(schedule.upcoming()))
             self._next_use.append([schedule.next_use(chunk) for chunk in range(len(trainable))])
-        self._known: dict[tuple[int, int], list[list[Fetch]]] = {}
+        self._known: dict[tuple[int, int], list[tuple[Fetch, ...]]] = {}
 
-    def of(self, n_persist: int, n_buffer: int) -> list[list[Fetch]]:
+    def of(self, n_persist: int, n_buffer: int) -> list[tuple[Fetch, ...]]:
         """Per visit its fetches in the order of issue; those before the first visit belong to it.
 
         Mirrors the engine: a unit takes what it needs, then the pool fetches ahead, nearest use first, into buffers
@@ -49,12 +49,13 @@ class Fetches:
         known = self._known.get((n_persist, n_buffer))
         if known is None:
             present: list[int] = []
-            self._cycle(present, n_persist, n_buffer)
-            present = [chunk for chunk in present if not self._trainable[chunk]]
+            if not all(self._trainable[n_persist:]):  # otherwise none is left from the step before
+                self._cycle(present, n_persist, n_buffer)
+                present = [chunk for chunk in present if not self._trainable[chunk]]
             known = self._known[n_persist, n_buffer] = self._cycle(present, n_persist, n_buffer)
         return known
 
-    def _cycle(self, present: list[int], n_persist: int, n_buffer: int) -> list[list[Fetch]]:
+    def _cycle(self, present: list[int], n_persist: int, n_buffer: int) -> list[tuple[Fetch, ...]]:
         ahead = self._ahead(present, (), 0, n_persist, n_buffer)
         fetches = []
         for position, needed in enumerate(self._held):
@@ -65,7 +66,7 @@ class Fetches:
                     victim = self._victim(present, held, position + 1, 0, n_buffer)
                     assert victim is not None, "a unit needs more chunks at once than there are buffers"
                     now.append(self._take(present, chunk, victim))
-            fetches.append([*ahead, *now, *self._ahead(present, held, position + 1, n_persist, n_buffer)])
+            fetches.append((*ahead, *now, *self._ahead(present, held, position + 1, n_persist, n_buffer)))
             ahead = []
         return fetches
 

@@ -115,8 +115,12 @@ def choose_chunk_elements(profile: ModelProfile) -> int:
             part = align(-(-size * numerator // denominator))
             candidates.update((part, part + small))
     candidates.update(align(lower + (upper - lower) * step // _GRID_STEPS) for step in range(_GRID_STEPS + 1))
+    # What the last chunk wastes when all before it are full; no packing needs fewer chunks.
+    least = [(elements * -(-total // elements) - total, elements) for elements in candidates]
     best = (float("inf"), 0)
-    for elements in sorted(candidate for candidate in candidates if lower <= candidate <= upper):
+    for waste, elements in sorted(pair for pair in least if lower <= pair[1] <= upper):
+        if (waste, elements) > best:
+            break
         _, used, _ = _place(profile, owned, elements)
         best = min(best, (elements * len(used) - sum(used), elements))
     return best[1]

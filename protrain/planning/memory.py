@@ -27,6 +27,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,7 @@ _HOST_SMALL_BYTES = 1 * MIB  # partial sums, page rounding of the arena's segmen
 _CUDA_WORKSPACE_BYTES = 128 * MIB  # matmul workspaces that a trace may have found allocated, the engine's small tensors
 _CUDA_FRAGMENTATION = 0.05  # of the activations: what the caching allocator loses to sizes that don't fit each other
 _CPU_SLACK = 0.01
+_AT_ONCE = 256  # choices of block modes whose activations are worked out at once: what a core's cache holds
 _MOVING = (BlockMode.SWAP, BlockMode.CKPT_SWAP)
 
 
@@ -120,6 +122,7 @@ class MemoryModel:
             for record in profile.blocks
         ]
         self._walk = _walk(profile)
+        self._activations: dict[tuple[BlockMode, ...], Activations] = {}  # those worked out one by one
 
     def least_buffers(self, n_persist: int) -> int:
         """The most non-persistent chunks that the units active at one time hold."""
@@ -236,102 +239,81 @@ class MemoryModel:
 
     def activations(self, modes: tuple[BlockMode, ...]) -> Activations:
         """What the step takes beside model states when blocks are treated as ``modes`` says."""
-        found = self.all_activations(Choices.of([modes]))
-        peak, held, swapped = (int(array[0]) for array in found)
-        return Activations(peak_bytes=peak, held_bytes=held, swapped_bytes=swapped)
+        known = self._activations.get(modes)
+        if known is None:
+            found = self.all_activations(Choices.of([modes]))
+            peak, held, swapped = (int(array[0]) for array in found)
+            known = Activations(peak_bytes=peak, held_bytes=held, swapped_bytes=swapped)
+            self._activations[modes] = known
+        return known
 
     def all_activations(self, choices: Choices) -> tuple[Bytes, Bytes, Bytes]:
         """The fields of :class:`Activations` in their order, each an array by choice."""
-        nothing = np.zeros(choices.n_choices, dtype=np.int64)
-        untouched = ~(choices.ckpt | choices.swap)
-        kept, away, peak, held = nothing, nothing, nothing, nothing
-        for stretch in self._walk:
-            block, share = stretch.block, stretch.share_bytes
-            within: Bytes | int = stretch.peak_bytes
-            saved: Bytes | int = 0
-            if stretch.forward:
-                neighbour, size, input_size = stretch.before, stretch.before_bytes, stretch.before_input_bytes
-                if block is not None and share:
-                    saved = np.where(choices.ckpt[block], 0, share)
-                    # What it saves may be part of the most it uses at once: never count it twice.
-                    keeping = max(share, min(stretch.peak_bytes + share, stretch.forward_peak_bytes))
-                    within = np.where(choices.ckpt[block], stretch.peak_bytes, keeping)
-            else:
-                neighbour, size, input_size = stretch.after, stretch.after_bytes, stretch.after_input_bytes
-                saved = share  # recomputed or fetched, and measured as such
-                if block is not None:
-                    kept = kept - untouched[block] * share
-                    away = away - choices.ckpt_swap[block] * stretch.input_bytes
-                    away = away - ~choices.ckpt[block] * stretch.unsaved_input_bytes
-            # Index -1, for "no block", saves nothing.
-            waiting = kept if neighbour < 0 else kept + choices.swap[neighbour] * size
-            # The trace has all inputs on the device; the neighbour's is there in truth.
-            waiting = waiting - (away if neighbour < 0 else away - choices.ckpt_swap[neighbour] * input_size)
-            peak = np.maximum(peak, stretch.live_bytes + within + waiting)
-            held = np.maximum(held, stretch.live_bytes + saved + waiting)
-            if stretch.forward and block is not None:
-                kept = kept + untouched[block] * share
-                away = away + choices.ckpt_swap[block] * stretch.input_bytes
-                away = away + ~choices.ckpt[block] * stretch.unsaved_input_bytes
-        swapped = nothing
-        for block, (saved_bytes, moved_bytes) in enumerate(self._swapped):
-            swapped = swapped + choices.swap[block] * saved_bytes + choices.ckpt_swap[block] * moved_bytes
+        parts = [self._some_activations(choices, first) for first in range(0, choices.n_choices, _AT_ONCE)]
+        peak, held, swapped = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         return peak, np.minimum(held, peak), swapped
 
+    def _some_activations(self, choices: Choices, first: int) -> tuple[Bytes, Bytes, Bytes]:
+        """The same of _AT_ONCE choices from ``first`` on. Arrays are [stretch, choice]."""
+        walk = self._walk
+        # By block and choice, with a last row for "no block" (index -1), which saves nothing.
+        ckpt, swap, moves = (np.pad(of_block[:, first : first + _AT_ONCE], ((0, 1), (0, 0))) for of_block in choices)
+        recomputed = ckpt[walk.block]
+        # On the device from a block's forward until its backward: what untouched ones save, less inputs that the trace
+        # has there and these choices have not.
+        kept = (~(recomputed | swap[walk.block])) * walk.share_bytes
+        kept -= moves[walk.block] * walk.input_bytes + ~recomputed * walk.unsaved_input_bytes
+        waiting = np.cumsum(np.where(walk.forward, kept, -kept), axis=0) - walk.forward * kept
+        # On its way; the trace has all inputs on the device, and the neighbour's is there in truth.
+        waiting += swap[walk.neighbour] * walk.neighbour_bytes + moves[walk.neighbour] * walk.neighbour_input_bytes
+        waiting += walk.live_bytes
+        keeps = walk.forward & ~recomputed
+        peak = (waiting + np.where(keeps, walk.keeping_bytes, walk.peak_bytes)).max(axis=0, initial=0)
+        # Backward recomputes or fetches it, and it was measured as such.
+        held = (waiting + (keeps | ~walk.forward) * walk.share_bytes).max(axis=0, initial=0)
+        saved_bytes, moved_bytes = np.array([*self._swapped, (0, 0)], dtype=np.int64).T
+        return peak, held, saved_bytes @ swap + moved_bytes @ moves
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Stretch:
-    """A segment of the trace and its neighbours: blocks by index, -1 for none."""
 
-    forward: bool
-    block: int | None
-    share_bytes: int  # saved by one call of the block
-    live_bytes: int
-    peak_bytes: int
-    forward_peak_bytes: int  # of one call of the block that keeps what it saves
-    before: int  # the block called last before this stretch
-    before_bytes: int  # saved by that call
-    after: int  # the block whose backward comes next
-    after_bytes: int
-    unsaved_input_bytes: int  # of one call of the block
-    input_bytes: int  # the same, saved or not, and those of its neighbours
-    before_input_bytes: int
-    after_input_bytes: int
+class _Walk(NamedTuple):
+    """The stretches of the trace and their neighbours, as columns; blocks by index, -1 for none."""
+
+    block: NDArray[np.int64]  # 1-d, as the neighbours are
+    neighbour: NDArray[np.int64]  # forward: the block called last before; backward: whose backward comes next
+    forward: NDArray[np.bool_]
+    live_bytes: Bytes
+    peak_bytes: Bytes
+    keeping_bytes: Bytes  # the most at once in forward when the block keeps what it saves
+    share_bytes: Bytes  # saved by one call of the block
+    unsaved_input_bytes: Bytes  # of one call of the block
+    input_bytes: Bytes  # the same, saved or not
+    neighbour_bytes: Bytes  # saved by one call of the neighbour, and its inputs
+    neighbour_input_bytes: Bytes
 
 
-def _walk(profile: ModelProfile) -> list[_Stretch]:
+def _walk(profile: ModelProfile) -> _Walk:
     calls = Counter(segment.block for segment in profile.segments if segment.phase == "forward")
     share = {index: block.saved_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
-    share[-1] = 0
     inputs = {index: block.input_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
-    inputs[-1] = 0
     unsaved = {index: block.unsaved_input_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
+    share[-1] = inputs[-1] = unsaved[-1] = 0
     order = [segment.block for segment in profile.segments]
-    result = []
+    rows = []
     before, at_loss = -1, True  # not yet in the backward of a block
     for index, segment in enumerate(profile.segments):
-        after = next((block for block in order[index + 1 :] if block is not None), -1)
-        at_loss = at_loss and (segment.phase == "forward" or segment.block is None)
-        if at_loss and segment.phase == "backward" and order[index + 1 : index + 2] == [None]:
+        forward, block = segment.phase == "forward", -1 if segment.block is None else segment.block
+        after = next((other for other in order[index + 1 :] if other is not None), -1)
+        at_loss = at_loss and (forward or block < 0)
+        if at_loss and not forward and order[index + 1 : index + 2] == [None]:
             after = -1  # fetched when the backward of what comes right behind the block begins, not with the loss
-        result.append(
-            _Stretch(
-                forward=segment.phase == "forward",
-                block=segment.block,
-                share_bytes=0 if segment.block is None else share[segment.block],
-                live_bytes=segment.live_bytes,
-                peak_bytes=segment.peak_bytes,
-                forward_peak_bytes=0 if segment.block is None else profile.blocks[segment.block].forward_peak_bytes,
-                before=before,
-                before_bytes=share[before],
-                after=after,
-                after_bytes=share[after],
-                unsaved_input_bytes=0 if segment.block is None else unsaved[segment.block],
-                input_bytes=0 if segment.block is None else inputs[segment.block],
-                before_input_bytes=inputs[before],
-                after_input_bytes=inputs[after],
-            )
-        )
-        if segment.block is not None:
-            before = segment.block
-    return result
+        keeping = segment.peak_bytes
+        if share[block]:
+            # What it saves may be part of the most it uses at once: never count it twice.
+            most = min(segment.peak_bytes + share[block], profile.blocks[block].forward_peak_bytes)
+            keeping = max(share[block], most)
+        neighbour = before if forward else after
+        sizes = (segment.live_bytes, segment.peak_bytes, keeping, share[block], unsaved[block], inputs[block])
+        rows.append((block, neighbour, forward, *sizes, share[neighbour], inputs[neighbour]))
+        before = before if block < 0 else block
+    blocks, neighbours, is_forward, *columns = np.array(rows, dtype=np.int64).reshape(-1, len(_Walk._fields)).T
+    return _Walk(blocks, neighbours, is_forward[:, None] > 0, *(column[:, None] for column in columns))

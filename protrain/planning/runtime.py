@@ -1,13 +1,12 @@
 """The runtime model: how long a step takes under a plan (paper section 4, and beyond).
 
-From the memory model of a profile, a machine and a layout to the :class:`~protrain.planning.simulate.Step` of any plan.
+From the memory model of a profile, a machine and a layout to the :class:`~protrain.planning.step.Step` of any plan.
 On a CPU, where nothing overlaps, the operations add up.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, compress
 from typing import NamedTuple
@@ -22,7 +21,8 @@ from protrain.planning.fetches import Fetches
 from protrain.planning.layout import streamed_chunks, updated_chunks
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode
-from protrain.planning.simulate import Step, Update, Visit, Work, in_a_row, simulate, timeline
+from protrain.planning.simulate import in_a_row, simulate, timeline
+from protrain.planning.step import Step, Update, Visit, Work
 from protrain.planning.streaming import streamed_rates
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline
 from protrain.planning.updating import Queue
@@ -100,7 +100,7 @@ class RuntimeModel:
         whole = _HOST_ADAM_BYTES[profile.dtype]
         self._weight_share = (whole - _HOST_ADAM_WRITTEN[profile.dtype] + element) / whole
         self._work: tuple[Modes, tuple[list[Work], list[float]]] | None = None  # of the modes asked for last
-        self._visits_of: dict[tuple[int, int], list[Visit]] = {}  # by n_persist and n_buffer
+        self._visits_of: dict[int, list[Visit]] = {}  # by n_persist
         # For bounds: sums from the first chunk on.
         self._forward_total = sum(self._forward_ms)
         self._backward_total = sum(self._backward_ms)
@@ -108,6 +108,8 @@ class RuntimeModel:
         self._flatten_of_visit = [
             sum(self._gradients[index][1] for index in visit) for visit in self._gradients_of_visit
         ]
+        # What one early update more or less changes, at full rate.
+        self.longest_update_ms = max(self._host_update, default=0.0) if self.speculates else 0.0
         self._device_before = [0.0, *accumulate(self._device_update)]
         self._host_before = [0.0, *accumulate(self._host_update)]
         uploads = [ms if fresh else 0.0 for ms, fresh in zip(self._upload, updated, strict=True)]
@@ -213,9 +215,9 @@ class RuntimeModel:
                 link = np.where(swapped, np.maximum(link, gpu) + out_ms, link)
                 out = out + swapped * out_ms
                 back = back + swapped * back_ms
-        return Undisturbed(np.maximum(gpu, link), self._backward(choices, None), out, back)
+        return Undisturbed(np.maximum(gpu, link), self._backward(choices), out, back)
 
-    def _backward(self, choices: Choices, placed: Sequence[Visit] | None) -> Times:
+    def _backward(self, choices: Choices, placement: tuple[int, int] | None = None) -> Times:
         """The least of backward, from when the GPU is done with forward, every operation at full rate.
 
         The GPU computes, the link brings weights and swapped activations, both in the order of issue; a buffer that
@@ -230,12 +232,13 @@ class RuntimeModel:
         for at in range(len(calls) - 1, -1, -1):
             unit, earlier = calls[at], calls[at - 1] if at else -1
             begin = start = gpu
-            visit = placed[-1 - at] if placed is not None else None
-            if visit is not None:
-                for chunk, victim in visit.fetches:
+            chunks: tuple[int, ...] = ()
+            if placement is not None:
+                chunks = self._placed(placement[0])[-1 - at].chunks
+                for chunk, victim in self._fetches.of(*placement)[-1 - at]:
                     if victim in released:
                         link = loaded[chunk] = np.maximum(link, released[victim]) + self._upload[chunk]
-                for chunk in visit.chunks:
+                for chunk in chunks:
                     if chunk in loaded:
                         start = np.maximum(start, loaded[chunk])
             if (block := self._swappable[unit]) is not None:
@@ -250,8 +253,7 @@ class RuntimeModel:
             if (block := units[unit].block) is not None:
                 compute = compute + choices.ckpt[block] * self._recompute_ms[unit]
             gpu = start + compute
-            if visit is not None:
-                released.update(dict.fromkeys(visit.chunks, gpu))
+            released.update(dict.fromkeys(chunks, gpu))
             gpu = gpu + self._flatten_of_visit[len(calls) - 1 - at]
         return gpu
 
@@ -299,7 +301,7 @@ class RuntimeModel:
         """
         if self._hardware.device_type == "cpu":
             return self.bound_ms(step, n_persist, n_buffer, n_speculate)
-        backward = np.maximum(step.backward_ms, self._backward(choices, self._placed(n_persist, n_buffer)))
+        backward = np.maximum(step.backward_ms, self._backward(choices, (n_persist, n_buffer)))
         device = self._device_before[n_persist]
         gpu = step.forward_ms + backward + device
         if self._in_backward or n_persist > self._last_trainable:
@@ -334,7 +336,7 @@ class RuntimeModel:
     def _step(self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int, n_stream: int = 0) -> Step:
         n_visits, last = len(self._profile.calls), n_persist + n_speculate
         work, swap_in = self._work_for(modes)
-        visits = self._placed(n_persist, n_buffer)
+        visits, fetches = self._placed(n_persist), self._fetches.of(n_persist, n_buffer)
         by_device = streamed_chunks([chunk for chunk in self._updated if chunk >= last], n_stream)
         host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist and c not in by_device]
         streamed = [(chunk, self._host_update[chunk] * self._streamed_ms) for chunk in by_device]
@@ -352,6 +354,8 @@ class RuntimeModel:
         return Step(
             forward=visits[:n_visits],
             backward=visits[n_visits:],
+            forward_fetches=fetches[:n_visits],
+            backward_fetches=fetches[n_visits:],
             forward_work=work[:n_visits],
             backward_work=work[n_visits:],
             upload_ms=self._upload,
@@ -364,19 +368,17 @@ class RuntimeModel:
             making_room=making_room,
         )
 
-    def _placed(self, n_persist: int, n_buffer: int) -> list[Visit]:
-        """The turns of forward and backward under one placement."""
-        known = self._visits_of.get((n_persist, n_buffer))
+    def _placed(self, n_persist: int) -> list[Visit]:
+        """The turns of forward and backward where so many chunks are persistent."""
+        known = self._visits_of.get(n_persist)
         if known is not None:
             return known
         n_visits = len(self._profile.calls)
-        fetches = self._fetches.of(n_persist, n_buffer)
-        visits = self._visits_of[n_persist, n_buffer] = [
+        visits = self._visits_of[n_persist] = [
             Visit(
                 name=self._profile.units[unit].name,
                 unit=unit,
                 chunks=tuple(chunk for chunk in self._needed[at] if chunk >= n_persist),
-                fetches=fetches[at],
                 gradients=tuple(
                     (index, self._gradients[index][0] >= n_persist)
                     for index in (self._gradients_of_visit[at - n_visits] if at >= n_visits else ())

@@ -16,6 +16,7 @@ import numpy as np
 from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.columns import Candidate, Columns
+from protrain.planning.early_times import times_by_early
 from protrain.planning.early_weight_search import EarlyWeightSearch
 from protrain.planning.infeasible import device_error, host_error, nothing_fits
 from protrain.planning.kept_attention import least_ms
@@ -297,7 +298,8 @@ class _Models:
         """
         modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
         most = max(n_speculate, self.most_early(n_persist, self.memory.activations(modes).swapped_bytes))
-        times = [self.runtime.step_ms(modes, n_persist, n_buffer, early) for early in range(most + 1)]
+        likely = min(most, n_speculate)
+        times = times_by_early(self.runtime, modes, n_persist, n_buffer, most, likely=likely, tolerance=_NOTHING)
         limit_ms = min(times) * (1 + _NOTHING)
         needed = next(early for early, step_ms in enumerate(times) if step_ms <= limit_ms)
         enough = (early for early in range(min(most, -(-3 * needed // 2)), needed - 1, -1) if times[early] <= limit_ms)

@@ -22,63 +22,17 @@ queue, and of each lane they come first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, islice, repeat
 from math import inf
-from typing import NamedTuple
 
 from protrain.planning.contention import Rates
 from protrain.planning.fetches import Fetch
+from protrain.planning.step import Step
 from protrain.planning.stretches import stretches
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Operation, Timeline
-from protrain.planning.updating import Known, Queue, least_waiting
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """A unit's turn in forward or backward, under one placement of the chunks."""
-
-    name: str
-    unit: int
-    chunks: tuple[int, ...]  # in buffers, that it waits for
-    fetches: Sequence[Fetch]
-    gradients: tuple[tuple[int, bool], ...]  # backward: (index into Step.gradients, offloaded)
-
-
-class Work(NamedTuple):
-    """What a turn takes under one choice of block modes."""
-
-    compute_ms: float
-    swap_ms: float  # saved activations out after a forward, in before a backward; 0: not swapped
-    swap_back: tuple[int, ...]  # in backward: units whose activations it fetches when it begins, its own or ahead
-
-
-class Update(NamedTuple):
-    """One that others wait for; see [Note: waiting for regions]."""
-
-    lane: int  # HOST or STREAM
-    chunk: int
-    ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Everything that a step does; times in milliseconds at full rate."""
-
-    forward: Sequence[Visit]
-    backward: Sequence[Visit]
-    forward_work: Sequence[Work]  # by visit
-    backward_work: Sequence[Work]
-    upload_ms: Sequence[float]  # by chunk
-    swap_ms: Sequence[float]  # by unit: its saved activations to the device
-    gradients: Sequence[tuple[int, float, float]]  # (chunk, flatten, offload)
-    device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
-    host: Queue  # of the others, but for those that make room
-    streamed: Queue  # likewise, by the device
-    after_host_ms: float  # at least, from the last host update to the end of forward, where nothing is streamed
-    making_room: Mapping[int, Update] = field(default_factory=dict)  # by gradient that has no room until one is over
-    chooses: bool = False  # host.n_early is how many there may be; see [Note: how many early updates]
+from protrain.planning.updating import Known, least_waiting
 
 
 def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float, int]:
@@ -145,9 +99,10 @@ def timeline(step: Step, rates: Rates) -> Timeline:
 
 def in_a_row(step: Step) -> float:
     """Milliseconds with everything one after the other: a CPU is device and host at once."""
-    visits = [*step.forward, *step.backward]
     total = sum(work.compute_ms for work in (*step.forward_work, *step.backward_work))
-    total += sum(step.upload_ms[fetch.chunk] for visit in visits for fetch in visit.fetches)
+    total += sum(
+        step.upload_ms[fetch.chunk] for fetches in (*step.forward_fetches, *step.backward_fetches) for fetch in fetches
+    )
     total += sum(work.swap_ms for work in step.forward_work) + sum(step.swap_ms[visit.unit] for visit in step.backward)
     for visit in step.backward:
         for index, offloaded in visit.gradients:
@@ -168,8 +123,8 @@ def _names(step: Step, run: _Run) -> list[list[tuple[str, object]]]:
         names[GPU].append(("forward", visit.name))
         if work.swap_ms:
             names[DOWN].append(("activations", visit.name))
-    for visit, work in zip(step.backward, step.backward_work, strict=True):
-        names[UP] += [("weights", fetch.chunk) for fetch in visit.fetches]
+    for visit, work, fetches in zip(step.backward, step.backward_work, step.backward_fetches, strict=True):
+        names[UP] += [("weights", fetch.chunk) for fetch in fetches]
         names[UP] += [("activations", unit) for unit in work.swap_back]
         names[GPU].append(("backward", visit.name))
         names[GPU] += [("flatten", step.gradients[index][0]) for index, _ in visit.gradients]
@@ -239,7 +194,7 @@ class _Run:
         """
         n_before = [
             len(step.forward_work),
-            sum(len(visit.fetches) for visit in step.forward),
+            sum(map(len, step.forward_fetches)),
             sum(work.swap_ms > 0 for work in step.forward_work),
             0,
             0,
@@ -258,11 +213,24 @@ class _Run:
         return any(self.starts[lane] for lane in (UP, DOWN, HOST, STREAM))
 
     def _do(self, lane: int, earliest: float, duration: float) -> float:
-        start = max(self._free[lane], earliest)
+        free = self._free[lane]
+        start = free if free > earliest else earliest
         end = self._free[lane] = start + duration * next(self._stretch[lane])
         self.starts[lane].append(start)
         self.ends[lane].append(end)
         return end
+
+    def _do_all(self, lane: int, operations: Iterable[tuple[float, float]]) -> float:
+        """(earliest start, duration) of each, one after the other. Returns the end of the last."""
+        free, stretch, starts, ends = self._free[lane], self._stretch[lane], self.starts[lane], self.ends[lane]
+        for earliest, duration in operations:
+            if earliest > free:
+                free = earliest
+            starts.append(free)
+            free += duration * next(stretch)
+            ends.append(free)
+        self._free[lane] = free
+        return free
 
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
         """Weights go up, each when it is updated and its buffer given up."""
@@ -287,7 +255,9 @@ class _Run:
         updated, left, gone = self._updated, list(fetches), []
         while left:
             free = self._free[UP]
-            first = min(left, key=lambda fetch: max(free, updated[fetch.chunk]))  # of several the nearest
+            first = next((fetch for fetch in left if updated[fetch.chunk] <= free), None)  # of several the nearest
+            if first is None:
+                first = min(left, key=lambda fetch: updated[fetch.chunk])
             left.remove(first)
             gone.append(first)
             self._fetch((first,))
@@ -297,9 +267,10 @@ class _Run:
     def _forward(self) -> None:
         gpu, stretch, starts, ends = self._free[GPU], self._stretch[GPU], self.starts[GPU], self.ends[GPU]
         released, loaded, unsettled = self._released, self._loaded, self._unsettled
-        self.uploads = []
-        for visit, work in zip(self.step.forward, self.step.forward_work, strict=True):
-            fetches = visit.fetches
+        step, self.uploads = self.step, []
+        for visit, (compute_ms, swap_ms, _), fetches in zip(
+            step.forward, step.forward_work, step.forward_fetches, strict=True
+        ):
             if fetches:
                 if len(fetches) > 1 and self._all_updated > self._free[UP]:
                     fetches = self._fetch_updated(fetches)
@@ -311,7 +282,7 @@ class _Run:
             for chunk in chunks:
                 if loaded[chunk] > start:
                     start = loaded[chunk]
-            gpu = start + work.compute_ms * next(stretch)
+            gpu = start + compute_ms * next(stretch)
             starts.append(start)
             ends.append(gpu)
             for chunk in chunks:
@@ -319,8 +290,8 @@ class _Run:
             # The memory of the last swapped block is given up, for which the GPU waits for the copy.
             if unsettled > gpu:
                 gpu = unsettled
-            if work.swap_ms:
-                unsettled = self._swapped[visit.unit] = self._do(DOWN, gpu, work.swap_ms)
+            if swap_ms:
+                unsettled = self._swapped[visit.unit] = self._do(DOWN, gpu, swap_ms)
         self._free[GPU] = gpu
         self._unsettled = unsettled
 
@@ -328,25 +299,39 @@ class _Run:
         gpu, stretch, starts, ends = self._free[GPU], self._stretch[GPU], self.starts[GPU], self.ends[GPU]
         down, stretch_down = self._free[DOWN], self._stretch[DOWN]
         starts_down, ends_down = self.starts[DOWN], self.ends[DOWN]
-        released, loaded, drained, gradients = self._released, self._loaded, self._drained, self.step.gradients
-        making_room, deferred = self.step.making_room, self._deferred
+        up, stretch_up, starts_up, ends_up = self._free[UP], self._stretch[UP], self.starts[UP], self.ends[UP]
+        updated, released, loaded = self._updated, self._released, self._loaded
+        swapped, back = self._swapped, self._back
+        drained, all_offloaded, deferred, step = self._drained, self._offloaded, self._deferred, self.step
+        upload_ms, swap_in_ms, gradients, making_room = step.upload_ms, step.swap_ms, step.gradients, step.making_room
         if self._unsettled > gpu:
             gpu = self._unsettled
         turn = 0
-        for visit, work in zip(self.step.backward, self.step.backward_work, strict=True):
+        for visit, (compute_ms, swap_ms, swap_back), fetches in zip(
+            step.backward, step.backward_work, step.backward_fetches, strict=True
+        ):
+            for chunk, victim in fetches:  # as in _fetch
+                start = up
+                if updated[chunk] > start:
+                    start = updated[chunk]
+                if released[victim] > start:
+                    start = released[victim]
+                up = loaded[chunk] = start + upload_ms[chunk] * next(stretch_up)
+                starts_up.append(start)
+                ends_up.append(up)
+            for unit in swap_back:
+                start = max(up, gpu, swapped[unit])  # allocated when the visit begins
+                up = back[unit] = start + swap_in_ms[unit] * next(stretch_up)
+                starts_up.append(start)
+                ends_up.append(up)
             start = gpu
-            if visit.fetches:
-                self._fetch(visit.fetches)
-            for unit in work.swap_back:
-                earliest = max(gpu, self._swapped[unit])  # allocated when the visit begins
-                self._back[unit] = self._do(UP, earliest, self.step.swap_ms[unit])
             chunks = visit.chunks
             for chunk in chunks:
                 if loaded[chunk] > start:
                     start = loaded[chunk]
-            if work.swap_ms and self._back[visit.unit] > start:
-                start = self._back[visit.unit]
-            gpu = start + work.compute_ms * next(stretch)
+            if swap_ms and back[visit.unit] > start:
+                start = back[visit.unit]
+            gpu = start + compute_ms * next(stretch)
             starts.append(start)
             ends.append(gpu)
             for chunk in chunks:
@@ -363,18 +348,18 @@ class _Run:
                     room = deferred[chunk]
                     if index in making_room:
                         lane, before, duration = making_room[index]
-                        room = self._do(lane, self._offloaded[before], duration)
-                    if room > self._free[UP]:
-                        self._free[UP] = room  # what comes next is not issued before
+                        room = self._do(lane, all_offloaded[before], duration)
+                    if room > up:
+                        up = room  # what comes next is not issued before
                     if room > gpu:
                         gpu = room
                     start = down if down > gpu else gpu
                     down = start + offload_ms * next(stretch_down)
                     starts_down.append(start)
                     ends_down.append(down)
-                    drained[turn] = self._offloaded[chunk] = down
+                    drained[turn] = all_offloaded[chunk] = down
                     turn = 1 - turn
-        self._free[GPU], self._free[DOWN] = gpu, down
+        self._free[GPU], self._free[UP], self._free[DOWN] = gpu, up, down
 
     def _update(self) -> None:
         over = self._free[GPU]  # backward is, and the norm known
@@ -385,25 +370,26 @@ class _Run:
                 self.step.host.in_time(self._free[HOST], self._offloaded, over),
                 self.step.streamed.in_time(self._free[STREAM], self._offloaded, over),
             )
-        updated, queues = self._updated, (self.step.host, self.step.streamed)
+        updated, offloaded = self._updated, self._offloaded
+        queues = (self.step.host, self.step.streamed)
         for lane, queue, in_time in zip((HOST, STREAM), queues, self.in_time, strict=True):
             updates = queue.ordered(in_time)
-            for chunk, duration in updates[:in_time]:
-                self._do(lane, self._offloaded[chunk], duration)
-            settled = max(over, self._free[lane])  # early ones are looked at when the norm is known and none runs
+            early, late = updates[:in_time], updates[in_time:]
+            # Early ones are looked at when the norm is known and none runs.
+            settled = max(over, self._do_all(lane, [(offloaded[chunk], duration) for chunk, duration in early]))
             self.beyond_ms = self.beyond_ms or (settled - over)
-            for chunk, _ in updates[:in_time]:
+            for chunk, _ in early:
                 updated[chunk] = settled
             for update in self.step.making_room.values():
                 if update.lane == lane:
                     updated[update.chunk] = settled
-            for chunk, duration in updates[in_time:]:
-                updated[chunk] = self._do(lane, max(over, self._offloaded[chunk]), duration)
+            self._do_all(lane, [(max(over, offloaded[chunk]), duration) for chunk, duration in late])
+            for (chunk, _), end in zip(late, self.ends[lane][-len(late) :] if late else (), strict=True):
+                updated[chunk] = end
         self._all_updated = max(over, self._free[HOST], self._free[STREAM])
         for chunk, duration in self.step.host.deferred(self.in_time[0]):
             self._deferred[chunk] = self._do(HOST, over, duration)
-        for _, duration in self.step.device_update_ms:
-            self._do(GPU, 0.0, duration)
+        self._do_all(GPU, [(0.0, duration) for _, duration in self.step.device_update_ms])
 
     def _known(self, over: float) -> Known:
         """By which the number of early updates is chosen, when the first backward is ``over``."""

@@ -8,8 +8,7 @@ were busy independently of each other within that time.
 
 from __future__ import annotations
 
-from functools import reduce
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,26 +31,28 @@ def stretches(lane_starts: list[list[float]], lane_ends: list[list[float]], rate
     """
     n_lanes = len(LANES) if lane_starts[STREAM] else STREAM
     counts = [len(starts) for starts in lane_starts[:n_lanes]]
-    starts = np.array([moment for lane in lane_starts for moment in lane])
-    ends = np.array([moment for lane in lane_ends for moment in lane])
+    starts, ends = (np.fromiter(chain.from_iterable(lanes), np.float64) for lanes in (lane_starts, lane_ends))
+    moments = np.concatenate((starts, ends))
     firsts = [0, *accumulate(counts)]
     lanes = [slice(first, last) for first, last in pairwise(firsts)]
     lengths = np.maximum(ends - starts, 1e-9)
     # By lane, per operation of any lane: the part of its time that the lane works, between 0 and 1.
-    shares = []
-    for lane in lanes:
-        busy = _busy(starts[lane], ends[lane], ends) - _busy(starts[lane], ends[lane], starts)
-        shares.append(np.clip(busy / lengths, 0.0, 1.0))
-    beside = [
-        np.concatenate([shares[others[which]][lane] for others, lane in zip(OTHERS[:n_lanes], lanes, strict=True)])
-        for which in range(n_lanes - 1)
-    ]
-    alone = [1.0 - share for share in beside]
-    rate = np.zeros(len(starts))
+    shares = np.empty((n_lanes, len(starts)))
+    for lane, share in zip(lanes, shares, strict=True):
+        busy = _busy(starts[lane], ends[lane], moments)
+        np.divide(busy[len(starts) :] - busy[: len(starts)], lengths, out=share)
+    shares = np.minimum(np.maximum(shares, 0.0), 1.0)
+    # Per operation, as OTHERS of its lane has them; then for every company how much of its time it has that.
+    beside = np.concatenate(
+        [shares[others[: n_lanes - 1], lane] for others, lane in zip(OTHERS, lanes, strict=False)], 1
+    )
+    weights = np.ones((1, len(starts)))
+    for share in beside:
+        weights = (weights[:, None] * np.stack((1.0 - share, share))).reshape(-1, len(starts))
     idle = (False,) * (len(LANES) - n_lanes)
-    for present in product((False, True), repeat=n_lanes - 1):
-        weights = reduce(np.multiply, (beside[at] if runs else alone[at] for at, runs in enumerate(present)))
-        rate += weights * np.repeat([of_lane[*present, *idle] for of_lane in rates[:n_lanes]], counts)
+    companies = product((False, True), repeat=n_lanes - 1)
+    left = np.array([[of_lane[*present, *idle] for of_lane in rates[:n_lanes]] for present in companies])
+    rate = (weights * np.repeat(left, counts, axis=1)).sum(axis=0)
     factors: list[float] = (1.0 / rate).tolist()
     return [*(factors[lane] for lane in lanes), *([[]] * (len(LANES) - n_lanes))]
 

@@ -76,15 +76,18 @@ class Queue(NamedTuple):
         in_time = self.in_time(known.free, offloaded, over)
         updates, free, done = self.ordered(in_time), known.free, [0.0] * len(upload_ms)
         for chunk, duration in updates[:in_time]:
-            free = max(free, offloaded[chunk]) + duration
+            there = offloaded[chunk]
+            free = (free if free > there else there) + duration
         for chunk, _ in updates[:in_time]:
-            done[chunk] = free
+            done[chunk] = free - over
         free = max(free, over)
         for chunk, duration in updates[in_time:]:
-            free = done[chunk] = max(free, offloaded[chunk]) + duration
+            there = offloaded[chunk]
+            free = (free if free > there else there) + duration
+            done[chunk] = free - over
         link = wait = 0.0
         for ready, chunk, use in sorted(
-            [(max(start, done[chunk] - over), chunk, use) for chunk, start, use in known.uploads]
+            [(start if start > done[chunk] else done[chunk], chunk, use) for chunk, start, use in known.uploads]
         ):
             if ready > link:
                 link = ready

@@ -247,7 +247,7 @@ def test_everything_that_a_cpu_can_do_runs(tmp_path: Path, capsys: pytest.Captur
         str(tmp_path),
     ]
     assert main(["--contestants", names, *options]) == 0
-    file = tmp_path / "compare-tiny-4layers-4x256.json"
+    file = tmp_path / "compare-tiny-4layers-4x256-within-40MiB.json"
     comparison = Comparison.load(file)
     rows = {outcome.contestant.name: outcome for outcome in comparison.outcomes}
     assert ",".join(rows) == names
@@ -271,7 +271,7 @@ def test_everything_that_a_cpu_can_do_runs(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(file.read_text())["command"].startswith("python -m bench.train --contestants protrain-eager")
     assert {outcome.config["chunked_loss"] for outcome in rows.values()} == {False}
     assert "protrain-eager is faster" in capsys.readouterr().out
-    assert (tmp_path / "compare-tiny-4layers-4x256.png").stat().st_size > 5000
+    assert (tmp_path / "compare-tiny-4layers-4x256-within-40MiB.png").stat().st_size > 5000
 
 
 def test_a_run_out_of_time_says_who_was_not_begun(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from protrain.planning import Layout, choose_chunk_elements, pack
+from protrain.planning.layout import align
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord, UnitRecord
 
 
@@ -123,6 +126,20 @@ def test_the_chosen_size_wastes_least_of_a_plain_grid() -> None:
     grid = range(5120, 5120 + 5120 // 4 + 1, 128)
     within = min(pack(profile, candidate).wasted_elements for candidate in grid)
     assert layout.wasted_elements <= 1.25 * within
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_even_step_wastes_less_than_the_chosen_size(seed: int) -> None:
+    draw = random.Random(seed)
+    blocks = [(n, [(draw.randrange(500, 4000), draw.choice([0, 0, -1])) for _ in range(3)]) for n in range(12)]
+    profile = make_profile([(None, [(draw.randrange(2000, 9000), 0)]), *blocks, (None, [(128, 0)])])
+    units = [[align(profile.parameters[index].numel) for index in unit.parameters] for unit in profile.units]
+    lower = max(max(map(sum, units[1:-1])), *map(max, units))
+    upper = max(lower + lower // 4, align(-(-sum(map(sum, units)) // 8)))
+    grid = {lower, *(align(lower + (upper - lower) * step // 32) for step in range(33))}
+    chosen = choose_chunk_elements(profile)
+    best = min((pack(profile, size).wasted_elements, size) for size in grid if size <= upper)
+    assert (pack(profile, chosen).wasted_elements, chosen) <= best
 
 
 def test_packing_is_deterministic_and_survives_json() -> None:
