@@ -54,7 +54,7 @@ def compiled_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> It
     was compiled before is then compiled anew when it is used again: there is a limit to what is kept of one function,
     and planning may look at many models.
     """
-    if on_meta:
+    if blocks and on_meta:
         torch._dynamo.reset()
     _leave_alone("protrain")
     _leave_alone("protrain_kernels")

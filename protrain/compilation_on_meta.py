@@ -10,10 +10,6 @@ import functools
 from typing import Any
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
 _running = 0  # graphs
 
@@ -21,6 +17,11 @@ _running = 0  # graphs
 @functools.cache  # blocks share graphs where they share a backend
 def graphs_alone() -> Any:
     """A backend for torch.compile that cuts the graph of a block as its default backend does, and compiles nothing."""
+    # The compiler's own modules, which take their time to import.
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
     return aot_autograd(
         fw_compiler=_marked,
         bw_compiler=_marked,
@@ -35,6 +36,8 @@ def inside_graph() -> bool:
 
 
 def _marked(graph: Any, inputs: Any) -> Any:
+    from torch._dynamo.backends.debugging import boxed_nop
+
     run = boxed_nop(graph, inputs)
 
     def marked(args: Any) -> Any:

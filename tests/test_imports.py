@@ -22,6 +22,7 @@ ALLOWED = {
     "protrain.attention": (),
     "protrain.batch": DATA,
     "protrain.compilation": ("protrain.compilation_on_meta",),
+    "protrain.dispatch": (),
     "protrain.compilation_on_meta": (),
     "protrain.chunked_loss": ("protrain.chunked_loss_on_meta",),
     "protrain.chunked_loss_on_meta": (),
@@ -34,6 +35,7 @@ ALLOWED = {
         "protrain.chunked_loss",
         "protrain.compilation",
         "protrain.compilation_on_meta",
+        "protrain.dispatch",
         "protrain_kernels.cache",
     ),
     "protrain.engine": (
@@ -42,6 +44,7 @@ ALLOWED = {
         "protrain.attention",
         "protrain.batch",
         "protrain.compilation",
+        "protrain.dispatch",
         "protrain.host_memory",
         "protrain.planning.plan",
         "protrain.planning.layout",

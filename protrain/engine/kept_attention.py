@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from protrain.attention import for_backward, is_attention
+from protrain.dispatch import RuntimeMode
 from protrain.engine.random_state import RandomState
 
 
@@ -33,14 +33,14 @@ class _Call:
     operator: Any
     shapes: tuple[torch.Size, ...]
     outputs: Any
+    addresses: frozenset[int]  # of the outputs, for as long as they are held
     after: RandomState
     saved: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by address, with its version then
     moved: bool = False  # to where nothing writes over it
 
-    def note_saved(self, tensor: Tensor) -> None:
+    def note_saved(self, tensor: Tensor, address: int) -> None:
         """Autograd saves ``tensor``. The operator's own saves come first, before anything could write."""
-        address = _address(tensor)
-        if address not in self.saved and any(_address(output) == address for output in _tensors_in(self.outputs)):
+        if address in self.addresses and address not in self.saved:
             self.saved[address] = tensor.detach(), tensor._version
 
     def check(self) -> None:
@@ -74,8 +74,9 @@ class KeptAttention:
 
     def note_saved(self, tensor: Tensor) -> None:
         """Autograd saves ``tensor`` in the first run. What was noted is alive, so addresses tell storages apart."""
+        address = _address(tensor)
         for call in self._calls:
-            call.note_saved(tensor)
+            call.note_saved(tensor, address)
 
     def keep(self) -> list[Tensor]:
         """The first run is over. Returns the tensors that are kept."""
@@ -91,23 +92,16 @@ class KeptAttention:
             call.moved = bool(call.outputs)
             call.outputs = tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, call.outputs)
 
-    def again(self, restored: Callable[[Any], Any]) -> TorchDispatchMode:
+    def again(self, restored: Callable[[Any], Any]) -> RuntimeMode:
         """A mode for another run, with ``restored`` of what is kept in place of what attention would compute."""
         return _Again(iter(self._calls), restored)
 
 
-class _Noting(TorchDispatchMode):
-    supports_higher_order_operators = True
-
+class _Noting(RuntimeMode):
     def __init__(self, calls: list[_Call], device: torch.device) -> None:
         super().__init__()
         self._calls = calls
         self._device = device
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled forward is compiled as it would be without, and seen when it runs."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -119,22 +113,16 @@ class _Noting(TorchDispatchMode):
             held = not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in _tensors_in((args, kwargs)))
             # Detached, or what autograd makes of the result would hold the graph that it is part of.
             outputs = tree_map(_detached, result) if held else ()
-            self._calls.append(_Call(func, _shapes(args, kwargs), outputs, RandomState(self._device)))
+            addresses = frozenset(map(_address, _tensors_in(outputs)))
+            self._calls.append(_Call(func, _shapes(args, kwargs), outputs, addresses, RandomState(self._device)))
         return result
 
 
-class _Again(TorchDispatchMode):
-    supports_higher_order_operators = True
-
+class _Again(RuntimeMode):
     def __init__(self, calls: Iterator[_Call], restored: Callable[[Any], Any]) -> None:
         super().__init__()
         self._calls = calls
         self._restored = restored
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """As in the first run."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from protrain.dispatch import RuntimeMode
 
 _USUAL = F.scaled_dot_product_attention
 
@@ -80,17 +81,12 @@ def _fused(
     return result
 
 
-class _Values(TorchDispatchMode):
+class _Values(RuntimeMode):
     """Answers for tensors without data: whatever is tested is regular, so all() holds and any() does not."""
 
     def __init__(self) -> None:
         super().__init__()
         self._doubts = WeakIdKeyDictionary()  # results of any()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled block is compiled as without."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain.compilation_on_meta import inside_graph
+from protrain.dispatch import RuntimeMode
 from protrain.profiler.operations import is_product, tensors_in
 
 
-class StorageMeter(TorchDispatchMode):
+class StorageMeter(RuntimeMode):
     """Bytes of the storages that live, seen as operations return them; works on the CPU and on meta tensors.
 
     What a kernel allocates and frees inside one operation is not seen. Enter it around the code to be measured;
@@ -25,19 +25,12 @@ class StorageMeter(TorchDispatchMode):
     made and gone in between never leaves a fused kernel.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
         super().__init__()
         self._alive_bytes = 0
         self._peak_bytes = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._fused: dict[int, int] = {}  # bytes of those among them that are not counted yet
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled block is compiled as without, and what it runs is counted."""
-        return True
 
     @property
     def alive_bytes(self) -> int:

@@ -83,6 +83,7 @@ class Step:
         self.saved_between: set[StorageWeakRef] = set()  # what autograd keeps for operations outside blocks
         self.active: list[str] = []  # units being called, innermost last
         self.within: dict[str, set[str]] = {}  # unit -> units that were active when it was called
+        self.compiled = any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in blocks)
         self._model = model
         self._owned = owned
         self._block_paths = blocks
@@ -90,7 +91,6 @@ class Step:
         self._device = device
         self._measure = measure
         self._constants = {storage_key(tensor) for tensor in (*weights.stand_ins, *weights.unmanaged.values())}
-        self._compiled = any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in blocks)
         self._meter: Meter | None = None
         self._open: Segment | None = None
         self._open_call: _Call | None = None
@@ -104,7 +104,7 @@ class Step:
         with ExitStack() as stack:
             stack.enter_context(self._hooks())
             if self._device.type == "meta":
-                if self._compiled:
+                if self.compiled:
                     stack.enter_context(fused_attention_in_graphs())
                 stack.enter_context(as_if_on_gpu())
             if self._measure:

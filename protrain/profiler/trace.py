@@ -19,7 +19,6 @@ from torch import nn
 
 from protrain import batch as batches
 from protrain.chunked_loss import is_chunked
-from protrain.compilation import CompiledForward
 from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
 from protrain.profiler.blocks import find_blocks, find_units
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
@@ -75,10 +74,9 @@ def profile(
         step = Step(model, owned, blocks, weights, target, measure=True)
         step.run(args, kwargs)
         timed = step
-        compiled = any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in blocks)
         if target.type != "meta":
             weights.random = target.type == "cuda"  # filling from the host again would take longer than the step
-            for _ in range(2 if compiled else 1):  # the first of two compiles
+            for _ in range(2 if step.compiled else 1):  # the first of two compiles
                 rewind()
                 timed = Step(model, owned, blocks, weights, target, measure=False)
                 timed.run(args, kwargs)
@@ -108,7 +106,7 @@ def profile(
         batch_shapes=batches.shapes(example_batch),
         tokens=batches.tokens(example_batch),
         chunked_loss=is_chunked(model),
-        compiled=compiled,
+        compiled=step.compiled,
         buffer_bytes=weights.unmanaged_bytes(),
         parameters=parameters,
         units=tuple(
@@ -121,7 +119,7 @@ def profile(
             for unit, used in units.items()
         ),
         calls=tuple(position[unit] for unit in step.calls if unit in position),
-        blocks=_blocks(step, durations, attention_ms, compiled=compiled),
+        blocks=_blocks(step, durations, attention_ms),
         segments=tuple(
             SegmentRecord(
                 phase=segment.phase,
@@ -209,7 +207,7 @@ def _durations(segments: list[Segment]) -> list[tuple[float, float]]:
 
 
 def _blocks(
-    step: Step, durations: list[tuple[float, float]], attention_ms: dict[AttentionCall, float], *, compiled: bool
+    step: Step, durations: list[tuple[float, float]], attention_ms: dict[AttentionCall, float]
 ) -> tuple[BlockRecord, ...]:
     """What each block takes. Of blocks that are alike the median counts: a single time may hold a hiccup."""
     shared = Counter(key for use in step.blocks.values() for key in use.inputs)
@@ -248,7 +246,7 @@ def _blocks(
             forward_ms=forward[path],
             backward_ms=backward[path],
             forward_flops=use.flops,
-            forward_traffic_bytes=use.fused_bytes if compiled else use.traffic_bytes,
+            forward_traffic_bytes=use.fused_bytes if step.compiled else use.traffic_bytes,
             attention_bytes=min(use.saved_bytes, sum(call.output_bytes for call in use.attention)),
             attention_flops=sum(call.flops for call in use.attention),
             attention_ms=sum(attention_ms.get(call, 0.0) for call in use.attention),
