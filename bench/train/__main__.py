@@ -20,12 +20,12 @@ import torch
 from bench.calibrated import calibrate_once
 from bench.train.contestants import DEFAULT, DEFAULT_ON_CPU, KINDS, Contestant, parse_all
 from bench.train.launch import take_part
-from bench.train.models import fit_positions, replace_loss
+from bench.train.models import replace_loss
 from bench.train.picture import draw_bars
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
-from protrain.cli.models import load_model
+from protrain.cli.models import fit_positions, load_model
 from protrain.cli.options import Parser, memory, number, whole
 from protrain.cli.prepare import choose_loss
 from protrain.cli.summary import versions

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.train.task import Task
 from protrain.chunked_loss import chunked_loss
-from protrain.cli.models import LoadedModel, check_sequence, load_model
+from protrain.cli.models import fit_positions, load_model
 from protrain.compilation import compiled_blocks
 from protrain.profiler import find_blocks
 
@@ -23,19 +23,6 @@ def build_model(task: Task) -> Any:
     fit_positions(loaded, task.sequence)
     loaded.config.use_cache = False
     return loaded.model.train()
-
-
-def fit_positions(loaded: LoadedModel, sequence: int) -> None:
-    """Let a model train on ``sequence`` tokens where its positions are computed and no table ends.
-
-    Unscaled rotary embeddings are: what their configuration calls the most positions is what a released model was
-    trained with, which random weights were not. ValueError for all others that have fewer than ``sequence``.
-    """
-    config = loaded.config
-    rotary = getattr(config, "rope_parameters", None) or {}
-    if rotary.get("rope_type") == "default":
-        config.max_position_embeddings = max(sequence, config.max_position_embeddings)
-    check_sequence(loaded, sequence)
 
 
 def replace_loss(model: nn.Module, task: Task, device: torch.device) -> None:

@@ -56,11 +56,23 @@ def load_model(name: str, *, layers: int | None = None) -> LoadedModel:
     return _from_folder(name, transformers)
 
 
-def check_sequence(loaded: LoadedModel, sequence: int) -> None:
-    """ValueError when the model has fewer positions than ``sequence``."""
-    positions = getattr(loaded.config, "max_position_embeddings", None)
-    if positions is not None and sequence > positions:
+def fit_positions(loaded: LoadedModel, sequence: int) -> None:
+    """Let the model train on ``sequence`` tokens, where that asks for nothing that it does not have.
+
+    Unscaled rotary positions are computed, and no table of them ends. What the configuration calls the most positions
+    is then what a released model was trained with, which random weights were not.
+
+    Raises:
+        ValueError: the model has fewer positions.
+    """
+    config = loaded.config
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None or sequence <= positions:
+        return
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if loaded.weights is not None or rotary.get("rope_type") != "default":
         raise ValueError(f"--sequence {sequence} is longer than the {positions} positions of the model")
+    config.max_position_embeddings = sequence
 
 
 def attention_flops_per_token(config: Any, sequence: int) -> int:

@@ -13,7 +13,7 @@ import torch
 import protrain
 from protrain.chunked_loss import chunked_loss
 from protrain.cli.job import DTYPES
-from protrain.cli.models import check_sequence, load_model
+from protrain.cli.models import fit_positions, load_model
 from protrain.cli.options import (
     Parser,
     add_compile_option,
@@ -121,7 +121,7 @@ def run_command(args: argparse.Namespace) -> None:
 def _profile(args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None) -> ModelProfile:
     loaded = load_model(args.model, layers=layers)
     sequence = getattr(args, "sequence", loaded.sequence)
-    check_sequence(loaded, sequence)
+    fit_positions(loaded, sequence)
     ids = torch.zeros(args.batch, sequence, dtype=torch.int64)
     device = torch.device(hardware.device_type)
     elsewhere = args.hardware is not None

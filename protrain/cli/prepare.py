@@ -15,7 +15,7 @@ from protrain.chunked_loss import available as liger_installed
 from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
 from protrain.cli.job import JOB_FILE, TrainJob
 from protrain.cli.metrics import MetricsFile, ProgressLine
-from protrain.cli.models import check_sequence, load_model
+from protrain.cli.models import fit_positions, load_model
 from protrain.cli.run import CHECKPOINTS, Run
 from protrain.planning import Plan
 
@@ -34,7 +34,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         torch.set_num_threads(job.threads)
     loaded = load_model(job.model)
     sequence = job.sequence or loaded.sequence
-    check_sequence(loaded, sequence)
+    fit_positions(loaded, sequence)
     plan = None if job.plan is None else Plan.load(job.plan)
     if plan is not None:
         check_tokens(plan, job.batch, sequence)

@@ -13,12 +13,11 @@ import torch
 pytest.importorskip("transformers")
 
 from bench.train.contestants import parse
-from bench.train.models import build_model, fill, fit_positions, replace_loss
+from bench.train.models import build_model, fill, replace_loss
 from bench.train.peers import outputs_kept
 from bench.train.results import Outcome
 from bench.train.task import Job, Task
 from bench.train.worker import BUILDERS
-from protrain.cli.models import load_model
 from protrain.cli.shapes import SHAPES
 
 CPU = torch.device("cpu")
@@ -110,10 +109,3 @@ def test_rotary_models_have_the_positions_that_the_task_needs_and_compute_the_sa
     trainer = BUILDERS["resident"](job, CPU, IDS[0])
     assert trainer.config["max_position_embeddings"] == 1500
     trainer.step(torch.randint(256, (1, 1500)))
-
-
-def test_positions_that_are_weights_stay_as_many_as_they_are() -> None:
-    loaded = load_model("gpt2", layers=1)
-    fit_positions(loaded, 1024)
-    with pytest.raises(ValueError, match="--sequence 1025 is longer than the 1024 positions"):
-        fit_positions(loaded, 1025)

@@ -47,7 +47,7 @@ def test_help_shows_a_real_example(command: str, capsys: pytest.CaptureFixture[s
         (["train", "--model", "tinny"], "there is no model 'tinny': give a folder with config.json, or one of tiny,"),
         (["train", "--model", "tiny", "--device", "tpu"], "--device 'tpu' is no device"),
         (["train", "--model", "tiny", "--device", "meta"], "--device meta is not supported"),
-        (["train", "--model", "tiny", "--device", "cpu", "--sequence", "2000"], "longer than the 1024 positions"),
+        (["train", "--model", "gpt2", "--device", "cpu", "--sequence", "2000"], "longer than the 1024 positions"),
         (["train", "--model", "tiny", "--device", "cpu", "--data", "nowhere"], "--data: nowhere does not exist"),
         (["plan", "tiny", "--hardware", "no-such-card"], "no-such-card"),
     ],
