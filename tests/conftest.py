@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -86,14 +87,16 @@ def _config(family: str) -> object:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> ModelBuilder:
-    """``tiny_model(family, seed=0)``: a small transformers gpt2, opt, llama, mistral or t5 in fp32."""
+    """``tiny_model(family, seed=0, words=96)``: a small transformers gpt2, opt, llama, mistral or t5 in fp32."""
     transformers = pytest.importorskip("transformers")
 
-    def build(family: str, seed: int = 0) -> torch.nn.Module:
+    def build(family: str, seed: int = 0, words: int = _VOCABULARY) -> torch.nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             kind = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
-            model: torch.nn.Module = kind.from_config(_config(family))
+            config: Any = _config(family)
+            config.vocab_size = words
+            model: torch.nn.Module = kind.from_config(config)
         return model
 
     return build

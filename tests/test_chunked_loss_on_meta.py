@@ -106,7 +106,7 @@ def _batch(batch: int, sequence: int) -> dict[str, Tensor]:
     return {name: torch.zeros(batch, sequence, dtype=torch.int64) for name in ("input_ids", "labels")}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize(("family", "words"), [("llama", 96), ("gpt2", 96), ("opt", 96), ("gpt2", 101)])
 @pytest.mark.parametrize("rows", [(2, 16), (4, 60)])  # 60 does not divide into pieces
 def test_a_step_takes_what_it_takes_with_ligers_function(
     tiny_model: Build,
@@ -114,18 +114,19 @@ def test_a_step_takes_what_it_takes_with_ligers_function(
     liger: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     family: str,
+    words: int,
     rows: tuple[int, int],
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(liger, "_can_use_mm_out", lambda *_: True)  # as on a GPU
     batch = tiny_batch(batch=rows[0], sequence=rows[1])
     batch["labels"][:, :3] = -100
-    expected = tiny_model(family)(**batch).loss
-    model = tiny_model(family)
+    expected = tiny_model(family, words=words)(**batch).loss
+    model = tiny_model(family, words=words)
     with chunked_loss(model, torch.device("cpu")):
         assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)  # it is the function
         real = protrain.profile(model, batch, device="cpu", dtype=torch.float32)
-    meta = _profile(tiny_model(family), batch, chunked=True, dtype=torch.float32)
+    meta = _profile(tiny_model(family, words=words), batch, chunked=True, dtype=torch.float32)
     outside = [[(s.phase, s.live_bytes, s.peak_bytes) for s in p.segments if s.block is None] for p in (meta, real)]
     assert outside[0] == outside[1]
     assert [s.live_bytes for s in meta.segments] == [s.live_bytes for s in real.segments]

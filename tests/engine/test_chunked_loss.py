@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+import protrain.chunked_loss as module
 from protrain.chunked_loss import chunked_loss
 from protrain.errors import PlanError
 from tests.engine.harness import FEW_PLANS, Loop, adamw, assert_same, plain_run, states, wrap_under
 
 _LARGE = 4096  # a vocabulary
+_ODD = 101  # one whose rows of logits are no multiple of 16 bytes
 
 pytest.importorskip("liger_kernel")
 Build = Callable[..., nn.Module]
@@ -34,17 +36,32 @@ def _with_chunks(model: nn.Module, device: torch.device) -> nn.Module:
         return model
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "words"), [("llama", 96), ("gpt2", 96), ("opt", 96), ("mistral", 96), ("llama", _ODD), ("gpt2", _ODD)]
+)
 def test_loss_and_gradients_are_the_usual_ones(
-    tiny_model: Build, tiny_batch: Callable[..., Batch], family: str, device: torch.device
+    tiny_model: Build,
+    tiny_batch: Callable[..., Batch],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    words: int,
+    device: torch.device,
 ) -> None:
+    rows, compute = [], module._liger()
+
+    def watched(**options: Any) -> Tensor:
+        rows.append(len(options["lm_head_weight"]))
+        return compute(**options)
+
+    monkeypatch.setattr(module, "_liger", lambda: watched)
     batch = {name: value.to(device) for name, value in tiny_batch().items()}
     batch["labels"][:, :3] = -100
-    models = [tiny_model(family).to(device) for _ in range(2)]
+    models = [tiny_model(family, words=words).to(device) for _ in range(2)]
     _with_chunks(models[1], device)
     usual, ours = (model(**batch) for model in models)
     assert usual.loss.item() == pytest.approx(ours.loss.item(), rel=1e-6)
     assert ours.logits.shape == (*usual.logits.shape[:2], 0)
+    assert rows == [128 if words == _ODD else words], "a row of logits is a multiple of 16 bytes"
     usual.loss.backward()
     (3 * ours.loss).backward()
     largest = max(float(p.grad.abs().max()) for p in models[0].parameters() if p.grad is not None)
@@ -54,21 +71,45 @@ def test_loss_and_gradients_are_the_usual_ones(
         torch.testing.assert_close(second.grad / 3, first.grad, rtol=1e-3, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_words_that_no_token_is_change_nothing(bias: bool, device: torch.device) -> None:
+    """Neither the loss nor a gradient, that of a bias included."""
+    head = nn.Linear(16, _ODD, bias=bias, device=device)
+    hidden = torch.randn(3, 7, 16, device=device, requires_grad=True)
+    labels = torch.randint(_ODD, (3, 7), device=device)
+    labels[:, 2] = -100
+    weight, wide_bias = module.widened(head.weight, head.bias)
+    loss = module._liger()(
+        hidden_states=hidden,
+        lm_head_weight=weight,
+        bias=wide_bias,
+        labels=labels,
+        hidden_size=16,
+        accum_dtype=torch.float32,
+    )
+    usual = nn.functional.cross_entropy(head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    inputs = hidden, *head.parameters()
+    for found, expected in zip(
+        (loss, *torch.autograd.grad(loss, inputs)), (usual, *torch.autograd.grad(usual, inputs)), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(("family", "words"), [("llama", 96), ("gpt2", 96), ("gpt2", _ODD)])
 def test_bits_are_the_same_under_every_plan(
-    tiny_model: Build, tiny_batch: Callable[..., Batch], family: str, device: torch.device
+    tiny_model: Build, tiny_batch: Callable[..., Batch], family: str, words: int, device: torch.device
 ) -> None:
     batches = [tiny_batch(seed=seed) for seed in range(4)]
     loop = Loop(max_norm=0.5)
 
     def chunked() -> nn.Module:
-        return _with_chunks(tiny_model(family), device)
+        return _with_chunks(tiny_model(family, words=words), device)
 
     expected, final = plain_run(chunked, batches, loop=loop, device=device, dtype=torch.float32)
     for spec in FEW_PLANS:
-        model = tiny_model(family)
+        model = tiny_model(family, words=words)
         wrapped, optimizer = wrap_under(
-            spec, model, adamw(model), batches[0], device=device, key=f"chunked {family}", chunked_loss=True
+            spec, model, adamw(model), batches[0], device=device, key=f"chunked {family} {words}", chunked_loss=True
         )
         assert loop.run(wrapped, optimizer, batches) == expected, str(spec)
         assert_same(states(wrapped, optimizer), final)
