@@ -8,9 +8,9 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord
 
 # Fitted to blocks of LLaMA-7B and 13B, GPT-2 10B and 15B, OPT-13B and Mistral-7B, most of them eager, on an H100, where
-# they are within -2% and +11%. Products are faster than the one that was calibrated, and attention's are counted whole
-# where a causal mask leaves half of them.
-_PRODUCTS = 0.86  # of the time of all products by the matmul ceiling
+# they are within -2% and +11%; attention to sequences of 32k and 64k tokens there.
+_PRODUCTS = 0.86  # of the time of products by the matmul ceiling: they are faster than the one that was calibrated
+_ATTENTION = 1.36  # of attention's, where a causal mask counts half
 _TRAFFIC = 1.37  # of the time of all other bytes by the copy ceiling
 _BACKWARD = 1.1  # of the forward's time for either kind of gradient
 _HEAD = 1.6  # of the same of the head's products, with the loss: 1.45 to 1.9 of these models
@@ -70,20 +70,20 @@ def _measured(profile: ModelProfile) -> ComputeTimes:
 
 
 def _estimated(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes:
-    flops_per_ms = hardware.matmul_tflops * 1e9 / _PRODUCTS
+    flops_per_ms = hardware.matmul_tflops * 1e9
     share = profile.n_trainable / max(1, profile.n_parameters)  # a frozen weight has no gradient to compute
 
-    def estimated(flops: int, block: BlockRecord) -> float:
+    def estimated(block: BlockRecord, *, attention: bool = True) -> float:
+        flops = _PRODUCTS * (block.forward_flops - block.attention_flops)
+        flops += _ATTENTION * block.attention_flops * attention
         return flops / flops_per_ms + _TRAFFIC * _ms(block.forward_traffic_bytes, hardware.device_copy_gbps)
 
-    forward = tuple(estimated(block.forward_flops, block) for block in profile.blocks)
+    forward = tuple(estimated(block) for block in profile.blocks)
     recomputed = 1.0 if profile.compiled else _RECOMPUTED
-    recompute = tuple(
-        recomputed * estimated(block.forward_flops if block.recompute_flops is None else block.recompute_flops, block)
-        for block in profile.blocks
-    )
+    recompute = tuple(recomputed * estimated(block, attention=block.recomputes_attention) for block in profile.blocks)
     head = sum(
-        2 * profile.tokens * record.numel * (_ODD_HEAD if record.shape[0] % 8 else _HEAD) for record in _heads(profile)
+        2 * profile.tokens * record.numel * (_ODD_HEAD if _is_odd(record, profile) else _HEAD)
+        for record in _heads(profile)
     ) / (hardware.matmul_tflops * 1e9)
     gradients = head * (1 + share)
     return ComputeTimes(
@@ -110,6 +110,11 @@ def _heads(profile: ModelProfile) -> list[ParameterRecord]:
     if heads:
         return heads
     return [embedding] if embedding.numel >= max((record.numel for record in others), default=0) else others
+
+
+def _is_odd(head: ParameterRecord, profile: ModelProfile) -> bool:
+    """Whether rows of its logits are no multiple of 16 bytes, which the chunked loss widens."""
+    return bool(head.shape[0] % 8) and not profile.chunked_loss
 
 
 def _ms(size_bytes: float, gbps: float) -> float:

@@ -50,14 +50,14 @@ class BlockRecord(Record):
     output_bytes: int
     forward_ms: float
     backward_ms: float
-    forward_flops: int
+    forward_flops: int  # of products, convolutions and attention; of scores under a causal mask, half
     forward_traffic_bytes: int = 0  # read and written by what is neither a product nor attention
     recompute_ms: float | None = None  # until the last saved tensor is there; None: not measured
     unsaved_input_bytes: int = 0  # of input_bytes, what only a checkpoint keeps; no more than saved_bytes
     attention_bytes: int = 0  # of saved_bytes, what attention operators put out
     attention_flops: int = 0  # of forward_flops, those of the same operators
     attention_ms: float = 0.0  # that they take
-    recompute_flops: int | None = None  # None: forward_flops
+    recomputes_attention: bool = True
 
     def keeping_attention(self) -> BlockRecord:
         """The same with what attention puts out kept beside the inputs."""
@@ -67,7 +67,7 @@ class BlockRecord(Record):
             input_bytes=self.input_bytes + self.attention_bytes,
             unsaved_input_bytes=min(self.saved_bytes, self.unsaved_input_bytes + self.attention_bytes),
             recompute_ms=max(0.0, recompute_ms - self.attention_ms),
-            recompute_flops=self.forward_flops - self.attention_flops,
+            recomputes_attention=False,
         )
 
 

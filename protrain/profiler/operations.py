@@ -16,7 +16,7 @@ from protrain.profiler.attention_calls import AttentionCall, attention_call
 
 
 class Operations(TorchDispatchMode):
-    """Floating-point operations of products, convolutions and attention by torch's formulas, and bytes of the others.
+    """Floating-point operations of products, convolutions and attention, and bytes of the others.
 
     ``traffic_bytes`` is what the others read and write one after another. Of ``fused_bytes``, compiled, they read what
     comes from elsewhere once, and write what goes elsewhere: into a product, or into what backward needs.
@@ -92,11 +92,21 @@ def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
         return None
     packet = getattr(func, "_overloadpacket", func)
     if packet.__name__.startswith("_scaled_dot_product") and not packet.__name__.endswith("_backward"):
-        return _attention_flops(args[0], args[1], args[2])
+        return _attention_flops(args[0], args[1], args[2], causal=bool(_argument(func, "is_causal", args, kwargs)))
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Of both products. torch's table lacks the CPU kernel, and before 2.13 grouped key and value heads."""
-    return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> int:
+    """Of both products; a causal mask leaves half of them. torch's table lacks that, and the CPU kernel."""
+    whole = 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    return whole // 2 if causal else whole
+
+
+def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """What ``func`` is given for ``name``; None when it has no such argument."""
+    schema = getattr(func, "_schema", None)
+    for index, argument in enumerate(() if schema is None else schema.arguments):
+        if argument.name == name:
+            return args[index] if index < len(args) else kwargs.get(name, argument.default_value)
+    return None

@@ -348,8 +348,10 @@ def test_times_of_another_device_are_estimated() -> None:
     assert both.forward[0] == pytest.approx(products.forward[0] + traffic.forward[0])
     assert both.backward[0] == pytest.approx(2.2 * both.forward[0])
     assert both.recompute[0] == pytest.approx(0.85 * both.forward[0])
-    kept = times(forward_flops=10**13, recompute_flops=6 * 10**12)
-    assert kept.recompute[0] == pytest.approx(0.85 * 0.86 * 12.0)
+    attending = {"forward_flops": 10**13, "attention_flops": 4 * 10**12}
+    assert times(**attending).forward[0] == pytest.approx(0.86 * 12.0 + 1.36 * 8.0)
+    assert times(**attending).recompute[0] == pytest.approx(0.85 * (0.86 * 12.0 + 1.36 * 8.0))
+    assert times(**attending, recomputes_attention=False).recompute[0] == pytest.approx(0.85 * 0.86 * 12.0)
     compiled = True
     assert times(forward_flops=10**13).recompute[0] == pytest.approx(products.forward[0])
     assert compute_times(replace(profile, device="cuda"), machine).forward == (3.0,) * 4
@@ -370,6 +372,8 @@ def test_a_head_of_odd_width_takes_long(words: int, share: float) -> None:
     assert (found.gap_forward[-1], found.gap_backward[-1]) == pytest.approx(
         (share * product_ms, 2 * share * product_ms)
     )
+    chunked = compute_times(replace(profile, chunked_loss=True), MACHINE)  # its rows are made wider
+    assert chunked.gap_forward[-1] == pytest.approx(3 * 1.6 * product_ms)
 
 
 def test_the_papers_formula() -> None:

@@ -38,6 +38,14 @@ def test_operators_that_are_no_products_count_by_their_bytes() -> None:
     assert found.fused_bytes == 5 * SIZE
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_causal_mask_leaves_half_of_attentions_products(causal: bool) -> None:
+    query, key, value = (torch.randn(2, 4, ROWS, 8) for _ in range(3))
+    with Operations() as found:
+        nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+    assert found.flops == 2 * (2 * 4 * ROWS) * (ROWS // (2 if causal else 1)) * (8 + 8)
+
+
 def test_views_move_nothing_and_what_is_expanded_little() -> None:
     x, row = torch.randn(ROWS, WIDTH), torch.randn(WIDTH)
     with Operations() as found:
