@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim import ProTrainOptimizer, check_supported
 from protrain.planning import Plan, check, search
-from protrain.planning.mismatch import name_other_loss, refuse_other_model
+from protrain.planning.mismatch import name_other_use, refuse_other_model
 from protrain.planning.streaming import staging_bytes
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import find_blocks
@@ -56,6 +57,7 @@ def wrap(
     plan: Plan | str | os.PathLike[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     step_during_backward: bool = False,
+    accumulation: int = 1,
     compile: bool = False,
     chunked_loss: bool = False,
     progress: bool = True,
@@ -77,6 +79,8 @@ def wrap(
         plan: a Plan, or a JSON file of one, in place of the search.
         weights: a folder of safetensors, loaded straight into the chunks.
         step_during_backward: start updates inside backward; not with clipping, float16, or a backward() without step().
+        accumulation: backward() calls of a step, whose gradients are summed in fp32: 1, or the plan has room for the
+            sums, and its time is that of all of them.
         compile: compile the forward of the blocks, once for all of a kind (torch.compile). Same bits under every plan,
             but not those of ``compile=False``.
         chunked_loss: compute the loss of a transformers causal language model piece by piece (Liger), so that its
@@ -101,6 +105,8 @@ def wrap(
         raise ValueError(
             "step_during_backward=True does not work with float16, whose steps may be skipped: use bfloat16"
         )
+    if accumulation < 1:
+        raise ValueError(f"accumulation must be at least 1, the backward() calls of a step, not {accumulation}")
     _check_parameters(model, optimizer)
     say = Progress(enabled=progress)
     gc.collect()  # a model wrapped before and dropped is a cycle: hooks and engine refer to each other
@@ -114,6 +120,7 @@ def wrap(
     with chunked(model, target) if chunked_loss else nullcontext(), compiled_blocks(blocks):
         with say.stage("profiling the model"):
             model_profile = cached_profile(model, example_batch, optimizer=optimizer, device=target, dtype=kind)
+        model_profile = replace(model_profile, accumulation=accumulation)
         with say.stage("planning"):
             chosen = _plan(plan, model_profile, hardware, step_during_backward=step_during_backward)
         with say.stage(f"moving model states into place ({chosen})"):
@@ -212,7 +219,7 @@ def _plan(
     try:
         return check(chosen, profile, hardware, step_during_backward=step_during_backward)
     except PlanError as error:
-        raise name_other_loss(error, chosen, profile) from None
+        raise name_other_use(error, chosen, profile) from None
 
 
 def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:

@@ -56,6 +56,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, or one of {', '.join(SHAPES)}")
     parser.add_argument("--batch", type=whole(1), default=8, help="sequences in a batch (default: 8)")
     add_sequence_option(parser, default="of the model")
+    parser.add_argument("--accumulation", type=whole(1), default=1, help="batches in a step (default: 1)")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights (default: bfloat16 on a GPU)")
     add_compile_option(parser)
     add_loss_option(parser)
@@ -132,7 +133,7 @@ def _profile(args: argparse.Namespace, hardware: HardwareProfile, layers: int | 
         chunked_loss(loaded.model, device, on_meta=elsewhere) if chunked else nullcontext(),
         compiled_blocks(blocks, on_meta=elsewhere),
     ):
-        return protrain.profile(
+        profile = protrain.profile(
             loaded.model,
             {"input_ids": ids, "labels": ids},
             optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
@@ -140,6 +141,7 @@ def _profile(args: argparse.Namespace, hardware: HardwareProfile, layers: int | 
             device=torch.device("meta") if elsewhere else device,
             dtype=choose_dtype(args.dtype, device),
         )
+    return replace(profile, accumulation=args.accumulation)
 
 
 def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:

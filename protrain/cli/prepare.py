@@ -55,6 +55,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         plan=plan,
         weights=loaded.weights,
         step_during_backward=job.step_during_backward,
+        accumulation=job.accumulation,
         compile=choose_compile(job.compile, device),
         chunked_loss=choose_loss(job.chunked_loss, device),
     )

@@ -10,7 +10,7 @@ from torch import nn
 
 from protrain.engine.arena import Arena, aligned
 from protrain.engine.buffers import BufferPool
-from protrain.engine.chunks import make_chunks, make_members, state_sizes
+from protrain.engine.chunks import held_states, make_chunks, make_members, size_bytes
 from protrain.engine.engine import Engine
 from protrain.engine.gradients import Gradients
 from protrain.engine.hooks import install
@@ -73,19 +73,7 @@ def build_engine(
     first = plan.n_persist + plan.n_speculate
     candidates = [index for index in updated_chunks(profile, layout) if index >= first]
     streamed = streamed_chunks(candidates, plan.n_stream)
-    chunks = make_chunks(
-        layout,
-        dtype,
-        device,
-        arena,
-        streams,
-        n_persist=plan.n_persist,
-        n_speculate=plan.n_speculate,
-        early_weights=plan.early_weights,
-        streamed=streamed,
-        shared_on_device=plan.n_device_gradient > 0,
-        n_host_gradient=plan.n_host_gradient,
-    )
+    chunks = make_chunks(layout, plan, dtype, device, arena, streams, streamed=streamed)
     named = dict(model.named_parameters())
     parameters = [named[record.name] for record in profile.parameters]
     members = make_members(profile, layout, chunks, parameters)
@@ -124,10 +112,7 @@ def build_engine(
     units = make_units(model, profile, plan, layout, chunks, members)
     fixed_bytes = (
         profile.buffer_bytes
-        + sum(
-            sum(state_sizes(record, dtype, gradient=not plan.n_device_gradient))
-            for record in layout.chunks[: plan.n_persist]
-        )
+        + sum(sum(size_bytes(record, held_states(record, plan, dtype))) for record in layout.chunks[: plan.n_persist])
         + sum(buffer.memory.nbytes for buffer in buffers.buffers)
         + gradients.device_bytes
         + (streamer.staging_bytes if streamer is not None else 0)

@@ -5,13 +5,14 @@ A chunk is a contiguous run of parameters in execution order, with all its state
     weight (16-bit or fp32) | master (int16 remainder for bf16, fp32 for fp16) | exp_avg | exp_avg_sq | grad
 
 A persistent chunk keeps all of them on the device, a non-persistent one keeps all of them in the host arena, and a
-frozen chunk has a weight only. Where chunks take turns in regions for their gradients (:mod:`protrain.engine.regions`)
-they have none of their own. Every length is a multiple of 128 elements.
+frozen chunk has a weight only. Where a step has several batches there is an fp32 accumulator of their gradients as
+well, on the device in place of a gradient. Where chunks take turns in regions for their gradients
+(:mod:`protrain.engine.regions`) they have none of their own. Every length is a multiple of 128 elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,7 @@ from protrain.engine.arena import Arena, aligned
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.worker import Job
 from protrain.planning.layout import ChunkRecord, Layout
+from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels import (
     AdamScalars,
@@ -76,7 +78,7 @@ class Chunk:
     uploaded: Mark  # the last upload has read ``weight``
     members: list[Member] = field(default_factory=list)
     landing: Tensor | None = None  # host memory where offloaded gradients arrive: ``grad`` of a non-persistent chunk
-    accumulator: Tensor | None = None  # fp32 gradients, once a step has had more than one backward
+    accumulator: Tensor | None = None  # fp32 gradients: planned, or once a step has had more than one backward
     accumulator_on_host: bool = False
     accumulation: Job | None = None  # the last host addition that reads ``landing``
     update: Job | None = None  # the last update on the host; None when there was none
@@ -225,8 +227,13 @@ def _part(states: AdamStates, part: slice) -> AdamStates:
     return AdamStates(states.weight[part], master, states.exp_avg[part], states.exp_avg_sq[part])
 
 
-def state_layout(trainable: bool, dtype: torch.dtype, *, gradient: bool = True) -> dict[str, torch.dtype]:
-    """State name -> dtype of a chunk, in the order in which they lie in memory; with room for a gradient or without."""
+def state_layout(
+    trainable: bool, dtype: torch.dtype, *, gradient: bool = True, accumulator: bool = False
+) -> dict[str, torch.dtype]:
+    """State name -> dtype of a chunk, in the order in which they lie in memory.
+
+    With room for a gradient or without, and for what gradients are added to.
+    """
     states = {"weight": dtype}
     if trainable:
         master = MASTER_DTYPES[dtype]
@@ -235,51 +242,58 @@ def state_layout(trainable: bool, dtype: torch.dtype, *, gradient: bool = True) 
         states |= {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
         if gradient:
             states["grad"] = dtype
+        if accumulator:
+            states["accumulator"] = torch.float32
     return states
 
 
-def state_sizes(record: ChunkRecord, dtype: torch.dtype, *, gradient: bool = True) -> list[int]:
-    """Bytes of each of those; multiples of 256, as every length is one of 128 elements."""
-    kinds = state_layout(record.trainable, dtype, gradient=gradient)
+def held_states(record: ChunkRecord, plan: Plan, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What the chunk of ``record`` has for itself under ``plan``, with its dtypes."""
+    persistent, accumulates = record.index < plan.n_persist, plan.accumulation > 1
+    if persistent:  # fp32 gradients are added to the gradient itself
+        accumulates = accumulates and dtype is not torch.float32
+        gradient = not (plan.n_device_gradient or accumulates)
+    else:
+        gradient = not plan.n_host_gradient
+    return state_layout(record.trainable, dtype, gradient=gradient, accumulator=accumulates)
+
+
+def size_bytes(record: ChunkRecord, kinds: Mapping[str, torch.dtype]) -> list[int]:
+    """Of each; multiples of 256, as every length is one of 128 elements."""
     return [record.elements * kind.itemsize for kind in kinds.values()]
 
 
 def make_chunks(
     layout: Layout,
+    plan: Plan,
     dtype: torch.dtype,
     device: torch.device,
     arena: Arena,
     streams: Streams,
     *,
-    n_persist: int,
-    n_speculate: int,
-    early_weights: bool = False,
     streamed: Collection[int] = (),
-    shared_on_device: bool = False,
-    n_host_gradient: int = 0,
 ) -> list[Chunk]:
     """All chunks, states zeroed. The arena is reserved for the non-persistent ones in one piece.
 
-    The first ``n_speculate`` of those have room for a second copy of what an update writes, or with ``early_weights``
-    of the weight alone. Of the ``streamed``, by index, the device reaches all states. Where gradients share regions
-    (``shared_on_device`` and, of that many, in host memory) chunks have no room for their own; the arena's piece has
-    that of the regions.
+    The first ``plan.n_speculate`` of those have room for a second copy of what an update writes, or with
+    ``plan.early_weights`` of the weight alone. Of the ``streamed``, by index, the device reaches all states. Where
+    gradients share regions chunks have no room for their own; the arena's piece has that of the regions.
     """
-    away = layout.chunks[n_persist:]
-    own = [not shared_on_device if record.index < n_persist else not n_host_gradient for record in layout.chunks]
-    sizes = [size for record in away for size in state_sizes(record, dtype, gradient=own[record.index])]
-    early = [record for record in away[:n_speculate] if record.trainable]
-    if early_weights:
+    away = layout.chunks[plan.n_persist :]
+    sizes = [size for record in away for size in size_bytes(record, held_states(record, plan, dtype))]
+    early = [record for record in away[: plan.n_speculate] if record.trainable]
+    copied = state_layout(True, dtype, gradient=False)
+    if plan.early_weights:
         sizes += [record.elements * dtype.itemsize for record in early]
     else:
-        sizes += [size for record in early for size in state_sizes(record, dtype, gradient=False)]
-    sizes += [layout.chunk_elements * dtype.itemsize] * n_host_gradient
+        sizes += [size for record in early for size in size_bytes(record, copied)]
+    sizes += [layout.chunk_elements * dtype.itemsize] * plan.n_host_gradient
     arena.reserve(sum(map(aligned, sizes)))
     chunks = []
     for record in layout.chunks:
-        persistent = record.index < n_persist
+        persistent = record.index < plan.n_persist
         states: dict[str, Tensor] = {}
-        kinds = state_layout(record.trainable, dtype, gradient=own[record.index])
+        kinds = held_states(record, plan, dtype)
         total = sum(record.elements * kind.itemsize for kind in kinds.values())
         memory = torch.zeros(total, dtype=torch.uint8, device=device) if persistent else None
         start = 0
@@ -291,13 +305,12 @@ def make_chunks(
                 states[name] = memory[start : start + record.elements * kind.itemsize].view(kind)
                 start += record.elements * kind.itemsize
         spare = early_weight = None
-        if record in early and early_weights:
+        if record in early and plan.early_weights:
             early_weight = arena.take(record.elements, dtype)
         elif record in early:
-            kinds = state_layout(record.trainable, dtype, gradient=False)
             copies = {
                 name: arena.take(record.elements, kind, transferred=name in _TRANSFERRED)
-                for name, kind in kinds.items()
+                for name, kind in copied.items()
             }
             spare = AdamStates(copies["weight"], copies.get("master"), copies["exp_avg"], copies["exp_avg_sq"])
         chunks.append(
@@ -312,6 +325,8 @@ def make_chunks(
                 exp_avg_sq=states.get("exp_avg_sq"),
                 grad=states.get("grad"),
                 landing=None if persistent else states.get("grad"),
+                accumulator=states.get("accumulator"),
+                accumulator_on_host="accumulator" in states and not persistent,
                 offloaded=streams.mark(),
                 uploaded=streams.mark(),
                 spare=spare,

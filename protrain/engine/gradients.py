@@ -5,11 +5,13 @@ chunks: in place for a persistent chunk, into one of two staging buffers and fro
 The same pass over the data yields sums of squares per tile of a parameter, in an order that depends on the parameter
 alone, so the norm is the same bits under every plan.
 
-[Note: accumulation] The first backward of a step leaves 16-bit gradients. A second one needs fp32 accumulators, made on
-demand: on the device while the budget has room, in host memory otherwise, and in either place the same additions in
-the same order. A chunk whose device states are updated from a host accumulator streams it through staging. Where
-chunks share regions for 16-bit gradients (:mod:`protrain.engine.regions`) those do not last until the next backward:
-accumulators are made by the first that only accumulates.
+[Note: accumulation] A step of several backwards needs fp32 accumulators. Where the plan is for that every chunk has one
+from the start, and 16-bit gradients on their way to those in host memory take turns in a few regions. Otherwise the
+first backward of a step leaves 16-bit gradients, and for a second one accumulators are made on demand: on the device
+while the budget has room, in host memory otherwise, and in either place the same additions in the same order. A chunk
+whose device states are updated from a host accumulator streams it through staging. Where chunks share regions for
+16-bit gradients (:mod:`protrain.engine.regions`) those do not last until the next backward: accumulators are made by
+the first that only accumulates.
 """
 
 from __future__ import annotations
@@ -285,8 +287,8 @@ class Gradients:
                 needed_bytes=self.arena.total_bytes + count,
                 available_bytes=self.host_bytes,
                 largest_part="fp32 accumulators of gradients",
-                remedy="Accumulating over several backward() calls needs 4 bytes a parameter more: use one larger "
-                "batch per step, or allow more host_memory.",
+                remedy="Summing the gradients of several backward() calls takes 4 bytes a parameter, for which this "
+                "plan has no room: pass their number as accumulation= to protrain.wrap.",
             )
         chunk.accumulator_on_host = True
         chunk.accumulator = self.arena.take(chunk.elements, torch.float32)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout, pack
-from protrain.planning.memory import MemoryModel, state_bytes
+from protrain.planning.memory import MemoryModel
 from protrain.planning.phases import WAITS, Phase, phases
 from protrain.planning.plan import BlockMode, Plan, as_planned, block_modes, moved_input_bytes
 from protrain.planning.runtime import RuntimeModel
@@ -160,7 +160,7 @@ def explain(
     here, better = _with_more(plan, profile, hardware, step_during_backward)
     return Explanation(
         plan=plan,
-        tokens_per_s=plan.tokens / plan.step_ms * 1e3,
+        tokens_per_s=plan.tokens_per_s,
         device_limit_bytes=hardware.device_bytes,
         host_limit_bytes=hardware.host_bytes,
         device_parts=device_parts(plan, memory),
@@ -196,7 +196,9 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     away = memory.layout.chunks[plan.n_persist :]
     element = memory.profile.element_bytes
     weights = sum(chunk.elements * element for chunk in away)
-    states = sum(state_bytes(chunk, memory.profile.dtype) for chunk in away)
+    states = sum(memory.chunk_bytes(chunk) for chunk in away)
+    accumulators = memory.accumulator_bytes(plan.n_persist)
+    own = accumulators or memory.gradients.own_bytes(plan.n_persist)[1]
     activations = memory.activations(plan.block_modes)
     moved = sum(
         moved_input_bytes(block)
@@ -206,9 +208,11 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     parts = {
         "weights": weights,
         "gradients": memory.host_gradient_bytes(plan.n_persist, activations.swapped_bytes),
-        "optimizer states": states - weights - memory.gradients.own_bytes(plan.n_persist)[1],
+        "optimizer states": states - weights - own,
         "swapped activations": activations.swapped_bytes - moved,
     }
+    if accumulators:
+        parts["sums of gradients"] = accumulators
     if plan.n_ckpt_swap:
         parts["moved inputs of recomputed blocks" + (", and attention" if plan.keep_attention else "")] = moved
     if plan.n_speculate:

@@ -68,7 +68,7 @@ def frontier(
     points = []
     for limit in sorted(limits):
         plan = search(profile, replace(hardware, device_bytes=limit), step_during_backward=step_during_backward)
-        points.append(FrontierPoint(device_limit_bytes=limit, tokens_per_s=plan.tokens / plan.step_ms * 1e3, plan=plan))
+        points.append(FrontierPoint(device_limit_bytes=limit, tokens_per_s=plan.tokens_per_s, plan=plan))
     return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
 
 

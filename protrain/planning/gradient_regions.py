@@ -1,9 +1,12 @@
 """Regions that gradients share while updates run inside backward: how many there must be, and whose each was before.
 
-With such updates a chunk's gradient is needed only from when it begins to arrive until the update is done, so chunks
-need not each have room for it. Persistent chunks share regions on the device: one is given back when the update is
-issued, in the order of the stream, so that nothing ever waits for it. Chunks in host memory share regions there: one is
-given back when the update is done, on the host or by the device, and while none is free the step waits.
+Where gradients of several batches are summed, those of chunks in host memory share regions too: one is given back when
+the host has added it to the chunk's accumulator, in place of an update. On the device they are added at once.
+
+With updates inside backward a chunk's gradient is needed only from when it begins to arrive until the update is done,
+so chunks need not each have room for it. Persistent chunks share regions on the device: one is given back when the
+update is issued, in the order of the stream, so that nothing ever waits for it. Chunks in host memory share regions
+there: one is given back when the update is done, on the host or by the device, and while none is free the step waits.
 
 [Note: open gradients] A chunk holds its region from the first to the last turn of backward that yields a gradient of
 it; all of a turn's gradients come together, before any of their updates is issued. Of some chunks it isn't known when
@@ -34,15 +37,19 @@ class GradientRegions:
         profile: of the model.
         hardware: the machine.
         layout: of the model.
-        shared: whether updates run inside backward; otherwise every gradient is there until the norm is known.
+        update_in_backward: whether updates run inside backward; otherwise every gradient is there until the norm is
+            known, or until it has been added to others.
     """
 
-    def __init__(self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout, *, shared: bool) -> None:
+    def __init__(
+        self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout, *, update_in_backward: bool
+    ) -> None:
         self._region_bytes = layout.chunk_elements * profile.element_bytes
         own = [chunk.elements * profile.element_bytes if chunk.trainable else 0 for chunk in layout.chunks]
         self._own = list(accumulate(own, initial=0))  # of the chunks before
-        self._shared = shared
-        if shared:
+        self._adds = profile.accumulation > 1
+        self._shared = update_in_backward or self._adds
+        if self._shared:
             gradients, of_visit = gradients_by_visit(profile, hardware, layout)
             self._yielded = [[(index, gradients[index][0]) for index in visit] for visit in of_visit]
             is_open = _is_open(profile, layout, [[chunk for _, chunk in visit] for visit in self._yielded])
@@ -60,16 +67,23 @@ class GradientRegions:
 
     def on_device(self, n_persist: int) -> int:
         """Regions that persistent chunks share."""
-        return self._fewer(self.open_on_device[n_persist], self._own[n_persist]) if self._shared else 0
+        if not self._shared or self._adds:
+            return 0
+        return self._fewer(self.open_on_device[n_persist], self._own[n_persist])
 
     def device_bytes(self, n_persist: int) -> int:
-        """Of the gradients of persistent chunks."""
+        """Of the gradients of persistent chunks, where nothing is added to them."""
         return self.on_device(n_persist) * self._region_bytes or self._own[n_persist]
 
     def on_host(self, n_persist: int, spare_bytes: int = 0) -> int:
-        """Regions that the other chunks share: the least there must be, and as many more as fit ``spare_bytes``."""
+        """Regions that the other chunks share: the least there must be, and as many more as fit ``spare_bytes``.
+
+        No more where gradients are added to others, which takes less time than they take to arrive.
+        """
         if not self._shared:
             return 0
+        if self._adds:
+            spare_bytes = 0
         n_more = max(0, spare_bytes) // self._region_bytes
         # What does not make another region may yet be enough for all to have their own.
         own_bytes = self.own_bytes(n_persist)[1] - max(0, spare_bytes) % self._region_bytes

@@ -41,8 +41,11 @@ def host_error(memory: MemoryModel, n_persist: int, activations: Activations, *,
     needed = memory.host_bytes(n_persist, activations, n_speculate)
     spare = memory.spare_bytes(n_persist, n_speculate, activations.swapped_bytes)
     gradients = memory.host_gradient_bytes(n_persist, activations.swapped_bytes)
+    sums = memory.accumulator_bytes(n_persist)
+    states = needed - activations.swapped_bytes - spare - gradients - sums
     parts = {
-        "optimizer states and weights of non-persistent chunks": needed - activations.swapped_bytes - spare - gradients,
+        "optimizer states and weights of non-persistent chunks": states,
+        "sums of gradients of non-persistent chunks": sums,
         "gradients of non-persistent chunks": gradients,
         "swapped activations and moved inputs": activations.swapped_bytes,
         "second copies for early updates": spare,

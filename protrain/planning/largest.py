@@ -96,7 +96,7 @@ def largest(
         machine=hardware.name,
         layers=low,
         parameters=chosen.profile.n_parameters,
-        tokens_per_s=plan.tokens / plan.step_ms * 1e3,
+        tokens_per_s=plan.tokens_per_s,
         plan=plan,
         one_more="" if high > most_layers else str(need(high).error),
     )

@@ -17,6 +17,9 @@ and less what its modes take away:
 
 A block's own saved activations in its own backward are part of the measured peak, which recomputed them.
 
+Where a step has several batches, every chunk has an fp32 accumulator in place of its gradient, and 16-bit gradients on
+their way to those in host memory share regions.
+
 Where updates run inside backward, gradients share regions (:mod:`protrain.planning.gradient_regions`): on the device as
 many as are needed, in host memory as many as there is room for, for more only make backward wait less.
 """
@@ -63,13 +66,16 @@ class Activations:
     swapped_bytes: int  # host memory of the swapped blocks and of moved inputs
 
 
-def state_bytes(chunk: ChunkRecord, dtype: str) -> int:
-    """All states of ``chunk``: weight, and when trainable master (or remainder), both moments and gradient."""
+def state_bytes(chunk: ChunkRecord, dtype: str, *, gradient_bytes: int | None = None) -> int:
+    """All states of ``chunk``: weight, and when trainable master (or remainder), both moments and gradient.
+
+    ``gradient_bytes`` is of one element of the gradient; default: as many as the weight's.
+    """
     element = 4 if dtype == "float32" else 2
     if not chunk.trainable:
         return chunk.elements * element
     master = {"bfloat16": 2, "float16": 4, "float32": 0}[dtype]
-    return chunk.elements * (element + master + 4 + 4 + element)
+    return chunk.elements * (element + master + 4 + 4 + (element if gradient_bytes is None else gradient_bytes))
 
 
 class MemoryModel:
@@ -89,16 +95,16 @@ class MemoryModel:
         self.hardware = hardware
         self.layout = layout
         self.update_in_backward = update_in_backward
-        self.gradients = GradientRegions(profile, hardware, layout, shared=update_in_backward)
+        self.gradients = GradientRegions(profile, hardware, layout, update_in_backward=update_in_backward)
+        self.accumulates = profile.accumulation > 1  # in fp32, into an accumulator of every chunk
         element = profile.element_bytes
         self.buffer_bytes = layout.chunk_elements * element  # of one chunk buffer
         self.streaming_bytes = staging_bytes(hardware, layout.chunk_elements)  # where the device updates host chunks
         self._persistent = [0]  # by n_persist
         for chunk in layout.chunks:
-            self._persistent.append(self._persistent[-1] + state_bytes(chunk, profile.dtype))
+            self._persistent.append(self._persistent[-1] + self.chunk_bytes(chunk))
         spares = [
-            state_bytes(chunk, profile.dtype) - chunk.elements * element if chunk.trainable else 0
-            for chunk in layout.chunks
+            state_bytes(chunk, profile.dtype, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks
         ]
         self._spare = list(accumulate(spares, initial=0))  # second copies of the chunks before
         second = [chunk.elements * element if chunk.trainable else 0 for chunk in layout.chunks]
@@ -123,6 +129,15 @@ class MemoryModel:
         ]
         self._walk = _walk(profile)
         self._activations: dict[tuple[BlockMode, ...], Activations] = {}  # those worked out one by one
+
+    def chunk_bytes(self, chunk: ChunkRecord) -> int:
+        """All states of ``chunk``, with its gradient or with what gradients are added to."""
+        return state_bytes(chunk, self.profile.dtype, gradient_bytes=4 if self.accumulates else None)
+
+    def accumulator_bytes(self, n_persist: int) -> int:
+        """Host memory of what gradients of several batches are added to."""
+        away = self.layout.chunks[n_persist:]
+        return 4 * sum(chunk.elements for chunk in away if chunk.trainable) if self.accumulates else 0
 
     def least_buffers(self, n_persist: int) -> int:
         """The most non-persistent chunks that the units active at one time hold."""
@@ -196,7 +211,9 @@ class MemoryModel:
 
     def host_bytes_beside(self, n_persist: int, swapped_bytes: int, n_speculate: int = 0) -> int:
         """The least of it, with no more regions of gradients than there must be, beside that of activations."""
-        states = self._persistent[-1] - self._persistent[n_persist] - self.gradients.own_bytes(n_persist)[1]
+        states = self._persistent[-1] - self._persistent[n_persist]
+        if not self.accumulates:
+            states -= self.gradients.own_bytes(n_persist)[1]
         spare = self.spare_bytes(n_persist, n_speculate, swapped_bytes) if n_speculate else 0
         chunks = states + self._least_gradient_bytes(n_persist) + spare
         return chunks + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES

@@ -25,17 +25,20 @@ def refuse_other_model(plan: Plan, profile: ModelProfile) -> None:
     )
 
 
-def name_other_loss(error: PlanError, plan: Plan, profile: ModelProfile) -> PlanError:
-    """``error`` of a plan that does not fit, naming the loss where ``plan`` was made for the one that takes less."""
-    if not plan.chunked_loss or profile.chunked_loss or error.where == "host":
+def name_other_use(error: PlanError, plan: Plan, profile: ModelProfile) -> PlanError:
+    """``error`` of a plan that does not fit, naming what ``plan`` was made for that takes less."""
+    if plan.accumulation == 1 < profile.accumulation:
+        made_for = f"accumulation=1, and here it is {profile.accumulation}: make"
+    elif plan.chunked_loss and not profile.chunked_loss and error.where != "host":
+        made_for = "chunked_loss=True, and here logits are whole: pass it here as well, or make"
+    else:
         return error
     return PlanError(
         where=error.where,
         needed_bytes=error.needed_bytes,
         available_bytes=error.available_bytes,
         largest_part=error.largest_part,
-        remedy="The plan was made for chunked_loss=True, and here logits are whole: pass it here as well, or make a "
-        f"new plan. {error.remedy}",
+        remedy=f"The plan was made for {made_for} a new plan. {error.remedy}",
     )
 
 

@@ -56,6 +56,7 @@ class Plan(Record):
     block_modes: tuple[BlockMode, ...]
     model: str  # fingerprint of the ModelProfile it was made for: planning.search.fingerprint
     tokens: int  # of the planned batch
+    accumulation: int = 1  # batches of a step, whose gradients are summed in fp32
     chunked_loss: bool = False  # predicted for the loss that never holds all logits
     device_bytes: int  # predicted peak
     host_bytes: int  # predicted, all host memory of the engine
@@ -82,6 +83,11 @@ class Plan(Record):
             + (f" n_stream={self.n_stream}" if self.n_stream else "")
             + (f" n_host_gradient={self.n_host_gradient}" if self.n_host_gradient else "")
         )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted."""
+        return self.tokens * self.accumulation / self.step_ms * 1e3
 
     def explain(
         self, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False

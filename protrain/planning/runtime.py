@@ -1,5 +1,10 @@
 """The runtime model: how long a step takes under a plan (paper section 4, and beyond).
 
+[Note: several batches] A step of several batches is as many forwards and backwards, of which the last is followed by
+the updates. In all of them the host adds the gradients that arrive to fp32 accumulators. Those before the last are
+worked out as a step whose updates are these additions, inside backward; in the last one they are part of early updates,
+and of other chunks they are over by the time the norm is known. For that the host goes through all it has added.
+
 From the memory model of a profile, a machine and a layout to the :class:`~protrain.planning.step.Step` of any plan.
 On a CPU, where nothing overlaps, the operations add up.
 """
@@ -35,6 +40,7 @@ Counts = NDArray[np.int64] | int
 # DRAM traffic per parameter of one host update, and what of it is written: the first of that is the weight.
 _HOST_ADAM_BYTES = {"bfloat16": 26, "float16": 28, "float32": 28}
 _HOST_ADAM_WRITTEN = {"bfloat16": 12, "float16": 14, "float32": 12}
+_ACCUMULATOR_BYTES = 4  # of a parameter; an addition reads and writes it
 
 
 class Undisturbed(NamedTuple):
@@ -54,17 +60,25 @@ class Undisturbed(NamedTuple):
 
 
 class RuntimeModel:
-    """Predictions for the model, layout and machine of ``memory``, with updates inside backward if it says so."""
+    """Predictions for the model, layout and machine of ``memory``, with updates inside backward if it says so.
 
-    def __init__(self, memory: MemoryModel) -> None:
+    Args:
+        memory: the memory model.
+        only_adds: of a forward and backward whose gradients are added to others, without updates.
+    """
+
+    def __init__(self, memory: MemoryModel, *, only_adds: bool = False) -> None:
         profile, hardware, layout = memory.profile, memory.hardware, memory.layout
         self.times = compute_times(profile, hardware)
         self._profile = profile
         self._hardware = hardware
         self._layout = layout
         self._memory = memory
-        self._in_backward = memory.update_in_backward
+        self._in_backward = memory.update_in_backward or only_adds
         element = profile.element_bytes
+        # Those before the last forward and backward of a step: see [Note: several batches].
+        self._n_before = 0 if only_adds else profile.accumulation - 1
+        self._before = RuntimeModel(memory, only_adds=True) if self._n_before else None
         held = [self._held(unit) for unit in profile.calls]
         held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
         used = {chunk for chunks in held for chunk in chunks}
@@ -72,8 +86,14 @@ class RuntimeModel:
         updated = [chunk.index in self._updated for chunk in layout.chunks]
         trainable = [chunk.elements if updated[chunk.index] else 0 for chunk in layout.chunks]
         self._upload = [_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
-        self._device_update = [elements / hardware.device_adam_gparams / 1e6 for elements in trainable]
-        self._host_update = [elements / hardware.host_adam_gparams / 1e6 for elements in trainable]
+        adam_bytes = _HOST_ADAM_BYTES[profile.dtype]
+        per_byte = [elements / hardware.host_adam_gparams / 1e6 / adam_bytes for elements in trainable]
+        self._host_add = [ms * (element + 2 * _ACCUMULATOR_BYTES) if memory.accumulates else 0.0 for ms in per_byte]
+        if memory.accumulates:
+            adam_bytes += _ACCUMULATOR_BYTES - element
+        self._host_norm = [ms * _ACCUMULATOR_BYTES if memory.accumulates else 0.0 for ms in per_byte]
+        self._device_update = [0.0 if only_adds else n / hardware.device_adam_gparams / 1e6 for n in trainable]
+        self._host_update = self._host_add if only_adds else [ms * adam_bytes for ms in per_byte]
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = computing_by_visit(profile, self.times)
         # By unit, of one call: out and back of its saved activations, of its inputs; recomputation; which block may be
@@ -97,7 +117,7 @@ class RuntimeModel:
         self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype], streamed_gbps)
         self._streamed_ms = hardware.host_adam_gparams / streamed_gparams  # by the device, of a millisecond of the host
         # Of a whole update's time for the weight alone: it reads as much and writes no other state.
-        whole = _HOST_ADAM_BYTES[profile.dtype]
+        whole = adam_bytes
         self._weight_share = (whole - _HOST_ADAM_WRITTEN[profile.dtype] + element) / whole
         self._work: tuple[Modes, tuple[list[Work], list[float]]] | None = None  # of the modes asked for last
         self._visits_of: dict[int, list[Visit]] = {}  # by n_persist
@@ -165,10 +185,20 @@ class RuntimeModel:
 
         None of its gradients is clipped: then no update is done twice.
         """
+        before_ms = self._before_ms(modes, n_persist, n_buffer, limit_ms)
+        if before_ms >= limit_ms:
+            return before_ms
         if self._hardware.device_type == "cpu":  # where the device is the host as well
-            return in_a_row(self._step(modes, n_persist, n_buffer, n_speculate))
+            return before_ms + in_a_row(self._step(modes, n_persist, n_buffer, n_speculate))
         step = self._step(modes, n_persist, n_buffer, n_speculate, n_stream)
-        return simulate(step, self._rates, limit_ms=limit_ms)[0]
+        return before_ms + simulate(step, self._rates, limit_ms=limit_ms - before_ms)[0]
+
+    def _before_ms(self, modes: Modes, n_persist: int, n_buffer: int, limit_ms: float) -> float:
+        """All but the last forward and backward of a step."""
+        if self._before is None:
+            return 0.0
+        each_ms = self._before.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms / self._n_before)
+        return self._n_before * each_ms
 
     def fitted_ms(
         self, modes: Modes, n_persist: int, n_buffer: int, most: int, *, limit_ms: float = float("inf")
@@ -180,14 +210,17 @@ class RuntimeModel:
         """
         if not most:
             return self.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms), 0
+        before_ms = self._before_ms(modes, n_persist, n_buffer, limit_ms)
+        if before_ms >= limit_ms:
+            return before_ms, 0
         step = replace(self._step(modes, n_persist, n_buffer, most), chooses=True)
-        step_ms, n_early = simulate(step, self._rates, limit_ms=limit_ms)
-        return step_ms, step.host.updates[n_early - 1][0] - n_persist + 1 if n_early else 0
+        step_ms, n_early = simulate(step, self._rates, limit_ms=limit_ms - before_ms)
+        return before_ms + step_ms, step.host.updates[n_early - 1][0] - n_persist + 1 if n_early else 0
 
     def timeline(
         self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0, n_stream: int = 0
     ) -> Timeline:
-        """What runs where and when in that step, as on a GPU."""
+        """What runs where and when in that step, as on a GPU; of several batches with the last one."""
         return timeline(self._step(modes, n_persist, n_buffer, n_speculate, n_stream), self._rates)
 
     def undisturbed(self, choices: Choices) -> Undisturbed:
@@ -260,6 +293,8 @@ class RuntimeModel:
     def bound_ms(self, step: Undisturbed, n_persist: int, n_buffer: Counts, n_speculate: Counts) -> Times:
         """What the step takes at least, whatever overlaps, by choice; counts may differ between choices.
 
+        Of several batches each by itself.
+
         Each is a time that lanes need, at full rate but for the last, for work that must follow each other:
 
         - the GPU goes through forward and backward and updates what is persistent; in backward every chunk comes up
@@ -273,6 +308,12 @@ class RuntimeModel:
           updates run in backward). Weights that go up and swapped activations that go out meanwhile slow it down (see
           :meth:`_late_ms`).
         """
+        last = self._last_bound_ms(step, n_persist, n_buffer, n_speculate)
+        if self._before is None:
+            return last
+        return last + self._n_before * self._before.bound_ms(step, n_persist, n_buffer, 0)
+
+    def _last_bound_ms(self, step: Undisturbed, n_persist: int, n_buffer: Counts, n_speculate: Counts) -> Times:
         again = np.maximum(0, self._used_from[n_persist] - n_buffer) * self._least_upload[n_persist]
         backward = np.maximum(step.backward_ms, step.back_ms + again)
         gpu = step.forward_ms + backward + self._device_before[n_persist]
@@ -301,6 +342,14 @@ class RuntimeModel:
         """
         if self._hardware.device_type == "cpu":
             return self.bound_ms(step, n_persist, n_buffer, n_speculate)
+        last = self._last_placed_bound_ms(step, choices, n_persist, n_buffer, n_speculate)
+        if self._before is None:
+            return last
+        return last + self._n_before * self._before.placed_bound_ms(step, choices, n_persist, n_buffer, 0)
+
+    def _last_placed_bound_ms(
+        self, step: Undisturbed, choices: Choices, n_persist: int, n_buffer: int, n_speculate: Counts
+    ) -> Times:
         backward = np.maximum(step.backward_ms, self._backward(choices, (n_persist, n_buffer)))
         device = self._device_before[n_persist]
         gpu = step.forward_ms + backward + device
@@ -339,6 +388,12 @@ class RuntimeModel:
         visits, fetches = self._placed(n_persist), self._fetches.of(n_persist, n_buffer)
         by_device = streamed_chunks([chunk for chunk in self._updated if chunk >= last], n_stream)
         host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist and c not in by_device]
+        if self._n_before:
+            in_a_row = self._hardware.device_type == "cpu"
+            host = [(c, t + self._host_add[c] * (self._in_backward or in_a_row or c < last)) for c, t in host]
+            if not self._in_backward:
+                norm_ms = sum(self._host_norm[n_persist:])
+                work = [*work[:-1], work[-1]._replace(compute_ms=work[-1].compute_ms + norm_ms)]
         streamed = [(chunk, self._host_update[chunk] * self._streamed_ms) for chunk in by_device]
         making_room: dict[int, Update] = {}
         if self._in_backward:

@@ -215,6 +215,7 @@ class _Models:
             block_modes=modes,
             model=fingerprint(profile),
             tokens=profile.tokens,
+            accumulation=profile.accumulation,
             chunked_loss=profile.chunked_loss,
             device_bytes=memory.device_bytes(n_persist, n_buffer, activations, n_stream),
             host_bytes=memory.host_bytes(n_persist, activations, n_speculate),

@@ -104,6 +104,7 @@ class ModelProfile(Record):
     segments: tuple[SegmentRecord, ...]
     compiled: bool = False  # the blocks
     chunked_loss: bool = False  # logits are never whole, and the head's gradients are made in forward
+    accumulation: int = 1  # backward() calls of a step, each of such a batch; nothing of the trace depends on it
 
     def keeping_attention(self) -> ModelProfile:
         """The same with every recomputed block keeping what attention puts out where it keeps its inputs."""

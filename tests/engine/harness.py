@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.batch import arguments
 from protrain.engine.build import DTYPES
-from protrain.engine.chunks import state_sizes
+from protrain.engine.chunks import size_bytes, state_layout
 from protrain.optim import ProTrainOptimizer
 from protrain.planning import BlockMode, MemoryModel, Plan, check, choose_chunk_elements, evaluate, pack
 from protrain.planning.layout import updated_chunks
@@ -126,7 +126,10 @@ def bytes_with_weights_alone(plan: Plan, profile: ModelProfile) -> int:
     first, dtype = plan.n_persist, DTYPES[profile.dtype]
     early = pack(profile, plan.chunk_elements).chunks[first : first + plan.n_speculate]
     return plan.host_bytes - sum(
-        size for record in early if record.trainable for size in state_sizes(record, dtype, gradient=False)[1:]
+        size
+        for record in early
+        if record.trainable
+        for size in size_bytes(record, state_layout(True, dtype, gradient=False))[1:]
     )
 
 
@@ -149,13 +152,15 @@ def wrap_under(
     """``protrain.wrap`` under ``spec``.
 
     ``tight`` leaves no device memory beyond what the plan takes, ``tight_host`` as little host memory as updates inside
-    backward can do with. Models with the same ``key`` share the profile that the plan is made from; wrap makes its own.
+    backward can do with, and so does a plan for several batches a step. Models with the same ``key`` share the profile
+    that the plan is made from; wrap makes its own.
     """
     profile = _profiles.get((key, dtype, device)) if key else None
     if profile is None:
         profile = protrain.profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
     if key:
         _profiles[key, dtype, device] = profile
+    profile = dataclasses.replace(profile, accumulation=options.get("accumulation", 1))
     inside = bool(options.get("step_during_backward"))
     plan = make_plan(spec, profile, device, inside=inside)
     host_memory: int | str = "4GiB"
@@ -163,6 +168,8 @@ def wrap_under(
         host_memory = least_host_bytes(plan, profile, device)
     elif spec.weights and not inside:
         host_memory = bytes_with_weights_alone(plan, profile)
+    elif profile.accumulation > 1:
+        host_memory = plan.host_bytes
     return protrain.wrap(
         model,
         optimizer,

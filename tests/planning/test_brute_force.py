@@ -218,6 +218,20 @@ def test_no_plan_is_better_where_gradients_share_regions(seed: int) -> None:
     assert found.host_bytes <= hardware.host_bytes
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_is_better_where_a_step_has_several_batches(seed: int) -> None:
+    draw = random.Random(seed)
+    profile = as_measured(random_profile(draw, draw.choice([4, 8, 16])), random.Random(-seed - 1))
+    profile = replace(profile, accumulation=draw.choice([2, 3, 8]))
+    hardware, inside = random_machine(draw), draw.random() < 0.25
+    hardware = replace(hardware, host_bytes=2 * hardware.host_bytes)
+    best, whole = best_of_all(MemoryModel(profile, hardware, pack(profile, N), update_in_backward=inside))
+    found = search(profile, hardware, chunk_elements=N, step_during_backward=inside)
+    assert best <= found.step_ms <= 1.01 * whole
+    assert found.device_bytes <= hardware.device_bytes
+    assert found.host_bytes <= hardware.host_bytes
+
+
 def that_streams(machine: HardwareProfile) -> HardwareProfile:
     """The same, as fast at streaming as the link allows, by copies or by a kernel that reaches into host memory."""
     draw = random.Random(machine.host_bytes)

@@ -83,7 +83,7 @@ def odd_profile(*, within: bool = False) -> ModelProfile:
 def open_at_once(profile: ModelProfile) -> tuple[list[int], list[int]]:
     layout = pack(profile, N)
     assert [chunk.elements for chunk in layout.chunks] == [N] * 4
-    regions = GradientRegions(profile, MACHINE, layout, shared=True)
+    regions = GradientRegions(profile, MACHINE, layout, update_in_backward=True)
     return regions.open_on_device, regions.open_on_host
 
 

@@ -22,7 +22,7 @@ from protrain.planning import (
     search,
 )
 from protrain.planning.frontier import least_device_bytes
-from protrain.planning.mismatch import name_other_loss, refuse_other_model
+from protrain.planning.mismatch import name_other_use, refuse_other_model
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 
 MIB = 1024**2
@@ -201,7 +201,7 @@ def test_a_plan_for_chunked_loss_that_does_not_fit_whole_logits_names_the_loss()
     def refusal(**memory: int) -> PlanError:
         with pytest.raises(PlanError) as raised:
             check(plan, whole, machine(**{"device_mib": 512, "host_mib": 4096} | memory))
-        return name_other_loss(raised.value, plan, whole)
+        return name_other_use(raised.value, plan, whole)
 
     assert "made for chunked_loss=True, and here logits are whole" in str(refusal(device_mib=100)), "a GPU's memory"
     assert "chunked_loss" not in str(refusal(host_mib=100)), "logits take no host memory"

@@ -107,6 +107,15 @@ def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_b
         assert parts["persistent chunks"] == sum(state_bytes(chunk, "float32") for chunk in layout.chunks[:n_persist])
         host = memory.host_bytes(n_persist, activations) - memory.host_bytes(n_chunks, activations)
         assert host == total - parts["persistent chunks"]
+    several = _model(replace(traced, accumulation=2))
+    for n_persist in range(n_chunks):
+        # A sum of 4 bytes, on the device in place of the gradient; in host memory gradients share two regions.
+        more = several.host_bytes(n_persist, activations) - memory.host_bytes(n_persist, activations)
+        gradients = several.host_gradient_bytes(n_persist, 0) - memory.host_gradient_bytes(n_persist, 0)
+        assert more - gradients == several.accumulator_bytes(n_persist)
+        assert several.accumulator_bytes(n_persist) == 4 * sum(chunk.elements for chunk in layout.chunks[n_persist:])
+        assert several.host_gradient_bytes(n_persist, 0) <= 2 * several.buffer_bytes
+        assert several.static_bytes(n_persist, 1) == memory.static_bytes(n_persist, 1)
     # All on the device: no staging, only the partial sums of the norm.
     assert memory.static_parts(n_chunks, 0)["gradient staging"] == memory.partial_bytes
     assert memory.static_bytes(0, 3) - memory.static_bytes(0, 2) == layout.chunk_elements * 4

@@ -376,6 +376,20 @@ def test_a_head_of_odd_width_takes_long(words: int, share: float) -> None:
     assert chunked.gap_forward[-1] == pytest.approx(3 * 1.6 * product_ms)
 
 
+def test_a_step_of_several_batches_updates_once() -> None:
+    three = replace(make_profile(3.0, 6.0), accumulation=3)
+    assert step_ms(three, (NONE,) * 4, 4, 0) == pytest.approx(3 * 4 * 9.0 + 4 * DEVICE_UPDATE, rel=1e-4)
+    # From the norm, for which the host has gone through the sums, to the last chunk; an update reads sums of 4 bytes.
+    slow: dict[str, Any] = {"host_adam_gparams": 0.0128}  # 100 ms a chunk of 26 bytes a parameter
+    last = (4 + 28) / 26 * 3 * 100.0 + MOVE + 3.0 + 4 * 6.0
+    # An addition reads and writes a sum and reads a gradient; of those that come before, all of a batch are added in
+    # its backward or wait for the one before.
+    add = (2 + 8) / 26 * 100.0
+    assert 2 * 3 * add + last <= step_ms(three, (NONE,) * 4, 1, 2, **slow) <= 2 * (3 * add + 4 * 9.0) + last
+    inside = model_of(three, replace(MACHINE, **slow), update_in_backward=True)
+    assert inside.step_ms((NONE,) * 4, 1, 2) == pytest.approx(2 * 3 * add + 3 * (add + 28 / 26 * 100.0), rel=0.1)
+
+
 def test_the_papers_formula() -> None:
     profile = make_profile(3.0, 6.0)
     layout = pack(profile, N)
