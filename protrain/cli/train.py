@@ -21,6 +21,7 @@ from protrain.cli.options import (
     emit,
     number,
     whole,
+    writable_file,
 )
 from protrain.cli.shapes import SHAPES
 
@@ -103,10 +104,18 @@ def add_command(commands: Any) -> None:
         "--log-every", type=whole(1), help=f"steps between lines outside a terminal {shown('log_every')}"
     )
     keeping.add_argument(
-        "--trace", metavar="FILE", help="write a Perfetto trace of two steps, measured beside predicted; needs 5 steps"
+        "--trace",
+        type=trace_file,
+        metavar="FILE",
+        help="write a Perfetto trace of two steps, measured beside predicted; needs 5 steps",
     )
     add_output_options(parser)
     parser.set_defaults(run=run_command)
+
+
+def trace_file(text: str) -> str:
+    """An argparse type: a file that can be written; stays text."""
+    return str(writable_file(text))
 
 
 def run_command(args: argparse.Namespace) -> None:
