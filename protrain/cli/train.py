@@ -24,6 +24,8 @@ from protrain.cli.options import (
     writable_file,
 )
 from protrain.cli.shapes import SHAPES
+from protrain.cli.summary import SUMMARY_FILE, TrainSummary
+from protrain.progress import Progress
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
   protrain train --model tiny --device cpu --device-memory 60MiB --folder runs/tiny
@@ -129,7 +131,11 @@ def run_command(args: argparse.Namespace) -> None:
     else:
         folder = getattr(args, "folder", None) or _new_folder(given.get("model", ""))
         job = jobs.start(folder, given)
-    summary = train(job, folder, resume=args.resume)
+    if args.resume and (folder / SUMMARY_FILE).exists():  # the last file that a run writes
+        summary = TrainSummary.load(folder / SUMMARY_FILE)
+        Progress(enabled=True).note(f"nothing to resume: all {job.steps} steps of {folder} are done")
+    else:
+        summary = train(job, folder, resume=args.resume)
     files = f"in {folder}: {', '.join(sorted(path.name for path in folder.iterdir() if not path.name.startswith('.')))}"
     emit(summary, args, "\n".join([summary.table(), "", files, summary.last_line()]))
 
