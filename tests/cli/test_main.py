@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,10 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
         status = int(stop.code or 0)
     captured = capsys.readouterr()
     return status, captured.out, captured.err
+
+
+def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"protrain {importlib.metadata.version('protrain')}\n", "")
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "calibrate"])
@@ -89,6 +94,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     ]
     status, _, err = run(capsys, "train", *" ".join(options).split())
     assert status == 0, err
+    (folder / "summary.json").unlink()  # as if it had been stopped before that
     save = next((folder / "checkpoints").iterdir())
     state = save / "state-00001.safetensors"
     state.write_bytes(state.read_bytes()[:-1])
