@@ -5,7 +5,7 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # Without an NVIDIA card torch's CPU wheel saves gigabytes. A pip that is told where to find packages is left alone.
-PIP_ARGS ?= $(shell command -v nvidia-smi >/dev/null || $(VENV)/bin/python -m pip config list | grep -qE 'index-url|find-links' \
+PIP_ARGS ?= $(shell command -v nvidia-smi >/dev/null || $(VENV)/bin/python -m pip config list | grep -E 'index-url|find-links' >/dev/null \
 	|| echo --extra-index-url https://download.pytorch.org/whl/cpu)
 
 RUN = $(VENV)/bin

@@ -94,7 +94,7 @@ def save_checkpoint(
 
     Raises:
         ValueError: ``keep`` is below 1, or ``scheduler`` or ``extra`` holds what JSON cannot.
-        OSError: The disk is full or not writable; earlier saves are intact.
+        OSError: The disk is full or not writable; earlier saves are intact, and nothing is left of this one.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
@@ -114,12 +114,16 @@ def save_checkpoint(
         "extra": _encode(extra, "extra"),
         "random": random_state(),
     }
-    files, step = _write_tensors(scratch, model, optimizer)
-    manifest |= {"step": step, "files": files}
-    with open(scratch / MANIFEST, "w") as file:
-        json.dump(manifest, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        files, step = _write_tensors(scratch, model, optimizer)
+        manifest |= {"step": step, "files": files}
+        with open(scratch / MANIFEST, "w") as file:
+            json.dump(manifest, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # a full disk gets back what this save took of it
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     sync_directory(scratch)
     target = root / f"{serial:05d}-step-{step}"
     os.rename(scratch, target)

@@ -145,9 +145,11 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
 def _shown(name: str, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and name.endswith("_bytes"):
         return format_bytes(value)
+    if value is None:
+        return "-"
     if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, tuple) and len(value) > 8:
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, tuple) and (len(value) > 8 or any(isinstance(item, Record | tuple) for item in value)):
         return f"{len(value)} entries"
     if isinstance(value, tuple):
         return ", ".join(str(_plain(item)) for item in value) or "-"

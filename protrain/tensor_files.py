@@ -74,8 +74,16 @@ class TensorWriter:
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """Write ``tensors`` to ``path`` and flush them to the disk; returns the file's bytes and CRC-32."""
-    _safetensors().torch.save_file(tensors, path, metadata={"format": "pt"})
+    """Write ``tensors`` to ``path`` and flush them to the disk; returns the file's bytes and CRC-32.
+
+    Raises:
+        OSError: The disk is full or not writable; names the file.
+    """
+    module = _safetensors()
+    try:
+        module.torch.save_file(tensors, path, metadata={"format": "pt"})
+    except module.SafetensorError as error:  # its own class for a full disk too
+        raise OSError(f"cannot write {path}: {error}") from None
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
     return path.stat().st_size, file_crc32(path)

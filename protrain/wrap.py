@@ -24,6 +24,7 @@ from protrain import batch as batches
 from protrain.chunked_loss import chunked_loss as chunked
 from protrain.compilation import compiled_blocks
 from protrain.engine.build import DTYPES, build_engine
+from protrain.engine.materialise import weight_files
 from protrain.engine.parameter import PresentParameter
 from protrain.errors import MisuseError, PlanError
 from protrain.hardware import HardwareProfile, detect
@@ -108,13 +109,17 @@ def wrap(
     if accumulation < 1:
         raise ValueError(f"accumulation must be at least 1, the backward() calls of a step, not {accumulation}")
     _check_parameters(model, optimizer)
+    # Read before the profile, which takes minutes for a large model on a CPU.
+    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    if weights is not None:
+        weight_files(Path(weights))
     say = Progress(enabled=progress)
     gc.collect()  # a model wrapped before and dropped is a cycle: hooks and engine refer to each other
 
     if target.type == "cuda":
         use_expandable_segments()
     hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
-    if plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
+    if given is None and hardware.device_type == "cuda" and hardware.source != "measured":
         say.note(_NOT_CALIBRATED)
     blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
     with chunked(model, target) if chunked_loss else nullcontext(), compiled_blocks(blocks):
@@ -122,7 +127,7 @@ def wrap(
             model_profile = cached_profile(model, example_batch, optimizer=optimizer, device=target, dtype=kind)
         model_profile = replace(model_profile, accumulation=accumulation)
         with say.stage("planning"):
-            chosen = _plan(plan, model_profile, hardware, step_during_backward=step_during_backward)
+            chosen = _plan(given, model_profile, hardware, step_during_backward=step_during_backward)
         with say.stage(f"moving model states into place ({chosen})"):
             engine, fixed_bytes = build_engine(
                 model,
@@ -206,7 +211,7 @@ def _host_threads(hardware: HardwareProfile) -> int:
 
 
 def _plan(
-    plan: Plan | str | os.PathLike[str] | None,
+    plan: Plan | None,
     profile: ModelProfile,
     hardware: HardwareProfile,
     *,
@@ -214,12 +219,11 @@ def _plan(
 ) -> Plan:
     if plan is None:
         return search(profile, hardware, step_during_backward=step_during_backward)
-    chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-    refuse_other_model(chosen, profile)
+    refuse_other_model(plan, profile)
     try:
-        return check(chosen, profile, hardware, step_during_backward=step_during_backward)
+        return check(plan, profile, hardware, step_during_backward=step_during_backward)
     except PlanError as error:
-        raise name_other_use(error, chosen, profile) from None
+        raise name_other_use(error, plan, profile) from None
 
 
 def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:

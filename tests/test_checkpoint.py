@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -154,6 +155,21 @@ def test_damage_is_named_before_anything_changes(tmp_path: Path, damage: Any, me
         assert "00001-step-1" in str(raised.value), "the remedy names the older save"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     load_checkpoint(tmp_path / "00001-step-1", model, optimizer, scheduler=scheduler)
+
+
+def test_a_full_disk_is_named_and_leaves_the_earlier_save(tmp_path: Path) -> None:
+    model = make_model(0, width=2000)
+    optimizer = PlainOptimizer(model)
+    earlier = save_checkpoint(tmp_path, model, optimizer)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # writing further fails, as on a full disk
+    try:
+        with pytest.raises(OSError, match=r"cannot write .*/state-00001\.safetensors: "):
+            save_checkpoint(tmp_path, model, optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == [earlier.name]
+    load_checkpoint(tmp_path, model, optimizer)
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:

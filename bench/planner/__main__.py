@@ -33,14 +33,18 @@ _TABLES = {"accuracy": accuracy.table, "regret": accuracy.regret_table, "limits"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; exit status 1 when a case could not be measured."""
+    """Run the command; exit status 1 when a case could not be measured, 2 for what the user can mend."""
     arguments = sys.argv[1:] if argv is None else argv
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
     failed: list[str] = []
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
     if args.read is not None:
-        results = Results.load(args.read / FILES[args.kind] if args.read.is_dir() else args.read)
+        try:
+            results = Results.load(args.read / FILES[args.kind] if args.read.is_dir() else args.read)
+        except ValueError as error:
+            parser.error(f"--read: {error}")
     else:
         results, failed = _measure(args, f"python -m bench.planner {shlex.join(arguments)}")
     print(_TABLES[args.kind](results.cases))

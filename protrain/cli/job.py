@@ -11,6 +11,8 @@ from protrain.records import Record
 JOB_FILE = "job.json"
 DTYPES = ("bfloat16", "float16", "float32")
 
+STEPS_WITH_TRACE = 5  # three that warm up, and the two traced
+
 # Options that may differ when a run is resumed: they change where things live and what is reported, never the weights.
 FREE = frozenset(
     {
@@ -72,6 +74,8 @@ class TrainJob(Record):
             raise ValueError(
                 "--step-during-backward updates before the norm is known: give --clip 0 as well, or drop it"
             )
+        if self.trace and self.steps < STEPS_WITH_TRACE:
+            raise ValueError(f"--trace needs {STEPS_WITH_TRACE} steps, and --steps is {self.steps}")
         if self.warmup is not None and self.warmup > self.steps:
             raise ValueError(f"--warmup {self.warmup} is longer than --steps {self.steps}")
 

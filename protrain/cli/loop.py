@@ -16,14 +16,14 @@ import torch
 import protrain
 from protrain.cli.data import training_batch
 from protrain.cli.finish import finish
-from protrain.cli.job import TrainJob
+from protrain.cli.job import STEPS_WITH_TRACE, TrainJob
 from protrain.cli.metrics import DelayedRead, ProgressLine, StepResult, StepTimes, resident_bytes, status_line
 from protrain.cli.prepare import prepare, schedule
 from protrain.cli.run import Run
 from protrain.cli.summary import TrainSummary
 
 _WARMING_UP_STEPS = 5  # left out of reported times: allocators grow, caches fill
-_TRACED_FROM = 3  # steps into the run
+_TRACED_FROM = STEPS_WITH_TRACE - 2  # steps into the run
 
 
 class InterruptedRun(Exception):
@@ -43,6 +43,8 @@ def train(job: TrainJob, folder: Path, *, resume: bool) -> TrainSummary:
         FloatingPointError: The loss is not a number.
     """
     run = prepare(job, folder, resume=resume)
+    if job.trace and job.steps - run.step < STEPS_WITH_TRACE:
+        raise ValueError(f"--trace needs {STEPS_WITH_TRACE} steps, and {job.steps - run.step} of {folder} are left")
     times = StepTimes(skip=_WARMING_UP_STEPS)
     line = ProgressLine("training", job.steps, done=run.step)
     with stop_requests() as requested, line, ExitStack() as tracing:
@@ -132,7 +134,8 @@ def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Callable[[StepR
             }
         )
         status = status_line(loss=result.loss, tokens_per_s=tokens_per_s, tflops=tflops, **memory)
-        line.update(result.step, status, plain=result.step == 1 or result.step % run.job.log_every == 0)
+        plain = result.step in (1, run.job.steps) or result.step % run.job.log_every == 0
+        line.update(result.step, status, plain=plain)
 
     return report
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import protrain
 from protrain.cli import bench, calibrate, plan, train
 from protrain.cli.loop import InterruptedRun
 from protrain.cli.options import Parser
@@ -13,6 +14,7 @@ from protrain.cli.options import Parser
 def build_parser() -> Parser:
     """The parser of `protrain` and all its commands."""
     parser = Parser(prog="protrain", description="Train models larger than the GPU, placed by one automatic plan.")
+    parser.add_argument("--version", action="version", version=f"protrain {protrain.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for module in (calibrate, plan, train, bench):
         module.add_command(commands)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from protrain.quantities import parse_bytes
@@ -63,13 +65,26 @@ def memory(text: str) -> str:
     return text
 
 
+def writable_file(text: str) -> Path:
+    """An argparse type: a file that can be written, known before the work whose result it gets; stays unwritten."""
+    path = Path(text)
+    existing = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder: give a file")
+    if not existing.is_dir():
+        raise argparse.ArgumentTypeError(f"{existing} is no folder")
+    if not os.access(path if path.exists() else existing, os.W_OK):
+        raise argparse.ArgumentTypeError(f"no permission to write {path}")
+    return path
+
+
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """--json and --out, which :func:`emit` obeys."""
     output = parser.add_argument_group("output")
     output.add_argument(
         "--json", action="store_true", default=False, help="print JSON on standard output in place of the table"
     )
-    output.add_argument("--out", metavar="FILE", default=None, help="also write the JSON to FILE")
+    output.add_argument("--out", type=writable_file, metavar="FILE", default=None, help="also write the JSON to FILE")
 
 
 def add_sequence_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, default: str) -> None:
@@ -114,6 +129,7 @@ def emit(record: Record, args: argparse.Namespace, table: str) -> None:
     """Print ``record`` as ``table`` or JSON, and write its JSON, as ``args`` of add_output_options say."""
     if args.out is not None:
         try:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
             record.save(args.out)
         except OSError as error:
             raise ValueError(f"--out: cannot write {args.out}: {error.strerror}") from None

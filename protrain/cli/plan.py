@@ -26,7 +26,7 @@ from protrain.cli.options import (
 )
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
 from protrain.cli.plan_text import timeline_text
-from protrain.cli.prepare import adamw, choose_compile, choose_device, choose_dtype, choose_loss
+from protrain.cli.prepare import adamw, choose_compile, choose_device, choose_dtype, choose_loss, parse_device
 from protrain.cli.shapes import SHAPES
 from protrain.compilation import compiled_blocks
 from protrain.hardware import HardwareProfile, detect, load
@@ -193,8 +193,10 @@ def _hardware(args: argparse.Namespace) -> HardwareProfile:
     if args.hardware is None:
         return detect(choose_device(args.device), **memory)
     hardware = load(args.hardware)
-    if args.device is not None and torch.device(args.device).type != hardware.device_type:
-        raise ValueError(f"--device {args.device} contradicts --hardware {args.hardware}, a {hardware.device_type}")
+    if args.device is not None and parse_device(args.device).type != hardware.device_type:
+        raise ValueError(
+            f"--device {args.device} contradicts --hardware {args.hardware}, whose device is {hardware.device_type}"
+        )
     limits: dict[str, Any] = {
         name.replace("memory", "bytes"): parse_bytes(value, name=name) for name, value in memory.items()
     }

@@ -96,16 +96,26 @@ def choose_device(name: str | None) -> torch.device:
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = parse_device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch finds no CUDA device on this machine; give --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return device
+
+
+def parse_device(name: str) -> torch.device:
+    """The device that ``name`` means, on this machine or another.
+
+    Raises:
+        ValueError: ``name`` is no device, or none of ours.
+    """
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"--device {name!r} is no device: give cuda or cpu") from None
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"--device {name} is not supported: give cuda or cpu")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch finds no CUDA device on this machine; give --device cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices, counted from 0")
     return device
 
 

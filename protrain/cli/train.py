@@ -21,8 +21,11 @@ from protrain.cli.options import (
     emit,
     number,
     whole,
+    writable_file,
 )
 from protrain.cli.shapes import SHAPES
+from protrain.cli.summary import SUMMARY_FILE, TrainSummary
+from protrain.progress import Progress
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
   protrain train --model tiny --device cpu --device-memory 60MiB --folder runs/tiny
@@ -103,10 +106,18 @@ def add_command(commands: Any) -> None:
         "--log-every", type=whole(1), help=f"steps between lines outside a terminal {shown('log_every')}"
     )
     keeping.add_argument(
-        "--trace", metavar="FILE", help="write a Perfetto trace of two steps, measured beside predicted; needs 5 steps"
+        "--trace",
+        type=trace_file,
+        metavar="FILE",
+        help="write a Perfetto trace of two steps, measured beside predicted; needs 5 steps",
     )
     add_output_options(parser)
     parser.set_defaults(run=run_command)
+
+
+def trace_file(text: str) -> str:
+    """An argparse type: a file that can be written; stays text."""
+    return str(writable_file(text))
 
 
 def run_command(args: argparse.Namespace) -> None:
@@ -120,7 +131,11 @@ def run_command(args: argparse.Namespace) -> None:
     else:
         folder = getattr(args, "folder", None) or _new_folder(given.get("model", ""))
         job = jobs.start(folder, given)
-    summary = train(job, folder, resume=args.resume)
+    if args.resume and (folder / SUMMARY_FILE).exists():  # the last file that a run writes
+        summary = TrainSummary.load(folder / SUMMARY_FILE)
+        Progress(enabled=True).note(f"nothing to resume: all {job.steps} steps of {folder} are done")
+    else:
+        summary = train(job, folder, resume=args.resume)
     files = f"in {folder}: {', '.join(sorted(path.name for path in folder.iterdir() if not path.name.startswith('.')))}"
     emit(summary, args, "\n".join([summary.table(), "", files, summary.last_line()]))
 

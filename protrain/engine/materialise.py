@@ -150,14 +150,20 @@ def _reset_parameters(module: nn.Module) -> None:
         reset()
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of ``folder``, or the one that it is. ValueError when there is none."""
+    files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"weights: no .safetensors file in {folder}")
+    return files
+
+
 def _load(members: list[Member], model: nn.Module, folder: Path) -> None:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise ImportError("weights= needs the package safetensors: pip install 'protrain[hf]'") from None
-    files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"weights: no .safetensors file in {folder}")
+    files = weight_files(folder)
     prefix = getattr(model, "base_model_prefix", "") or ""
     names = {id(member.parameter): {member.name} for member in members}
     for name, parameter in model.named_parameters(remove_duplicate=False):

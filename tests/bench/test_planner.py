@@ -147,6 +147,13 @@ def test_cases_have_names_of_their_own() -> None:
     assert sum(case.n_plans + 1 for case in CASES) >= 40
 
 
+def test_a_folder_without_measurements_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--read", str(tmp_path)])
+    assert stop.value.code == 2
+    assert f"--read: cannot read Results from {tmp_path / 'planner.json'}" in capsys.readouterr().err
+
+
 def test_a_run_is_recorded_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--steps", "1", "--out", str(tmp_path), "--traces", str(tmp_path / "traces")]) == 0
     results = Results.load(tmp_path / FILES["accuracy"])

@@ -169,6 +169,16 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
     pytest.fail(f"step {step} was not reached within a minute")
 
 
+def test_lines_outside_a_terminal_name_first_and_last_step(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = arguments(workplace, tmp_path / "run", "--log-every", "2", "--no-model")
+    command[command.index("--steps") + 1] = "5"
+    assert main(command) == 0
+    lines = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("training ")]
+    assert lines == ["1/5", "2/5", "4/5", "5/5"]
+
+
 def test_accumulated_batches_make_one_step(workplace: Path, tmp_path: Path) -> None:
     command = arguments(workplace, tmp_path / "run", "--accumulation", "3", "--no-model", "--dtype", "bfloat16")
     command[command.index("--steps") + 1] = "12"
@@ -226,6 +236,15 @@ def test_a_run_on_a_gpu_learns_and_resumes(workplace: Path, tmp_path: Path) -> N
     assert second["final_loss"] == pytest.approx(first["final_loss"], rel=0.02)
 
 
+def test_a_finished_run_is_not_finished_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()}
+    assert main(["train", "--resume", "--folder", str(finished), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == json.loads((finished / "summary.json").read_text())
+    assert printed.err == f"protrain: nothing to resume: all 30 steps of {finished} are done\n"
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()} == before
+
+
 def test_changed_data_is_refused_on_resume(finished: Path, workplace: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text((workplace / "text.txt").read_text())
@@ -234,4 +253,5 @@ def test_changed_data_is_refused_on_resume(finished: Path, workplace: Path, tmp_
     command[command.index("--steps") + 1] = "4"
     assert main(command) == 0
     text.write_text(text.read_text().replace("fox", "cat"))
+    (tmp_path / "run" / "summary.json").unlink()  # as if it had been stopped before that
     assert main(["train", "--resume", "--folder", str(tmp_path / "run")]) == 2

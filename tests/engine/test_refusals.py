@@ -67,6 +67,24 @@ def refused(
     return caught.value
 
 
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("plan", "cannot read Plan from .*nowhere: No such file"), ("weights", "no .safetensors file in .*nowhere")],
+)
+def test_a_missing_file_is_found_before_the_model_runs(
+    option: str, words: str, model: nn.Module, batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def profile(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model ran, which takes minutes where it is large")
+
+    monkeypatch.setattr(sys.modules["protrain.wrap"], "cached_profile", profile)
+    options = {option: tmp_path / "nowhere"}
+    refused(model, adamw(model), batch, words, ValueError, **options)
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
