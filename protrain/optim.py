@@ -96,6 +96,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping: 0-d fp32 on the device, without a synchronisation.
 
+        It comes after the last backward() of a step: another one before zero_grad() is an error.
+
         Raises:
             ValueError: another ``norm_type``, or a ``max_norm`` that is no positive number.
             MisuseError: there is no gradient, or updates have begun (``step_during_backward=True``).
@@ -321,9 +323,14 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._engine.refuse_edits()  # here step() would be too late
         if not self._engine.gradients.no_sync:
             self._updates.backward_begins()
-        self._norm_squared = self._coefficient = None
 
     def _gradients_arrived(self, chunks: list[Chunk]) -> None:
+        if self._coefficient is not None:  # it applies to all gradients of a step; autograd.grad brings none
+            raise MisuseError(
+                "backward() after clip_grad_norm_() and before zero_grad(): clipped gradients and others cannot be "
+                "told apart; clip once, after the last backward() of a step"
+            )
+        self._norm_squared = None
         gradients = self._engine.gradients
         if gradients.no_sync:
             return
