@@ -67,7 +67,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._updates = Updates(engine, self, decoupled)
         self._by_name = {member.name: member for member in engine.members}
         self.step_during_backward = step_during_backward
-        self._updated: set[int] = set()  # chunks updated in backward, awaiting step()
         self._loss_scale = LossScale() if engine.dtype is torch.float16 else None
         self._scaled = False  # this backward came through self.backward
         self._norm_squared: Tensor | None = None
@@ -134,10 +133,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._engine.abandon_backward()
         self._engine.refuse_edits()
         if self.step_during_backward:
-            if not self._updated:
+            if not self._engine.updated_inside:
                 self._need_gradients("step()")
                 raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
-            self._updated.clear()
+            self._engine.updated_inside.clear()
             self._end_step()
             return result
         self._need_gradients("step()")
@@ -313,7 +312,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def _backward_begins(self) -> None:
         if self._loss_scale is not None and not self._scaled:
             raise MisuseError("float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward()")
-        if self._updated:
+        if self._engine.updated_inside:
             raise MisuseError(
                 "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
@@ -341,15 +340,15 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 self._updates.begin_early(chunk, 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used)
             elif not self._engine.held(chunk):
                 self._updates.update_inside(chunk)
-                self._updated.add(chunk.index)
+                self._engine.updated_inside.add(chunk.index)
 
     def _backward_ends(self) -> None:
         if not self.step_during_backward or self._engine.gradients.no_sync:
             return
         for chunk in self._engine.chunks:
-            if chunk.index not in self._updated and self._updates.has_gradients(chunk):
+            if chunk.index not in self._engine.updated_inside and self._updates.has_gradients(chunk):
                 self._updates.update_inside(chunk)
-                self._updated.add(chunk.index)
+                self._engine.updated_inside.add(chunk.index)
         self._updates.backward_ends()
         self._forget_gradients()
 

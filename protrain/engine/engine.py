@@ -87,13 +87,14 @@ class Engine:
         self.ledger = ledger
         self.whole: set[int] = set()  # members that full_parameters has on the CPU now
         self.steps = 0  # optimizer steps that changed weights
+        self.updated_inside: set[int] = set()  # chunks updated inside backward, whose step() is yet to come
         self.placeholder = torch.full((), float("nan"), dtype=dtype, device=device)  # expands to any shape
         self._training_order = training_order
         self._inference_order = inference_order
         self._order = training_order
         self._backward_start = len(profile.calls)
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
-        self._state_addresses = {storage_address(chunk.weight) for chunk in chunks if chunk.persistent}
+        self._persistent = {storage_address(chunk.weight): chunk for chunk in chunks if chunk.persistent}
         self._residents = [member for unit in units for member in unit.residents]
         self._edited: set[int] = set()  # chunks whose buffers hold what must not be used again
         self._current: Unit | None = None  # whose backward runs
@@ -251,9 +252,9 @@ class Engine:
         """Whether a unit holds ``chunk`` in a buffer now."""
         return not chunk.persistent and self.buffers.held(chunk)
 
-    def is_state(self, address: int) -> bool:
-        """Whether a storage holds persistent weights."""
-        return address in self._state_addresses
+    def persistent_chunk(self, address: int) -> Chunk | None:
+        """The chunk whose weights a storage holds for good."""
+        return self._persistent.get(address)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
