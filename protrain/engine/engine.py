@@ -15,7 +15,7 @@ The step, in the order in which things happen:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from protrain.engine.chunks import Chunk, Member
 from protrain.engine.edits import edit_error, edited_in, recall
 from protrain.engine.gradients import Gradients
 from protrain.engine.ledger import Ledger
-from protrain.engine.parameter import ReleasedParameter, point_at, release
+from protrain.engine.parameter import PresentParameter, ReleasedParameter, point_at, release
 from protrain.engine.saved import Copy, WeightView, storage_address
 from protrain.engine.streamer import Streamer
 from protrain.engine.streams import Streams
@@ -86,6 +86,7 @@ class Engine:
         self.swaps = Swaps(swap_slots)
         self.ledger = ledger
         self.whole: set[int] = set()  # members that full_parameters has on the CPU now
+        self.exported: dict[int, Member] = {}  # those that a state_dict() or load_state_dict() has in its hands now
         self.steps = 0  # optimizer steps that changed weights
         self.updated_inside: set[int] = set()  # chunks updated inside backward, whose step() is yet to come
         self.placeholder = torch.full((), float("nan"), dtype=dtype, device=device)  # expands to any shape
@@ -123,6 +124,7 @@ class Engine:
     def run_unit(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a unit's forward with its parameters on the device."""
         self.refuse_while_whole(f"the forward of {unit.label}")
+        self.end_export(list(self.exported))  # of one that was interrupted
         self._order.enter(unit.index)
         args, kwargs = self._out_of_buffers((args, kwargs), unit)
         recall(unit.residents)
@@ -185,6 +187,7 @@ class Engine:
         if self._in_backward:
             return
         self.refuse_while_whole("backward()")
+        self.end_export(list(self.exported))
         self.backward_begins()
         self._in_backward = True
         self._order = self._training_order
@@ -278,6 +281,14 @@ class Engine:
             raise MisuseError(
                 f"{what} inside `with protrain.full_parameters(...)`, which has {name} on the CPU: leave it first"
             )
+
+    def end_export(self, members: Iterable[int]) -> None:
+        """What state_dict() or load_state_dict() had in its hands are parameters like the others again."""
+        for index in members:
+            member = self.exported.pop(index, None)
+            if member is not None and index not in self.whole:
+                resident = member.chunk.persistent or member.bound
+                member.parameter.__class__ = PresentParameter if resident else ReleasedParameter
 
     def refuse_edits(self) -> None:
         """MisuseError for a persistent weight that was changed elsewhere than inside full_parameters."""
