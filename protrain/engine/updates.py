@@ -192,10 +192,12 @@ class Updates:
         early = self._early[chunk.index] = _Early(pieces, factor)
         gradient = self._engine.gradients.host_gradient(chunk)
         scale = None if factor == 1.0 else torch.tensor([factor], dtype=torch.float32, device="cpu")
-        threads, this_round = self._engine.worker.threads, self._round
+        threads, this_round, accumulation = self._engine.worker.threads, self._round, chunk.accumulation
 
         def on_host() -> None:  # of the engine nothing, as in _update
             if not early.dropped and not this_round.is_over():
+                if accumulation is not None:
+                    accumulation.wait()  # as in _update_on_host
                 chunk.offloaded.wait()
                 chunk.uploaded.wait()
                 early.version = chunk.version
@@ -332,12 +334,13 @@ class Updates:
         """The update of a chunk in host memory, for the worker that does it. See [Note: streamed updates]."""
         engine = self._engine  # what is returned has nothing of it: a model that is dropped must not wait for updates
         gradient, streamer = engine.gradients.host_gradient(chunk), engine.streamer
+        update: Callable[..., None]
         if chunk.streamed:
             assert streamer is not None
-            return functools.partial(streamer.update, chunk, pieces, gradient, scale, chunk.accumulation)
-        return functools.partial(
-            _update_on_host, chunk, pieces, gradient, scale, threads=engine.worker.threads, ahead=self._ahead
-        )
+            update = streamer.update
+        else:
+            update = functools.partial(_update_on_host, threads=engine.worker.threads, ahead=self._ahead)
+        return functools.partial(update, chunk, pieces, gradient, scale, chunk.accumulation)
 
     def _job(self, chunk: Chunk, work: Callable[[], None], name: str) -> Job:
         """What the next fetch of ``chunk`` waits for."""
@@ -395,10 +398,19 @@ class Updates:
 
 
 def _update_on_host(
-    chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None, *, threads: int, ahead: _Ahead
+    chunk: Chunk,
+    pieces: list[Piece],
+    gradient: Tensor,
+    scale: Scale | None,
+    accumulation: Job | None,
+    *,
+    threads: int,
+    ahead: _Ahead,
 ) -> None:
     if scale is not None:
         scale.ready.wait()
+    if accumulation is not None:
+        accumulation.wait()  # done, as it came before; but what failed to be added must not be taken for a gradient
     chunk.offloaded.wait()
     chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
     chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads, between=ahead.take)
