@@ -36,10 +36,14 @@ def check_supported(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {type(optimizer).__name__}: "
             "ProTrain carries out the update itself and supports these two"
         )
-    for group in optimizer.param_groups:
-        for name in _FORBIDDEN:
-            if group.get(name):
-                raise ValueError(f"{type(optimizer).__name__}({name}=True) is not supported: pass {name}=False")
+    _check_options(optimizer.param_groups)
+
+
+def _check_options(groups: Iterable[dict[str, Any]]) -> None:
+    """ValueError for an option that changes the step, and that ProTrain does not carry out."""
+    name = next((name for group in groups for name in _FORBIDDEN if group.get(name)), None)
+    if name is not None:
+        raise ValueError(f"{name}=True of Adam and AdamW is not supported: pass {name}=False")
 
 
 class ProTrainOptimizer(torch.optim.Optimizer):
@@ -95,8 +99,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping: 0-d fp32 on the device, without a synchronisation.
 
-        It comes after the last backward() of a step: another one before zero_grad() is an error.
-
         Raises:
             ValueError: another ``norm_type``, or a ``max_norm`` that is no positive number.
             MisuseError: there is no gradient, or updates have begun (``step_during_backward=True``).
@@ -140,7 +142,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._end_step()
             return result
         self._need_gradients("step()")
-        self._updates.check_hyperparameters()
+        self._check_hyperparameters()
         if self._loss_scale is not None and not self._loss_scale.update(bool(torch.isfinite(self._sum_of_squares()))):
             self._clock.tick()
             return result
@@ -214,10 +216,11 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         """Load what ``state_dict`` of this class or of torch.optim.Adam(W) returned, under any plan.
 
         Raises:
-            ValueError: the groups or shapes are those of another model.
+            ValueError: the groups or shapes are those of another model, or an option of a group is not supported.
         """
         self._engine.refuse_while_whole("the optimizer's load_state_dict()")
         groups, saved = self.param_groups, state_dict["param_groups"]
+        _check_options(saved)
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
             raise ValueError(
                 f"the optimizer state has groups of {[len(group['params']) for group in saved]} parameters, this "
@@ -304,6 +307,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if not any(self._engine.gradients.present):
             raise MisuseError(f"{what} without gradients: call loss.backward() first")
 
+    def _check_hyperparameters(self) -> None:
+        _check_options(self.param_groups)  # they may have been set, or loaded, since wrapping
+        self._updates.check_hyperparameters()
+
     def _forget_gradients(self) -> None:
         self._engine.gradients.reset()
         self._updates.forget()
@@ -318,7 +325,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
             )
         if self.step_during_backward:
-            self._updates.check_hyperparameters()
+            self._check_hyperparameters()
             self._engine.refuse_edits()  # here step() would be too late
         if not self._engine.gradients.no_sync:
             self._updates.backward_begins()
@@ -326,8 +333,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def _gradients_arrived(self, chunks: list[Chunk]) -> None:
         if self._coefficient is not None:  # it applies to all gradients of a step; autograd.grad brings none
             raise MisuseError(
-                "backward() after clip_grad_norm_() and before zero_grad(): clipped gradients and others cannot be "
-                "told apart; clip once, after the last backward() of a step"
+                "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
             )
         self._norm_squared = None
         gradients = self._engine.gradients

@@ -349,3 +349,26 @@ def test_training_goes_on_after_an_interrupted_state_dict(
         optimizer.step()
         results.append(states(wrapped, optimizer))
     assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["step", "step-during-backward"])
+def test_an_option_that_is_not_known_is_refused_after_wrapping_too(inside: bool, device: torch.device) -> None:
+    results = []
+    for misused in (False, True):
+        model = make()
+        wrapped, optimizer = wrap_under(
+            SPECS[1], model, adamw(model), batches()[0], device=device, step_during_backward=inside
+        )
+        if misused:
+            optimizer.param_groups[1]["maximize"] = True
+            with pytest.raises(ValueError, match="maximize=True of Adam and AdamW is not supported"):
+                Loop().run(wrapped, optimizer, batches())
+            optimizer.param_groups[1]["maximize"] = False
+            optimizer.zero_grad()
+            state = optimizer.state_dict()
+            state["param_groups"][0]["amsgrad"] = True
+            with pytest.raises(ValueError, match="amsgrad=True of Adam and AdamW is not supported"):
+                optimizer.load_state_dict(state)
+        Loop().run(wrapped, optimizer, batches())
+        results.append(states(wrapped, optimizer))
+    assert_same(results[1], results[0])
