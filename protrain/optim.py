@@ -131,9 +131,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._engine.refuse_while_whole("step()")
-        self._engine.abandon_backward()
-        self._engine.refuse_edits()
+        self._engine.begin_step()
         if self.step_during_backward:
             if not self._engine.updated_inside:
                 self._need_gradients("step()")

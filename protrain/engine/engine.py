@@ -109,8 +109,16 @@ class Engine:
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins: plan the fetches for what follows."""
+        self.streams.refuse_another()
         self.abandon_backward()
         self._fetch_for_forward(self._training_order if torch.is_grad_enabled() else self._inference_order)
+
+    def begin_step(self) -> None:
+        """A step begins. MisuseError where it cannot."""
+        self.streams.refuse_another()
+        self.refuse_while_whole("step()")
+        self.abandon_backward()
+        self.refuse_edits()
 
     def expect_forward(self) -> None:
         """A step is over: what the next forward needs first goes up as soon as it is updated, before that begins."""
