@@ -36,10 +36,14 @@ def check_supported(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {type(optimizer).__name__}: "
             "ProTrain carries out the update itself and supports these two"
         )
-    for group in optimizer.param_groups:
-        for name in _FORBIDDEN:
-            if group.get(name):
-                raise ValueError(f"{type(optimizer).__name__}({name}=True) is not supported: pass {name}=False")
+    _check_options(optimizer.param_groups)
+
+
+def _check_options(groups: Iterable[dict[str, Any]]) -> None:
+    """ValueError for an option that changes the step, and that ProTrain does not carry out."""
+    name = next((name for group in groups for name in _FORBIDDEN if group.get(name)), None)
+    if name is not None:
+        raise ValueError(f"{name}=True of Adam and AdamW is not supported: pass {name}=False")
 
 
 class ProTrainOptimizer(torch.optim.Optimizer):
@@ -67,7 +71,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._updates = Updates(engine, self, decoupled)
         self._by_name = {member.name: member for member in engine.members}
         self.step_during_backward = step_during_backward
-        self._updated: set[int] = set()  # chunks updated in backward, awaiting step()
         self._loss_scale = LossScale() if engine.dtype is torch.float16 else None
         self._scaled = False  # this backward came through self.backward
         self._norm_squared: Tensor | None = None
@@ -128,18 +131,16 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._engine.refuse_while_whole("step()")
-        self._engine.abandon_backward()
-        self._engine.refuse_edits()
+        self._engine.begin_step()
         if self.step_during_backward:
-            if not self._updated:
+            if not self._engine.updated_inside:
                 self._need_gradients("step()")
                 raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
-            self._updated.clear()
+            self._engine.updated_inside.clear()
             self._end_step()
             return result
         self._need_gradients("step()")
-        self._updates.check_hyperparameters()
+        self._check_hyperparameters()
         if self._loss_scale is not None and not self._loss_scale.update(bool(torch.isfinite(self._sum_of_squares()))):
             self._clock.tick()
             return result
@@ -213,10 +214,11 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         """Load what ``state_dict`` of this class or of torch.optim.Adam(W) returned, under any plan.
 
         Raises:
-            ValueError: the groups or shapes are those of another model.
+            ValueError: the groups or shapes are those of another model, or an option of a group is not supported.
         """
         self._engine.refuse_while_whole("the optimizer's load_state_dict()")
         groups, saved = self.param_groups, state_dict["param_groups"]
+        _check_options(saved)
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
             raise ValueError(
                 f"the optimizer state has groups of {[len(group['params']) for group in saved]} parameters, this "
@@ -303,6 +305,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if not any(self._engine.gradients.present):
             raise MisuseError(f"{what} without gradients: call loss.backward() first")
 
+    def _check_hyperparameters(self) -> None:
+        _check_options(self.param_groups)  # they may have been set, or loaded, since wrapping
+        self._updates.check_hyperparameters()
+
     def _forget_gradients(self) -> None:
         self._engine.gradients.reset()
         self._updates.forget()
@@ -311,19 +317,23 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def _backward_begins(self) -> None:
         if self._loss_scale is not None and not self._scaled:
             raise MisuseError("float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward()")
-        if self._updated:
+        if self._engine.updated_inside:
             raise MisuseError(
                 "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
             )
         if self.step_during_backward:
-            self._updates.check_hyperparameters()
+            self._check_hyperparameters()
             self._engine.refuse_edits()  # here step() would be too late
         if not self._engine.gradients.no_sync:
             self._updates.backward_begins()
-        self._norm_squared = self._coefficient = None
 
     def _gradients_arrived(self, chunks: list[Chunk]) -> None:
+        if self._coefficient is not None:  # it applies to all gradients of a step; autograd.grad brings none
+            raise MisuseError(
+                "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
+            )
+        self._norm_squared = None
         gradients = self._engine.gradients
         if gradients.no_sync:
             return
@@ -334,15 +344,15 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 self._updates.begin_early(chunk, 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used)
             elif not self._engine.held(chunk):
                 self._updates.update_inside(chunk)
-                self._updated.add(chunk.index)
+                self._engine.updated_inside.add(chunk.index)
 
     def _backward_ends(self) -> None:
         if not self.step_during_backward or self._engine.gradients.no_sync:
             return
         for chunk in self._engine.chunks:
-            if chunk.index not in self._updated and self._updates.has_gradients(chunk):
+            if chunk.index not in self._engine.updated_inside and self._updates.has_gradients(chunk):
                 self._updates.update_inside(chunk)
-                self._updated.add(chunk.index)
+                self._engine.updated_inside.add(chunk.index)
         self._updates.backward_ends()
         self._forget_gradients()
 

@@ -15,7 +15,7 @@ The step, in the order in which things happen:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from protrain.engine.chunks import Chunk, Member
 from protrain.engine.edits import edit_error, edited_in, recall
 from protrain.engine.gradients import Gradients
 from protrain.engine.ledger import Ledger
-from protrain.engine.parameter import ReleasedParameter, point_at, release
+from protrain.engine.parameter import PresentParameter, ReleasedParameter, point_at, release
 from protrain.engine.saved import Copy, WeightView, storage_address
 from protrain.engine.streamer import Streamer
 from protrain.engine.streams import Streams
@@ -86,14 +86,16 @@ class Engine:
         self.swaps = Swaps(swap_slots)
         self.ledger = ledger
         self.whole: set[int] = set()  # members that full_parameters has on the CPU now
+        self.exported: dict[int, Member] = {}  # those that a state_dict() or load_state_dict() has in its hands now
         self.steps = 0  # optimizer steps that changed weights
+        self.updated_inside: set[int] = set()  # chunks updated inside backward, whose step() is yet to come
         self.placeholder = torch.full((), float("nan"), dtype=dtype, device=device)  # expands to any shape
         self._training_order = training_order
         self._inference_order = inference_order
         self._order = training_order
         self._backward_start = len(profile.calls)
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
-        self._state_addresses = {storage_address(chunk.weight) for chunk in chunks if chunk.persistent}
+        self._persistent = {storage_address(chunk.weight): chunk for chunk in chunks if chunk.persistent}
         self._residents = [member for unit in units for member in unit.residents]
         self._edited: set[int] = set()  # chunks whose buffers hold what must not be used again
         self._current: Unit | None = None  # whose backward runs
@@ -107,8 +109,16 @@ class Engine:
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins: plan the fetches for what follows."""
+        self.streams.refuse_another()
         self.abandon_backward()
         self._fetch_for_forward(self._training_order if torch.is_grad_enabled() else self._inference_order)
+
+    def begin_step(self) -> None:
+        """A step begins. MisuseError where it cannot."""
+        self.streams.refuse_another()
+        self.refuse_while_whole("step()")
+        self.abandon_backward()
+        self.refuse_edits()
 
     def expect_forward(self) -> None:
         """A step is over: what the next forward needs first goes up as soon as it is updated, before that begins."""
@@ -122,6 +132,7 @@ class Engine:
     def run_unit(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a unit's forward with its parameters on the device."""
         self.refuse_while_whole(f"the forward of {unit.label}")
+        self.end_export(list(self.exported))  # of one that was interrupted
         self._order.enter(unit.index)
         args, kwargs = self._out_of_buffers((args, kwargs), unit)
         recall(unit.residents)
@@ -184,6 +195,7 @@ class Engine:
         if self._in_backward:
             return
         self.refuse_while_whole("backward()")
+        self.end_export(list(self.exported))
         self.backward_begins()
         self._in_backward = True
         self._order = self._training_order
@@ -251,9 +263,9 @@ class Engine:
         """Whether a unit holds ``chunk`` in a buffer now."""
         return not chunk.persistent and self.buffers.held(chunk)
 
-    def is_state(self, address: int) -> bool:
-        """Whether a storage holds persistent weights."""
-        return address in self._state_addresses
+    def persistent_chunk(self, address: int) -> Chunk | None:
+        """The chunk whose weights a storage holds for good."""
+        return self._persistent.get(address)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -277,6 +289,14 @@ class Engine:
             raise MisuseError(
                 f"{what} inside `with protrain.full_parameters(...)`, which has {name} on the CPU: leave it first"
             )
+
+    def end_export(self, members: Iterable[int]) -> None:
+        """What state_dict() or load_state_dict() had in its hands are parameters like the others again."""
+        for index in members:
+            member = self.exported.pop(index, None)
+            if member is not None and index not in self.whole:
+                resident = member.chunk.persistent or member.bound
+                member.parameter.__class__ = PresentParameter if resident else ReleasedParameter
 
     def refuse_edits(self) -> None:
         """MisuseError for a persistent weight that was changed elsewhere than inside full_parameters."""

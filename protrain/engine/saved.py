@@ -5,6 +5,10 @@ buffer is gone by the time backward runs. So every tensor that a unit saves pass
 a chunk buffer is kept as (chunk, shape, stride, offset) and rebuilt on whatever buffer holds the chunk in backward. No
 copies, no allocator traffic, any operator.
 
+[Note: written over] Autograd watches the versions of what it saves, and raises where a backward needs what was changed
+in place since; but not of what goes through hooks. So whatever is kept here, or copied to the host later, has its
+version looked at when it is used. Inputs of a block that is recomputed are watched likewise.
+
 A :class:`Frame` is one call of a unit. Its kind is the activation mode: keep what is saved (NONE), keep only the
 inputs and run forward again (CKPT), move what is saved to host memory and back (SWAP), or the inputs (CKPT_SWAP).
 """
@@ -14,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +36,10 @@ if TYPE_CHECKING:
     from protrain.engine.units import Unit
 
 
+INPUTS = "its inputs, as it is recomputed"
+SAVED = "tensors that it saved"
+
+
 @dataclass(frozen=True, slots=True)
 class WeightView:
     """A saved view of a weight in a chunk buffer."""
@@ -41,6 +49,14 @@ class WeightView:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class Kept(NamedTuple):
+    """A saved tensor that stays on the device. See [Note: written over]."""
+
+    tensor: Tensor
+    version: int  # autograd's count of changes in place when it was saved
+    chunk: Chunk | None  # the persistent one whose weight it is a view of
 
 
 class Copy(torch.autograd.Function):
@@ -85,9 +101,10 @@ class Frame:
             return view
         # Detached: an output that held its own graph node would never be freed.
         kept = tensor.detach()
-        if not self.engine.is_state(storage_address(kept)):
+        chunk = self.engine.persistent_chunk(storage_address(kept))
+        if chunk is None:
             self.engine.ledger.hold(kept)
-        return kept
+        return Kept(kept, kept._version, chunk)
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor that ``packed`` stands for, on the device."""
@@ -105,7 +122,23 @@ class Frame:
 
     def rebuild(self, packed: Any) -> Tensor:
         """A kept tensor as it was."""
-        return self.engine.weight(packed) if isinstance(packed, WeightView) else packed
+        if packed.chunk is not None and packed.chunk.index in self.engine.updated_inside:
+            raise MisuseError(
+                f"backward through {self.unit.label} needs a weight that step_during_backward=True updated before, "
+                "as all its gradients had arrived: a detached weight gets none. Wrap with step_during_backward=False"
+            )
+        if isinstance(packed, WeightView):
+            return self.engine.weight(packed)
+        if packed.tensor._version != packed.version:
+            raise self.written_over(SAVED)
+        return packed.tensor
+
+    def written_over(self, what: str) -> MisuseError:
+        """What to say where a backward would go on with other values than its forward: [Note: written over]."""
+        return MisuseError(
+            f"backward through {self.unit.label} needs {what}, but one was changed in place since: change a copy "
+            "(tensor.clone())"
+        )
 
 
 _TABLE_ELEMENTS = 1 << 16  # larger buffers of a block are masks and tables
@@ -129,12 +162,15 @@ class CheckpointFrame(Frame):
         self.n_saved = 0
         self.recomputed: dict[int, Any] = {}
         self.attention = KeptAttention(engine.device) if engine.plan.keep_attention else None
+        self.watched: list[tuple[Tensor, int]] = []  # inputs, with their versions when the first run began
+        self.inputs_changed = False  # since
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.function, self.args, self.kwargs = function, args, kwargs
         for tensor in tensors_in((args, kwargs)):
             self.engine.ledger.hold(tensor)
+        self.watched = watch(tensors_in((args, kwargs)))
         self.random_state = RandomState(self.engine.device)
         self.autocast = _autocast_state(self.engine.device.type)
         self.buffers = _copied(module._buffers[name] for module, name in self.unit.buffers)
@@ -169,7 +205,14 @@ class CheckpointFrame(Frame):
             return leaf.detach().requires_grad_(leaf.requires_grad)
         return leaf
 
+    def look_at_inputs(self) -> None:
+        """Note whether an input is no longer what the first run was given."""
+        self.inputs_changed |= any(tensor._version != version for tensor, version in self.watched)
+
     def _recompute(self) -> None:
+        self.look_at_inputs()
+        if self.inputs_changed:
+            raise self.written_over(INPUTS)
         self.recomputed.clear()
         args, kwargs = tree_map(self.fresh_input, (self.args, self.kwargs))
         hooks = saved_tensors_hooks(self._keep, _unreachable)
@@ -215,6 +258,11 @@ def _copied(buffers: Iterable[Tensor | None]) -> list[Tensor | None]:
 def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor in nested arguments."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """Those of ``tensors`` that have versions, with these; of parameters [Note: edits] takes care."""
+    return [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
 
 
 def storage_address(tensor: Tensor) -> int:

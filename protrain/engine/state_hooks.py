@@ -84,15 +84,12 @@ class StateHooks:
         with self.engine.quiet():
             for member in members:
                 if member.index not in self.engine.whole:  # inside full_parameters it is like any parameter
+                    self.engine.exported[member.index] = member
                     member.parameter.__class__ = _Exported
                     _Exported.hooks[id(member.parameter)] = self
 
     def _end(self, members: list[Member]) -> None:
-        for member in members:
-            if member.index in self.engine.whole:
-                continue
-            resident = member.chunk.persistent or member.bound
-            member.parameter.__class__ = PresentParameter if resident else ReleasedParameter
+        self.engine.end_export(member.index for member in members)
 
 
 @contextmanager

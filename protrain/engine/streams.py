@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from protrain.errors import MisuseError
 from protrain_kernels import AdamStaging
 
 
@@ -92,6 +93,9 @@ class Streams:
     def computing(self) -> Iterator[None]:
         """Run the body on the compute stream whatever thread this is."""
         yield
+
+    def refuse_another(self) -> None:
+        """MisuseError where the current stream is not compute: nothing would order its kernels and the copies."""
 
     def adam_staging(self, size_bytes: int) -> AdamStaging:
         """Device memory for updates by the device of what lies in host memory."""
@@ -179,6 +183,14 @@ class CudaStreams(Streams):
     def computing(self) -> Iterator[None]:
         with torch.cuda.stream(self.compute):
             yield
+
+    @override
+    def refuse_another(self) -> None:
+        if torch.cuda.current_stream(self.device) != self.compute:
+            raise MisuseError(
+                "the current CUDA stream is not the one that was current in protrain.wrap: run forward, backward and "
+                "step() outside `with torch.cuda.stream(...)`, or wrap inside"
+            )
 
     @override
     def adam_staging(self, size_bytes: int) -> AdamStaging:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from protrain.engine.arena import Arena
-from protrain.engine.saved import CheckpointFrame, Frame, storage_address, tensors_in
+from protrain.engine.saved import INPUTS, SAVED, CheckpointFrame, Frame, storage_address, tensors_in, watch
 from protrain.engine.streams import Mark, Streams
 from protrain.errors import BudgetError
 from protrain.quantities import format_bytes
@@ -49,7 +49,7 @@ class _Storage:
     waiting: int = 0  # of those, not yet rebuilt in this backward
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MovedView:
     """A tensor whose storage is moved."""
 
@@ -58,6 +58,7 @@ class MovedView:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    written_over: bool = False  # before the copy to the host was done
 
 
 class HostSlots:
@@ -106,6 +107,7 @@ class Moved:
         self.unit = unit
         self._engine = engine
         self._storages: dict[int, _Storage] = {}
+        self._watched: list[tuple[MovedView, Tensor, int]] = []  # until the copies are done: [Note: written over]
         self._on_host = False
         self._fetched = False
         self._offload_done = engine.streams.mark()
@@ -119,7 +121,7 @@ class Moved:
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return False
         storage = tensor.untyped_storage()
-        return storage.nbytes() >= _SMALLEST_BYTES and not self._engine.is_state(storage.data_ptr())
+        return storage.nbytes() >= _SMALLEST_BYTES and self._engine.persistent_chunk(storage.data_ptr()) is None
 
     def add(self, tensor: Tensor) -> MovedView:
         """Have the storage of ``tensor`` moved. Returns what to keep in its place."""
@@ -130,7 +132,9 @@ class Moved:
             self._engine.ledger.hold(flat)
             storage = self._storages[address] = _Storage(tensor.untyped_storage().nbytes(), flat)
         storage.users += 1
-        return MovedView(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        view = MovedView(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        self._watched.append((view, tensor.detach(), tensor._version))
+        return view
 
     def offload(self) -> None:
         """Start to copy everything to host memory: nothing more is added."""
@@ -152,6 +156,9 @@ class Moved:
     def give_up_device_memory(self) -> None:
         """Drop the device copies; what the compute stream does next waits for the offload."""
         self._engine.streams.compute_waits(self._offload_done)
+        for view, tensor, version in self._watched:
+            view.written_over = tensor._version != version
+        self._watched.clear()
         for storage in self._storages.values():
             storage.device = None
         self._on_host = True
@@ -221,7 +228,11 @@ class SwapFrame(Frame):
 
     @override
     def rebuild(self, packed: Any) -> Tensor:
-        return self.moved.rebuild(packed) if isinstance(packed, MovedView) else super().rebuild(packed)
+        if not isinstance(packed, MovedView):
+            return super().rebuild(packed)
+        if packed.written_over:
+            raise self.written_over(SAVED)
+        return self.moved.rebuild(packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +266,7 @@ class CheckpointSwapFrame(CheckpointFrame):
 
     def offload_inputs(self, given: set[int]) -> set[int]:
         """Move what is the block's alone; ``given`` are the storages that the next unit gets. Returns the shared."""
+        self.look_at_inputs()
         tensors = _plain_tensors((self.args, self.kwargs))
         shared = given.intersection(map(storage_address, tensors))
         computed = {storage_address(tensor) for tensor in tensors if tensor.grad_fn is not None}
@@ -269,6 +281,7 @@ class CheckpointSwapFrame(CheckpointFrame):
             return _MovedInput(self.moved.add(tensor), False) if self.moved.worthwhile(tensor) else tensor
 
         self.args, self.kwargs = tree_map(move, (self.args, self.kwargs))
+        self.watched = watch(tensors_in((self.args, self.kwargs)))
         if self.attention is not None:
             self.attention.move(move_attention)
         if self.moved:
@@ -278,6 +291,8 @@ class CheckpointSwapFrame(CheckpointFrame):
     @override
     def fresh_input(self, leaf: Any) -> Any:
         if isinstance(leaf, _MovedInput):
+            if leaf.view.written_over:
+                raise self.written_over(INPUTS)
             return self.moved.rebuild(leaf.view).requires_grad_(leaf.requires_grad)
         return super().fresh_input(leaf)
 

@@ -24,10 +24,8 @@ and sleeps until they are back. So whatever follows an update need not know who 
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +34,7 @@ from protrain.engine.chunks import Chunk, Piece
 from protrain.engine.engine import Engine
 from protrain.engine.streamer import Scale
 from protrain.engine.streams import Mark
+from protrain.engine.turns import Ahead, Once, Turn
 from protrain.engine.worker import HostWorker, Job
 from protrain_kernels import AdamScalars, adam_scalars
 
@@ -75,54 +74,6 @@ class _Early:
     version: int = -1  # of the weight that it began from
 
 
-class _Once:
-    """Work that whoever comes first does. An error in it is raised in whoever comes."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work: Callable[[], None] | None = work
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            try:
-                work()
-            except BaseException as error:
-                self._error = error
-        if self._error is not None:
-            raise self._error
-
-    def begun(self) -> bool:
-        """Whether anybody has come; to the worker that does it the work is done then."""
-        return self._work is None
-
-
-class _Turn(NamedTuple):
-    """The job of a chunk in host memory."""
-
-    chunk: Chunk
-    job: Job
-    is_made: Callable[[], bool]  # whether an early update has done the work; asked by the host worker
-    states: Job | None = None  # in which the states follow an early weight; nothing in the next forward waits for it
-
-
-class _Ahead:
-    """Turns that are made, to be taken while the host makes others that come before. For the host worker alone."""
-
-    def __init__(self, link_is_idle: Callable[[], bool]) -> None:
-        self._link_is_idle = link_is_idle
-        self._jobs: deque[Job] = deque()
-
-    def look(self, turns: list[_Turn]) -> None:
-        """Find those of ``turns`` that are made."""
-        self._jobs = deque(turn.job for turn in turns if turn.is_made())
-
-    def take(self) -> None:
-        """Take as many as the link has time for: an upload begins with the first whose chunk is wanted."""
-        while self._jobs and self._link_is_idle():
-            self._jobs.popleft().run()
-
-
 class Updates:
     """Every update of one engine. The ``optimizer``'s param_groups are read anew at every step."""
 
@@ -135,11 +86,11 @@ class Updates:
         self._early: dict[int, _Early] = {}  # by chunk
         self._round = _Round()
         self._begun_with: list[AdamScalars] | None = None  # hyperparameters at the last backward; None: wrong ones
-        self._inside: list[tuple[Chunk, _Once]] = []  # updates given to the host in this backward
+        self._inside: list[tuple[Chunk, Once]] = []  # updates given to the host in this backward
         self._backwards = 0  # since the last step, without those that only accumulate
         self._usual_backwards = 1
         self._all_done: list[Job] = []  # of each worker: every update of the last step is
-        self._ahead = _Ahead(engine.buffers.link_is_idle)
+        self._ahead = Ahead(engine.buffers.link_is_idle)
         self._host_scale = engine.arena.take(1, torch.float32)
         self._device_scale = engine.streams.lasting(torch.ones(1, dtype=torch.float32, device=engine.device))
         self._scale_ready = engine.streams.mark()
@@ -192,10 +143,12 @@ class Updates:
         early = self._early[chunk.index] = _Early(pieces, factor)
         gradient = self._engine.gradients.host_gradient(chunk)
         scale = None if factor == 1.0 else torch.tensor([factor], dtype=torch.float32, device="cpu")
-        threads, this_round = self._engine.worker.threads, self._round
+        threads, this_round, accumulation = self._engine.worker.threads, self._round, chunk.accumulation
 
         def on_host() -> None:  # of the engine nothing, as in _update
             if not early.dropped and not this_round.is_over():
+                if accumulation is not None:
+                    accumulation.wait()  # as in _update_on_host
                 chunk.offloaded.wait()
                 chunk.uploaded.wait()
                 early.version = chunk.version
@@ -238,7 +191,7 @@ class Updates:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return
-        once, this_round = _Once(self._away(chunk, pieces, None)), self._round
+        once, this_round = Once(self._away(chunk, pieces, None)), self._round
 
         def on_host() -> None:
             if not this_round.is_over():
@@ -252,7 +205,7 @@ class Updates:
         self._end_round()
         inside = sorted(self._inside, key=lambda pair: pair[0].index)
         self._queue(
-            _Turn(chunk, self._job(chunk, once.run, f"update {chunk.index}"), once.begun) for chunk, once in inside
+            Turn(chunk, self._job(chunk, once.run, f"update {chunk.index}"), once.begun) for chunk, once in inside
         )
         self._inside.clear()
 
@@ -271,7 +224,7 @@ class Updates:
                 self.steps[member.index] += 1
         return pieces
 
-    def _update(self, chunk: Chunk, scale: Scale | None, supposed: float | None) -> _Turn | None:
+    def _update(self, chunk: Chunk, scale: Scale | None, supposed: float | None) -> Turn | None:
         pieces = self._begin(chunk)
         if not pieces:
             return None
@@ -280,7 +233,7 @@ class Updates:
             return None
         update = self._away(chunk, pieces, scale)
         if chunk.streamed:
-            return _Turn(chunk, self._job(chunk, update, f"update {chunk.index}"), lambda: False)
+            return Turn(chunk, self._job(chunk, update, f"update {chunk.index}"), lambda: False)
         early, tally = self._early.pop(chunk.index, None), self.tally
         if chunk.early is None:  # other gradients came, even if the backward that brought them failed
             early = None
@@ -310,7 +263,7 @@ class Updates:
         job = self._job(chunk, on_host, f"update {chunk.index}")
         if early is not None and chunk.early_weight is not None:
             chunk.states_update = self._states_update(chunk, pieces, scale)
-        return _Turn(chunk, job, is_made, chunk.states_update)
+        return Turn(chunk, job, is_made, chunk.states_update)
 
     def _states_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Job:
         """What comes after an early weight that a step takes; nothing after another."""
@@ -332,12 +285,13 @@ class Updates:
         """The update of a chunk in host memory, for the worker that does it. See [Note: streamed updates]."""
         engine = self._engine  # what is returned has nothing of it: a model that is dropped must not wait for updates
         gradient, streamer = engine.gradients.host_gradient(chunk), engine.streamer
+        update: Callable[..., None]
         if chunk.streamed:
             assert streamer is not None
-            return functools.partial(streamer.update, chunk, pieces, gradient, scale, chunk.accumulation)
-        return functools.partial(
-            _update_on_host, chunk, pieces, gradient, scale, threads=engine.worker.threads, ahead=self._ahead
-        )
+            update = streamer.update
+        else:
+            update = functools.partial(_update_on_host, threads=engine.worker.threads, ahead=self._ahead)
+        return functools.partial(update, chunk, pieces, gradient, scale, chunk.accumulation)
 
     def _job(self, chunk: Chunk, work: Callable[[], None], name: str) -> Job:
         """What the next fetch of ``chunk`` waits for."""
@@ -350,9 +304,9 @@ class Updates:
         assert worker is not None
         return worker
 
-    def _queue(self, turns: Iterable[_Turn]) -> None:
+    def _queue(self, turns: Iterable[Turn]) -> None:
         """Give the workers their jobs in the order of need."""
-        made = list[_Turn]()
+        made = list[Turn]()
         try:
             for turn in turns:
                 made.append(turn)
@@ -395,10 +349,19 @@ class Updates:
 
 
 def _update_on_host(
-    chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None, *, threads: int, ahead: _Ahead
+    chunk: Chunk,
+    pieces: list[Piece],
+    gradient: Tensor,
+    scale: Scale | None,
+    accumulation: Job | None,
+    *,
+    threads: int,
+    ahead: Ahead,
 ) -> None:
     if scale is not None:
         scale.ready.wait()
+    if accumulation is not None:
+        accumulation.wait()  # done, as it came before; but what failed to be added must not be taken for a gradient
     chunk.offloaded.wait()
     chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
     chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads, between=ahead.take)

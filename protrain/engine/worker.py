@@ -6,6 +6,7 @@ and release the GIL, so the main thread goes on launching. A second one has the 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import queue
 import threading
@@ -65,6 +66,10 @@ class Job:
             raise self._error
 
 
+class _WorkerThread(threading.Thread):
+    """Told from others, as the collector may end a worker on the thread of any other."""
+
+
 class HostWorker:
     """One thread that runs jobs in order until closed. It ends with its owner."""
 
@@ -72,7 +77,7 @@ class HostWorker:
         self.threads = threads  # that a kernel may use
         self.times: list[tuple[str, int, int]] | None = None  # (name, start, end in ns) of jobs, while they are wanted
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
+        self._thread = _WorkerThread(target=_serve, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, _end, self._queue, self._thread)
 
@@ -108,7 +113,10 @@ def _timed(work: Callable[[], None], name: str, times: list[tuple[str, int, int]
 def _end(jobs: queue.SimpleQueue[Job | None], thread: threading.Thread) -> None:
     jobs.put(None)
     # Joined at the interpreter's exit too: a kernel that returned into a finalised interpreter would abort the process.
-    if thread is not threading.current_thread():
+    # A worker must not wait: jobs of the one that ends may wait for its own.
+    if isinstance(threading.current_thread(), _WorkerThread):
+        atexit.register(thread.join)
+    else:
         thread.join()
 
 

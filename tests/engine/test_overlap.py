@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from protrain.engine import gradients
 from protrain.optim import ProTrainOptimizer
 from protrain.planning import evaluate
 from protrain_kernels import adam
@@ -82,7 +83,7 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gates]:
     gates.open_all()  # the worker must end
 
 
-def wrap_chain(n_buffer: int = 2, **options: Any) -> tuple[nn.Module, ProTrainOptimizer]:
+def wrap_chain(n_buffer: int = 2, n_speculate: int = 0, **options: Any) -> tuple[nn.Module, ProTrainOptimizer]:
     model = Chain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     profile = protrain.profile(model, batch(), optimizer=optimizer, device="cpu", dtype=torch.float32)
@@ -93,6 +94,7 @@ def wrap_chain(n_buffer: int = 2, **options: Any) -> tuple[nn.Module, ProTrainOp
         n_buffer=n_buffer,
         n_swap=0,
         n_ckpt=1,
+        n_speculate=n_speculate,
         chunk_elements=2 * WIDTH**2,
     )
     assert plan.n_chunks == BLOCKS
@@ -240,3 +242,21 @@ def test_an_error_in_an_update_is_raised_where_the_chunk_is_needed(gates: Gates,
         with pytest.raises(ArithmeticError, match=f"the update of chunk {failing} failed"):
             read()
     assert sorted(gates.finished) == [index for index in range(BLOCKS) if index != failing], "the others were done"
+
+
+@pytest.mark.parametrize("n_speculate", [0, BLOCKS], ids=["late", "early"])
+def test_gradients_that_could_not_be_added_update_nothing(n_speculate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(acc: Tensor, grad: Tensor, *, initialise: bool, threads: int) -> None:
+        if not initialise:
+            raise ArithmeticError("the addition failed")
+
+    model, optimizer = wrap_chain(n_speculate=n_speculate)
+    before = [chunk.weight.clone() for chunk in optimizer._engine.chunks]
+    monkeypatch.setattr(gradients, "host_accumulate", failing)
+    for _ in range(2):
+        model(*batch()).backward()
+    optimizer.step()
+    for read in (model.state_dict, optimizer.state_dict):
+        with pytest.raises(ArithmeticError, match="the addition failed"):
+            read()
+    assert all(chunk.weight.equal(weight) for chunk, weight in zip(optimizer._engine.chunks, before, strict=True))

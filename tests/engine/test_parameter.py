@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import protrain
+from protrain.engine import state_hooks
+from protrain.engine.chunks import Member
 from protrain.engine.parameter import point_at
+from protrain.engine.values import read_weight
 from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import (
@@ -316,3 +319,56 @@ def test_an_edit_in_a_buffer_that_an_outer_unit_holds_too_is_undone(device: torc
         model(x)
     head.edits = False
     assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("then", ["forward", "backward", "load"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_training_goes_on_after_an_interrupted_state_dict(
+    spec: Spec, then: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(member: Member) -> Tensor:
+        if member.name == "blocks.0.first.weight":
+            raise KeyboardInterrupt
+        return read_weight(member)
+
+    results = []
+    for interrupt in (False, True):
+        model = make()
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device)
+        before = {name: value.clone() for name, value in wrapped.state_dict().items()}  # held ones are handed out again
+        torch.manual_seed(1)
+        loss = default_loss(wrapped, batches()[0]) if then == "backward" else None
+        if interrupt:
+            with monkeypatch.context() as patch:
+                patch.setattr(state_hooks, "read_weight", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    wrapped.state_dict()
+        if then == "load":
+            wrapped.load_state_dict(before)
+        (default_loss(wrapped, batches()[0]) if loss is None else loss).backward()
+        optimizer.step()
+        results.append(states(wrapped, optimizer))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["step", "step-during-backward"])
+def test_an_option_that_is_not_known_is_refused_after_wrapping_too(inside: bool, device: torch.device) -> None:
+    results = []
+    for misused in (False, True):
+        model = make()
+        wrapped, optimizer = wrap_under(
+            SPECS[1], model, adamw(model), batches()[0], device=device, step_during_backward=inside
+        )
+        if misused:
+            optimizer.param_groups[1]["maximize"] = True
+            with pytest.raises(ValueError, match="maximize=True of Adam and AdamW is not supported"):
+                Loop().run(wrapped, optimizer, batches())
+            optimizer.param_groups[1]["maximize"] = False
+            optimizer.zero_grad()
+            state = optimizer.state_dict()
+            state["param_groups"][0]["amsgrad"] = True
+            with pytest.raises(ValueError, match="amsgrad=True of Adam and AdamW is not supported"):
+                optimizer.load_state_dict(state)
+        Loop().run(wrapped, optimizer, batches())
+        results.append(states(wrapped, optimizer))
+    assert_same(results[1], results[0])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import mmap
 import subprocess
 import sys
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,6 +140,30 @@ def test_the_thread_ends_with_its_owner() -> None:
     del worker
     assert gone() is None
     assert not thread.is_alive()
+
+
+def test_a_worker_that_collects_another_does_not_wait_for_it() -> None:
+    owner = SimpleNamespace(host=HostWorker(threads=1), streams=HostWorker(threads=1))
+    owner.itself = owner  # so that the collector ends both, on the thread that it happens to run on
+    threads, gate = (owner.host._thread, owner.streams._thread), threading.Event()
+
+    def collect() -> None:
+        assert gate.wait(20)
+        gc.collect()
+
+    collecting = owner.host.submit(collect)
+    later = owner.host.submit(lambda: None)
+    waiting = owner.streams.submit(later.wait)
+    gc.disable()  # here, where it would wait for the gate
+    del owner
+    gate.set()
+    gc.enable()
+    for job in (collecting, later, waiting):
+        assert job._done.wait(20)
+        job.wait()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_the_interpreters_exit_waits_for_queued_work(tmp_path: Path) -> None:

@@ -188,8 +188,8 @@ class Customised(torch.optim.AdamW):
         (lambda p: torch.optim.SGD(p, lr=0.1), "must be torch.optim.AdamW or torch.optim.Adam, not SGD"),
         (lambda p: torch.optim.NAdam(p), "must be torch.optim.AdamW or torch.optim.Adam, not NAdam"),
         (lambda p: Customised(p), "must be torch.optim.AdamW or torch.optim.Adam, not Customised"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), r"AdamW\(amsgrad=True\) is not supported: pass amsgrad=False"),
-        (lambda p: torch.optim.Adam(p, maximize=True), r"Adam\(maximize=True\) is not supported: pass maximize=False"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), r"amsgrad=True of Adam.* is not supported: pass amsgrad=False"),
+        (lambda p: torch.optim.Adam(p, maximize=True), r"maximize=True of Adam.* is not supported: pass max"),
     ],
 )
 def test_optimizers_that_are_not_adam(
@@ -202,7 +202,7 @@ def test_an_option_of_one_group_counts(model: nn.Module, batch: Batch) -> None:
     first, *rest = model.parameters()
     groups: list[dict[str, Any]] = [{"params": rest}, {"params": [first], "amsgrad": True}]
     optimizer = torch.optim.AdamW(groups)
-    refused(model, optimizer, batch, r"AdamW\(amsgrad=True\) is not supported", ValueError)
+    refused(model, optimizer, batch, "amsgrad=True of Adam and AdamW is not supported", ValueError)
 
 
 def test_the_optimizer_of_another_model(model: nn.Module, tiny_model: Callable[..., nn.Module], batch: Batch) -> None:

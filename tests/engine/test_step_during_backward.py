@@ -14,6 +14,7 @@ from protrain.engine.chunks import Chunk
 from protrain.engine.updates import _Round
 from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
+from protrain.planning import BlockMode
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, states, wrap_under
 
 SPECS = (
@@ -178,3 +179,45 @@ def test_a_state_dict_after_backward_has_its_updates(wrapped: Wrap, tiny_batch: 
     optimizer.step()
     assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
     assert not any(torch.equal(after[name], value) for name, value in before.items() if value.ndim > 1)
+
+
+class Block(nn.Module):
+    """May use the weight of another module, and asks for no gradient of that."""
+
+    def __init__(self, lender: nn.Linear | None = None) -> None:
+        super().__init__()
+        self.own, self.lender = nn.Linear(24, 24), lender
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.own(x))
+        return hidden if self.lender is None else hidden + nn.functional.linear(x, self.lender.weight.detach())
+
+
+class Borrowing(nn.Module):
+    """Its first block uses the weight of the last module, whose gradient arrives long before that block's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 24), nn.Linear(24, 24)
+        self.blocks = nn.ModuleList([Block(self.leave), *(Block() for _ in range(3))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x).square().mean()
+
+
+@pytest.mark.parametrize("mode", [NONE, CKPT], ids=str)
+@pytest.mark.parametrize("persist", ["all", "none"])
+def test_a_weight_that_backward_needs_after_its_update_is_said(
+    persist: str, mode: BlockMode, device: torch.device
+) -> None:
+    spec, batch = Spec(persist, "least", (mode,), small=True), (torch.ones(4, 8),)
+    model = Borrowing()
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), batch, device=device, step_during_backward=True)
+    with pytest.raises(MisuseError, match=r"blocks.0 needs a weight that step_during_backward=True updated before"):
+        wrapped(*batch).backward()
+    model = Borrowing()
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), batch, device=device)
+    assert len(set(Loop().run(wrapped, optimizer, [batch] * 2))) == 2

@@ -1,0 +1,116 @@
+"""What backward needs must not be changed in place: autograd watches that, but not through the engine's hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain.errors import MisuseError
+from protrain.planning import BlockMode
+from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Loop, Spec, adamw, assert_same, seeded, states, wrap_under
+from tests.engine.plain_loop import prepare_plain
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """Saves the sigmoid and its own output, not its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.changes = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.sigmoid(self.enter(x * 0.5))
+        output = torch.tanh(self.leave(hidden * 2.0))
+        if self.changes == "saved":
+            hidden.mul_(2.0)
+        return output
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.leave = nn.Linear(WIDTH, WIDTH)
+        self.changes = ""
+
+    def change(self, what: str) -> None:
+        """From now on the second block, or its caller, changes something."""
+        block: Any = self.blocks[1]
+        self.changes = block.changes = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x) * 1.0
+        for index, block in enumerate(self.blocks):
+            y = block(x)
+            if index == 1 and self.changes == "output":
+                y.mul_(2.0)
+            if index == 1 and self.changes == "input":
+                x.mul_(2.0)
+            x = y * 1.0
+        return self.leave(x)
+
+
+def make() -> Model:
+    with seeded():
+        return Model()
+
+
+def batches() -> list[tuple[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, WIDTH, generator=generator),) for _ in range(3)]
+
+
+@pytest.mark.parametrize("what", ["saved", "output"])
+def test_the_plain_loop_refuses_what_is_refused_here(what: str, device: torch.device) -> None:
+    model = make()
+    plain, optimizer = prepare_plain(model, adamw(model), device=device, dtype=torch.float32)
+    model.change(what)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Loop().run(plain, optimizer, batches())
+
+
+@pytest.mark.parametrize("persist", ["all", "none"])
+@pytest.mark.parametrize(
+    ("what", "mode"),
+    [("saved", NONE), ("saved", SWAP), ("output", NONE), ("output", SWAP), ("input", CKPT), ("input", CKPT_SWAP)],
+    ids=str,
+)
+def test_what_backward_needs_was_changed(what: str, mode: BlockMode, persist: str, device: torch.device) -> None:
+    found = []
+    for changed in (False, True):
+        model = make()
+        spec = Spec(persist, "least", (mode,))
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device, key="written over")
+        if changed:
+            model.change(what)
+            needs = "its inputs" if what == "input" else "tensors that it saved"
+            with pytest.raises(MisuseError, match=rf"backward through blocks.1 needs {needs}.*in place.*clone\(\)"):
+                Loop().run(wrapped, optimizer, batches())
+            with torch.no_grad():  # where there is no backward nothing is wrong
+                wrapped(*batches()[0])
+            wrapped(*batches()[0])
+            model.change("")
+            optimizer.zero_grad()
+        Loop().run(wrapped, optimizer, batches())
+        found.append(states(wrapped, optimizer))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("mode", [NONE, SWAP], ids=str)
+def test_inputs_that_nobody_saved_may_change(mode: BlockMode, device: torch.device) -> None:
+    plain_model = make()
+    plain, trainer = prepare_plain(plain_model, adamw(plain_model), device=device, dtype=torch.float32)
+    plain_model.change("input")
+    expected = Loop().run(plain, trainer, batches())
+    model = make()
+    wrapped, optimizer = wrap_under(Spec("none", "least", (mode,)), model, adamw(model), batches()[0], device=device)
+    model.change("input")
+    assert Loop().run(wrapped, optimizer, batches()) == expected
+    assert_same(states(wrapped, optimizer), states(plain, trainer))
