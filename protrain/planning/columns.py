@@ -23,6 +23,10 @@ left out unless that is more buffers than fit with all inputs kept and such a st
 moved inputs are tried, from the most buffers down, until as many buffers would be too slow at no cost. As with
 swapping, what moves must pay.
 
+Plans whose early updates make weights alone are walked after the others, in the same way: the bounds hold for them, and
+what is not faster than the fastest of the others by WEIGHTS_GAIN is left out. Of a choice's early updates there must
+then be more than host memory has room for as whole ones.
+
 Bounds are worked out for all choices of block modes at once, as arrays.
 """
 
@@ -30,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +51,11 @@ from protrain.profiler.model_profile import ModelProfile
 
 # What is at most this much faster than the fastest found isn't looked for: the prediction is no better.
 _GAIN = 0.003
+# The same of early updates of weights alone, for which the host does more in all.
+WEIGHTS_GAIN = 0.01
+# Steps simulated among those, after which no further column is begun: most find their best within 20, and where bounds
+# say little, showing that nothing else is faster took hundreds.
+_WEIGHTS_TRIED = 80
 _ROUNDING = 1e-9  # what sums in another order differ by, and more
 
 
@@ -80,6 +90,7 @@ class _Placed(NamedTuple):
 
     n_buffer: NDArray[np.int64]  # negative where the choice doesn't fit, or fits as many with all inputs kept
     most_early: NDArray[np.int64]
+    weights_from: NDArray[np.int64]  # how many there are at least, of weights alone; 0: they are whole
     bound_ms: Times
     all_bound_ms: Times  # with every chunk in a buffer
     least_ms: Times  # a tighter bound, as far as it is known
@@ -124,19 +135,34 @@ class Columns:
         self._n_swap, self._n_ckpt = np.array(counts, dtype=np.int64).reshape(-1, 2).T
         self._choices = Choices.of(self._modes)
         peak, _, self._swapped = memory.all_activations(self._choices)
-        peak_moved, _, _ = memory.all_activations(self._choices._replace(ckpt_swap=self._choices.ckpt))
+        peak_moved, _, self._swapped_moved = memory.all_activations(
+            self._choices._replace(ckpt_swap=self._choices.ckpt)
+        )
         self._margined = memory.with_margin(peak), memory.with_margin(peak_moved)  # all inputs kept, all moved
         self._undisturbed = runtime.undisturbed(self._choices)
-        self._placed: dict[tuple[int, bool], _Placed] = {}  # by n_persist and moves
         self._n_blocks = n_blocks
-        self._relaxed = Relaxed(runtime, self._choices, self._n_swap)
-        self._fastest_ms = float("inf")
-        self._found: list[Candidate] = []
+        self._begin()
 
-    def walk(self) -> list[Candidate]:
-        """Whatever was the fastest when it was found, or hardly slower; empty when nothing fits."""
+    def _begin(self, *, weights: bool = False, limit_ms: float = inf) -> None:
+        self._weights, self._limit_ms, self._fastest_ms = weights, limit_ms, inf
+        self._gain = WEIGHTS_GAIN if weights else _GAIN
+        self._placed: dict[tuple[int, bool], _Placed] = {}  # by n_persist and moves
+        self._relaxed = Relaxed(self._runtime, self._choices, self._n_swap)
+        self._found: list[Candidate] = []
+        self._n_simulated = 0
+
+    def walk(self, *, weights: bool = False, limit_ms: float = inf) -> list[Candidate]:
+        """Whatever was the fastest when it was found, or hardly slower; empty when nothing fits.
+
+        Args:
+            weights: of the plans whose early updates are of weights alone; without, of all others.
+            limit_ms: what is not faster is of no interest.
+        """
+        self._begin(weights=weights, limit_ms=limit_ms)
         # A good plan early leaves little to simulate: first what does not swap, and of that what moves no inputs.
         for column in sorted(self._columns(), key=lambda column: (column.n_swap > 0, column.moves, column)):
+            if weights and self._n_simulated > _WEIGHTS_TRIED:
+                break
             if self._may_win(column.bound_ms) and self._may_win(self._free_ms(column)):
                 (self._walk_moves if column.moves else self._walk)(column)
         return self._found
@@ -146,11 +172,12 @@ class Columns:
 
         With the most buffers and early updates that any of them has room for. Worked out once there is a plan to beat.
         """
-        if not self._found:
+        if self._paying_ms == inf:
             return 0.0
         placed = self._place(column.n_persist, column.moves)
         most = int(placed.n_buffer.max()), int(placed.most_early.max())
-        return self._relaxed.untouched_ms((column.n_persist, *most), self._fastest_ms * (1 - _GAIN))
+        weights_from = int(placed.weights_from.min())
+        return self._relaxed.untouched_ms((column.n_persist, *most), self._paying_ms, weights_from)
 
     def _may_win(self, bound_ms: float) -> bool:
         return bound_ms < self._paying_ms
@@ -158,7 +185,7 @@ class Columns:
     @property
     def _paying_ms(self) -> float:
         """What is not faster isn't worth looking for."""
-        return self._fastest_ms * (1 - _GAIN)
+        return min(self._limit_ms, self._fastest_ms * (1 - self._gain))
 
     def _columns(self) -> Iterator[_Column]:
         """Those that hold any plan that fits."""
@@ -189,7 +216,8 @@ class Columns:
         kept, moved = (self._memory.most_buffers(n_persist, margined) for margined in self._margined)
         swaps = self._n_swap > 0
         n_buffer = np.where(swaps | (moved > kept), moved, -1) if moves else np.where(swaps, -1, kept)
-        return np.where(self._fits_host(n_persist), n_buffer, -1)
+        most_early, weights_from = self._early_of(n_persist, moves)
+        return np.where(self._fits_host(n_persist) & (weights_from <= most_early), n_buffer, -1)
 
     def _fits_host(self, n_persist: int) -> NDArray[np.bool_]:
         """Whether host memory has room, by choice: which blocks are swapped depends on what lies between them."""
@@ -197,18 +225,33 @@ class Columns:
 
     def _most_early(self, n_persist: int) -> NDArray[np.int64]:
         """Early updates that host memory has room for, by choice."""
+        return self._early(n_persist, self._swapped)[0]
+
+    def _early_of(self, n_persist: int, moves: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """``_Placed.most_early`` and ``_Placed.weights_from``."""
+        most_early, weights_from = self._early(n_persist, self._swapped)
+        return most_early, self._early(n_persist, self._swapped_moved)[1] if moves else weights_from
+
+    def _early(self, n_persist: int, swapped_bytes: Bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The most early updates, and from how many on they are of weights alone; 0: all are whole."""
+        nothing = np.zeros_like(swapped_bytes)
         if not self._runtime.speculates:
-            return np.zeros(len(self._modes), dtype=np.int64)
-        return self._memory.most_whole(n_persist, self._swapped)
+            return nothing, nothing
+        most_whole = self._memory.most_whole(n_persist, swapped_bytes)
+        if not self._weights:
+            return most_whole, nothing
+        return self._memory.most_speculated(n_persist, swapped_bytes), most_whole + 1
 
     def _place(self, n_persist: int, moves: bool) -> _Placed:
         placed = self._placed.get((n_persist, moves))
         if placed is None:
             runtime, all_buffers = self._runtime, self._n_chunks - n_persist
-            n_buffer, most_early = self._most_buffers(n_persist, moves), self._most_early(n_persist)
+            n_buffer = self._most_buffers(n_persist, moves)
+            most_early, weights_from = self._early_of(n_persist, moves)
             placed = self._placed[n_persist, moves] = _Placed(
                 n_buffer=n_buffer,
                 most_early=most_early,
+                weights_from=weights_from,
                 bound_ms=runtime.bound_ms(self._undisturbed, n_persist, n_buffer, most_early),
                 all_bound_ms=runtime.bound_ms(self._undisturbed, n_persist, all_buffers, most_early),
                 least_ms=np.full(len(n_buffer), np.nan),
@@ -241,7 +284,7 @@ class Columns:
             before = n_buffer
             if not self._may_win(float(placed.bound_ms[row])):
                 continue
-            limit_ms = self._fastest_ms * (1 + self._tolerance)
+            limit_ms = min(self._limit_ms, self._fastest_ms * (1 + self._tolerance))
             step_ms, n_speculate = self._step_ms(row, n_persist, limit_ms, moves=False)
             if step_ms >= limit_ms:
                 if n_buffer == all_buffers:
@@ -254,11 +297,11 @@ class Columns:
             postponed.clear()
             unlimited_ms = step_ms
             if n_buffer < all_buffers:
-                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, limit_ms)
+                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, limit_ms, moves=False)
                 if unlimited_ms >= limit_ms:
                     return
             self._add(Candidate(step_ms, n_persist, n_buffer, 0, int(self._n_ckpt[row]), 0, n_speculate))
-            if step_ms <= unlimited_ms * (1 + _GAIN):
+            if step_ms <= unlimited_ms * (1 + self._gain):
                 return
 
     def _walk_moves(self, column: _Column) -> None:
@@ -286,10 +329,10 @@ class Columns:
             unlimited_ms = least[0]
             if n_buffer < all_buffers:
                 # Whether the column ends here is worth a simulation where one was needed, once, and when it may end.
-                if not found and (tested or unlimited_ms == float("inf")):
+                if not found and (tested or unlimited_ms == inf):
                     continue
                 tested = True
-                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, self._paying_ms)
+                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, self._paying_ms, moves=True)
             if not self._may_win(unlimited_ms):
                 return
 
@@ -304,13 +347,21 @@ class Columns:
             if not self._may_win(least[0]):
                 break
             if n_buffer < known:
-                known, least = n_buffer, self._simulated_ms(row, n_persist, n_buffer, self._paying_ms)
+                known, least = n_buffer, self._simulated_ms(row, n_persist, n_buffer, self._paying_ms, moves=True)
             step_ms, n_speculate = least
-            if n_ckpt_swap and self._may_win(step_ms):
-                most_early = self._runtime.speculates and self._memory.most_whole(n_persist, np.array(swapped_bytes))
+            most_early, weights_from = self._early(n_persist, np.array(swapped_bytes))
+            if weights_from > most_early:
+                continue
+            if (n_ckpt_swap or self._weights) and self._may_win(step_ms):
                 modes = block_modes(self._n_blocks, n_swap, n_ckpt, n_ckpt_swap)
+                self._n_simulated += 1
                 step_ms, n_speculate = self._runtime.fitted_ms(
-                    modes, n_persist, n_buffer, int(most_early), limit_ms=self._paying_ms
+                    modes,
+                    n_persist,
+                    n_buffer,
+                    int(most_early),
+                    limit_ms=self._paying_ms,
+                    weights_from=int(weights_from),
                 )
             if self._may_win(step_ms):
                 self._add(Candidate(step_ms, n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate))
@@ -326,26 +377,33 @@ class Columns:
         Infinite when it cannot be below ``limit_ms``.
         """
         if self._least_ms(row, n_persist, moves) * (1 - _ROUNDING) >= limit_ms:
-            return float("inf"), 0
+            return inf, 0
         placed = self._place(n_persist, moves)
         n_buffer = int(placed.n_buffer[row])
         if self._n_swap[row] and self._relaxed.is_too_slow(
-            row, n_persist, placed.n_buffer, placed.most_early, limit_ms
+            row, n_persist, placed.n_buffer, placed.most_early, placed.weights_from, limit_ms
         ):
-            return float("inf"), 0
-        return self._simulated_ms(row, n_persist, n_buffer, limit_ms)
+            return inf, 0
+        return self._simulated_ms(row, n_persist, n_buffer, limit_ms, moves=moves)
 
     def _simulated_ms(
-        self, row: int, n_persist: int, n_buffer: int, limit_ms: float = float("inf")
+        self, row: int, n_persist: int, n_buffer: int, limit_ms: float = inf, *, moves: bool
     ) -> tuple[float, int]:
-        most_early = int(self._place(n_persist, moves=False).most_early[row])
-        return self._runtime.fitted_ms(self._modes[row], n_persist, n_buffer, most_early, limit_ms=limit_ms)
+        self._n_simulated += 1
+        placed = self._place(n_persist, moves)
+        most_early, weights_from = int(placed.most_early[row]), int(placed.weights_from[row])
+        return self._runtime.fitted_ms(
+            self._modes[row], n_persist, n_buffer, most_early, limit_ms=limit_ms, weights_from=weights_from
+        )
 
     def _ends_column(self, row: int, n_persist: int, limit_ms: float) -> bool:
         """Whether a choice that takes ``limit_ms`` or more leaves nothing to find in its column."""
         n_buffer = int(self._place(n_persist, moves=False).n_buffer[row])
-        unlimited_ms, _ = self._simulated_ms(row, n_persist, self._n_chunks - n_persist, limit_ms)
+        unlimited_ms, _ = self._simulated_ms(row, n_persist, self._n_chunks - n_persist, limit_ms, moves=False)
         if unlimited_ms >= limit_ms:
             return True
-        hardly_slower_ms = unlimited_ms * (1 + _GAIN)
-        return hardly_slower_ms >= limit_ms and self._simulated_ms(row, n_persist, n_buffer)[0] <= hardly_slower_ms
+        hardly_slower_ms = unlimited_ms * (1 + self._gain)
+        return (
+            hardly_slower_ms >= limit_ms
+            and self._simulated_ms(row, n_persist, n_buffer, moves=False)[0] <= hardly_slower_ms
+        )

@@ -201,9 +201,18 @@ class RuntimeModel:
         return self._n_before * each_ms
 
     def fitted_ms(
-        self, modes: Modes, n_persist: int, n_buffer: int, most: int, *, limit_ms: float = float("inf")
+        self,
+        modes: Modes,
+        n_persist: int,
+        n_buffer: int,
+        most: int,
+        *,
+        limit_ms: float = float("inf"),
+        weights_from: int = 0,
     ) -> tuple[float, int]:
         """The same with up to ``most`` early updates: as many as seem best. See [Note: how many early updates].
+
+        Whole ones, or ``weights_from`` or more of weights alone where that is not 0.
 
         Returns:
             (step time, n_speculate).
@@ -213,7 +222,9 @@ class RuntimeModel:
         before_ms = self._before_ms(modes, n_persist, n_buffer, limit_ms)
         if before_ms >= limit_ms:
             return before_ms, 0
-        step = replace(self._step(modes, n_persist, n_buffer, most), chooses=True)
+        step = self._step(modes, n_persist, n_buffer, most)
+        host = step.host._replace(weight_share=self._weight_share if weights_from else 0.0)
+        step = replace(step, host=host, fewest_early=sum(chunk < n_persist + weights_from for chunk, _ in host.updates))
         step_ms, n_early = simulate(step, self._rates, limit_ms=limit_ms - before_ms)
         return before_ms + step_ms, step.host.updates[n_early - 1][0] - n_persist + 1 if n_early else 0
 

@@ -1,8 +1,8 @@
 """The search: the integers that make a step fastest within the memory there is (paper section 4).
 
-It leaves nothing out that could win (:mod:`protrain.planning.columns`), but for early updates of weights alone and for
-streamed updates, which are looked for from the fastest plan without them (:mod:`protrain.planning.early_weight_search`,
-:mod:`protrain.planning.streamed_search`).
+It leaves nothing out that could win (:mod:`protrain.planning.columns`): first of the plans whose early updates are
+whole, then of those that update weights alone. Streamed updates are looked for from the fastest of either kind
+(:mod:`protrain.planning.streamed_search`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import numpy as np
 
 from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.columns import Candidate, Columns
+from protrain.planning.columns import WEIGHTS_GAIN, Candidate, Columns
 from protrain.planning.early_times import times_by_early
-from protrain.planning.early_weight_search import EarlyWeightSearch
 from protrain.planning.infeasible import device_error, host_error, nothing_fits
 from protrain.planning.kept_attention import least_ms
 from protrain.planning.layout import Layout, choose_chunk_elements, pack
@@ -48,7 +47,7 @@ def search(
     """The fastest plan for ``profile`` on ``hardware`` of those that make whole updates, each on the host, within 1%.
 
     See _TOLERANCE and Columns. Where one with early weights or with streamed updates is found that is clearly faster,
-    or one that keeps attention, that: see [Note: looking for early weights] and [Note: looking for streamed updates].
+    or one that keeps attention, that: see WEIGHTS_GAIN and [Note: looking for streamed updates].
 
     Args:
         profile: of the model and the batch.
@@ -73,9 +72,10 @@ def search(
 
 
 def _fastest(models: _Models) -> Plan:
-    found = Columns(
+    columns = Columns(
         models.profile, models.hardware, models.memory, models.runtime, models.moves, tolerance=_TOLERANCE
-    ).walk()
+    )
+    found = columns.walk()
     if not found:
         raise nothing_fits(models.memory, models.moves)
     near = min(found)[0] * (1 + _NEAR)
@@ -87,12 +87,16 @@ def _fastest(models: _Models) -> Plan:
     )
     limit_ms = fastest * (1 + _TOLERANCE)
     plan = models.plan(*models.best_early(*models.fewer_moved(*models.more_persistent(chosen, limit_ms), limit_ms)))
+    others = []
     if models.runtime.speculates:
-        weights = EarlyWeightSearch(models.memory, models.runtime).fastest(plan)
-        plan = plan if weights is None else models.plan(*models.best_early(*weights))
+        limit_ms = plan.step_ms * (1 - WEIGHTS_GAIN)
+        if found := columns.walk(weights=True, limit_ms=limit_ms):
+            weights = models.plan(*models.best_early(*min(found)[1:]))
+            if weights.step_ms < limit_ms:
+                plan, others = weights, [plan]
     if not models.runtime.streams:
         return plan
-    streamed = StreamedSearch(models.memory, models.runtime).fastest(plan)
+    streamed = StreamedSearch(models.memory, models.runtime).fastest(plan, *others)
     return plan if streamed is None else models.plan(*streamed)
 
 

@@ -28,11 +28,12 @@ from itertools import accumulate, islice, repeat
 from math import inf
 
 from protrain.planning.contention import Rates
+from protrain.planning.early_weights import least_waiting_weights, next_gradients
 from protrain.planning.fetches import Fetch
 from protrain.planning.step import Step
 from protrain.planning.stretches import stretches
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Operation, Timeline
-from protrain.planning.updating import Known, least_waiting
+from protrain.planning.updating import Known, Queue, least_waiting
 
 
 def simulate(step: Step, rates: Rates, *, limit_ms: float = inf) -> tuple[float, int]:
@@ -364,8 +365,8 @@ class _Run:
     def _update(self) -> None:
         over = self._free[GPU]  # backward is, and the norm known
         if self.in_time is None:
-            if self.step.chooses:
-                self.step = replace(self.step, host=least_waiting(self.step.host, self._known(over)))
+            if self.step.fewest_early is not None:
+                self.step = replace(self.step, host=self._least_waiting(over))
             self.in_time = (
                 self.step.host.in_time(self._free[HOST], self._offloaded, over),
                 self.step.streamed.in_time(self._free[STREAM], self._offloaded, over),
@@ -391,6 +392,13 @@ class _Run:
             self._deferred[chunk] = self._do(HOST, over, duration)
         self._do_all(GPU, [(0.0, duration) for _, duration in self.step.device_update_ms])
 
+    def _least_waiting(self, over: float) -> Queue:
+        """The host's updates with the best number of early ones."""
+        host, fewest = self.step.host, self.step.fewest_early
+        if host.weight_share:
+            return least_waiting_weights(host, self._known(over), fewest or 0)
+        return least_waiting(host, self._known(over))
+
     def _known(self, over: float) -> Known:
         """By which the number of early updates is chosen, when the first backward is ``over``."""
         step = self.step
@@ -403,4 +411,9 @@ class _Run:
             (fetch.chunk, start, used.pop(fetch.chunk, inf))
             for fetch, start in zip(self.uploads, self.starts[UP], strict=False)
         ]
-        return Known(self._free[HOST], over, self._offloaded, uploads, step.upload_ms)
+        known = Known(self._free[HOST], over, self._offloaded, uploads, step.upload_ms)
+        if not step.host.weight_share:
+            return known
+        offloads = self.starts[DOWN][sum(work.swap_ms > 0 for work in step.forward_work) :]
+        n_at_once = len(next(filter(None, step.forward_fetches), ()))
+        return known._replace(n_at_once=n_at_once, next_gradients=next_gradients(step, offloads))

@@ -54,4 +54,5 @@ class Step:
     streamed: Queue  # likewise, by the device
     after_host_ms: float  # at least, from the last host update to the end of forward, where nothing is streamed
     making_room: Mapping[int, Update] = field(default_factory=dict)  # by gradient that has no room until one is over
-    chooses: bool = False  # host.n_early is how many there may be; see [Note: how many early updates]
+    # How few of host.n_early may be chosen, see [Note: how many early updates]; None: it is their number.
+    fewest_early: int | None = None

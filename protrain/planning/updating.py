@@ -31,6 +31,8 @@ class Known(NamedTuple):
     offloaded: Sequence[float]  # by chunk: its gradient is in host memory
     uploads: Sequence[tuple[int, float, float]]  # of forward: chunk, start, when it is used
     upload_ms: Sequence[float]  # by chunk
+    n_at_once: int = 0  # uploads issued when forward begins, which go as their chunks are updated
+    next_gradients: Sequence[float] = ()  # by chunk, its next one after ``over``, where nothing waits for updates
 
 
 class Queue(NamedTuple):

@@ -13,11 +13,24 @@ import pytest
 
 from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile
-from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, explain, pack, search
+from protrain.planning import (
+    BlockMode,
+    MemoryModel,
+    Plan,
+    RuntimeModel,
+    block_modes,
+    check,
+    evaluate,
+    explain,
+    pack,
+    search,
+)
+from protrain.planning.choices import Choices
+from protrain.planning.runtime import Undisturbed
 from protrain.planning.timeline import DOWN, GPU, HOST, UP
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.test_brute_force import N as CHUNK
-from tests.planning.test_brute_force import as_measured, best_of_all, random_machine, random_profile
+from tests.planning.test_brute_force import as_measured, best_of_all, every_plan, random_machine, random_profile
 from tests.planning.test_runtime import MACHINE, MOVE, NONE, N, make_profile
 
 # By seed, where that makes the fastest plan faster by more than 2%.
@@ -153,6 +166,43 @@ def tight_case(seed: int) -> tuple[ModelProfile, HardwareProfile]:
     return profile, replace(hardware, host_bytes=beside + draw.randint(1, 8) * memory.buffer_bytes)
 
 
+@pytest.mark.parametrize("room", [3, 5, 7])
+@pytest.mark.parametrize("update_ms", [13.0, 34.0, 39.0, 50.0])
+def test_as_many_are_chosen_as_take_least(update_ms: float, room: int) -> None:
+    runtime, steps = steps_of(update_ms, room)
+    step_ms, early = runtime.fitted_ms((NONE,) * 8, 1, 7, room, weights_from=1)
+    assert step_ms == steps[early] == pytest.approx(min(steps[1:]), abs=1e-6)
+
+
+def test_the_number_of_early_weights_has_a_least() -> None:
+    runtime, steps = steps_of(50.0)
+    assert steps[4] == min(steps)
+    assert [runtime.fitted_ms((NONE,) * 8, 1, 7, 7, weights_from=least) for least in (6, 7)] == [
+        (steps[6], 6),
+        (steps[7], 7),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(225, 250))  # those that gain more than 1%: 230, 243, 245
+def test_no_plan_is_better_where_host_memory_is_short(seed: int) -> None:
+    profile, hardware = tight_case(seed)
+    best = fastest_ms(MemoryModel(profile, hardware, pack(profile, CHUNK)))
+    assert best <= search(profile, hardware, chunk_elements=CHUNK).step_ms <= 1.01 * best
+
+
+def fastest_ms(memory: MemoryModel) -> float:
+    """The step time of the fastest plan that fits."""
+    runtime, best = RuntimeModel(memory), float("inf")
+    undisturbed: dict[tuple[BlockMode, ...], Undisturbed] = {}
+    for n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, early in every_plan(memory, inside=False):
+        modes = block_modes(len(memory.profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
+        if modes not in undisturbed:
+            undisturbed[modes] = runtime.undisturbed(Choices.of([modes]))
+        if runtime.bound_ms(undisturbed[modes], n_persist, n_buffer, early)[0] < best:
+            best = min(best, runtime.step_ms(modes, n_persist, n_buffer, early, limit_ms=best))
+    return best
+
+
 @pytest.mark.parametrize("seed", SCARCE)
 def test_early_weights_are_found_that_come_close_to_the_best(seed: int) -> None:
     profile, hardware = tight_case(seed)
@@ -160,6 +210,6 @@ def test_early_weights_are_found_that_come_close_to_the_best(seed: int) -> None:
     found = search(profile, hardware, chunk_elements=CHUNK)
     assert found.early_weights
     assert best <= found.step_ms < 0.99 * whole
-    assert found.step_ms <= 1.04 * best
+    assert found.step_ms <= 1.01 * best
     assert found.host_bytes <= hardware.host_bytes
     assert check(found, profile, hardware) == found

@@ -1,0 +1,92 @@
+"""How many early updates of weights alone to do, of those that there is room for.
+
+[Note: how many early weights] As with whole ones ([Note: how many early updates] in :mod:`protrain.planning.updating`)
+the first pass knows when gradients arrive and when forward takes which chunk. Weights alone come of more chunks, in
+less time, and many of them are there before those that forward takes first. So it matters in what order uploads go,
+which is that of the engine: of those issued at once the nearest that is updated, then the others in turn. And the
+deferred updates make backward wait for what is left of them when a chunk's next gradient is there. Between numbers that
+make a step wait for as long at full rate decides when the last upload is done: that is what is left for disturbances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from math import inf
+
+from protrain.planning.step import Step
+from protrain.planning.updating import Known, Queue
+
+_TRIED = 3  # early updates fewer than what was best so far
+
+
+def next_gradients(step: Step, offloads: Sequence[float]) -> list[float]:
+    """By chunk, when its first gradient of the next backward is offloaded, from the end of the first one on.
+
+    ``offloads`` are when those of the first began. The next backward begins when persistent chunks are updated and a
+    forward is over, as the first one did.
+    """
+    device_ms = sum(duration for _, duration in step.device_update_ms)
+    found = [inf] * len(step.upload_ms)
+    indices = (index for visit in step.backward for index, offloaded in visit.gradients if offloaded)
+    for index, start in zip(indices, offloads, strict=True):
+        chunk = step.gradients[index][0]
+        found[chunk] = min(found[chunk], device_ms + start)
+    return found
+
+
+def least_waiting_weights(most: Queue, known: Known, fewest: int) -> Queue:
+    """With the number of early updates, ``fewest`` or more, that the step waits least for."""
+    chosen, least = most, _waits(most, known, inf)
+    for n_early in range(most.n_early - 1, fewest - 1, -1):
+        if n_early < chosen.n_early - _TRIED:
+            break
+        fewer = most._replace(n_early=n_early)
+        waits = _waits(fewer, known, least[0])
+        if waits <= least:
+            chosen, least = fewer, waits
+    return chosen
+
+
+def _waits(queue: Queue, known: Known, limit_ms: float) -> tuple[float, float]:
+    """How long the next forward and backward wait for updates, and when the last upload of that forward is done.
+
+    If the wait is above ``limit_ms``, perhaps longer.
+    """
+    over, offloaded, upload_ms = known.over, known.offloaded, known.upload_ms
+    in_time = queue.in_time(known.free, offloaded, over)
+    updates, free, done = queue.ordered(in_time), known.free, [0.0] * len(upload_ms)
+    for chunk, duration in updates[:in_time]:
+        free = max(free, offloaded[chunk]) + duration
+    free = max(free, over)
+    for chunk, _ in updates[:in_time]:
+        done[chunk] = free - over
+    for chunk, duration in updates[in_time:]:
+        free = max(free, offloaded[chunk]) + duration
+        done[chunk] = free - over
+    wait = link = 0.0
+    for start, chunk, use in _uploads(known, done):
+        link = (start if start > link else link) + upload_ms[chunk]
+        if link - use > wait:
+            wait = link - use
+            if wait > limit_ms:
+                return wait, inf
+    for chunk, duration in queue.deferred(in_time):
+        free += duration
+        wait = max(wait, free - over - known.next_gradients[chunk])
+    return wait, link
+
+
+def _uploads(known: Known, done: Sequence[float]) -> Iterator[tuple[float, int, float]]:
+    """Of the next forward, as they go, where chunks are updated at ``done``: its earliest start, chunk and use."""
+    at_once, link = known.uploads[: known.n_at_once], 0.0
+    waiting = sorted([(done[chunk], at) for at, (chunk, _, _) in enumerate(at_once)], reverse=True)
+    there: list[int] = []  # of those issued at once, that are updated
+    while waiting or there:
+        while waiting and (waiting[-1][0] <= link or not there):
+            heappush(there, waiting.pop()[1])
+        chunk, _, use = at_once[heappop(there)]
+        link = max(link, done[chunk]) + known.upload_ms[chunk]
+        yield done[chunk], chunk, use
+    for chunk, start, use in known.uploads[known.n_at_once :]:
+        yield max(start, done[chunk]), chunk, use
