@@ -7,13 +7,13 @@ what swaps or moves leaves them less, and backward is no shorter for it. What is
 for every column: a number of swapped blocks and of persistent chunks. Columns go in the order of a bound; what a column
 holds is simulated (:mod:`protrain.planning.simulate`) unless
 
-- ``RuntimeModel.bound_ms`` is too long, or what its number of persistent chunks takes with nothing recomputed or
+- ``Bounds.bound_ms`` is too long, or what its number of persistent chunks takes with nothing recomputed or
   swapped;
 - that bound or the step with every chunk in a buffer is, which ends the column: from as many checkpointed as swapped
   blocks on, one more block is recomputed and nothing else changes, and neither that nor fewer buffers makes a step
   faster;
 - such a step is hardly faster than with the buffers that fit: what more checkpointing makes room for gains nothing;
-- ``RuntimeModel.placed_bound_ms``, which knows the order of uploads, is too long. Then steps with every chunk in a
+- ``Bounds.placed_bound_ms``, which knows the order of uploads, is too long. Then steps with every chunk in a
   buffer wait as well: that a column had ended before matters only once something else is found in it.
 
 Inputs of recomputed blocks that move to host memory make a column of their own beside each of these, for what moves
@@ -41,12 +41,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.bounds import Times
 from protrain.planning.choices import Choices
 from protrain.planning.memory import Bytes, MemoryModel
 from protrain.planning.moves import Moves
 from protrain.planning.plan import block_modes
 from protrain.planning.relaxed import Relaxed
-from protrain.planning.runtime import RuntimeModel, Times
+from protrain.planning.runtime import RuntimeModel
 from protrain.profiler.model_profile import ModelProfile
 
 # What is at most this much faster than the fastest found isn't looked for: the prediction is no better.

@@ -25,8 +25,8 @@ from protrain.planning import (
     pack,
     search,
 )
+from protrain.planning.bounds import Undisturbed
 from protrain.planning.choices import Choices
-from protrain.planning.runtime import Undisturbed
 from protrain.planning.timeline import DOWN, GPU, HOST, UP
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.test_brute_force import N as CHUNK
