@@ -93,9 +93,11 @@ def save_checkpoint(
         keep: How many saves stay, this one included; older ones are deleted once it is complete.
 
     Raises:
-        ValueError: ``keep`` is below 1, or ``scheduler`` or ``extra`` holds what JSON cannot.
+        ValueError: ``optimizer`` is not the wrapped one, ``keep`` is below 1, or ``scheduler`` or ``extra`` holds what
+            JSON cannot.
         OSError: The disk is full or not writable; earlier saves are intact, and nothing is left of this one.
     """
+    _check_wrapped(optimizer)
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
     root = Path(folder)
@@ -150,8 +152,10 @@ def load_checkpoint(
     become those of the save. Every file is checked against its recorded size and CRC-32 before anything is changed.
 
     Raises:
+        ValueError: ``optimizer`` is not the wrapped one.
         CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model.
     """
+    _check_wrapped(optimizer)
     save = _find_save(Path(folder))
     manifest = _read_manifest(save)
     _verify(save, manifest)
@@ -177,6 +181,13 @@ def list_saves(folder: str | os.PathLike[str]) -> list[Path]:
     """The complete saves in ``folder``, oldest first; empty when there is none."""
     saves = [path for path in Path(folder).glob("*") if _SAVE.fullmatch(path.name) and path.is_dir()]
     return sorted(saves, key=lambda path: int(path.name.partition("-")[0]))
+
+
+def _check_wrapped(optimizer: Any) -> None:
+    if not hasattr(optimizer, "scalar_state"):
+        raise ValueError(
+            f"optimizer must be the one that protrain.wrap returned, not a plain {type(optimizer).__name__}"
+        )
 
 
 def _write_tensors(

@@ -96,6 +96,8 @@ def wrap(
         ValueError: an argument is wrong; the message names it and the remedy.
         PlanError: no plan fits the memory; raised before any is taken.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if any(isinstance(parameter, PresentParameter) for parameter in model.parameters()):
         raise ValueError("the model is wrapped already: use the model and optimizer that protrain.wrap returned")
     check_supported(optimizer)
@@ -106,8 +108,10 @@ def wrap(
         raise ValueError(
             "step_during_backward=True does not work with float16, whose steps may be skipped: use bfloat16"
         )
-    if accumulation < 1:
-        raise ValueError(f"accumulation must be at least 1, the backward() calls of a step, not {accumulation}")
+    if not isinstance(accumulation, int) or accumulation < 1:
+        raise ValueError(f"accumulation must be 1 or more, the backward() calls of a step, not {accumulation!r}")
+    if not isinstance(plan, Plan | str | os.PathLike | None):
+        raise ValueError(f"plan must be a Plan, or the path of a JSON file of one, not a {type(plan).__name__}")
     _check_parameters(model, optimizer)
     # Read before the profile, which takes minutes for a large model on a CPU.
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)

@@ -110,6 +110,10 @@ def test_the_newest_saves_are_kept_and_numbered(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00003-step-3", "00004-step-4"]
     with pytest.raises(ValueError, match="keep must be at least 1"):
         save_checkpoint(tmp_path, model, optimizer, keep=0)
+    plain: Any = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    for use in (save_checkpoint, load_checkpoint):
+        with pytest.raises(ValueError, match=r"the one that protrain\.wrap returned, not a plain AdamW"):
+            use(tmp_path, model, plain)
 
 
 def test_an_older_save_loads_by_its_own_folder(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ class Plan(Record):
             + (" (weights)" if self.early_weights else "")
             + (f" n_stream={self.n_stream}" if self.n_stream else "")
             + (f" n_host_gradient={self.n_host_gradient}" if self.n_host_gradient else "")
+            + (f" accumulation={self.accumulation}" if self.accumulation > 1 else "")
         )
 
     @property

@@ -103,8 +103,3 @@ def test_a_plan_for_single_batches_is_carried_out_where_it_fits_and_named_where_
     _, optimizer = within(4 * n_elements, accumulation=4)
     assert optimizer.plan.accumulation == 4
     assert optimizer.plan.host_bytes <= within(0)[1].plan.host_bytes + 4 * n_elements
-
-
-def test_fewer_than_one_batch_is_refused(within: Within) -> None:
-    with pytest.raises(ValueError, match="accumulation must be at least 1"):
-        within(0, accumulation=0)

@@ -148,10 +148,19 @@ def test_the_smaller_batch_of_a_plan_error_fits() -> None:
         ({"device": "tpu"}, "device must be a CUDA GPU or the CPU, not 'tpu'"),
         ({"device": "meta"}, "device must be a CUDA GPU or the CPU, not meta"),
         ({"dtype": "float16", "step_during_backward": True}, "step_during_backward=True .*float16.*use bfloat16"),
+        ({"accumulation": 0}, "accumulation must be 1 or more, the backward\\(\\) calls of a step, not 0"),
+        ({"accumulation": "2"}, "accumulation must be 1 or more, .* not '2'"),
+        ({"plan": {"n_persist": 1}}, "plan must be a Plan, or the path of a JSON file of one, not a dict"),
     ],
 )
 def test_wrong_arguments(model: nn.Module, batch: Batch, options: Any, words: str) -> None:
     refused(model, adamw(model), batch, words, ValueError, **options)
+
+
+def test_what_is_no_module(model: nn.Module, batch: Batch) -> None:
+    name: Any = "model"
+    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, not str"):
+        protrain.wrap(name, adamw(model), example_batch=batch, device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
