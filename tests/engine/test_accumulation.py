@@ -88,14 +88,6 @@ def within(tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch
     return wrap
 
 
-def test_what_was_not_planned_for_says_how_to_plan_for_it(within: Within, tiny_batch: Callable[..., Batch]) -> None:
-    model, optimizer = within(0)
-    optimizer._engine.gradients.host_bytes = 0  # a megabyte is always left, which is enough for this model
-    model(**tiny_batch()).loss.backward()
-    with pytest.raises(PlanError, match=r"pass their number as accumulation= to protrain\.wrap"):
-        model(**tiny_batch()).loss.backward()
-
-
 def test_a_plan_for_single_batches_is_carried_out_where_it_fits_and_named_where_not(within: Within) -> None:
     with pytest.raises(PlanError, match=r"made for accumulation=1, and here it is 4: make a new plan\. To fit:"):
         within(0, accumulation=4)
