@@ -74,8 +74,7 @@ class Durations:
         self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype], streamed_gbps)
         self._streamed_ms = hardware.host_adam_gparams / streamed_gparams  # by the device, of a millisecond of the host
         # Of a whole update's time for the weight alone: it reads as much and writes no other state.
-        whole = adam_bytes
-        self._weight_share = (whole - _HOST_ADAM_WRITTEN[profile.dtype] + element) / whole
+        self._weight_share = (adam_bytes - _HOST_ADAM_WRITTEN[profile.dtype] + element) / adam_bytes
         self._visits_of: dict[int, list[Visit]] = {}  # by n_persist
 
     def streamable(self, n_persist: int, n_speculate: int) -> int:

@@ -107,8 +107,8 @@ class RuntimeModel(Bounds):
         by_device = streamed_chunks([chunk for chunk in self._updated if chunk >= last], n_stream)
         host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist and c not in by_device]
         if self._n_before:
-            in_a_row = self._hardware.device_type == "cpu"
-            host = [(c, t + self._host_add[c] * (self._in_backward or in_a_row or c < last)) for c, t in host]
+            adds_all = self._in_backward or self._hardware.device_type == "cpu"
+            host = [(c, t + self._host_add[c] * (adds_all or c < last)) for c, t in host]
             if not self._in_backward:
                 norm_ms = sum(self._host_norm[n_persist:])
                 work = [*work[:-1], work[-1]._replace(compute_ms=work[-1].compute_ms + norm_ms)]
