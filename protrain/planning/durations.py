@@ -73,8 +73,13 @@ class Durations:
         streamed_gparams, streamed_gbps = streamed_rates(hardware, profile.dtype)
         self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype], streamed_gbps)
         self._streamed_ms = hardware.host_adam_gparams / streamed_gparams  # by the device, of a millisecond of the host
-        # Of a whole update's time for the weight alone: it reads as much and writes no other state.
-        self._weight_share = (adam_bytes - _HOST_ADAM_WRITTEN[profile.dtype] + element) / adam_bytes
+        # Of a whole update's time for the weight alone: it reads as much and writes no other state. How long
+        # that takes is calibrated in bf16: arithmetic may be what limits it, not memory.
+        self._weight_share = _for_weight(adam_bytes, profile.dtype, element)
+        if hardware.host_adam_weight_gparams is not None:
+            measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
+            self._weight_share *= measured / _for_weight(_HOST_ADAM_BYTES["bfloat16"], "bfloat16", 2)
+            self._weight_share = min(1.0, self._weight_share)
         self._visits_of: dict[int, list[Visit]] = {}  # by n_persist
 
     def streamable(self, n_persist: int, n_speculate: int) -> int:
@@ -122,6 +127,11 @@ class Durations:
             for at, unit in enumerate(self._visits)
         ]
         return visits
+
+
+def _for_weight(adam_bytes: int, dtype: str, element_bytes: int) -> float:
+    """Of the bytes of an update, those of one that makes the weight alone."""
+    return (adam_bytes - _HOST_ADAM_WRITTEN[dtype] + element_bytes) / adam_bytes
 
 
 def _ms(size_bytes: float, gbps: float) -> float:

@@ -4,8 +4,10 @@
 the first pass knows when gradients arrive and when forward takes which chunk. Weights alone come of more chunks, in
 less time, and many of them are there before those that forward takes first. So it matters in what order uploads go,
 which is that of the engine: of those issued at once the nearest that is updated, then the others in turn. And the
-deferred updates make backward wait for what is left of them when a chunk's next gradient is there. Between numbers that
-make a step wait for as long at full rate decides when the last upload is done: that is what is left for disturbances.
+deferred updates make backward wait for what is left of them when a chunk's next gradient is there. Every weight alone
+is work on top: where all of it takes longer than a step, the host falls behind until steps take as long as that.
+Between numbers that make a step wait for as long at full rate decides when the last upload is done: that is what is
+left for disturbances.
 """
 
 from __future__ import annotations
@@ -20,13 +22,12 @@ from protrain.planning.updating import Known, Queue
 _TRIED = 3  # early updates fewer than what was best so far
 
 
-def next_gradients(step: Step, offloads: Sequence[float]) -> list[float]:
+def next_gradients(step: Step, offloads: Sequence[float], device_ms: float) -> list[float]:
     """By chunk, when its first gradient of the next backward is offloaded, from the end of the first one on.
 
-    ``offloads`` are when those of the first began. The next backward begins when persistent chunks are updated and a
-    forward is over, as the first one did.
+    ``offloads`` are when those of the first began. The next backward begins when persistent chunks are updated, which
+    takes ``device_ms``, and a forward is over, as the first one did.
     """
-    device_ms = sum(duration for _, duration in step.device_update_ms)
     found = [inf] * len(step.upload_ms)
     indices = (index for visit in step.backward for index, offloaded in visit.gradients if offloaded)
     for index, start in zip(indices, offloads, strict=True):
@@ -71,10 +72,12 @@ def _waits(queue: Queue, known: Known, limit_ms: float) -> tuple[float, float]:
             wait = link - use
             if wait > limit_ms:
                 return wait, inf
-    for chunk, duration in queue.deferred(in_time):
+    deferred = queue.deferred(in_time)
+    for chunk, duration in deferred:
         free += duration
         wait = max(wait, free - over - known.next_gradients[chunk])
-    return wait, link
+    work_ms = sum(duration for _, duration in (*updates, *deferred))
+    return max(wait, work_ms - known.step_ms), link
 
 
 def _uploads(known: Known, done: Sequence[float]) -> Iterator[tuple[float, int, float]]:

@@ -185,6 +185,9 @@ class _Run:
             run._update()
             ends.append(run._free[GPU])
         run.step_ms = ends[1] - ends[0]
+        if run.step.host.weight_share:  # deferred updates may pile up from step to step
+            half = len(run.starts[HOST]) // 2
+            run.step_ms = max(run.step_ms, sum(run.ends[HOST][half:]) - sum(run.starts[HOST][half:]))
         return run
 
     @classmethod
@@ -416,4 +419,6 @@ class _Run:
             return known
         offloads = self.starts[DOWN][sum(work.swap_ms > 0 for work in step.forward_work) :]
         n_at_once = len(next(filter(None, step.forward_fetches), ()))
-        return known._replace(n_at_once=n_at_once, next_gradients=next_gradients(step, offloads))
+        device_ms = sum(duration for _, duration in step.device_update_ms)
+        gradients = next_gradients(step, offloads, device_ms)
+        return known._replace(n_at_once=n_at_once, next_gradients=gradients, step_ms=over + device_ms)

@@ -33,6 +33,7 @@ class Known(NamedTuple):
     upload_ms: Sequence[float]  # by chunk
     n_at_once: int = 0  # uploads issued when forward begins, which go as their chunks are updated
     next_gradients: Sequence[float] = ()  # by chunk, its next one after ``over``, where nothing waits for updates
+    step_ms: float = inf  # of a step in which nothing does
 
 
 class Queue(NamedTuple):

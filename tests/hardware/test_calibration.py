@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 
 from protrain.hardware import HardwareProfile, calibrate
 from protrain.hardware.calibration import differences
-from protrain.hardware.calibration.contention import Activity, Together, groups_on, units_per_second
+from protrain.hardware.calibration.contention import Activity, Together, best_shares, groups_on, units_per_second
 from protrain.hardware.calibration.effort import Effort
 from protrain.hardware.calibration.host_memory import CPU, random_tensor
 from protrain.hardware.calibration.optimizers import AdamChunk, adam_figure, best_threads, thread_counts
@@ -96,7 +97,7 @@ def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
     names = {figure.name for figure in profile.figures}
     assert names == {
         *("matmul", "device copy", "h2d", "d2h", "both ways", "host DRAM"),
-        *("host AdamW", "device AdamW", "flatten", "pack"),
+        *("host AdamW", "host AdamW, the weight", "device AdamW", "flatten", "pack"),
     }
     tried = [figure.at for figure in profile.figures if figure.name == "host AdamW"]
     counts = [f"{count} threads" for count in thread_counts(usable_cores())]
@@ -119,11 +120,24 @@ def test_the_planner_gets_the_largest_size_and_the_best_way(on_cpu: Run) -> None
         assert getattr(profile, field) == max(rates(name))
 
 
-def test_the_hosts_adamw_is_the_median_of_three_moments(on_cpu: Run) -> None:
-    profile = on_cpu.profile
-    figures = {figure.at: figure.median for figure in profile.figures if figure.name == "host AdamW"}
-    moments = [figures[name] for name in ("over much memory", "the same later", "and once more")]
-    assert profile.host_adam_gparams == sorted(moments)[1]
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("host AdamW", "host_adam_gparams"), ("host AdamW, the weight", "host_adam_weight_gparams")],
+)
+def test_the_hosts_adamw_is_the_median_of_three_moments(on_cpu: Run, name: str, field: str) -> None:
+    figures = {figure.at: figure.median for figure in on_cpu.profile.figures if figure.name == name}
+    moments = [figures[moment] for moment in ("over much memory", "the same later", "and once more")]
+    assert getattr(on_cpu.profile, field) == sorted(moments)[1]
+
+
+def test_the_weight_alone_is_measured_on_what_an_update_would_leave() -> None:
+    chunk = AdamChunk.on(CPU, 1024)
+    before, new_weight = dataclasses.astuple(chunk), torch.zeros_like(chunk.weight)
+    adam_figure("", [chunk], CPU, budget_s=0.01, new_weight=new_weight)
+    assert all(map(torch.equal, dataclasses.astuple(chunk), before))
+    assert not torch.equal(chunk.weight, new_weight)
+    chunk.update()
+    assert torch.equal(chunk.weight, new_weight)
 
 
 def test_what_runs_together_is_measured_together(on_cpu: Run) -> None:
@@ -238,6 +252,15 @@ def test_what_shares_nothing_keeps_its_rate_and_what_shares_all_has_half() -> No
     lock = threading.Lock()
     shared = units_per_second([_naps("a", lock), _naps("b", lock)], duration_s=0.4)
     assert 0.35 * alone < min(shared.values()) <= max(shared.values()) < 0.72 * alone
+
+
+def test_of_two_runs_of_a_group_the_better_counts() -> None:
+    found = {
+        ("a",): [{"a": 10.0}, {"a": 8.0}],  # something else slowed the machine down in the second round
+        ("b",): [{"b": 2.0}, {"b": 4.0}],
+        ("a", "b"): [{"a": 5.0, "b": 2.0}, {"a": 7.0, "b": 1.6}],
+    }
+    assert best_shares(found) == [Contention(activities=("a", "b"), shares=(0.7, 0.4))]
 
 
 def test_an_activity_that_fails_ends_all() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,7 +142,7 @@ class Together:
         self._copies = Transfers(device, max(effort.transfer_bytes))
         self.streams_by_copies = False  # updates by the device of states in host memory; otherwise by zero copy
         self._streamed = StreamedChunk(device, effort.adam_elements) if device.type == "cuda" else None
-        self._alone: dict[str, float] = {}
+        self._found: dict[tuple[str, ...], list[dict[str, float]]] = {}  # rates, by group
         runs: dict[str, Callable[[], object]] = {
             "h2d": self._on_device(self._copies.up),
             "d2h": self._on_device(self._copies.down),
@@ -178,10 +178,25 @@ class Together:
     def _rates(self, group: Collection[str], duration_s: float) -> dict[str, float]:
         return units_per_second([self._activities[name] for name in group], duration_s=duration_s)
 
-    def measure(self, group: Collection[str], *, duration_s: float) -> Contention | None:
-        """The shares of ``group``; None for one alone, which later groups are set against."""
-        rates = self._rates(group, duration_s)
-        if len(group) == 1:
-            self._alone |= rates
-            return None
-        return Contention(activities=tuple(group), shares=tuple(rates[name] / self._alone[name] for name in group))
+    def measure(self, group: Collection[str], *, duration_s: float) -> None:
+        """Run ``group`` together, once more if it has been measured before."""
+        self._found.setdefault(tuple(group), []).append(self._rates(group, duration_s))
+
+    def contention(self) -> list[Contention]:
+        """The shares of every group that was measured."""
+        return best_shares(self._found)
+
+
+def best_shares(found: Mapping[tuple[str, ...], Sequence[Mapping[str, float]]]) -> list[Contention]:
+    """The shares of every group of several, each at its best, from rates by activity of every run.
+
+    Whatever else a machine does for some seconds can only make it slower, and what slows an activity alone would make
+    others seem to leave it more.
+    """
+    alone = {group[0]: max(run[group[0]] for run in runs) for group, runs in found.items() if len(group) == 1}
+    shares = {
+        group: max((tuple(run[name] / alone[name] for name in group) for run in runs), key=sum)
+        for group, runs in found.items()
+        if len(group) > 1
+    }
+    return [Contention(activities=group, shares=each) for group, each in shares.items()]

@@ -13,7 +13,7 @@ from protrain.hardware.calibration.host_memory import CPU, pinned, random_tensor
 from protrain.hardware.calibration.timing import durations_s, figure_of
 from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.profile import Figure
-from protrain_kernels import AdamStaging, adam, adam_scalars, streamed_adam
+from protrain_kernels import AdamStaging, AdamStates, adam, adam_scalars, adam_weight, streamed_adam
 
 ADAM_BYTES = 26  # a parameter, bf16 with the split master
 _STREAMED_BYTES = 12  # a parameter, each way: the states without the gradient, which is on the device
@@ -52,6 +52,11 @@ class AdamChunk:
         """One AdamW step where the chunk lies."""
         adam(self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad, STEP, threads=threads)
 
+    def make_weight(self, new_weight: Tensor, threads: int = 0) -> None:
+        """Of such a step in host memory the weight alone, which comes into ``new_weight``."""
+        states = AdamStates(self.weight, self.master, self.exp_avg, self.exp_avg_sq)
+        adam_weight(states, new_weight, self.grad, STEP, threads=threads)
+
 
 def adam_figure(
     name: str,
@@ -62,12 +67,19 @@ def adam_figure(
     threads: int = 0,
     at: str = "",
     sheet: Datasheet | None = None,
+    new_weight: Tensor | None = None,
 ) -> Figure:
-    """The rate of updates of ``chunks`` one after the other, in 1e9 parameters a second."""
+    """The rate of updates of ``chunks`` one after the other, in 1e9 parameters a second.
+
+    Or of what makes their weights alone, each in the place ``new_weight``.
+    """
 
     def update_all() -> None:
         for chunk in chunks:
-            chunk.update(threads)
+            if new_weight is None:
+                chunk.update(threads)
+            else:
+                chunk.make_weight(new_weight, threads)
 
     return figure_of(
         name,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from protrain.hardware import cache
 from protrain.hardware.calibration.collectives import collective_figures
@@ -45,6 +46,7 @@ _LOADED_S = 0.3  # of queued work under which the card is asked for its clocks a
 # Seconds of each stage in a full calibration of FULL_SECONDS; the groups of activities share the last.
 _MATMUL_S, _COPY_S, _TRANSFERS_S, _DRAM_S, _ADAM_S, _STREAMED_S, _KERNEL_S = 2.0, 0.5, 3.0, 1.5, 0.4, 1.5, 0.4
 _GROUP_S, _COLLECTIVE_S = 0.9, 0.4  # a group; a size
+_ROUNDS = 2  # over all groups
 _LARGEST = 3
 _OVER_MEMORY = ("over much memory", "the same later", "and once more")  # figures of the host's AdamW
 _BY_SIZE = ("h2d", "d2h", "both ways", "all_gather", "reduce_scatter")
@@ -147,7 +149,8 @@ class Calibration:
 
     def _planned_s(self) -> float:
         alone = _MATMUL_S + _COPY_S + _TRANSFERS_S + _DRAM_S + 2 * _KERNEL_S
-        optimizers = (len(thread_counts(self.threads)) + 4) * _ADAM_S + self.on_gpu * _STREAMED_S
+        by_threads = len(thread_counts(self.threads)) + 2 * len(_OVER_MEMORY)
+        optimizers = (by_threads + 1) * _ADAM_S + self.on_gpu * _STREAMED_S
         collectives = len(self.effort.transfer_bytes) * _COLLECTIVE_S * (self.ranks.size > 1)
         return alone + optimizers + (len(groups_on(self.device)) + 2 * self.on_gpu) * _GROUP_S + collectives
 
@@ -231,11 +234,14 @@ class Calibration:
         what others do there slows all for seconds. A step updates tens of gigabytes.
         """
         self.figures.append(self._on_host(chunks, self._adam_threads, when))
+        new_weight = torch.empty_like(chunks[0].weight)
+        self.figures.append(self._on_host(chunks, self._adam_threads, when, new_weight))
 
-    def _on_host(self, chunks: Sequence[AdamChunk], threads: int, at: str) -> Figure:
+    def _on_host(self, chunks: Sequence[AdamChunk], threads: int, at: str, new_weight: Tensor | None = None) -> Figure:
+        name = "host AdamW" if new_weight is None else "host AdamW, the weight"
         # On a GPU a step's launching thread takes a core; on a CPU that thread does the updates.
         with self._stage("AdamW on the host", _ADAM_S) as budget_s, one_core_taken(wanted=self.on_gpu):
-            return adam_figure("host AdamW", chunks, CPU, budget_s=budget_s, threads=threads, at=at)
+            return adam_figure(name, chunks, CPU, budget_s=budget_s, threads=threads, at=at, new_weight=new_weight)
 
     def _optimizers_and_kernels(self) -> None:
         with self._stage("AdamW on the device", _ADAM_S) as budget_s:
@@ -260,11 +266,10 @@ class Calibration:
             all_accepted = self.ranks.agree(accepted)
             if all_accepted and self.on_gpu:
                 self.choose_way(together)
-            for group in groups_on(self.device) if all_accepted else ():
-                with self._stage(" + ".join(group), _GROUP_S) as budget_s, one_core_taken(wanted=self.on_gpu):
-                    found = together.measure(group, duration_s=budget_s)
-                if found is not None:
-                    self.contention.append(found)
+            for group in groups_on(self.device) * _ROUNDS if all_accepted else ():
+                with self._stage(" + ".join(group), _GROUP_S / _ROUNDS) as budget_s, one_core_taken(wanted=self.on_gpu):
+                    together.measure(group, duration_s=budget_s)
+        self.contention = together.contention()
         return accepted
 
     def choose_way(self, together: Together) -> None:
@@ -289,7 +294,9 @@ class Calibration:
         names = dict.fromkeys(figure.name for figure in self.figures)
         best = {name: decisive([figure for figure in self.figures if figure.name == name]) for name in names}
         rates = {name: figure.median for name, figure in best.items()}
-        rates["host AdamW"] = statistics.median(figure.median for figure in self.figures if figure.at in _OVER_MEMORY)
+        for name in ("host AdamW", "host AdamW, the weight"):
+            moments = [figure for figure in self.figures if figure.name == name and figure.at in _OVER_MEMORY]
+            rates[name] = statistics.median(figure.median for figure in moments)
         streamed = best.get("streamed AdamW")
         if self._streams_by_copies is not None:
             way = "copies" if self._streams_by_copies else "zero copy"
@@ -305,6 +312,7 @@ class Calibration:
             host_adam_gparams=rates["host AdamW"],
             device_adam_gparams=rates["device AdamW"],
             host_adam_threads=self._adam_threads,
+            host_adam_weight_gparams=rates["host AdamW, the weight"],
             streamed_adam_gparams=None if streamed is None else streamed.median,
             streamed_adam_copies=None if streamed is None else streamed.at == "copies",
             flatten_gbps=rates["flatten"],
