@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,7 +18,13 @@ from protrain.hardware.calibration import differences
 from protrain.hardware.calibration.contention import Activity, Together, best_shares, groups_on, units_per_second
 from protrain.hardware.calibration.effort import Effort
 from protrain.hardware.calibration.host_memory import CPU, random_tensor
-from protrain.hardware.calibration.optimizers import AdamChunk, adam_figure, best_threads, thread_counts
+from protrain.hardware.calibration.optimizers import (
+    AdamChunk,
+    StreamedChunk,
+    adam_figure,
+    best_threads,
+    thread_counts,
+)
 from protrain.hardware.calibration.ranks import ranks_of_this_run
 from protrain.hardware.calibration.run import Calibration, decisive
 from protrain.hardware.calibration.timing import durations_s, figure_of, spread_of
@@ -64,13 +70,13 @@ def test_a_hiccup_at_the_largest_size_does_not_count() -> None:
 
 @dataclass
 class _Streaming:
-    """Updates of host and device together, by copies and otherwise."""
+    """What is done beside streamed updates, by copies and otherwise."""
 
     by_copies: float
     by_zero_copy: float
     streams_by_copies: bool = False
 
-    def updated_gparams(self, *, duration_s: float) -> float:
+    def streaming_worth(self, *, duration_s: float) -> float:
         assert duration_s > 0
         return self.by_copies if self.streams_by_copies else self.by_zero_copy
 
@@ -88,6 +94,25 @@ def test_states_are_streamed_in_the_way_that_leaves_most_in_a_step(by_copies: fl
     profile = calibration.profile(assume(CPU))
     assert (profile.streamed_adam_gparams, profile.streamed_adam_copies) == (rate, rate == 2.9)
     assert together.streams_by_copies is (rate == 2.9), "the groups are measured in that way"
+
+
+def test_what_streaming_leaves_of_products_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero copy takes multiprocessors from them."""
+    together = object.__new__(Together)
+    together._chunk = AdamChunk.on(CPU, 4096)
+    together._streamed = StreamedChunk(torch.device("cpu"), 4096)
+    by_way = {True: (5.0, 3.0, 9.0), False: (6.0, 3.0, 5.0)}
+
+    def rates(group: Collection[str], duration_s: float) -> dict[str, float]:
+        assert duration_s == 0.5
+        return dict(zip(("streamed_adam", "host_adam", "matmul"), by_way[together.streams_by_copies], strict=True))
+
+    monkeypatch.setattr(together, "_rates", rates)
+    worth = {}
+    for together.streams_by_copies in by_way:
+        worth[together.streams_by_copies] = together.streaming_worth(duration_s=0.5)
+    assert worth[True] == pytest.approx((5.0 * 1024 + 3.0 * 4096) * 9.0)
+    assert worth[True] > worth[False]
 
 
 def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:

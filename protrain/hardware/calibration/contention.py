@@ -168,12 +168,12 @@ class Together:
                 accepted = stack.enter_context(self._streamed.ready()) and accepted
             yield accepted
 
-    def updated_gparams(self, *, duration_s: float) -> float:
-        """1e9 parameters a second that streamed updates and the host's make together, beside products."""
+    def streaming_worth(self, *, duration_s: float) -> float:
+        """How much is done beside streamed updates: what they and the host update, times the products' rate."""
         assert self._streamed is not None
         elements = {"streamed_adam": self._streamed.chunk.elements, "host_adam": self._chunk.elements}
         rates = self._rates((*elements, "matmul"), duration_s)
-        return sum(rates[name] * each for name, each in elements.items()) / 1e9
+        return sum(rates[name] * each for name, each in elements.items()) * rates["matmul"]
 
     def _rates(self, group: Collection[str], duration_s: float) -> dict[str, float]:
         return units_per_second([self._activities[name] for name in group], duration_s=duration_s)

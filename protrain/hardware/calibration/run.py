@@ -275,13 +275,14 @@ class Calibration:
     def choose_way(self, together: Together) -> None:
         """The groups are measured with the way of streaming that leaves most in a step; all ranks take the same.
 
-        On H100s zero copy is faster alone. In steps uploads took 38 ms and more beside it, and 15 beside copies.
+        On H100s zero copy is faster alone. In steps uploads took 38 ms and more beside it, and 15 beside copies, and
+        products ran at half their rate on one of them.
         """
-        updated = []
+        worth = []
         for together.streams_by_copies in (False, True):
             with self._stage("streamed updates beside others", _GROUP_S) as budget_s, one_core_taken(wanted=True):
-                updated.append(together.updated_gparams(duration_s=budget_s))
-        zero_copy, copies = self.ranks.least(updated)
+                worth.append(together.streaming_worth(duration_s=budget_s))
+        zero_copy, copies = self.ranks.least(worth)
         self._streams_by_copies = together.streams_by_copies = copies > zero_copy
 
     def _collectives(self) -> None:
