@@ -12,7 +12,9 @@ from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.planning.layout import updated_chunks
 from protrain.profiler import ModelProfile
 
-_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream", "keep_attention")
+_COUNTS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream")
+_SWITCHES = ("early_weights", "keep_attention")
+_KNOBS = (*_COUNTS, *_SWITCHES)
 _BETTER = 0.995  # of the step time: less is noise
 
 
@@ -65,8 +67,7 @@ def _faster(best: Point, point: Point) -> Point:
 
 
 def _key(plan: Plan) -> tuple[int, ...]:
-    counts = plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap
-    return *counts, plan.n_speculate, plan.n_stream, plan.keep_attention
+    return tuple(int(getattr(plan, name)) for name in _KNOBS)
 
 
 def _neighbours(
@@ -81,7 +82,10 @@ def _neighbours(
             counts = dict(zip(_KNOBS, _key(plan), strict=True))
             counts[knob] += change
             away = plan.n_chunks - counts["n_persist"]
-            if counts["keep_attention"] not in (0, 1):
+            if (
+                not {counts[switch] for switch in _SWITCHES} <= {0, 1}
+                or counts["early_weights"] > counts["n_speculate"]
+            ):
                 continue
             if not 0 <= away <= plan.n_chunks:
                 continue
@@ -103,6 +107,7 @@ def _neighbours(
                         n_ckpt=counts["n_ckpt"],
                         n_ckpt_swap=moved,
                         n_speculate=early,
+                        early_weights=bool(counts["early_weights"]),
                         n_stream=stream,
                         keep_attention=bool(counts["keep_attention"]),
                         chunk_elements=plan.chunk_elements,

@@ -45,9 +45,11 @@ def draw(
         fits = memory.device_bytes(n_persist, n_buffer, activations) <= hardware.device_bytes
         if not fits or memory.host_bytes(n_persist, activations) > hardware.host_bytes:
             continue
-        n_speculate = 0
+        n_speculate, early_weights = 0, False
         if not step_during_backward and hardware.device_type == "cuda":
-            most = int(memory.most_speculated(n_persist, np.array(activations.swapped_bytes)))
+            early_weights = generator.random() < 0.5
+            kind = memory.making_weights() if early_weights else memory
+            most = int(kind.most_early(n_persist, np.array(activations.swapped_bytes)))
             n_speculate = generator.choice([0, most, generator.randint(0, most)])
         n_stream = 0
         others = sum(chunk >= n_persist + n_speculate for chunk in updated_chunks(profile, layout))
@@ -55,7 +57,8 @@ def draw(
             n_stream = generator.choice([0, generator.randint(0, others)])
         if memory.device_bytes(n_persist, n_buffer, activations, n_stream) > hardware.device_bytes:
             continue
-        key = (n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream, keep_attention)
+        updates = n_speculate, early_weights and n_speculate > 0, n_stream
+        key = (n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, *updates, keep_attention)
         if key not in found:
             found[key] = evaluate(
                 profile,
@@ -66,6 +69,7 @@ def draw(
                 n_ckpt=n_ckpt,
                 n_ckpt_swap=n_ckpt_swap,
                 n_speculate=n_speculate,
+                early_weights=early_weights,
                 n_stream=n_stream,
                 keep_attention=keep_attention,
                 step_during_backward=step_during_backward,

@@ -37,7 +37,13 @@ class CaseResult(Record):
         """Time and memory of ``plan`` by the models as they are now."""
         layout = pack(self.profile, plan.chunk_elements)
         profile = as_planned(self.profile, plan)
-        memory = MemoryModel(profile, self.hardware, layout, update_in_backward=not self.case.clip)
+        memory = MemoryModel(
+            profile,
+            self.hardware,
+            layout,
+            update_in_backward=not self.case.clip,
+            early_weights=plan.early_weights,
+        )
         runtime = RuntimeModel(memory)
         activations = memory.activations(plan.block_modes)
         return Prediction(

@@ -7,9 +7,9 @@ clipped. step() has the host worker look whether everything was as supposed: the
 nothing, or the update is done from the old copy, which nobody has touched. Either way the bits are those of an update
 at step(). After a step that was not as supposed the next one does without.
 
-Where host memory has no room for second copies of all states, there may be some for the weights, which is what the next
-forward waits for. Then a weight alone is made early, and the states follow once the updates are done that something
-waits for (deferred): the host does more, but not while the step waits for it.
+The next forward waits for weights alone. So where the plan has ``early_weights``, only those are made early, which
+takes less memory and time, and the states follow once the updates are done that something waits for (deferred): the
+host does more, but not while the step waits for it.
 
 Gradients come in the order opposite to that in which the next forward needs its chunks. So what the host has not begun
 by the end of backward is not done early any more, but in the order of need. That holds for updates inside backward

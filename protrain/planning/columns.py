@@ -24,8 +24,7 @@ moved inputs are tried, from the most buffers down, until as many buffers would 
 swapping, what moves must pay.
 
 Plans whose early updates make weights alone are walked after the others, in the same way: the bounds hold for them, and
-what is not faster than the fastest of the others by WEIGHTS_GAIN is left out. Of a choice's early updates there must
-then be more than host memory has room for as whole ones.
+what is not faster than the fastest of the others by WEIGHTS_GAIN is left out.
 
 Bounds are worked out for all choices of block modes at once, as arrays.
 """
@@ -91,7 +90,6 @@ class _Placed(NamedTuple):
 
     n_buffer: NDArray[np.int64]  # negative where the choice doesn't fit, or fits as many with all inputs kept
     most_early: NDArray[np.int64]
-    weights_from: NDArray[np.int64]  # how many there are at least, of weights alone; 0: they are whole
     bound_ms: Times
     all_bound_ms: Times  # with every chunk in a buffer
     least_ms: Times  # a tighter bound, as far as it is known
@@ -120,8 +118,8 @@ class Columns:
         tolerance: float,
     ) -> None:
         self._hardware = hardware
-        self._memory = memory
-        self._runtime = runtime
+        self._kinds = {False: (memory, runtime), True: (memory.making_weights(), runtime.making_weights())}
+        self._memory, self._runtime = memory, runtime
         self._moves = moves
         self._tolerance = tolerance
         self._n_chunks = len(memory.layout.chunks)
@@ -136,16 +134,15 @@ class Columns:
         self._n_swap, self._n_ckpt = np.array(counts, dtype=np.int64).reshape(-1, 2).T
         self._choices = Choices.of(self._modes)
         peak, _, self._swapped = memory.all_activations(self._choices)
-        peak_moved, _, self._swapped_moved = memory.all_activations(
-            self._choices._replace(ckpt_swap=self._choices.ckpt)
-        )
+        peak_moved, _, _ = memory.all_activations(self._choices._replace(ckpt_swap=self._choices.ckpt))
         self._margined = memory.with_margin(peak), memory.with_margin(peak_moved)  # all inputs kept, all moved
         self._undisturbed = runtime.undisturbed(self._choices)
         self._n_blocks = n_blocks
         self._begin()
 
     def _begin(self, *, weights: bool = False, limit_ms: float = inf) -> None:
-        self._weights, self._limit_ms, self._fastest_ms = weights, limit_ms, inf
+        self._limit_ms, self._fastest_ms = limit_ms, inf
+        self._memory, self._runtime = self._kinds[weights]
         self._gain = WEIGHTS_GAIN if weights else _GAIN
         self._placed: dict[tuple[int, bool], _Placed] = {}  # by n_persist and moves
         self._relaxed = Relaxed(self._runtime, self._choices, self._n_swap)
@@ -177,8 +174,7 @@ class Columns:
             return 0.0
         placed = self._place(column.n_persist, column.moves)
         most = int(placed.n_buffer.max()), int(placed.most_early.max())
-        weights_from = int(placed.weights_from.min())
-        return self._relaxed.untouched_ms((column.n_persist, *most), self._paying_ms, weights_from)
+        return self._relaxed.untouched_ms((column.n_persist, *most), self._paying_ms)
 
     def _may_win(self, bound_ms: float) -> bool:
         return bound_ms < self._paying_ms
@@ -217,8 +213,7 @@ class Columns:
         kept, moved = (self._memory.most_buffers(n_persist, margined) for margined in self._margined)
         swaps = self._n_swap > 0
         n_buffer = np.where(swaps | (moved > kept), moved, -1) if moves else np.where(swaps, -1, kept)
-        most_early, weights_from = self._early_of(n_persist, moves)
-        return np.where(self._fits_host(n_persist) & (weights_from <= most_early), n_buffer, -1)
+        return np.where(self._fits_host(n_persist), n_buffer, -1)
 
     def _fits_host(self, n_persist: int) -> NDArray[np.bool_]:
         """Whether host memory has room, by choice: which blocks are swapped depends on what lies between them."""
@@ -226,33 +221,22 @@ class Columns:
 
     def _most_early(self, n_persist: int) -> NDArray[np.int64]:
         """Early updates that host memory has room for, by choice."""
-        return self._early(n_persist, self._swapped)[0]
+        return self._early(n_persist, self._swapped)
 
-    def _early_of(self, n_persist: int, moves: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """``_Placed.most_early`` and ``_Placed.weights_from``."""
-        most_early, weights_from = self._early(n_persist, self._swapped)
-        return most_early, self._early(n_persist, self._swapped_moved)[1] if moves else weights_from
-
-    def _early(self, n_persist: int, swapped_bytes: Bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The most early updates, and from how many on they are of weights alone; 0: all are whole."""
-        nothing = np.zeros_like(swapped_bytes)
+    def _early(self, n_persist: int, swapped_bytes: Bytes) -> NDArray[np.int64]:
         if not self._runtime.speculates:
-            return nothing, nothing
-        most_whole = self._memory.most_whole(n_persist, swapped_bytes)
-        if not self._weights:
-            return most_whole, nothing
-        return self._memory.most_speculated(n_persist, swapped_bytes), most_whole + 1
+            return np.zeros_like(swapped_bytes)
+        return self._memory.most_early(n_persist, swapped_bytes)
 
     def _place(self, n_persist: int, moves: bool) -> _Placed:
         placed = self._placed.get((n_persist, moves))
         if placed is None:
             runtime, all_buffers = self._runtime, self._n_chunks - n_persist
             n_buffer = self._most_buffers(n_persist, moves)
-            most_early, weights_from = self._early_of(n_persist, moves)
+            most_early = self._most_early(n_persist)
             placed = self._placed[n_persist, moves] = _Placed(
                 n_buffer=n_buffer,
                 most_early=most_early,
-                weights_from=weights_from,
                 bound_ms=runtime.bound_ms(self._undisturbed, n_persist, n_buffer, most_early),
                 all_bound_ms=runtime.bound_ms(self._undisturbed, n_persist, all_buffers, most_early),
                 least_ms=np.full(len(n_buffer), np.nan),
@@ -350,19 +334,12 @@ class Columns:
             if n_buffer < known:
                 known, least = n_buffer, self._simulated_ms(row, n_persist, n_buffer, self._paying_ms, moves=True)
             step_ms, n_speculate = least
-            most_early, weights_from = self._early(n_persist, np.array(swapped_bytes))
-            if weights_from > most_early:
-                continue
-            if (n_ckpt_swap or self._weights) and self._may_win(step_ms):
+            if n_ckpt_swap and self._may_win(step_ms):
                 modes = block_modes(self._n_blocks, n_swap, n_ckpt, n_ckpt_swap)
+                most_early = int(self._early(n_persist, np.array(swapped_bytes)))
                 self._n_simulated += 1
                 step_ms, n_speculate = self._runtime.fitted_ms(
-                    modes,
-                    n_persist,
-                    n_buffer,
-                    int(most_early),
-                    limit_ms=self._paying_ms,
-                    weights_from=int(weights_from),
+                    modes, n_persist, n_buffer, most_early, limit_ms=self._paying_ms
                 )
             if self._may_win(step_ms):
                 self._add(Candidate(step_ms, n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate))
@@ -382,7 +359,7 @@ class Columns:
         placed = self._place(n_persist, moves)
         n_buffer = int(placed.n_buffer[row])
         if self._n_swap[row] and self._relaxed.is_too_slow(
-            row, n_persist, placed.n_buffer, placed.most_early, placed.weights_from, limit_ms
+            row, n_persist, placed.n_buffer, placed.most_early, limit_ms
         ):
             return inf, 0
         return self._simulated_ms(row, n_persist, n_buffer, limit_ms, moves=moves)
@@ -391,11 +368,8 @@ class Columns:
         self, row: int, n_persist: int, n_buffer: int, limit_ms: float = inf, *, moves: bool
     ) -> tuple[float, int]:
         self._n_simulated += 1
-        placed = self._place(n_persist, moves)
-        most_early, weights_from = int(placed.most_early[row]), int(placed.weights_from[row])
-        return self._runtime.fitted_ms(
-            self._modes[row], n_persist, n_buffer, most_early, limit_ms=limit_ms, weights_from=weights_from
-        )
+        most_early = int(self._place(n_persist, moves).most_early[row])
+        return self._runtime.fitted_ms(self._modes[row], n_persist, n_buffer, most_early, limit_ms=limit_ms)
 
     def _ends_column(self, row: int, n_persist: int, limit_ms: float) -> bool:
         """Whether a choice that takes ``limit_ms`` or more leaves nothing to find in its column."""

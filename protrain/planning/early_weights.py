@@ -36,10 +36,10 @@ def next_gradients(step: Step, offloads: Sequence[float], device_ms: float) -> l
     return found
 
 
-def least_waiting_weights(most: Queue, known: Known, fewest: int) -> Queue:
-    """With the number of early updates, ``fewest`` or more, that the step waits least for."""
+def least_waiting_weights(most: Queue, known: Known) -> Queue:
+    """With the number of early updates that the step waits least for."""
     chosen, least = most, _waits(most, known, inf)
-    for n_early in range(most.n_early - 1, fewest - 1, -1):
+    for n_early in range(most.n_early - 1, -1, -1):
         if n_early < chosen.n_early - _TRIED:
             break
         fewer = most._replace(n_early=n_early)

@@ -154,8 +154,7 @@ def explain(
     """
     plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
     layout = pack(profile, plan.chunk_elements)
-    planned = as_planned(profile, plan)
-    memory = MemoryModel(planned, hardware, layout, update_in_backward=step_during_backward)
+    memory = _memory_of(plan, profile, hardware, layout, step_during_backward)
     runtime = RuntimeModel(memory)
     here, better = _with_more(plan, profile, hardware, step_during_backward)
     return Explanation(
@@ -177,9 +176,20 @@ def timeline_of(
 ) -> Timeline:
     """One step of ``plan``. On a CPU, where all follows each other, forward, backward, copies and updates."""
     layout = pack(profile, plan.chunk_elements)
-    planned = as_planned(profile, plan)
-    runtime = RuntimeModel(MemoryModel(planned, hardware, layout, update_in_backward=step_during_backward))
+    runtime = RuntimeModel(_memory_of(plan, profile, hardware, layout, step_during_backward))
     return _timeline(plan, runtime, hardware, layout)
+
+
+def _memory_of(
+    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, layout: Layout, step_during_backward: bool
+) -> MemoryModel:
+    return MemoryModel(
+        as_planned(profile, plan),
+        hardware,
+        layout,
+        update_in_backward=step_during_backward,
+        early_weights=plan.early_weights,
+    )
 
 
 def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
@@ -217,7 +227,7 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
         parts["moved inputs of recomputed blocks" + (", and attention" if plan.keep_attention else "")] = moved
     if plan.n_speculate:
         name = "second weights for early updates" if plan.early_weights else "second copies for early updates"
-        parts[name] = memory.spare_bytes(plan.n_persist, plan.n_speculate, activations.swapped_bytes)
+        parts[name] = memory.spare_bytes(plan.n_persist, plan.n_speculate)
     needed = memory.host_bytes(plan.n_persist, activations, plan.n_speculate)
     return {**parts, "other": needed - sum(parts.values())}
 
@@ -314,9 +324,8 @@ def _other_attention(plan: Plan, profile: ModelProfile, memory: MemoryModel) -> 
     )
     if impossible:
         return change
-    other = as_planned(profile, replace(plan, keep_attention=not plan.keep_attention))
-    layout, in_backward = memory.layout, memory.update_in_backward
-    others = MemoryModel(other, memory.hardware, layout, update_in_backward=in_backward)
+    other = replace(plan, keep_attention=not plan.keep_attention)
+    others = _memory_of(other, profile, memory.hardware, memory.layout, memory.update_in_backward)
     return _effect(change, plan, others, RuntimeModel(others))
 
 

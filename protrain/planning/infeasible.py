@@ -39,7 +39,7 @@ def host_error(memory: MemoryModel, n_persist: int, activations: Activations, *,
     """PlanError of a plan that needs more host memory than there is."""
     hardware = memory.hardware
     needed = memory.host_bytes(n_persist, activations, n_speculate)
-    spare = memory.spare_bytes(n_persist, n_speculate, activations.swapped_bytes)
+    spare = memory.spare_bytes(n_persist, n_speculate)
     gradients = memory.host_gradient_bytes(n_persist, activations.swapped_bytes)
     sums = memory.accumulator_bytes(n_persist)
     states = needed - activations.swapped_bytes - spare - gradients - sums

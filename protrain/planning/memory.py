@@ -26,6 +26,7 @@ many as are needed, in host memory as many as there is room for, for more only m
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
@@ -86,15 +87,23 @@ class MemoryModel:
         hardware: the machine and its limits.
         layout: of the model.
         update_in_backward: whether updates run inside backward (``step_during_backward``).
+        early_weights: whether early updates make weights alone, and not all states.
     """
 
     def __init__(
-        self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout, *, update_in_backward: bool = False
+        self,
+        profile: ModelProfile,
+        hardware: HardwareProfile,
+        layout: Layout,
+        *,
+        update_in_backward: bool = False,
+        early_weights: bool = False,
     ) -> None:
         self.profile = profile
         self.hardware = hardware
         self.layout = layout
         self.update_in_backward = update_in_backward
+        self.early_weights = early_weights
         self.gradients = GradientRegions(profile, hardware, layout, update_in_backward=update_in_backward)
         self.accumulates = profile.accumulation > 1  # in fp32, into an accumulator of every chunk
         element = profile.element_bytes
@@ -106,9 +115,9 @@ class MemoryModel:
         spares = [
             state_bytes(chunk, profile.dtype, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks
         ]
-        self._spare = list(accumulate(spares, initial=0))  # second copies of the chunks before
-        second = [chunk.elements * element if chunk.trainable else 0 for chunk in layout.chunks]
-        self._second = list(accumulate(second, initial=0))  # of their weights alone
+        weights = [chunk.elements * element if chunk.trainable else 0 for chunk in layout.chunks]
+        # Second copies of the chunks before that early updates make: of all states, or of weights alone.
+        self._copies = {False: list(accumulate(spares, initial=0)), True: list(accumulate(weights, initial=0))}
         self._last_trainable = max((chunk.index for chunk in layout.chunks if chunk.trainable), default=-1)
         tiles = sum(-(-parameter.numel // TILE_ELEMENTS) for parameter in profile.parameters if parameter.group >= 0)
         self.partial_bytes = 4 * tiles
@@ -214,37 +223,26 @@ class MemoryModel:
         states = self._persistent[-1] - self._persistent[n_persist]
         if not self.accumulates:
             states -= self.gradients.own_bytes(n_persist)[1]
-        spare = self.spare_bytes(n_persist, n_speculate, swapped_bytes) if n_speculate else 0
-        chunks = states + self._least_gradient_bytes(n_persist) + spare
+        chunks = states + self._least_gradient_bytes(n_persist) + self.spare_bytes(n_persist, n_speculate)
         return chunks + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
 
     def _least_gradient_bytes(self, n_persist: int) -> int:
         return self.gradients.host_bytes(n_persist, self.gradients.on_host(n_persist))
 
-    def early_weights(self, n_persist: int, n_speculate: int, swapped_bytes: int) -> bool:
-        """Whether early updates of ``n_speculate`` chunks are of their weights alone.
+    def making_weights(self) -> MemoryModel:
+        """The same, but that early updates make weights alone."""
+        other = copy.copy(self)
+        other.early_weights = True
+        return other
 
-        So they are where host memory has no room for second copies of all that whole ones write.
-        """
-        if not n_speculate:
-            return False
-        room = self.hardware.host_bytes - self.host_bytes_beside(n_persist, swapped_bytes)
-        return self._spare[n_persist + n_speculate] - self._spare[n_persist] > room
-
-    def spare_bytes(self, n_persist: int, n_speculate: int, swapped_bytes: int) -> int:
+    def spare_bytes(self, n_persist: int, n_speculate: int) -> int:
         """Second copies of what early updates of ``n_speculate`` chunks write."""
-        sizes = self._second if self.early_weights(n_persist, n_speculate, swapped_bytes) else self._spare
+        sizes = self._copies[self.early_weights]
         return sizes[n_persist + n_speculate] - sizes[n_persist]
 
-    def most_speculated(self, n_persist: int, swapped_bytes: Bytes) -> Bytes:
-        """Chunks of which second weights fit in what is left of host memory, by the size of what is swapped."""
-        return self._most(self._second, n_persist, swapped_bytes)
-
-    def most_whole(self, n_persist: int, swapped_bytes: Bytes) -> Bytes:
-        """The same of second copies of all that a whole update writes."""
-        return self._most(self._spare, n_persist, swapped_bytes)
-
-    def _most(self, sizes: list[int], n_persist: int, swapped_bytes: Bytes) -> Bytes:
+    def most_early(self, n_persist: int, swapped_bytes: Bytes) -> Bytes:
+        """Chunks of which second copies fit in what is left of host memory, by the size of what is swapped."""
+        sizes = self._copies[self.early_weights]
         room = self.hardware.host_bytes - self.host_bytes_beside(n_persist, 0) - swapped_bytes
         fit = np.searchsorted(sizes, sizes[n_persist] + room, side="right") - 1
         return np.clip(fit - n_persist, 0, len(self.layout.chunks) - n_persist)

@@ -63,8 +63,8 @@ class Plan(Record):
     step_ms: float  # predicted
     n_ckpt_swap: int = 0  # of n_ckpt, those recomputed from inputs that wait in host memory
     keep_attention: bool = False  # recomputed blocks keep outputs of attention, where they keep their inputs
-    n_speculate: int = 0  # chunks after the persistent ones that are updated before step() where host memory has room
-    early_weights: bool = False  # of their weights alone, where host memory has no room for second copies of all states
+    n_speculate: int = 0  # chunks after the persistent ones that are updated before step(), into second copies
+    early_weights: bool = False  # of their weights alone; the states follow
     n_stream: int = 0  # of the other chunks in host memory: planning.layout says which the device updates
     # Regions that gradients of persistent chunks (of chunks in host memory) share while updates run inside backward; 0:
     # each has its own.

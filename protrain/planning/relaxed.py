@@ -48,7 +48,7 @@ class Relaxed:
         self._quick: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
         self._common_of: dict[tuple[int, int, int], float] = {}  # by n_persist, n_buffer or -1, least n_swap
 
-    def untouched_ms(self, placement: tuple[int, int, int], limit_ms: float, weights_from: int) -> float:
+    def untouched_ms(self, placement: tuple[int, int, int], limit_ms: float) -> float:
         """The step with no block recomputed or swapped, as if there were memory for it, or at least ``limit_ms``.
 
         What has not been worked out to its end is known to take the limit of then, and limits only fall.
@@ -56,13 +56,10 @@ class Relaxed:
         Args:
             placement: n_persist, n_buffer and the most early updates.
             limit_ms: what is of interest.
-            weights_from: how many of those are of weights alone at least; 0: they are whole.
         """
         known = self._untouched_of.get(placement)
         if known is None:
-            known, _ = self._runtime.fitted_ms(
-                self._untouched, *placement, limit_ms=limit_ms, weights_from=weights_from
-            )
+            known, _ = self._runtime.fitted_ms(self._untouched, *placement, limit_ms=limit_ms)
             self._untouched_of[placement] = known
             if known < limit_ms:
                 self._quick[placement[0]].append((known, placement[1]))
@@ -74,7 +71,6 @@ class Relaxed:
         n_persist: int,
         n_buffer: NDArray[np.int64],
         most_early: NDArray[np.int64],
-        weights_from: NDArray[np.int64],
         limit_ms: float,
     ) -> bool:
         """Whether a choice that swaps is known to take ``limit_ms``. See [Note: many that swap].
@@ -84,7 +80,6 @@ class Relaxed:
             n_persist: the number of persistent chunks.
             n_buffer: by choice, the buffers that fit; negative where the choice does not.
             most_early: by choice, the early updates that fit.
-            weights_from: by choice, how many of weights alone there are at least; 0: they are whole.
             limit_ms: what is of interest.
         """
         buffers, most = int(n_buffer[row]), int(most_early[row])
@@ -96,17 +91,14 @@ class Relaxed:
                 fit = n_buffer >= 0 if alike < 0 else n_buffer == alike
                 near = np.flatnonzero(fit & (self._n_swap >= first) & (self._n_swap < 2 * first))
                 placement = n_persist, int(n_buffer[near].max()), int(most_early[near].max())
-                modes, fewest = self._choices.some(near).common(), int(weights_from[near].min())
-                common_ms, _ = self._runtime.fitted_ms(modes, *placement, limit_ms=surely_ms, weights_from=fewest)
+                modes = self._choices.some(near).common()
+                common_ms, _ = self._runtime.fitted_ms(modes, *placement, limit_ms=surely_ms)
                 self._common_of[n_persist, alike, first] = common_ms
             if common_ms >= surely_ms:
                 return True
             # Untouched it takes no more, nor with more buffers; where room for early updates matters, it is simulated.
             quick = (ms < limit_ms and fewer <= buffers for ms, fewer in self._quick[n_persist])
             undecided = common_ms >= limit_ms and not any(quick)
-            if (
-                undecided
-                and self.untouched_ms((n_persist, buffers, most), limit_ms, int(weights_from[row])) >= limit_ms
-            ):
+            if undecided and self.untouched_ms((n_persist, buffers, most), limit_ms) >= limit_ms:
                 return True
         return False

@@ -11,6 +11,7 @@ On a CPU, where nothing overlaps, the operations add up.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 from protrain.planning.bounds import Bounds
@@ -36,6 +37,12 @@ class RuntimeModel(Bounds):
     def __init__(self, memory: MemoryModel, *, only_adds: bool = False) -> None:
         super().__init__(memory, only_adds=only_adds)
         self._work: tuple[Modes, tuple[list[Work], list[float]]] | None = None  # of the modes asked for last
+
+    def making_weights(self) -> RuntimeModel:
+        """The same, but that early updates make weights alone; what is worked out of either is known to both."""
+        other = copy.copy(self)
+        other._memory = self._memory.making_weights()
+        return other
 
     def step_ms(
         self,
@@ -74,11 +81,8 @@ class RuntimeModel(Bounds):
         most: int,
         *,
         limit_ms: float = float("inf"),
-        weights_from: int = 0,
     ) -> tuple[float, int]:
         """The same with up to ``most`` early updates: as many as seem best. See [Note: how many early updates].
-
-        Whole ones, or ``weights_from`` or more of weights alone where that is not 0.
 
         Returns:
             (step time, n_speculate).
@@ -88,9 +92,7 @@ class RuntimeModel(Bounds):
         before_ms = self._before_ms(modes, n_persist, n_buffer, limit_ms)
         if before_ms >= limit_ms:
             return before_ms, 0
-        step = self._step(modes, n_persist, n_buffer, most)
-        host = step.host._replace(weight_share=self._weight_share if weights_from else 0.0)
-        step = replace(step, host=host, fewest_early=sum(chunk < n_persist + weights_from for chunk, _ in host.updates))
+        step = replace(self._step(modes, n_persist, n_buffer, most), open_early=True)
         step_ms, n_early = simulate(step, self._rates, limit_ms=limit_ms - before_ms)
         return before_ms + step_ms, step.host.updates[n_early - 1][0] - n_persist + 1 if n_early else 0
 
@@ -123,7 +125,6 @@ class RuntimeModel(Bounds):
                 first = {chunk for _, chunk in handed_on}
                 host, streamed = ([pair for pair in one if pair[0] not in first] for one in (host, streamed))
         n_early = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
-        weights = n_speculate and self._memory.early_weights(n_persist, n_speculate, self._memory.swapped_bytes(modes))
         return Step(
             forward=visits[:n_visits],
             backward=visits[n_visits:],
@@ -135,7 +136,7 @@ class RuntimeModel(Bounds):
             swap_ms=swap_in,
             gradients=self._gradients,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
-            host=Queue(host, n_early, self._weight_share if weights else 0.0),
+            host=Queue(host, n_early, self._weight_share if n_speculate and self._memory.early_weights else 0.0),
             streamed=Queue(streamed, len(streamed) if self._in_backward else 0),
             after_host_ms=self._after_host_ms,
             making_room=making_room,

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import suppress
+from math import inf
 
 import numpy as np
 
-from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.columns import WEIGHTS_GAIN, Candidate, Columns
 from protrain.planning.early_times import times_by_early
@@ -24,7 +23,7 @@ from protrain.planning.memory import MemoryModel
 from protrain.planning.moves import Moves
 from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
-from protrain.planning.streamed_search import StreamedSearch
+from protrain.planning.streamed_search import STREAMING_GAIN, StreamedSearch
 from protrain.profiler.model_profile import ModelProfile
 
 # Of plans within this of the fastest, the one with most persistent chunks, then fewest swapped blocks and then fewest
@@ -61,23 +60,45 @@ def search(
     """
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
     plan = _fastest(models)
+    if plan is None:
+        raise nothing_fits(models.memory, models.moves)
     limit_ms = plan.step_ms * (1 - _ATTENTION_GAIN)
     if least_ms(profile, hardware, plan.step_ms) >= limit_ms + plan.step_ms * _TOLERANCE:
         return plan
     models = _Models(profile, hardware, chunk_elements, step_during_backward, keep_attention=True)
-    with suppress(PlanError):  # it takes more memory
-        keeping = _fastest(models)
-        return keeping if keeping.step_ms < limit_ms else plan
-    return plan
+    keeping = _fastest(models, limit_ms)
+    return plan if keeping is None or keeping.step_ms >= limit_ms else keeping
 
 
-def _fastest(models: _Models) -> Plan:
+def _fastest(models: _Models, limit_ms: float = inf) -> Plan | None:
+    """The plan to take of those that are faster than ``limit_ms``; None where there is none."""
     columns = Columns(
         models.profile, models.hardware, models.memory, models.runtime, models.moves, tolerance=_TOLERANCE
     )
-    found = columns.walk()
-    if not found:
-        raise nothing_fits(models.memory, models.moves)
+    found = columns.walk(limit_ms=limit_ms)
+    plan = whole = _settled(models, found) if found else None
+    if plan is not None:
+        limit_ms = plan.step_ms * (1 - WEIGHTS_GAIN)
+    if models.runtime.speculates and (found := columns.walk(weights=True, limit_ms=limit_ms)):
+        weights = models.plan(*models.best_early(*min(found)[1:], early_weights=True), early_weights=True)
+        if weights.step_ms < limit_ms:
+            plan = weights
+    if plan is None or not models.runtime.streams:
+        return plan
+    begins = {False: whole, True: plan if models.runtime.speculates else None}
+    streamed = [
+        (best, early_weights)
+        for early_weights, begin in begins.items()
+        if begin is not None and (best := StreamedSearch(*models.kinds[early_weights]).fastest(begin))
+    ]
+    best, early_weights = min(streamed, default=(None, False))
+    if best is None or best.step_ms >= plan.step_ms * (1 - STREAMING_GAIN):
+        return plan
+    return models.plan(*best[1:], early_weights=early_weights)
+
+
+def _settled(models: _Models, found: list[Candidate]) -> Plan:
+    """Of plans whose early updates are whole the one to take."""
     near = min(found)[0] * (1 + _NEAR)
     found = [models.refined(candidate) for candidate in found if candidate.step_ms <= near]
     fastest = min(found)[0]
@@ -86,18 +107,7 @@ def _fastest(models: _Models) -> Plan:
         close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate.n_ckpt_swap, candidate)
     )
     limit_ms = fastest * (1 + _TOLERANCE)
-    plan = models.plan(*models.best_early(*models.fewer_moved(*models.more_persistent(chosen, limit_ms), limit_ms)))
-    others = []
-    if models.runtime.speculates:
-        limit_ms = plan.step_ms * (1 - WEIGHTS_GAIN)
-        if found := columns.walk(weights=True, limit_ms=limit_ms):
-            weights = models.plan(*models.best_early(*min(found)[1:]))
-            if weights.step_ms < limit_ms:
-                plan, others = weights, [plan]
-    if not models.runtime.streams:
-        return plan
-    streamed = StreamedSearch(models.memory, models.runtime).fastest(plan, *others)
-    return plan if streamed is None else models.plan(*streamed)
+    return models.plan(*models.best_early(*models.fewer_moved(*models.more_persistent(chosen, limit_ms), limit_ms)))
 
 
 def evaluate(
@@ -110,6 +120,7 @@ def evaluate(
     n_ckpt: int,
     n_ckpt_swap: int = 0,
     n_speculate: int = 0,
+    early_weights: bool = False,
     n_stream: int = 0,
     keep_attention: bool = False,
     chunk_elements: int | None = None,
@@ -124,7 +135,7 @@ def evaluate(
     models = _Models(profile, hardware, chunk_elements, step_during_backward, keep_attention=keep_attention)
     counts = n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream
     models.check_counts(*counts)
-    plan = models.plan(*counts)
+    plan = models.plan(*counts, early_weights=early_weights)
     models.check_fits(plan)
     return plan
 
@@ -156,7 +167,7 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
         )
     counts = (plan.n_persist, plan.n_buffer, *modes, plan.n_speculate, plan.n_stream)
     models.check_counts(*counts)
-    fresh = models.plan(*counts, modes=plan.block_modes)
+    fresh = models.plan(*counts, early_weights=plan.early_weights, modes=plan.block_modes)
     models.check_fits(fresh)
     return fresh
 
@@ -192,6 +203,10 @@ class _Models:
         self.memory = MemoryModel(profile, hardware, self.layout, update_in_backward=step_during_backward)
         self.moves = Moves(self.memory)
         self.runtime = RuntimeModel(self.memory)
+        self.kinds = {  # by whether early updates make weights alone
+            False: (self.memory, self.runtime),
+            True: (self.memory.making_weights(), self.runtime.making_weights()),
+        }
 
     def plan(
         self,
@@ -203,10 +218,11 @@ class _Models:
         n_speculate: int,
         n_stream: int = 0,
         *,
+        early_weights: bool = False,
         modes: tuple[BlockMode, ...] | None = None,
     ) -> Plan:
         """The plan with its predictions."""
-        profile, memory = self.profile, self.memory
+        profile, (memory, runtime) = self.profile, self.kinds[early_weights]
         modes = modes or block_modes(len(profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
         activations = memory.activations(modes)
         return Plan(
@@ -226,11 +242,11 @@ class _Models:
             n_ckpt_swap=n_ckpt_swap,
             keep_attention=self.keep_attention,
             n_speculate=n_speculate,
-            early_weights=memory.early_weights(n_persist, n_speculate, activations.swapped_bytes),
+            early_weights=early_weights and n_speculate > 0,
             n_stream=n_stream,
             n_device_gradient=memory.device_regions(n_persist),
             n_host_gradient=memory.host_regions(n_persist, activations.swapped_bytes),
-            step_ms=self.runtime.step_ms(modes, n_persist, n_buffer, n_speculate, n_stream),
+            step_ms=runtime.step_ms(modes, n_persist, n_buffer, n_speculate, n_stream),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )
 
@@ -272,11 +288,11 @@ class _Models:
                 return n_persist, buffers, n_swap, n_ckpt, fewer, early
         return n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate
 
-    def most_early(self, n_persist: int, swapped_bytes: int) -> int:
-        """Early updates, whole ones, that host memory has room for."""
+    def most_early(self, n_persist: int, swapped_bytes: int, *, early_weights: bool = False) -> int:
+        """Early updates that host memory has room for."""
         if not self.runtime.speculates:
             return 0
-        return int(self.memory.most_whole(n_persist, np.array(swapped_bytes)))
+        return int(self.kinds[early_weights][0].most_early(n_persist, np.array(swapped_bytes)))
 
     def refined(self, plan: Candidate) -> Candidate:
         """The same with none, all or one more or less of the early updates where that is faster.
@@ -294,17 +310,28 @@ class _Models:
         return best
 
     def best_early(
-        self, n_persist: int, n_buffer: int, n_swap: int, n_ckpt: int, n_ckpt_swap: int, n_speculate: int
+        self,
+        n_persist: int,
+        n_buffer: int,
+        n_swap: int,
+        n_ckpt: int,
+        n_ckpt_swap: int,
+        n_speculate: int,
+        *,
+        early_weights: bool = False,
     ) -> Counts:
         """The same with the best number of early updates, or fewer where those save nothing: they take memory.
 
-        Whole ones, or up to ``n_speculate``. Half as many again as are needed, should the host be slower than it was
-        when it was calibrated.
+        Half as many again as are needed, should the host be slower than it was when it was calibrated.
         """
         modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
-        most = max(n_speculate, self.most_early(n_persist, self.memory.activations(modes).swapped_bytes))
+        swapped_bytes = self.memory.activations(modes).swapped_bytes
+        most, runtime = (
+            self.most_early(n_persist, swapped_bytes, early_weights=early_weights),
+            self.kinds[early_weights][1],
+        )
         likely = min(most, n_speculate)
-        times = times_by_early(self.runtime, modes, n_persist, n_buffer, most, likely=likely, tolerance=_NOTHING)
+        times = times_by_early(runtime, modes, n_persist, n_buffer, most, likely=likely, tolerance=_NOTHING)
         limit_ms = min(times) * (1 + _NOTHING)
         needed = next(early for early, step_ms in enumerate(times) if step_ms <= limit_ms)
         enough = (early for early in range(min(most, -(-3 * needed // 2)), needed - 1, -1) if times[early] <= limit_ms)

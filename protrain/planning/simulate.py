@@ -368,7 +368,7 @@ class _Run:
     def _update(self) -> None:
         over = self._free[GPU]  # backward is, and the norm known
         if self.in_time is None:
-            if self.step.fewest_early is not None:
+            if self.step.open_early:
                 self.step = replace(self.step, host=self._least_waiting(over))
             self.in_time = (
                 self.step.host.in_time(self._free[HOST], self._offloaded, over),
@@ -397,9 +397,9 @@ class _Run:
 
     def _least_waiting(self, over: float) -> Queue:
         """The host's updates with the best number of early ones."""
-        host, fewest = self.step.host, self.step.fewest_early
+        host = self.step.host
         if host.weight_share:
-            return least_waiting_weights(host, self._known(over), fewest or 0)
+            return least_waiting_weights(host, self._known(over))
         return least_waiting(host, self._known(over))
 
     def _known(self, over: float) -> Known:

@@ -54,5 +54,4 @@ class Step:
     streamed: Queue  # likewise, by the device
     after_host_ms: float  # at least, from the last host update to the end of forward, where nothing is streamed
     making_room: Mapping[int, Update] = field(default_factory=dict)  # by gradient that has no room until one is over
-    # How few of host.n_early may be chosen, see [Note: how many early updates]; None: it is their number.
-    fewest_early: int | None = None
+    open_early: bool = False  # host.n_early is the most that there may be: [Note: how many early updates]

@@ -60,19 +60,13 @@ class StreamedSearch:
         self._margined = memory.with_margin(memory.all_activations(Choices.of(modes))[0])  # by n_ckpt
         self._tried: set[tuple[int, ...]] = set()
 
-    def fastest(self, plan: Plan, *others: Plan) -> tuple[int, ...] | None:
-        """The integers of the fastest plan found with streamed updates, in the order of :class:`Streamed`.
-
-        None unless it is faster than ``plan``, the fastest without, by :data:`STREAMING_GAIN`. The search begins with
-        the ``others`` as well.
-        """
-        best = Streamed(*(getattr(plan, name) for name in Streamed._fields))
-        for other in (plan, *others):
-            begin = Streamed(*(getattr(other, name) for name in Streamed._fields))
-            best = min(best, self._near(begin))
-            if other.n_swap + other.n_ckpt_swap:
-                best = min(best, self._near(begin._replace(n_swap=0, n_ckpt_swap=0)))
-        return best[1:] if best.n_stream and best.step_ms < plan.step_ms * (1 - STREAMING_GAIN) else None
+    def fastest(self, plan: Plan) -> Streamed | None:
+        """The fastest plan that is found with streamed updates, in a search that begins with ``plan``."""
+        begin = Streamed(*(getattr(plan, name) for name in Streamed._fields))
+        best = self._near(begin)
+        if plan.n_swap + plan.n_ckpt_swap:
+            best = min(best, self._near(begin._replace(n_swap=0, n_ckpt_swap=0)))
+        return best if best.n_stream else None
 
     def _near(self, plan: Streamed) -> Streamed:
         """The fastest on the way from ``plan``."""
@@ -165,4 +159,4 @@ class StreamedSearch:
         """Early updates that host memory has room for."""
         if not self._runtime.speculates:
             return 0
-        return int(self._memory.most_speculated(n_persist, np.array(swapped_bytes)))
+        return int(self._memory.most_early(n_persist, np.array(swapped_bytes)))

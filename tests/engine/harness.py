@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.batch import arguments
-from protrain.engine.build import DTYPES
-from protrain.engine.chunks import size_bytes, state_layout
 from protrain.optim import ProTrainOptimizer
 from protrain.planning import BlockMode, MemoryModel, Plan, check, choose_chunk_elements, evaluate, pack
 from protrain.planning.layout import updated_chunks
@@ -40,7 +38,7 @@ class Spec:
     modes: tuple[BlockMode, ...]  # repeated over the blocks
     small: bool = False  # chunks as small as the largest parameter allows, so that a unit spreads over several
     early: bool = False  # updates begin before step() is called
-    weights: bool = False  # and host memory has room for second weights alone
+    weights: bool = False  # of weights alone
     stream: bool = False  # the device updates half of the chunks in host memory, or of those not updated early
     attention: bool = False  # kept by recomputed blocks
 
@@ -105,6 +103,7 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside
         n_ckpt=modes.count(CKPT) + modes.count(CKPT_SWAP),
         n_ckpt_swap=modes.count(CKPT_SWAP),
         n_speculate=n_speculate,
+        early_weights=spec.weights,
         n_stream=-(-len(candidates) // 2) if spec.stream else 0,
         keep_attention=spec.attention,
         chunk_elements=chunk_elements,
@@ -119,18 +118,6 @@ def least_host_bytes(plan: Plan, profile: ModelProfile, device: torch.device) ->
     layout = pack(profile, plan.chunk_elements)
     memory = MemoryModel(profile, protrain.hardware.detect(device), layout, update_in_backward=True)
     return memory.host_bytes_beside(plan.n_persist, memory.activations(plan.block_modes).swapped_bytes)
-
-
-def bytes_with_weights_alone(plan: Plan, profile: ModelProfile) -> int:
-    """Host memory with which the early updates of ``plan`` have room for second weights and for nothing else."""
-    first, dtype = plan.n_persist, DTYPES[profile.dtype]
-    early = pack(profile, plan.chunk_elements).chunks[first : first + plan.n_speculate]
-    return plan.host_bytes - sum(
-        size
-        for record in early
-        if record.trainable
-        for size in size_bytes(record, state_layout(True, dtype, gradient=False))[1:]
-    )
 
 
 _profiles: dict[tuple[str, torch.dtype, torch.device], ModelProfile] = {}
@@ -166,8 +153,6 @@ def wrap_under(
     host_memory: int | str = "4GiB"
     if tight_host:
         host_memory = least_host_bytes(plan, profile, device)
-    elif spec.weights and not inside:
-        host_memory = bytes_with_weights_alone(plan, profile)
     elif profile.accumulation > 1:
         host_memory = plan.host_bytes
     return protrain.wrap(

@@ -14,7 +14,7 @@ from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, block_
 from protrain.planning.kept_attention import least_ms
 from protrain.planning.plan import as_planned
 from protrain.profiler.model_profile import ModelProfile
-from tests.planning.test_brute_force import MIB, N, as_measured, every_plan, random_machine, random_profile
+from tests.planning.test_brute_force import MIB, N, as_measured, every_plan, kinds_of, random_machine, random_profile
 
 SEEDS = (*range(30, 42),)
 
@@ -46,13 +46,13 @@ def test_no_plan_beats_the_bound_and_the_better_kind_is_chosen() -> None:
         plain = replace(profile, blocks=tuple(replace(block, attention_ms=0.0) for block in profile.blocks))
         without = search(plain, hardware, **options)
         kept = profile.keeping_attention()
-        memory = MemoryModel(kept, hardware, pack(kept, N), update_in_backward=inside)
-        runtime = RuntimeModel(memory)
         bound = least_ms(profile, hardware, without.step_ms)
         best = float("inf")
-        for n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, early in every_plan(memory, inside=inside):
-            modes = block_modes(len(profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
-            best = min(best, runtime.step_ms(modes, n_persist, n_buffer, early))
+        for memory in kinds_of(MemoryModel(kept, hardware, pack(kept, N), update_in_backward=inside), inside=inside):
+            runtime = RuntimeModel(memory)
+            for n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, early in every_plan(memory, inside=inside):
+                modes = block_modes(len(profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
+                best = min(best, runtime.step_ms(modes, n_persist, n_buffer, early))
         assert best >= 0.995 * bound  # see least_ms
         found = search(profile, hardware, **options)
         assert found.keep_attention == (found.step_ms < 0.99 * without.step_ms)

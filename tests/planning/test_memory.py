@@ -141,7 +141,7 @@ def test_as_many_second_copies_as_host_memory_has_room_for(
 
                 def most(host_bytes: int, n_persist: int = n_persist, swapped: int = swapped) -> int:
                     memory = MemoryModel(traced, replace(roomy, host_bytes=host_bytes), layout)
-                    return int(memory.most_whole(n_persist, np.array([swapped]))[0])
+                    return int(memory.most_early(n_persist, np.array([swapped]))[0])
 
                 assert most(least + size) >= n_early
                 if n_early and chunks[-1].trainable:

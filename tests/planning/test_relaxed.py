@@ -50,7 +50,7 @@ def test_what_is_ruled_out_together_is_too_slow_one_by_one(inside: bool) -> None
             # Just above every one of them, so that it must be left; and limits only fall.
             for limit_ms in sorted({time * (1 + 1e-9) for time in times.values()}, reverse=True):
                 for row in rows:
-                    if relaxed.is_too_slow(row, n_persist, n_buffer, most_early, np.zeros_like(most_early), limit_ms):
+                    if relaxed.is_too_slow(row, n_persist, n_buffer, most_early, limit_ms):
                         assert times[row] >= limit_ms
                         n_ruled_out += 1
                         n_beyond_untouched += untouched_ms < limit_ms

@@ -155,6 +155,16 @@ def test_more_memory_never_makes_it_slower() -> None:
         assert any(plan.n_stream for plan in plans) == bool(helped)
 
 
+@pytest.mark.parametrize("host_adam_gparams", [0.5, 0.8])
+def test_more_host_memory_never_makes_it_slower(host_adam_gparams: float) -> None:
+    traced = make_profile(12, ms=2.0)
+    rates = {"host_adam_gparams": host_adam_gparams, "streamed_adam_gparams": None}
+    plans = [search(traced, machine("1200MiB", n * 512 * MIB, **rates)) for n in range(3, 12)]
+    assert all(more.step_ms <= 1.01 * less.step_ms for less, more in pairwise(plans))
+    assert plans[-1].step_ms < 0.95 * plans[0].step_ms
+    assert [plan.early_weights for plan in (plans[0], plans[-1])] == [True, False]
+
+
 def test_the_device_helps_a_host_that_forward_waits_for() -> None:
     traced = make_profile(12, ms=2.0)
     tight = {"host_adam_gparams": 0.3, "streamed_adam_gparams": 0.3}
@@ -164,7 +174,7 @@ def test_the_device_helps_a_host_that_forward_waits_for() -> None:
     assert plan.step_ms < 0.85 * alone.step_ms
     counts = {
         name: getattr(plan, name)
-        for name in ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate")
+        for name in ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "early_weights")
     }
     by_hand = [
         evaluate(
