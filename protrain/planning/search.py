@@ -30,6 +30,7 @@ from protrain.profiler.model_profile import ModelProfile
 # moved inputs wins: what is not moved cannot be late.
 _TOLERANCE = 0.005
 _NEAR = 0.03  # of plans within this of the fastest other numbers of early updates are tried
+_REFINES = 0.01  # of a step, what another number of early updates than the simulation chooses may save
 _NOTHING = 0.001  # what early updates must save at least
 _ATTENTION_GAIN = 0.01  # of a step, what keeping attention must save
 
@@ -75,7 +76,7 @@ def _fastest(models: _Models, limit_ms: float = inf) -> Plan | None:
     columns = Columns(
         models.profile, models.hardware, models.memory, models.runtime, models.moves, tolerance=_TOLERANCE
     )
-    found = columns.walk(limit_ms=limit_ms)
+    found = columns.walk(limit_ms=limit_ms * (1 + _REFINES))
     plan = whole = _settled(models, found) if found else None
     if plan is not None:
         limit_ms = plan.step_ms * (1 - WEIGHTS_GAIN)
