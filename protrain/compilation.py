@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo.utils
 from torch import nn
 from torch._dynamo import trace_rules
 
@@ -38,6 +39,11 @@ class CompiledForward:
 def eager_of(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward`` as it was before compilation."""
     return forward.eager if isinstance(forward, CompiledForward) else forward
+
+
+def graphs_compiled() -> int:
+    """In this process so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 @functools.cache

@@ -9,6 +9,7 @@ fetches for a block comes when the backward of the unit behind it begins.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from protrain import batch as batches
-from protrain.compilation import CompiledForward, eager_of
+from protrain.compilation import CompiledForward, eager_of, graphs_compiled
 from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu, fused_attention_in_graphs
 from protrain.profiler.meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.operations import storage_key, tensors_in
@@ -286,8 +287,12 @@ class Step:
         use.traffic_bytes += computed.traffic_bytes
         use.fused_bytes += computed.fused_bytes
         use.attention += computed.attention
+        known = graphs_compiled()
         with self._as_compiled():
             probe(use, forward, args, kwargs, self._constants, self._meter, self._device, count=False)
+        if graphs_compiled() != known:
+            # Where the collector ran meanwhile the compiler leaves cycles that hold what the block saved in this call.
+            gc.collect()
         return forward
 
     @contextmanager

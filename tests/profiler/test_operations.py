@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,24 @@ def test_the_meta_device_knows_what_compiled_blocks_save(
         assert block.forward_traffic_bytes < eager.forward_traffic_bytes
         assert (block.forward_flops, block.attention_bytes) == (eager.forward_flops, eager.attention_bytes)
     assert torch.nn.functional.scaled_dot_product_attention.__module__ != "protrain.profiler.meta_device"
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_the_compiler_leaves_behind_is_no_memory_of_the_step(
+    tiny_model: Callable[..., Any], tiny_batch: Callable[..., Any], family: str
+) -> None:
+    """Cycles that hold what a block saved when it was compiled. They come where the collector runs meanwhile."""
+    model, batch = tiny_model(family), tiny_batch()
+    blocks = [model.get_submodule(path) for path in find_blocks(model)]
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50, 3, 3)
+    try:
+        with compiled_blocks(blocks, on_meta=True):
+            first, again = (profile(model, batch, device="meta", dtype=torch.float32) for _ in range(2))
+    finally:
+        gc.set_threshold(*thresholds)
+    assert first.segments == again.segments
     torch._dynamo.reset()
 
 
