@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from protrain.engine.chunks import Chunk
 from protrain.engine.engine import Engine
 from protrain.engine.streams import CudaStreams
 from protrain.engine.units import Unit
@@ -87,7 +88,8 @@ class _Recorder:
         self._jobs: dict[int, list[tuple[str, int, int]]] = {HOST: [], STREAM: []}
         self._steps: list[Any] = []
         self._backward: tuple[str, Any] | None = None
-        self._names = {}  # by address in host memory
+        self._gradients_of: int | None = None  # the chunk whose gradients are being offloaded
+        self._names = {}  # of weights, by address in host memory
         for chunk in engine.chunks:
             self._names[chunk.weight.data_ptr()] = f"weights {chunk.index}"
             second = (
@@ -95,8 +97,6 @@ class _Recorder:
             )  # uploads take the one or the other
             if second is not None:
                 self._names[second.data_ptr()] = f"weights {chunk.index}"
-            if chunk.landing is not None and not engine.plan.n_host_gradient:  # those are of one chunk after the other
-                self._names[chunk.landing.data_ptr()] = f"gradients {chunk.index}"
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -113,6 +113,7 @@ class _Recorder:
         }
         if isinstance(engine.streams, CudaStreams):
             patches[engine.streams, "_copy"] = self._copy(engine.streams._copy)
+            patches[engine.gradients, "_offload"] = self._offload(engine.gradients._offload)
         for (owner, name), function in patches.items():
             vars(owner)[name] = function
         workers = dict(zip(self._jobs, engine.workers, strict=False))
@@ -185,14 +186,26 @@ class _Recorder:
 
         return leave_unit
 
+    def _offload(self, original: Callable[..., None]) -> Callable[..., None]:
+        def offload(chunk: Chunk, *rest: Any) -> None:
+            self._gradients_of = chunk.index
+            try:
+                original(chunk, *rest)
+            finally:
+                self._gradients_of = None
+
+        return offload
+
     def _copy(self, original: Callable[..., None]) -> Callable[..., None]:
         def copy(stream: Any, target: torch.Tensor, source: torch.Tensor, after: Any, done: Any) -> None:
             up = target.is_cuda
             stream.wait_event(after.event)
             start = self._stamp(stream)
             original(stream, target, source, after, done)
-            host = source if up else target
-            name = self._names.get(host.data_ptr(), "gradients" if not up else "activations")
+            if up:
+                name = self._names.get(source.data_ptr(), "activations")
+            else:
+                name = "activations" if self._gradients_of is None else f"gradients {self._gradients_of}"
             self._spans.append((UP if up else DOWN, name, start, self._stamp(stream)))
 
         return copy

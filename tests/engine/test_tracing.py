@@ -70,6 +70,7 @@ def test_a_trace_has_every_unit_copy_and_update(
     if device.type == "cuda":
         down = Counter(event["name"] for event in rows["ProTrain, measured", "device to host"])
         assert all(down[f"gradients {chunk}"] >= 2 for chunk in away)
+        assert set(down) == {"activations", *(f"gradients {chunk}" for chunk in away)}
         up = {event["name"] for event in rows["ProTrain, measured", "host to device"]}
         assert {f"weights {chunk}" for chunk in away} <= up
 
