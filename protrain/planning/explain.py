@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout, pack
@@ -165,7 +166,7 @@ def explain(
         device_parts=device_parts(plan, memory),
         host_parts=host_parts(plan, memory),
         phases=phases(_timeline(plan, runtime, hardware, layout)),
-        changes=(*_changes(plan, memory, runtime), _other_attention(plan, profile, memory)),
+        changes=(*_changes(plan, memory, runtime), *_switches(plan, profile, memory)),
         here=here,
         better=tuple(better),
     )
@@ -306,14 +307,19 @@ def _effect(change: Change, plan: Plan, memory: MemoryModel, runtime: RuntimeMod
     )
 
 
-def _other_attention(plan: Plan, profile: ModelProfile, memory: MemoryModel) -> Change:
-    """Attention kept where it is not, and computed again where it is kept."""
+def _switches(plan: Plan, profile: ModelProfile, memory: MemoryModel) -> Iterator[Change]:
+    """Attention kept where it is not, and computed again where it is kept; early updates of the other kind."""
     impossible = "" if plan.n_ckpt else "no block is recomputed"
     if not any(block.attention_bytes for block in profile.blocks):
         impossible = "no block has a fused attention"
+    yield _switched("keep_attention", impossible, plan, profile, memory)
+    yield _switched("early_weights", "" if plan.n_speculate else "no update is early", plan, profile, memory)
+
+
+def _switched(knob: str, impossible: str, plan: Plan, profile: ModelProfile, memory: MemoryModel) -> Change:
     change = Change(
-        knob="keep_attention",
-        step=-1 if plan.keep_attention else 1,
+        knob=knob,
+        step=-1 if getattr(plan, knob) else 1,
         counts=tuple(getattr(plan, name) for name in KNOBS),
         step_ms=None,
         device_bytes=0,
@@ -324,7 +330,8 @@ def _other_attention(plan: Plan, profile: ModelProfile, memory: MemoryModel) -> 
     )
     if impossible:
         return change
-    other = replace(plan, keep_attention=not plan.keep_attention)
+    changed: dict[str, Any] = {knob: not getattr(plan, knob)}
+    other = replace(plan, **changed)
     others = _memory_of(other, profile, memory.hardware, memory.layout, memory.update_in_backward)
     return _effect(change, plan, others, RuntimeModel(others))
 

@@ -169,11 +169,11 @@ def test_a_knob_does_what_the_plan_with_it_does() -> None:
     plan = hand_made(traced, hardware, n_persist=2, n_swap=1, n_ckpt=2, n_ckpt_swap=1, n_speculate=1, n_stream=1)
     changes = explain(plan, traced, hardware).changes
     knobs = [(knob, step) for knob in KNOBS for step in (1, -1)]
-    assert [(change.knob, change.step) for change in changes] == [*knobs, ("keep_attention", 1)]
+    switches = ("keep_attention", "early_weights")
+    assert [(change.knob, change.step) for change in changes] == [*knobs, *((switch, 1) for switch in switches)]
     for change in changes:
-        kept = change.knob == "keep_attention"
         counts = dict(zip(KNOBS, change.counts, strict=True))
-        other = hand_made(traced, hardware, **counts, keep_attention=kept)
+        other = hand_made(traced, hardware, **counts, **{switch: change.knob == switch for switch in switches})
         assert change.impossible == ""
         assert getattr(other, change.knob) == getattr(plan, change.knob) + change.step
         assert change.step_ms == pytest.approx(other.step_ms)
@@ -210,6 +210,7 @@ def test_impossible_knobs_say_why() -> None:
     assert found(changes, "n_persist", -1).counts == (5, 1, 0, 6, 0, 0, 0)  # with the buffer that it then needs
     assert found(changes, "n_ckpt_swap", -1).impossible == "there is none to give up"
     assert found(changes, "keep_attention", 1).impossible == "no block has a fused attention"
+    assert found(changes, "early_weights", 1).impossible == "no update is early"
     kept = explain(hand_made(traced, hardware, n_ckpt=0), traced, hardware).changes
     assert found(kept, "n_ckpt_swap", 1).impossible == "no block is recomputed"
     moved = explain(hand_made(traced, hardware, n_ckpt=3, n_ckpt_swap=3), traced, hardware).changes
