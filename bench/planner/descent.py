@@ -12,9 +12,8 @@ from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.planning.layout import updated_chunks
 from protrain.profiler import ModelProfile
 
-_COUNTS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream")
 _SWITCHES = ("early_weights", "keep_attention")
-_KNOBS = (*_COUNTS, *_SWITCHES)
+_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream", *_SWITCHES)
 _BETTER = 0.995  # of the step time: less is noise
 
 

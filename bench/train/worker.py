@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo.utils
 from torch import Tensor
 
 from bench.train.peers import deepspeed_trainer, fsdp2_trainer, torchao_trainer
@@ -22,6 +21,7 @@ from bench.train.results import Outcome
 from bench.train.task import Job
 from bench.train.trainers import Trainer, floor_trainer, protrain_trainer, resident_trainer
 from protrain.cli.summary import device_name
+from protrain.compilation import graphs_compiled
 from protrain.hardware.allocator import use_expandable_segments
 
 BUILDERS: dict[str, Callable[[Job, torch.device, Tensor], Trainer]] = {
@@ -83,7 +83,7 @@ def run(job: Job, device: torch.device) -> Outcome:
         config={
             **trainer.config,
             # One for all blocks; more would mean that the compiler gave some of them up.
-            "compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+            "compiled_graphs": graphs_compiled(),
             "host_threads": torch.get_num_threads(),
             "allocator": "expandable_segments:True",
         },

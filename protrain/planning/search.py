@@ -72,7 +72,7 @@ def search(
 
 
 def _fastest(models: _Models, limit_ms: float = inf) -> Plan | None:
-    """The plan to take of those that are faster than ``limit_ms``; None where there is none."""
+    """The plan to take of those that are faster than ``limit_ms``, or hardly slower; None where there is none."""
     columns = Columns(
         models.profile, models.hardware, models.memory, models.runtime, models.moves, tolerance=_TOLERANCE
     )
@@ -81,7 +81,7 @@ def _fastest(models: _Models, limit_ms: float = inf) -> Plan | None:
     if plan is not None:
         limit_ms = plan.step_ms * (1 - WEIGHTS_GAIN)
     if models.runtime.speculates and (found := columns.walk(weights=True, limit_ms=limit_ms)):
-        weights = models.plan(*models.best_early(*min(found)[1:], early_weights=True), early_weights=True)
+        weights = models.plan(*models.best_early(min(found)[1:], early_weights=True), early_weights=True)
         if weights.step_ms < limit_ms:
             plan = weights
     if plan is None or not models.runtime.streams:
@@ -108,7 +108,7 @@ def _settled(models: _Models, found: list[Candidate]) -> Plan:
         close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate.n_ckpt_swap, candidate)
     )
     limit_ms = fastest * (1 + _TOLERANCE)
-    return models.plan(*models.best_early(*models.fewer_moved(*models.more_persistent(chosen, limit_ms), limit_ms)))
+    return models.plan(*models.best_early(models.fewer_moved(*models.more_persistent(chosen, limit_ms), limit_ms)))
 
 
 def evaluate(
@@ -310,27 +310,15 @@ class _Models:
                 best = best._replace(step_ms=step_ms, n_speculate=early)
         return best
 
-    def best_early(
-        self,
-        n_persist: int,
-        n_buffer: int,
-        n_swap: int,
-        n_ckpt: int,
-        n_ckpt_swap: int,
-        n_speculate: int,
-        *,
-        early_weights: bool = False,
-    ) -> Counts:
+    def best_early(self, counts: Counts, *, early_weights: bool = False) -> Counts:
         """The same with the best number of early updates, or fewer where those save nothing: they take memory.
 
         Half as many again as are needed, should the host be slower than it was when it was calibrated.
         """
+        n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate = counts
         modes = block_modes(len(self.profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
-        swapped_bytes = self.memory.activations(modes).swapped_bytes
-        most, runtime = (
-            self.most_early(n_persist, swapped_bytes, early_weights=early_weights),
-            self.kinds[early_weights][1],
-        )
+        swapped_bytes, runtime = self.memory.activations(modes).swapped_bytes, self.kinds[early_weights][1]
+        most = self.most_early(n_persist, swapped_bytes, early_weights=early_weights)
         likely = min(most, n_speculate)
         times = times_by_early(runtime, modes, n_persist, n_buffer, most, likely=likely, tolerance=_NOTHING)
         limit_ms = min(times) * (1 + _NOTHING)
