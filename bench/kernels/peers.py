@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
 from bench.kernels.machine import package_version
 from bench.kernels.recorder import Recorder
+
+Made = TypeVar("Made")
 
 
 def compiled(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,6 +32,18 @@ def installed(package: str, module: str) -> tuple[Any, str]:
         return importlib.import_module(module), found
     except Exception as error:  # these packages build code at import, and fail in many ways
         pytest.skip(f"{package} {found} doesn't load: {' '.join(str(error).split())[:200]}")
+
+
+def built(name: str, make: Callable[[], Made]) -> Made:
+    """``make()``, which compiles code, for this GPU alone; skips the test, saying why, when it fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.cuda.is_available():
+            # DeepSpeed cannot read what NVIDIA's images set here, such as 9.0a.
+            patch.setenv("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability()))
+        try:
+            return make()
+        except Exception as error:  # compilers fail in many ways
+            pytest.skip(f"{name} doesn't build: {' '.join(str(error).split())[:200]}")
 
 
 def same_bits(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from bench.kernels import adam_states
 from bench.kernels.adam_states import BYTES, FLOPS, SCALARS, OptimizerStep, States
-from bench.kernels.peers import compiled, installed
+from bench.kernels.peers import built, compiled, installed
 from bench.kernels.recorder import Recorder
 from bench.kernels.roofs import DEVICE
 from bench.kernels.rows import COMPILED, EAGER, OURS
@@ -65,4 +65,4 @@ def _implementation(recorder: Recorder, states: States, name: str) -> tuple[Call
         module, version = installed("torchao", "torchao.optim")
         return OptimizerStep(states, module._AdamW), version
     module, version = installed("deepspeed", "deepspeed.ops.adam")
-    return OptimizerStep(states, module.FusedAdam, adam_w_mode=True), version
+    return built(f"{name} {version}", lambda: OptimizerStep(states, module.FusedAdam, adam_w_mode=True)), version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from bench.kernels import adam_states
 from bench.kernels.adam_states import BYTES, FLOPS, SCALARS, OptimizerStep, States
-from bench.kernels.peers import compiled, installed
+from bench.kernels.peers import built, compiled, installed
 from bench.kernels.recorder import ON_HOST, Recorder
 from bench.kernels.roofs import DRAM, NO_ROOF
 from bench.kernels.rows import COMPILED, EAGER, OURS
@@ -86,10 +87,8 @@ def _implementation(
     if not recorder.timed:
         pytest.skip(f"{name} is compared beside a GPU alone: it compiles for minutes")
     module, version = installed("deepspeed", "deepspeed.ops.adam")
-    try:
-        return OptimizerStep(states, module.DeepSpeedCPUAdam, grad=fp32_grad, adamw_mode=True), version
-    except Exception as error:  # its kernel is compiled here, and that fails in many ways
-        pytest.skip(f"{name} {version} doesn't build: {' '.join(str(error).split())[:200]}")
+    make = functools.partial(OptimizerStep, states, module.DeepSpeedCPUAdam, grad=fp32_grad, adamw_mode=True)
+    return built(f"{name} {version}", make), version
 
 
 @pytest.mark.parametrize("implementation", [OURS, NOTHING, FUSED_FP32])

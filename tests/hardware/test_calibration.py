@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import dataclasses
 import statistics
@@ -305,6 +306,22 @@ def test_an_activity_that_fails_ends_all() -> None:
 
     with pytest.raises(RuntimeError, match="later"):
         units_per_second([_naps("a"), Activity(name="b", run=fail_later)], duration_s=60.0)
+
+
+def test_an_interruption_ends_all() -> None:
+    """Nothing may still copy what is unpinned next."""
+    before = threading.enumerate()
+    runs: list[int] = []
+
+    def interrupt() -> None:
+        runs.append(1)
+        time.sleep(0.01)
+        if len(runs) == 5:
+            _thread.interrupt_main()
+
+    with pytest.raises(KeyboardInterrupt):
+        units_per_second([_naps("a"), Activity(name="b", run=interrupt)], duration_s=2.0)
+    assert threading.enumerate() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int16, torch.uint8])

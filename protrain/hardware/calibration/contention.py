@@ -108,15 +108,19 @@ def units_per_second(activities: Sequence[Activity], *, duration_s: float) -> di
     threads = [threading.Thread(target=work, args=(activity,), daemon=True) for activity in activities]
     for thread in threads:
         thread.start()
-    with contextlib.suppress(threading.BrokenBarrierError):
-        barrier.wait()
-    begin = time.perf_counter()
-    while not stop.wait(duration_s / _SLICES):
-        if time.perf_counter() - begin >= duration_s and min(map(len, stamps.values())) >= _LEAST_UNITS:
-            stop.set()
-    end = time.perf_counter()
-    for thread in threads:
-        thread.join()
+    try:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait()
+        begin = time.perf_counter()
+        while not stop.wait(duration_s / _SLICES):
+            if time.perf_counter() - begin >= duration_s and min(map(len, stamps.values())) >= _LEAST_UNITS:
+                stop.set()
+        end = time.perf_counter()
+    finally:  # also when interrupted: what they copy is unpinned next, and the GPU would meet an illegal address
+        stop.set()
+        barrier.abort()
+        for thread in threads:
+            thread.join()
     if failures:
         raise failures[0]
     # A unit that ends after the bell may have run while others had stopped.
