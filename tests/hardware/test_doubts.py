@@ -10,7 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from protrain.hardware.calibration.doubts import clock_doubts, link_doubts, pinning_doubts, thread_doubts
+from protrain.hardware.calibration.doubts import (
+    clock_doubts,
+    host_doubts,
+    link_doubts,
+    pinning_doubts,
+    thread_doubts,
+)
 from protrain.hardware.calibration.host_memory import pinned
 from protrain.hardware.nvml import GpuFacts, card_facts
 from protrain.hardware.profile import Figure
@@ -144,6 +150,15 @@ def test_too_few_threads_are_told() -> None:
         assert thread_doubts(rates, dram, torch_threads=4, cores=4, beside_gpu=beside_gpu) == []
     (line,) = thread_doubts(full, 165.0, torch_threads=1, cores=4, beside_gpu=True)
     assert "torch uses 1 of the 4 cores of this process: unset OMP_NUM_THREADS" in line
+
+
+def test_a_host_that_others_use_is_told() -> None:
+    """Rates of an H100's host on which steps took up to 1.3 times as long as predicted."""
+    quiet = _rate(4.96, 4.93, 5.19)
+    (line,) = host_doubts([_rate(4.89, 3.65, 5.37), quiet, _rate(4.47, 3.77, 4.71)])
+    assert "AdamW on the host ran at 3.65 to 5.37 TFLOP/s: something else uses its cores or memory" in line
+    assert host_doubts([quiet, _rate(4.8, 4.6, 5.0)]) == []
+    assert len(host_doubts([quiet, _rate(4.0, 3.9, 4.1)])) == 1  # steady, but not the same later
 
 
 def test_memory_that_cannot_be_pinned_is_told() -> None:

@@ -12,6 +12,7 @@ from protrain.hardware.profile import Figure, HardwareProfile
 _STARVED = 0.6  # of the host's memory bandwidth, where AdamW should be limited by it
 _STILL_GROWING = 1.15  # all threads over half as many
 _UNSTABLE = 1.10  # p80 over p20
+_HOST_UNSTABLE = 1.25  # the same, of the host's AdamW at several moments: a quiet host has 1.1
 _LARGE_ENOUGH = 0.25  # of full sizes: 256 MiB, more than nearly every cache
 
 
@@ -83,6 +84,18 @@ def thread_doubts(
             f"all {max(by_threads)}, and would be faster with more"
         )
     return doubts
+
+
+def host_doubts(moments: Sequence[Figure]) -> list[str]:
+    """About a host that others use too, from rates of its AdamW at several moments of one calibration."""
+    slowest = min(figure.p20 for figure in moments)
+    fastest = max(figure.p80 for figure in moments)
+    if fastest <= _HOST_UNSTABLE * slowest:
+        return []
+    return [
+        f"AdamW on the host ran at {slowest:.3g} to {fastest:.3g} {moments[0].unit}: something else uses its cores or "
+        "memory, as neighbours on a shared host do; steps that wait for the host will vary as much"
+    ]
 
 
 def _nearest_half(by_threads: dict[int, Figure]) -> int:

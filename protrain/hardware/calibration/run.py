@@ -17,6 +17,7 @@ from protrain.hardware.calibration.contention import Together, groups_on
 from protrain.hardware.calibration.device_rates import Products, copy_figures
 from protrain.hardware.calibration.doubts import (
     clock_doubts,
+    host_doubts,
     link_doubts,
     pinning_doubts,
     size_doubts,
@@ -180,7 +181,7 @@ class Calibration:
         self._host_over_memory(chunks, _OVER_MEMORY[2])
         del chunks
         self._collectives()
-        self.warnings += pinning_doubts(pinned)
+        self.warnings += [*host_doubts(self._moments("host AdamW")), *pinning_doubts(pinned)]
         self.figures = self.ranks.slowest(self.figures)
         self.contention = self.ranks.most_contended(self.contention)
         self.warnings = self.ranks.union(self.warnings)
@@ -236,6 +237,9 @@ class Calibration:
         self.figures.append(self._on_host(chunks, self._adam_threads, when))
         new_weight = torch.empty_like(chunks[0].weight)
         self.figures.append(self._on_host(chunks, self._adam_threads, when, new_weight))
+
+    def _moments(self, name: str) -> list[Figure]:
+        return [figure for figure in self.figures if figure.name == name and figure.at in _OVER_MEMORY]
 
     def _on_host(self, chunks: Sequence[AdamChunk], threads: int, at: str, new_weight: Tensor | None = None) -> Figure:
         name = "host AdamW" if new_weight is None else "host AdamW, the weight"
@@ -296,8 +300,7 @@ class Calibration:
         best = {name: decisive([figure for figure in self.figures if figure.name == name]) for name in names}
         rates = {name: figure.median for name, figure in best.items()}
         for name in ("host AdamW", "host AdamW, the weight"):
-            moments = [figure for figure in self.figures if figure.name == name and figure.at in _OVER_MEMORY]
-            rates[name] = statistics.median(figure.median for figure in moments)
+            rates[name] = statistics.median(figure.median for figure in self._moments(name))
         streamed = best.get("streamed AdamW")
         if self._streams_by_copies is not None:
             way = "copies" if self._streams_by_copies else "zero copy"
