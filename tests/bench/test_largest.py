@@ -25,7 +25,7 @@ def test_hosts_are_the_papers_less_what_a_plan_leaves() -> None:
 def test_a_table_is_made_of_depths_that_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "load", lambda name: replace(load(name), device_bytes=180 * MIB))
+    monkeypatch.setattr(command, "load", lambda name: replace(load(name), device_bytes=150 * MIB))
     monkeypatch.setattr(command, "HOST_SHARE", 0.0001)
     out = tmp_path / "results"
     assert command.main(["--shapes", "tiny", "--sequence", "32", "--out", str(out)]) == 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -139,14 +141,14 @@ def wrap_under(
     """``protrain.wrap`` under ``spec``.
 
     ``tight`` leaves no device memory beyond what the plan takes, ``tight_host`` as little host memory as updates inside
-    backward can do with, and so does a plan for several batches a step. Models with the same ``key`` share the profile
-    that the plan is made from; wrap makes its own.
+    backward can do with, and so does a plan for several batches a step. The plan is made from a profile of ``model``, of
+    which wrap makes no second one; of models with the same ``key``, from that of the first, and wrap makes its own.
     """
-    profile = _profiles.get((key, dtype, device)) if key else None
-    if profile is None:
-        profile = protrain.profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
+    known = _profiles.get((key, dtype, device)) if key else None
+    profile = known or protrain.profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
     if key:
         _profiles[key, dtype, device] = profile
+    own = profile if not key and not options.get("compile") and not options.get("chunked_loss") else None
     profile = dataclasses.replace(profile, accumulation=options.get("accumulation", 1))
     inside = bool(options.get("step_during_backward"))
     plan = make_plan(spec, profile, device, inside=inside)
@@ -155,18 +157,28 @@ def wrap_under(
         host_memory = least_host_bytes(plan, profile, device)
     elif profile.accumulation > 1:
         host_memory = plan.host_bytes
-    return protrain.wrap(
-        model,
-        optimizer,
-        example_batch=batch,
-        device=device,
-        dtype=dtype,
-        plan=plan,
-        device_memory=plan.device_bytes if tight else "4GiB",
-        host_memory=host_memory,
-        progress=False,
-        **options,
-    )
+    with _profiled_as(own):
+        return protrain.wrap(
+            model,
+            optimizer,
+            example_batch=batch,
+            device=device,
+            dtype=dtype,
+            plan=plan,
+            device_memory=plan.device_bytes if tight else "4GiB",
+            host_memory=host_memory,
+            progress=False,
+            **options,
+        )
+
+
+@contextmanager
+def _profiled_as(profile: ModelProfile | None) -> Iterator[None]:
+    """What wrap finds is ``profile``, unless that is None: profiling takes as long as all else that it does."""
+    with pytest.MonkeyPatch.context() as patch:
+        if profile is not None:
+            patch.setattr(sys.modules["protrain.wrap"], "cached_profile", lambda *args, **options: profile)
+        yield
 
 
 @dataclass

@@ -16,7 +16,8 @@ from protrain.planning.plan import as_planned
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.test_brute_force import MIB, N, as_measured, every_plan, kinds_of, random_machine, random_profile
 
-SEEDS = (*range(30, 42),)
+# Of both kinds, with few enough plans to try all.
+SEEDS = (31, 37, 41, 43, 46, 52, 53, 55, 57, 58)
 
 
 def with_attention(profile: ModelProfile, share: float, part: int) -> ModelProfile:
