@@ -141,8 +141,8 @@ def wrap_under(
     """``protrain.wrap`` under ``spec``.
 
     ``tight`` leaves no device memory beyond what the plan takes, ``tight_host`` as little host memory as updates inside
-    backward can do with, and so does a plan for several batches a step. The plan is made from a profile of ``model``, of
-    which wrap makes no second one; of models with the same ``key``, from that of the first, and wrap makes its own.
+    backward can do with, and so does a plan for several batches a step. The plan is made from a profile of ``model``,
+    and wrap makes no second one; of models with the same ``key``, from that of the first, and wrap makes its own.
     """
     known = _profiles.get((key, dtype, device)) if key else None
     profile = known or protrain.profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
