@@ -142,13 +142,13 @@ def wrap_under(
 
     ``tight`` leaves no device memory beyond what the plan takes, ``tight_host`` as little host memory as updates inside
     backward can do with, and so does a plan for several batches a step. The plan is made from a profile of ``model``,
-    and wrap makes no second one; of models with the same ``key``, from that of the first, and wrap makes its own.
+    or, of models with the same ``key``, from that of the first. wrap makes none, unless it changes what is profiled.
     """
     known = _profiles.get((key, dtype, device)) if key else None
     profile = known or protrain.profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
     if key:
         _profiles[key, dtype, device] = profile
-    own = profile if not key and not options.get("compile") and not options.get("chunked_loss") else None
+    own = None if options.get("compile") or options.get("chunked_loss") else profile
     profile = dataclasses.replace(profile, accumulation=options.get("accumulation", 1))
     inside = bool(options.get("step_during_backward"))
     plan = make_plan(spec, profile, device, inside=inside)

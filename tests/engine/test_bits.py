@@ -117,7 +117,7 @@ def test_every_plan_has_the_bits_of_the_plain_loop(family: str, setting: str, sp
     data = batches(STEPS * chosen.loop.accumulate)
     model = make(family)
     wrapped, optimizer = wrap_under(
-        spec, model, adamw(model), data[0], device=device, dtype=chosen.dtype, tight=chosen.tight, key=family
+        spec, model, adamw(model), data[0], device=device, dtype=chosen.dtype, tight=chosen.tight
     )
     assert chosen.loop.run(wrapped, optimizer, data) == expected
     assert_same(states(wrapped, optimizer), final)
