@@ -53,7 +53,7 @@ from protrain.profiler.model_profile import ModelProfile
 _GAIN = 0.003
 # The same of early updates of weights alone, for which the host does more in all.
 WEIGHTS_GAIN = 0.01
-# Steps simulated among those, after which no further column is begun: most find their best within 20, and where bounds
+# Steps tried among those, after which no further column is begun: most find their best within 20, and where bounds
 # say little, showing that nothing else is faster took hundreds.
 _WEIGHTS_TRIED = 80
 _ROUNDING = 1e-9  # what sums in another order differ by, and more
@@ -298,12 +298,17 @@ class Columns:
         placed, all_buffers = self._place(n_persist, moves=True), self._n_chunks - n_persist
         lost = -1  # with as many buffers or fewer it is too slow, and so it is with more recomputed
         tested = False
+        undecided = -1  # a row whose step with every chunk in a buffer tells whether the column ends with it
         for row in range(column.first, column.end):
             n_buffer, only_adds = int(placed.n_buffer[row]), int(self._n_ckpt[row]) >= column.n_swap
             if only_adds and not self._may_win(float(placed.all_bound_ms[row])):
                 return
             if n_buffer <= lost or not self._may_win(float(placed.bound_ms[row])):
                 continue
+            # Only now that more would be simulated. What is to beat is what it was then.
+            if undecided >= 0 and not self._may_win(self._unlimited_ms(undecided, n_persist)):
+                return
+            undecided = -1
             least = self._step_ms(row, n_persist, self._paying_ms, moves=True)
             wins = self._may_win(least[0])
             found = wins and self._try_rooms(row, n_persist, least)
@@ -311,15 +316,13 @@ class Columns:
                 continue
             if not wins:
                 lost = n_buffer
-            unlimited_ms = least[0]
-            if n_buffer < all_buffers:
-                # Whether the column ends here is worth a simulation where one was needed, once, and when it may end.
-                if not found and (tested or unlimited_ms == inf):
-                    continue
-                tested = True
-                unlimited_ms, _ = self._simulated_ms(row, n_persist, all_buffers, self._paying_ms, moves=True)
-            if not self._may_win(unlimited_ms):
-                return
+            if n_buffer == all_buffers:
+                if not self._may_win(least[0]):
+                    return
+            # Whether the column ends here is worth a simulation where one was needed, once, and when it may end.
+            elif found or not (tested or least[0] == inf):
+                tested, undecided = True, row
+                self._n_simulated += 1
 
     def _try_rooms(self, row: int, n_persist: int, least: tuple[float, int]) -> bool:
         """Whether a number of moved inputs is found with which a choice is faster than all before.
@@ -370,6 +373,14 @@ class Columns:
         self._n_simulated += 1
         most_early = int(self._place(n_persist, moves).most_early[row])
         return self._runtime.fitted_ms(self._modes[row], n_persist, n_buffer, most_early, limit_ms=limit_ms)
+
+    def _unlimited_ms(self, row: int, n_persist: int) -> float:
+        """With every chunk in a buffer, where inputs move; counted as tried when that was asked."""
+        most_early = int(self._place(n_persist, moves=True).most_early[row])
+        all_buffers = self._n_chunks - n_persist
+        return self._runtime.fitted_ms(self._modes[row], n_persist, all_buffers, most_early, limit_ms=self._paying_ms)[
+            0
+        ]
 
     def _ends_column(self, row: int, n_persist: int, limit_ms: float) -> bool:
         """Whether a choice that takes ``limit_ms`` or more leaves nothing to find in its column."""
