@@ -60,11 +60,13 @@ class Bounds(Durations):
         self._fresh_from = [sum(uploads[first:]) for first in range(len(uploads) + 1)]  # uploads of updated weights
         last_trainable = max(compress(range(len(updated)), updated), default=0)
         starts = list(accumulate(self._forward_ms, initial=0.0))
-        first_use = next((at for at, chunks in enumerate(held) if last_trainable in chunks), 0)
-        forward_after_last = starts[-1] - starts[min(first_use, len(self._forward_ms))]
+        first_use = {chunk: at for at in range(len(held) - 1, -1, -1) for chunk in held[at]}
         self._last_trainable = last_trainable
-        # From the last host update to the end of forward.
-        self._after_host_ms = (self._upload[last_trainable] if self._upload else 0.0) + forward_after_last
+        # By chunk, from its update to the end of forward: it goes up, and all that is computed from its first use on.
+        self._after_ms = [
+            upload + (starts[-1] - starts[min(first_use.get(chunk, 0), len(self._forward_ms))])
+            for chunk, upload in enumerate(self._upload or [0.0])
+        ]
         n_chunks = len(layout.chunks)
         self._used_from = [sum(chunk >= first for chunk in used) for first in range(n_chunks + 1)]
         self._least_upload = [min(self._upload[first:], default=0.0) for first in range(n_chunks + 1)]
@@ -219,7 +221,7 @@ class Bounds(Durations):
         than after ``up_ms - u`` and ``out_ms - d``. The least over u and d of the latest of the three is where all are
         the same, or the first alone with u or d at 0.
         """
-        after = self._after_host_ms
+        after = self._after_ms[self._last_trainable]
         a, b = self._slower_host
         late = np.full_like(out_ms, after)
         for weights, activations in ((1, 1), (0, 1), (1, 0)):

@@ -120,7 +120,7 @@ class Durations:
                 unit=unit,
                 chunks=tuple(chunk for chunk in self._needed[at] if chunk >= n_persist),
                 gradients=tuple(
-                    (index, self._gradients[index][0] >= n_persist)
+                    (index, *self._gradients[index], self._gradients[index][0] >= n_persist)
                     for index in (self._gradients_of_visit[at - n_visits] if at >= n_visits else ())
                 ),
             )

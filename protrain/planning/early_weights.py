@@ -29,9 +29,8 @@ def next_gradients(step: Step, offloads: Sequence[float], device_ms: float) -> l
     takes ``device_ms``, and a forward is over, as the first one did.
     """
     found = [inf] * len(step.upload_ms)
-    indices = (index for visit in step.backward for index, offloaded in visit.gradients if offloaded)
-    for index, start in zip(indices, offloads, strict=True):
-        chunk = step.gradients[index][0]
+    chunks = (chunk for visit in step.backward for _, chunk, _, _, offloaded in visit.gradients if offloaded)
+    for chunk, start in zip(chunks, offloads, strict=True):
         found[chunk] = min(found[chunk], device_ms + start)
     return found
 

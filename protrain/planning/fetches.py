@@ -7,16 +7,12 @@ It depends on the placement alone, not on how long anything takes: buffers are g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from protrain.planning.schedule import Schedule
 
-
-class Fetch(NamedTuple):
-    """One upload, issued when a visit begins."""
-
-    chunk: int
-    victim: int  # the chunk whose buffer it takes; -1: an empty one
+# One upload, issued when a visit begins: the chunk, and the one whose buffer it takes; -1: an empty one. A plain tuple,
+# as the simulation takes it apart again and again.
+Fetch = tuple[int, int]
 
 
 class Fetches:
@@ -48,18 +44,18 @@ class Fetches:
         """
         known = self._known.get((n_persist, n_buffer))
         if known is None:
-            present: list[int] = []
+            present: dict[int, None] = {}  # in the order in which they came
             if not all(self._trainable[n_persist:]):  # otherwise none is left from the step before
                 self._cycle(present, n_persist, n_buffer)
-                present = [chunk for chunk in present if not self._trainable[chunk]]
+                present = {chunk: None for chunk in present if not self._trainable[chunk]}
             known = self._known[n_persist, n_buffer] = self._cycle(present, n_persist, n_buffer)
         return known
 
-    def _cycle(self, present: list[int], n_persist: int, n_buffer: int) -> list[tuple[Fetch, ...]]:
+    def _cycle(self, present: dict[int, None], n_persist: int, n_buffer: int) -> list[tuple[Fetch, ...]]:
         ahead = self._ahead(present, (), 0, n_persist, n_buffer)
         fetches = []
         for position, needed in enumerate(self._held):
-            held = tuple(chunk for chunk in needed if chunk >= n_persist)
+            held = tuple([chunk for chunk in needed if chunk >= n_persist])
             now = []
             for chunk in held:
                 if chunk not in present:
@@ -70,7 +66,9 @@ class Fetches:
             ahead = []
         return fetches
 
-    def _ahead(self, present: list[int], held: tuple[int, ...], at: int, n_persist: int, n_buffer: int) -> list[Fetch]:
+    def _ahead(
+        self, present: dict[int, None], held: tuple[int, ...], at: int, n_persist: int, n_buffer: int
+    ) -> list[Fetch]:
         found: list[Fetch] = []
         next_use = self._next_use[at]
         for chunk in self._upcoming[at]:
@@ -82,7 +80,9 @@ class Fetches:
             found.append(self._take(present, chunk, victim))
         return found
 
-    def _victim(self, present: list[int], held: tuple[int, ...], at: int, needed_in: int, n_buffer: int) -> int | None:
+    def _victim(
+        self, present: dict[int, None], held: tuple[int, ...], at: int, needed_in: int, n_buffer: int
+    ) -> int | None:
         if len(present) < n_buffer:
             return -1
         next_use = self._next_use[at]
@@ -90,8 +90,8 @@ class Fetches:
         return max(free, key=next_use.__getitem__) if free else None
 
     @staticmethod
-    def _take(present: list[int], chunk: int, victim: int) -> Fetch:
+    def _take(present: dict[int, None], chunk: int, victim: int) -> Fetch:
         if victim >= 0:
-            present.remove(victim)
-        present.append(chunk)
-        return Fetch(chunk, victim)
+            del present[victim]
+        present[chunk] = None
+        return chunk, victim

@@ -12,18 +12,24 @@ On a CPU, where nothing overlaps, the operations add up.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from typing import Any, TypeVar
 
 from protrain.planning.bounds import Bounds
 from protrain.planning.layout import streamed_chunks
 from protrain.planning.memory import MemoryModel
+from protrain.planning.passes import Begun, begin
 from protrain.planning.plan import BlockMode
 from protrain.planning.simulate import in_a_row, simulate, timeline
 from protrain.planning.step import Step, Update, Work
+from protrain.planning.stretches import Stretches
 from protrain.planning.timeline import HOST, STREAM, Timeline
 from protrain.planning.updating import Queue
 
 Modes = tuple[BlockMode, ...]
+
+_T = TypeVar("_T")
+_BEGUN = 100  # steps of which the beginning is kept: neighbours in a search come soon after each other
+_WORK = 200  # choices of block modes of which the work is
 
 
 class RuntimeModel(Bounds):
@@ -36,7 +42,17 @@ class RuntimeModel(Bounds):
 
     def __init__(self, memory: MemoryModel, *, only_adds: bool = False) -> None:
         super().__init__(memory, only_adds=only_adds)
-        self._work: tuple[Modes, tuple[list[Work], list[float]]] | None = None  # of the modes asked for last
+        self._stretches = Stretches(self._rates)
+        self._work: dict[Modes, tuple[list[Work], list[float]]] = {}
+        self._begun: dict[tuple[Modes, int, int], Begun] = {}
+        # By turn, where nothing is swapped: its work in forward, and in backward without and with recomputation.
+        calls, units = memory.profile.calls, enumerate(memory.profile.units)
+        self._unit_blocks = [(unit, record.block) for unit, record in units if record.block is not None]
+        self._forward_work: list[Work] = [(compute_ms, 0.0, ()) for compute_ms in self._forward_ms]
+        self._backward_work: list[tuple[Work, Work]] = [
+            ((compute_ms, 0.0, ()), (compute_ms + self._recompute_ms[unit], 0.0, ()))
+            for unit, compute_ms in zip(calls, self._backward_ms, strict=True)
+        ]
 
     def making_weights(self) -> RuntimeModel:
         """The same, but that early updates make weights alone; what is worked out of either is known to both."""
@@ -64,7 +80,7 @@ class RuntimeModel(Bounds):
         if self._hardware.device_type == "cpu":  # where the device is the host as well
             return before_ms + in_a_row(self._step(modes, n_persist, n_buffer, n_speculate))
         step = self._step(modes, n_persist, n_buffer, n_speculate, n_stream)
-        return before_ms + simulate(step, self._rates, limit_ms=limit_ms - before_ms)[0]
+        return before_ms + self._simulated(step, (modes, n_persist, n_buffer), limit_ms - before_ms)[0]
 
     def _before_ms(self, modes: Modes, n_persist: int, n_buffer: int, limit_ms: float) -> float:
         """All but the last forward and backward of a step."""
@@ -92,17 +108,35 @@ class RuntimeModel(Bounds):
         before_ms = self._before_ms(modes, n_persist, n_buffer, limit_ms)
         if before_ms >= limit_ms:
             return before_ms, 0
-        step = replace(self._step(modes, n_persist, n_buffer, most), open_early=True)
-        step_ms, n_early = simulate(step, self._rates, limit_ms=limit_ms - before_ms)
+        step = self._step(modes, n_persist, n_buffer, most, open_early=True)
+        step_ms, n_early = self._simulated(step, (modes, n_persist, n_buffer), limit_ms - before_ms)
         return before_ms + step_ms, step.host.updates[n_early - 1][0] - n_persist + 1 if n_early else 0
 
     def timeline(
         self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0, n_stream: int = 0
     ) -> Timeline:
         """What runs where and when in that step, as on a GPU; of several batches with the last one."""
-        return timeline(self._step(modes, n_persist, n_buffer, n_speculate, n_stream), self._rates)
+        return timeline(self._step(modes, n_persist, n_buffer, n_speculate, n_stream), self._stretches)
 
-    def _step(self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int, n_stream: int = 0) -> Step:
+    def _simulated(self, step: Step, placed: tuple[Modes, int, int], limit_ms: float) -> tuple[float, int]:
+        """``simulate`` of a step under these modes, n_persist and n_buffer."""
+        if step.making_room:
+            return simulate(step, self._stretches, limit_ms=limit_ms)
+        begun = self._begun.get(placed)
+        if begun is None:
+            begun = _remember(self._begun, placed, begin(step), _BEGUN)
+        return simulate(step, self._stretches, limit_ms=limit_ms, begun=begun)
+
+    def _step(
+        self,
+        modes: Modes,
+        n_persist: int,
+        n_buffer: int,
+        n_speculate: int,
+        n_stream: int = 0,
+        *,
+        open_early: bool = False,
+    ) -> Step:
         n_visits, last = len(self._profile.calls), n_persist + n_speculate
         work, swap_in = self._work_for(modes)
         visits, fetches = self._placed(n_persist), self._fetches.of(n_persist, n_buffer)
@@ -112,8 +146,8 @@ class RuntimeModel(Bounds):
             adds_all = self._in_backward or self._hardware.device_type == "cpu"
             host = [(c, t + self._host_add[c] * (adds_all or c < last)) for c, t in host]
             if not self._in_backward:
-                norm_ms = sum(self._host_norm[n_persist:])
-                work = [*work[:-1], work[-1]._replace(compute_ms=work[-1].compute_ms + norm_ms)]
+                compute_ms, swap_ms, swap_back = work[-1]
+                work = [*work[:-1], (compute_ms + sum(self._host_norm[n_persist:]), swap_ms, swap_back)]
         streamed = [(chunk, self._host_update[chunk] * self._streamed_ms) for chunk in by_device]
         making_room: dict[int, Update] = {}
         if self._in_backward:
@@ -134,40 +168,55 @@ class RuntimeModel(Bounds):
             backward_work=work[n_visits:],
             upload_ms=self._upload,
             swap_ms=swap_in,
-            gradients=self._gradients,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
             host=Queue(host, n_early, self._weight_share if n_speculate and self._memory.early_weights else 0.0),
             streamed=Queue(streamed, len(streamed) if self._in_backward else 0),
-            after_host_ms=self._after_host_ms,
+            after_ms=self._after_ms,
             making_room=making_room,
+            open_early=open_early,
         )
 
     def _work_for(self, modes: Modes) -> tuple[list[Work], list[float]]:
-        if self._work is None or self._work[0] != modes:
-            self._work = modes, self._work_of(modes)
-        return self._work[1]
+        known = self._work.get(modes)
+        if known is None:
+            known = _remember(self._work, modes, self._work_of(modes), _WORK)
+        return known
 
     def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
         """Work of every turn, and the time to fetch each unit's activations or inputs back."""
         profile = self._profile
         nothing = (0.0, 0.0)
         swap = [nothing] * len(profile.units)
-        recompute = [0.0] * len(profile.units)
-        for unit, record in enumerate(profile.units):
-            mode = BlockMode.NONE if record.block is None else modes[record.block]
+        recomputes = [False] * len(profile.units)
+        for unit, block in self._unit_blocks:
+            mode = modes[block]
             if mode is BlockMode.SWAP:
                 swap[unit] = self._swap_ms[unit]
-            elif mode is BlockMode.CKPT_SWAP:
-                swap[unit] = self._inputs_ms[unit]
-            if mode.recomputes:
-                recompute[unit] = self._recompute_ms[unit]
-        work = [Work(compute, swap[unit][0], ()) for unit, compute in zip(profile.calls, self._forward_ms, strict=True)]
+            elif mode is not BlockMode.NONE:
+                recomputes[unit] = True
+                if mode is BlockMode.CKPT_SWAP:
+                    swap[unit] = self._inputs_ms[unit]
+        calls = profile.calls
+        work = self._forward_work.copy()
+        for at, unit in enumerate(calls):
+            if out_ms := swap[unit][0]:
+                work[at] = self._forward_ms[at], out_ms, ()
         fetched = -1  # ahead, by the visit before
-        for at in range(len(profile.calls) - 1, -1, -1):
-            unit, earlier = profile.calls[at], profile.calls[at - 1] if at else -1
-            swap_back = (unit,) if swap[unit][0] and fetched != unit else ()
-            fetched = earlier if earlier >= 0 and swap[earlier][0] and earlier != unit else -1
-            if fetched >= 0:
-                swap_back = (*swap_back, fetched)
-            work.append(Work(self._backward_ms[at] + recompute[unit], swap[unit][0], swap_back))
+        for at in range(len(calls) - 1, -1, -1):
+            unit, earlier = calls[at], calls[at - 1] if at else -1
+            of_unit = self._backward_work[at][recomputes[unit]]
+            swap_ms, ahead = swap[unit][0], earlier >= 0 and swap[earlier][0] and earlier != unit
+            if swap_ms or ahead:
+                swap_back = (unit,) if swap_ms and fetched != unit else ()
+                of_unit = of_unit[0], swap_ms, (*swap_back, earlier) if ahead else swap_back
+            fetched = earlier if ahead else -1
+            work.append(of_unit)
         return work, [back for _, back in swap]
+
+
+def _remember(known: dict[Any, Any], key: object, value: _T, most: int) -> _T:
+    """``value``, which is ``known`` from now on, in place of what has been for the longest time."""
+    if len(known) >= most:
+        del known[next(iter(known))]
+    known[key] = value
+    return value

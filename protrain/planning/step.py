@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from protrain.planning.fetches import Fetch
 from protrain.planning.updating import Queue
+
+# What the simulation takes apart again and again is plain tuples: of named ones that takes three times as long.
+
+# Under one choice of block modes what a turn takes: milliseconds of computing; of swapping, saved activations out after
+# a forward, in before a backward (0: not swapped); in backward units whose activations it fetches when it begins, its
+# own or ahead.
+Work = tuple[float, float, tuple[int, ...]]
+
+Gradient = tuple[int, int, float, float, bool]  # its index, chunk, ms to flatten it, ms to offload it, offloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,27 +26,18 @@ class Visit:
     name: str
     unit: int
     chunks: tuple[int, ...]  # in buffers, that it waits for
-    gradients: tuple[tuple[int, bool], ...]  # backward: (index into Step.gradients, offloaded)
-
-
-class Work(NamedTuple):
-    """What a turn takes under one choice of block modes."""
-
-    compute_ms: float
-    swap_ms: float  # saved activations out after a forward, in before a backward; 0: not swapped
-    swap_back: tuple[int, ...]  # in backward: units whose activations it fetches when it begins, its own or ahead
+    gradients: tuple[Gradient, ...]  # backward
 
 
 class Update(NamedTuple):
-    """One that others wait for; see [Note: waiting for regions] in :mod:`protrain.planning.simulate`."""
+    """One that others wait for; see [Note: waiting for regions] in :mod:`protrain.planning.passes`."""
 
     lane: int  # HOST or STREAM
     chunk: int
     ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """Everything that a step does; times in milliseconds at full rate."""
 
     forward: Sequence[Visit]
@@ -48,10 +48,9 @@ class Step:
     backward_work: Sequence[Work]
     upload_ms: Sequence[float]  # by chunk
     swap_ms: Sequence[float]  # by unit: its saved activations to the device
-    gradients: Sequence[tuple[int, float, float]]  # (chunk, flatten, offload)
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
     host: Queue  # of the others, but for those that make room
     streamed: Queue  # likewise, by the device
-    after_host_ms: float  # at least, from the last host update to the end of forward, where nothing is streamed
-    making_room: Mapping[int, Update] = field(default_factory=dict)  # by gradient that has no room until one is over
+    after_ms: Sequence[float]  # by chunk: at least, from its update to the end of the next forward
+    making_room: Mapping[int, Update]  # by gradient that has no room until one is over
     open_early: bool = False  # host.n_early is the most that there may be: [Note: how many early updates]

@@ -30,6 +30,7 @@ class Known(NamedTuple):
     over: float  # backward is
     offloaded: Sequence[float]  # by chunk: its gradient is in host memory
     uploads: Sequence[tuple[int, float, float]]  # of forward: chunk, start, when it is used
+    uses: Sequence[float]  # by chunk, when forward uses it
     upload_ms: Sequence[float]  # by chunk
     n_at_once: int = 0  # uploads issued when forward begins, which go as their chunks are updated
     next_gradients: Sequence[float] = ()  # by chunk, its next one after ``over``, where nothing waits for updates

@@ -27,7 +27,7 @@ from protrain.planning import (
 )
 from protrain.planning.bounds import Undisturbed
 from protrain.planning.choices import Choices
-from protrain.planning.simulate import _Run
+from protrain.planning.passes import Run
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.test_brute_force import N as CHUNK
@@ -189,15 +189,15 @@ def test_what_the_host_cannot_do_in_a_step_makes_steps_longer(update_ms: float) 
     """Deferred updates pile up, which two steps do not show."""
     runtime, steps = steps_of(update_ms)
     for early in range(8):
-        first = _Run.of(runtime._step((NONE,) * 8, 1, 7, early))
-        run = _Run(first.step, [repeat(1.0)] * len(LANES), 0.0)
+        first = Run.of(runtime._step((NONE,) * 8, 1, 7, early))
+        run = Run(first.step, [repeat(1.0)] * len(LANES), 0.0)
         run.in_time = first.in_time
         ends = []
         for _ in range(60):
-            run._forward()
-            run._backward()
-            run._update()
-            ends.append(run._free[GPU])
+            run.forward()
+            run.backward()
+            run.update()
+            ends.append(run.free[GPU])
         assert (ends[-1] - ends[-21]) / 20 == pytest.approx(steps[early], rel=1e-3)
     assert first.in_time is not None
     work_ms = update_ms * (7 + first.in_time[0] * 16 / 26)
