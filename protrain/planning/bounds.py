@@ -112,6 +112,10 @@ class Bounds(Durations):
         """
         calls, units = self._profile.calls, self._profile.units
         gpu = link = np.zeros(choices.n_choices)
+        swapped_blocks = set(np.flatnonzero(choices.swap.any(axis=1)).tolist())
+        swappable = [block if block in swapped_blocks else None for block in self._swappable]  # by unit
+        ckpt = choices.ckpt.astype(np.float64)
+        visits, fetches = (self._placed(placement[0]), self._fetches.of(*placement)) if placement else ([], [])
         released: dict[int, Times] = {}  # by chunk
         loaded: dict[int, Times] = {}
         back: dict[int, Times] = {}  # by unit: its activations, where they were swapped
@@ -120,24 +124,24 @@ class Bounds(Durations):
             begin = start = gpu
             chunks: tuple[int, ...] = ()
             if placement is not None:
-                chunks = self._placed(placement[0])[-1 - at].chunks
-                for chunk, victim in self._fetches.of(*placement)[-1 - at]:
+                chunks = visits[-1 - at].chunks
+                for chunk, victim in fetches[-1 - at]:
                     if victim in released:
                         link = loaded[chunk] = np.maximum(link, released[victim]) + self._upload[chunk]
                 for chunk in chunks:
                     if chunk in loaded:
                         start = np.maximum(start, loaded[chunk])
-            if (block := self._swappable[unit]) is not None:
+            if (block := swappable[unit]) is not None:
                 swapped = choices.swap[block]
                 if unit not in back:
                     link = back[unit] = np.where(swapped, np.maximum(link, begin) + self._swap_ms[unit][1], link)
                 start = np.where(swapped, np.maximum(start, back.pop(unit)), start)
-            if earlier >= 0 and earlier != unit and (ahead := self._swappable[earlier]) is not None:
+            if earlier >= 0 and earlier != unit and (ahead := swappable[earlier]) is not None:
                 swapped = choices.swap[ahead]
                 link = back[earlier] = np.where(swapped, np.maximum(link, begin) + self._swap_ms[earlier][1], link)
             compute: Times | float = self._backward_ms[at]
             if (block := units[unit].block) is not None:
-                compute = compute + choices.ckpt[block] * self._recompute_ms[unit]
+                compute = compute + ckpt[block] * self._recompute_ms[unit]
             gpu = start + compute
             released.update(dict.fromkeys(chunks, gpu))
             gpu = gpu + self._flatten_of_visit[len(calls) - 1 - at]

@@ -248,7 +248,8 @@ class Columns:
         placed = self._place(n_persist, moves)
         if np.isnan(placed.least_ms[row]):
             n_buffer = int(placed.n_buffer[row])
-            same = np.flatnonzero(placed.n_buffer == n_buffer)
+            # Of all that it will be asked of, as limits only fall.
+            same = np.flatnonzero((placed.n_buffer == n_buffer) & (placed.bound_ms < self._paying_ms))
             choices, step = self._choices.some(same), self._undisturbed.some(same)
             early = placed.most_early[same]
             placed.least_ms[same] = self._runtime.placed_bound_ms(step, choices, n_persist, n_buffer, early)

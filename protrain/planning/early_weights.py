@@ -51,44 +51,50 @@ def least_waiting_weights(most: Queue, known: Known) -> Queue:
 def _waits(queue: Queue, known: Known, limit_ms: float) -> tuple[float, float]:
     """How long the next forward and backward wait for updates, and when the last upload of that forward is done.
 
-    If the wait is above ``limit_ms``, perhaps longer.
+    If the wait is above ``limit_ms``, any number above it.
     """
-    over, offloaded, upload_ms = known.over, known.offloaded, known.upload_ms
-    in_time = queue.in_time(known.free, offloaded, over)
-    updates, free, done = queue.ordered(in_time), known.free, [0.0] * len(upload_ms)
-    for chunk, duration in updates[:in_time]:
-        free = max(free, offloaded[chunk]) + duration
-    free = max(free, over)
-    for chunk, _ in updates[:in_time]:
-        done[chunk] = free - over
-    for chunk, duration in updates[in_time:]:
-        free = max(free, offloaded[chunk]) + duration
-        done[chunk] = free - over
+    over, upload_ms = known.over, known.upload_ms
+    found = queue.done(known, limit_ms)
+    if found is None:
+        return inf, inf
+    free, done, deferred = found.free, found.done, queue.deferred(found.in_time)
+    behind_ms = sum((duration for _, duration in deferred), found.work_ms) - known.step_ms
+    if behind_ms > limit_ms:
+        return behind_ms, inf
     wait = link = 0.0
-    for start, chunk, use in _uploads(known, done):
+    for chunk, use in _at_once(known, done):
+        start = done[chunk]
         link = (start if start > link else link) + upload_ms[chunk]
         if link - use > wait:
             wait = link - use
             if wait > limit_ms:
                 return wait, inf
-    deferred = queue.deferred(in_time)
+    for chunk, start, use in known.uploads[known.n_at_once :]:
+        if done[chunk] > start:
+            start = done[chunk]
+        link = (start if start > link else link) + upload_ms[chunk]
+        if link - use > wait:
+            wait = link - use
+            if wait > limit_ms:
+                return wait, inf
     for chunk, duration in deferred:
         free += duration
         wait = max(wait, free - over - known.next_gradients[chunk])
-    work_ms = sum(duration for _, duration in (*updates, *deferred))
-    return max(wait, work_ms - known.step_ms), link
+    return max(wait, behind_ms), link
 
 
-def _uploads(known: Known, done: Sequence[float]) -> Iterator[tuple[float, int, float]]:
-    """Of the next forward, as they go, where chunks are updated at ``done``: its earliest start, chunk and use."""
+def _at_once(known: Known, done: Sequence[float]) -> Iterator[tuple[int, float]]:
+    """What is issued when the next forward begins, as it goes, where chunks are updated at ``done``: chunk and use."""
     at_once, link = known.uploads[: known.n_at_once], 0.0
+    if len(at_once) == 1:
+        yield at_once[0][0], at_once[0][2]
+        return
     waiting = sorted([(done[chunk], at) for at, (chunk, _, _) in enumerate(at_once)], reverse=True)
-    there: list[int] = []  # of those issued at once, that are updated
+    there: list[int] = []  # that are updated
     while waiting or there:
         while waiting and (waiting[-1][0] <= link or not there):
             heappush(there, waiting.pop()[1])
         chunk, _, use = at_once[heappop(there)]
-        link = max(link, done[chunk]) + known.upload_ms[chunk]
-        yield done[chunk], chunk, use
-    for chunk, start, use in known.uploads[known.n_at_once :]:
-        yield max(start, done[chunk]), chunk, use
+        start = done[chunk]
+        link = (start if start > link else link) + known.upload_ms[chunk]
+        yield chunk, use

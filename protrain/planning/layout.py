@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 from protrain.profiler.model_profile import ModelProfile
 from protrain.records import Record
@@ -78,7 +80,7 @@ def pack(profile: ModelProfile, chunk_elements: int) -> Layout:
             f"chunk_elements must be a multiple of {ALIGNMENT} and at least {largest} "
             f"(the largest parameter), not {chunk_elements}"
         )
-    places, used, trainable = _place(profile, _owned(profile), chunk_elements)
+    places, used, trainable = _place(_groups(profile), len(profile.parameters), chunk_elements)
     slots = tuple(
         Slot(parameter=index, chunk=chunk, offset=offset, numel=profile.parameters[index].numel)
         for index, (chunk, offset) in enumerate(places)
@@ -100,8 +102,8 @@ def choose_chunk_elements(profile: ModelProfile) -> int:
     """
     if not profile.parameters:
         return ALIGNMENT
-    owned = _owned(profile)
-    sizes = [sum(align(profile.parameters[index].numel) for index in members) for members in owned]
+    groups = _groups(profile)
+    sizes = [sum(size for group in of_unit for _, size in group.members) for of_unit in groups]
     total = sum(sizes)
     largest = max(align(parameter.numel) for parameter in profile.parameters)
     wanted = align(-(-total // _WANTED_CHUNKS))
@@ -121,46 +123,59 @@ def choose_chunk_elements(profile: ModelProfile) -> int:
     for waste, elements in sorted(pair for pair in least if lower <= pair[1] <= upper):
         if (waste, elements) > best:
             break
-        _, used, _ = _place(profile, owned, elements)
+        _, used, _ = _place(groups, len(profile.parameters), elements)
         best = min(best, (elements * len(used) - sum(used), elements))
     return best[1]
 
 
-def _owned(profile: ModelProfile) -> list[list[int]]:
-    """Per unit, the parameters that it uses before any other unit does, sorted by optimizer group."""
+class _Group(NamedTuple):
+    """Parameters that one unit uses before any other does, trainable or frozen all of them."""
+
+    trainable: bool
+    members: list[tuple[int, int]]  # parameter and its aligned size, sorted by optimizer group
+    size: int
+
+
+def _groups(profile: ModelProfile) -> list[list[_Group]]:
+    """Per unit; kinds by first use inside it, so that chunks stay in execution order whichever kind comes first."""
     taken: set[int] = set()
     result = []
     for unit in profile.units:
-        members = [index for index in dict.fromkeys(unit.parameters) if index not in taken]
-        taken.update(members)
-        result.append(sorted(members, key=lambda index: profile.parameters[index].group))
+        owned = [index for index in dict.fromkeys(unit.parameters) if index not in taken]
+        taken.update(owned)
+        groups = {index: profile.parameters[index].group for index in owned}
+        of_unit = []
+        for trainable in dict.fromkeys(groups[index] >= 0 for index in sorted(owned)):
+            members = [
+                (index, align(profile.parameters[index].numel))
+                for index in sorted(owned, key=groups.__getitem__)
+                if (groups[index] >= 0) is trainable
+            ]
+            of_unit.append(_Group(trainable, members, sum(size for _, size in members)))
+        result.append(of_unit)
     assert len(taken) == len(profile.parameters), "a parameter belongs to no unit"
     return result
 
 
 def _place(
-    profile: ModelProfile, owned: list[list[int]], chunk_elements: int
+    groups: list[list[_Group]], n_parameters: int, chunk_elements: int
 ) -> tuple[list[tuple[int, int]], list[int], list[bool]]:
     """(chunk, offset) per parameter, and per chunk its used elements and whether it is trainable."""
-    places = [(-1, -1)] * len(profile.parameters)
+    places = [(-1, -1)] * n_parameters
     used: list[int] = []
     trainable: list[bool] = []
     current: dict[bool, int] = {}
-    for members in owned:
-        sizes = {index: align(profile.parameters[index].numel) for index in members}
-        # Kinds by first use inside the unit, so that chunks stay in execution order whichever kind comes first.
-        for kind in dict.fromkeys(profile.parameters[index].group >= 0 for index in sorted(members)):
-            group = [index for index in members if (profile.parameters[index].group >= 0) is kind]
-            room = chunk_elements - used[current[kind]] if kind in current else -1
-            fresh = sum(sizes[index] for index in group) > room
-            for index in group:
-                if fresh or used[current[kind]] + sizes[index] > chunk_elements:
-                    current[kind] = len(used)
-                    used.append(0)
-                    trainable.append(kind)
-                    fresh = False
-                places[index] = (current[kind], used[current[kind]])
-                used[current[kind]] += sizes[index]
+    for kind, members, group_size in chain.from_iterable(groups):
+        room = chunk_elements - used[current[kind]] if kind in current else -1
+        fresh = group_size > room
+        for index, size in members:
+            if fresh or used[current[kind]] + size > chunk_elements:
+                current[kind] = len(used)
+                used.append(0)
+                trainable.append(kind)
+                fresh = False
+            places[index] = (current[kind], used[current[kind]])
+            used[current[kind]] += size
     return places, used, trainable
 
 

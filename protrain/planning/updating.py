@@ -37,6 +37,15 @@ class Known(NamedTuple):
     step_ms: float = inf  # of a step in which nothing does
 
 
+class Done(NamedTuple):
+    """How far the host gets with one number of early updates."""
+
+    in_time: int  # of the early ones
+    free: float  # when all that is not deferred is over
+    done: Sequence[float]  # by chunk, from the end of backward on; all early ones count as over together
+    work_ms: float
+
+
 class Queue(NamedTuple):
     """What one of host and device updates there."""
 
@@ -74,21 +83,43 @@ class Queue(NamedTuple):
         early = self.updates[: self.n_early][::-1]
         return [(chunk, duration * self.weight_share) for chunk, duration in early] if self.weight_share else early
 
+    def done(self, known: Known, limit_ms: float) -> Done | None:
+        """How far the host gets with what is not deferred.
+
+        None where the next forward has to wait for more than ``limit_ms``, by the upload of one chunk alone, which
+        begins when that is updated.
+        """
+        over, offloaded, upload_ms, uses = known.over, known.offloaded, known.upload_ms, known.uses
+        updates, share, free = self.updates, self.weight_share or 1.0, known.free
+        done, first, work_ms = [0.0] * len(upload_ms), self.n_early, 0.0
+        while first:
+            chunk, duration = updates[first - 1]
+            start = free if free > offloaded[chunk] else offloaded[chunk]
+            if start >= over:
+                break
+            work_ms += duration * share
+            free = start + duration * share
+            first -= 1
+        free = free if free > over else over
+        settled = free - over
+        for chunk, _ in updates[first : self.n_early]:
+            done[chunk] = settled
+        for late in (updates[:first], updates[self.n_early :]):
+            for chunk, duration in late:
+                work_ms += duration
+                there = offloaded[chunk]
+                free = (free if free > there else there) + duration
+                done[chunk] = after = free - over
+                if after + upload_ms[chunk] - uses[chunk] > limit_ms:
+                    return None
+        return Done(self.n_early - first, free, done, work_ms)
+
     def wait_ms(self, known: Known, limit_ms: float) -> float:
-        """How long the next forward waits for updates, none of them deferred; if above ``limit_ms``, perhaps longer."""
-        over, offloaded, upload_ms = known.over, known.offloaded, known.upload_ms
-        in_time = self.in_time(known.free, offloaded, over)
-        updates, free, done = self.ordered(in_time), known.free, [0.0] * len(upload_ms)
-        for chunk, duration in updates[:in_time]:
-            there = offloaded[chunk]
-            free = (free if free > there else there) + duration
-        for chunk, _ in updates[:in_time]:
-            done[chunk] = free - over
-        free = max(free, over)
-        for chunk, duration in updates[in_time:]:
-            there = offloaded[chunk]
-            free = (free if free > there else there) + duration
-            done[chunk] = free - over
+        """How long the next forward waits for updates, none deferred; above ``limit_ms`` any number above it."""
+        found = self.done(known, limit_ms)
+        if found is None:
+            return inf
+        upload_ms, done = known.upload_ms, found.done
         link = wait = 0.0
         for ready, chunk, use in sorted(
             [(start if start > done[chunk] else done[chunk], chunk, use) for chunk, start, use in known.uploads]
