@@ -27,6 +27,17 @@ class Choices(NamedTuple):
         inputs_move = is_mode[BlockMode.CKPT_SWAP]
         return cls(is_mode[BlockMode.CKPT] | inputs_move, is_mode[BlockMode.SWAP], inputs_move)
 
+    @classmethod
+    def of_counts(cls, n_blocks: int, n_swap: NDArray[np.int64], n_ckpt: NDArray[np.int64]) -> Choices:
+        """Of ``block_modes`` of these counts by choice, where no inputs are moved."""
+        blocks, pairs = np.arange(n_blocks)[:, None], np.minimum(n_swap, n_ckpt)
+        between = blocks < 2 * pairs  # swapped and recomputed ones by turns
+        after = (blocks >= 2 * pairs) & (blocks < n_swap + n_ckpt)  # all of one kind
+        odd = blocks % 2 == 1
+        return cls(
+            between & odd | after & (n_ckpt > n_swap), between & ~odd | after & (n_swap > n_ckpt), between & False
+        )
+
     @property
     def n_choices(self) -> int:
         """How many there are."""

@@ -44,7 +44,7 @@ from protrain.planning.bounds import Times
 from protrain.planning.choices import Choices
 from protrain.planning.memory import Bytes, MemoryModel
 from protrain.planning.moves import Moves
-from protrain.planning.plan import block_modes
+from protrain.planning.plan import BlockMode, block_modes
 from protrain.planning.relaxed import Relaxed
 from protrain.planning.runtime import RuntimeModel
 from protrain.profiler.model_profile import ModelProfile
@@ -130,9 +130,8 @@ class Columns:
             for n_ckpt in range(n_blocks - n_swap + 1)
             if memory.kept_bytes(n_swap + n_ckpt) <= hardware.device_bytes
         ]
-        self._modes = [block_modes(n_blocks, *pair) for pair in counts]
         self._n_swap, self._n_ckpt = np.array(counts, dtype=np.int64).reshape(-1, 2).T
-        self._choices = Choices.of(self._modes)
+        self._choices = Choices.of_counts(n_blocks, self._n_swap, self._n_ckpt)
         peak, _, self._swapped = memory.all_activations(self._choices)
         peak_moved, _, _ = memory.all_activations(self._choices._replace(ckpt_swap=self._choices.ckpt))
         self._margined = memory.with_margin(peak), memory.with_margin(peak_moved)  # all inputs kept, all moved
@@ -189,8 +188,8 @@ class Columns:
         n_swaps, starts = np.unique(self._n_swap, return_index=True)
         if not starts.size:
             return
-        ends = np.append(starts[1:], len(self._modes))
-        rows = np.arange(len(self._modes))
+        ends = np.append(starts[1:], len(self._n_swap))
+        rows = np.arange(len(self._n_swap))
         of_column = np.repeat(np.arange(len(starts)), ends - starts)
         # More checkpointed than swapped blocks only add; fewer give swapping room, which may take less.
         balanced = (starts + n_swaps - self._n_ckpt[starts])[of_column]
@@ -373,15 +372,19 @@ class Columns:
     ) -> tuple[float, int]:
         self._n_simulated += 1
         most_early = int(self._place(n_persist, moves).most_early[row])
-        return self._runtime.fitted_ms(self._modes[row], n_persist, n_buffer, most_early, limit_ms=limit_ms)
+        return self._runtime.fitted_ms(self._modes(row), n_persist, n_buffer, most_early, limit_ms=limit_ms)
 
     def _unlimited_ms(self, row: int, n_persist: int) -> float:
         """With every chunk in a buffer, where inputs move; counted as tried when that was asked."""
         most_early = int(self._place(n_persist, moves=True).most_early[row])
         all_buffers = self._n_chunks - n_persist
-        return self._runtime.fitted_ms(self._modes[row], n_persist, all_buffers, most_early, limit_ms=self._paying_ms)[
+        return self._runtime.fitted_ms(self._modes(row), n_persist, all_buffers, most_early, limit_ms=self._paying_ms)[
             0
         ]
+
+    def _modes(self, row: int) -> tuple[BlockMode, ...]:
+        """Of a choice, where no inputs move."""
+        return block_modes(self._n_blocks, int(self._n_swap[row]), int(self._n_ckpt[row]))
 
     def _ends_column(self, row: int, n_persist: int, limit_ms: float) -> bool:
         """Whether a choice that takes ``limit_ms`` or more leaves nothing to find in its column."""

@@ -70,6 +70,8 @@ class Fetches:
         self, present: dict[int, None], held: tuple[int, ...], at: int, n_persist: int, n_buffer: int
     ) -> list[Fetch]:
         found: list[Fetch] = []
+        if len(present) == len(self._trainable) - n_persist:  # all are there
+            return found
         next_use = self._next_use[at]
         for chunk in self._upcoming[at]:
             if chunk < n_persist or chunk in present:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from protrain import profiler
@@ -27,6 +28,7 @@ from protrain.planning import (
     runtime,
     search,
 )
+from protrain.planning.choices import Choices
 from protrain.planning.simulate import simulate
 from protrain.profiler import ModelProfile
 from protrain.profiler.model_profile import BlockRecord, ParameterRecord, SegmentRecord, UnitRecord
@@ -382,3 +384,11 @@ def test_a_small_model_has_several_chunks_and_every_plan_is_possible(
     assert search(traced, everything).n_persist == search(traced, everything).n_chunks
     least = search(traced, replace(everything, device_bytes=search(traced, everything).device_bytes - 1))
     assert least.n_persist < least.n_chunks or least.n_ckpt + least.n_swap > 0
+
+
+def test_choices_by_counts_are_those_of_their_modes() -> None:
+    counts = [(n_swap, n_ckpt) for n_swap in range(8) for n_ckpt in range(8 - n_swap)]
+    found = Choices.of_counts(7, *np.array(counts).T)
+    for by_counts, by_modes in zip(found, Choices.of([block_modes(7, *pair) for pair in counts]), strict=True):
+        assert (by_counts == by_modes).all()
+    assert found.n_choices == len(counts)
