@@ -20,6 +20,7 @@ from protrain.engine.engine import Engine
 from protrain.engine.parameter import Handle, PresentParameter, manage, release
 from protrain.engine.units import Unit
 from protrain.errors import MisuseError
+from protrain.profiler.blocks import checkpointing_switches, refuse_own_checkpointing
 
 
 def install(engine: Engine) -> None:
@@ -81,12 +82,14 @@ def _root_forward(engine: Engine) -> Callable[..., Any]:
     # Recurrent and attention modules of torch say so when sequences come first.
     rows_first = all(getattr(module, "batch_first", True) for module in model.modules())
     extra = batches.training_arguments(model, {})
+    switches = checkpointing_switches(model)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = batches.to_device((args, kwargs), engine.device)
         args, kwargs = batches.cast_inputs(args, kwargs, engine.dtype)
         if torch.is_grad_enabled():
+            refuse_own_checkpointing(model, switches, MisuseError, since="since protrain.wrap")
             kwargs = {**extra, **kwargs}
             given = {_by_keyword(str(at), names): value for at, value in enumerate(args)} | kwargs
             _refuse_larger(given, planned, engine.profile.tokens, rows_first=rows_first)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
@@ -46,6 +46,24 @@ def find_units(model: nn.Module, blocks: list[str]) -> list[str]:
             and any(parameter.is_floating_point() for parameter in module.parameters(recurse=False))
         )
     ]
+
+
+def checkpointing_switches(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Path and module of everything in ``model`` that says whether it checkpoints its activations itself."""
+    return [(path, module) for path, module in model.named_modules() if hasattr(module, "gradient_checkpointing")]
+
+
+def refuse_own_checkpointing(
+    model: nn.Module, switches: Iterable[tuple[str, nn.Module]], error: type[Exception], *, since: str
+) -> None:
+    """Raise ``error`` when one of the ``switches`` of ``model`` is on; ``since``: already, or after what."""
+    for path, module in switches:
+        if module.gradient_checkpointing is True:
+            where = f"module {path}" if path else type(model).__name__
+            raise error(
+                f"{where} {since} checkpoints its activations, which would then be done twice; call "
+                "model.gradient_checkpointing_disable() first: the plan decides what is checkpointed"
+            )
 
 
 def _outermost(module: nn.Module, path: str, pick: Callable[[nn.Module], set[str]]) -> list[tuple[str, nn.Module]]:

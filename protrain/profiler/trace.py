@@ -20,7 +20,7 @@ from torch import nn
 from protrain import batch as batches
 from protrain.chunked_loss import is_chunked
 from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
-from protrain.profiler.blocks import find_blocks, find_units
+from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_units, refuse_own_checkpointing
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.profiler.step import Segment, Step
 from protrain.profiler.weights import Weights
@@ -52,13 +52,7 @@ def profile(
         ValueError: the batch is no mapping or tuple, nothing is trainable, or the model already checkpoints its layers.
     """
     batches.check(example_batch)
-    for path, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            where = f"module {path}" if path else type(model).__name__
-            raise ValueError(
-                f"{where} already checkpoints its activations, which would then be done twice; call "
-                "model.gradient_checkpointing_disable() first: the plan decides what is checkpointed"
-            )
+    refuse_own_checkpointing(model, checkpointing_switches(model), ValueError, since="already")
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
