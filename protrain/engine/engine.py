@@ -133,6 +133,8 @@ class Engine:
         """One call of a unit's forward with its parameters on the device."""
         self.refuse_while_whole(f"the forward of {unit.label}")
         self.end_export(list(self.exported))  # of one that was interrupted
+        if self._current is not None:
+            self._make_way(unit)
         self._order.enter(unit.index)
         args, kwargs = self._out_of_buffers((args, kwargs), unit)
         recall(unit.residents)
@@ -147,6 +149,12 @@ class Engine:
             return self._out_of_buffers(output)
         finally:
             self.unbind(unit)
+
+    def _make_way(self, unit: Unit) -> None:
+        """A forward inside backward, of a checkpoint of the user's own: buffers are for one unit at a time."""
+        self.abandon_backward()
+        if self._current is not None and self._current.index not in self.profile.units[unit.index].within:
+            self._leave_unit()
 
     def _out_of_buffers(self, tree: Any, unit: Unit | None = None) -> Any:
         """``tree`` with copies of the weights in chunk buffers that it hands on: in another unit they would be gone.

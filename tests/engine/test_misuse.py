@@ -261,23 +261,6 @@ def test_a_wrapped_model_stays_where_it_is(wrapped: Wrap, batch: Batch, spec: Sp
     assert_unharmed((model, optimizer), wrapped(spec), batch)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
-def test_checkpointing_that_is_switched_on_after_wrapping_is_refused(
-    wrapped: Wrap, batch: Batch, spec: Spec, reentrant: bool
-) -> None:
-    found: tuple[Any, ProTrainOptimizer] = wrapped(spec)
-    model = found[0].train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    words = r"module model.* since protrain.wrap checkpoints .*model.gradient_checkpointing_disable\(\)"
-    with pytest.raises(MisuseError, match=words):
-        model(**batch)
-    with torch.no_grad():
-        assert torch.isfinite(model(**batch).loss)  # nothing is kept, and so nothing done twice
-    model.gradient_checkpointing_disable()
-    assert_unharmed(found, wrapped(spec), batch)
-
-
 # -- the graph ---------------------------------------------------------------------------------------------------------
 
 

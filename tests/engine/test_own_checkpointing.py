@@ -1,0 +1,86 @@
+"""Checkpointing that is not the plan's: what transformers switches on, and torch.utils.checkpoint around blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from protrain.errors import MisuseError
+from protrain.optim import ProTrainOptimizer
+from tests.engine.harness import (
+    CKPT,
+    NONE,
+    PLANS,
+    SWAP,
+    Batch,
+    Loop,
+    Spec,
+    adamw,
+    assert_same,
+    check_equal_to_plain,
+    default_loss,
+    seeded,
+    states,
+    wrap_under,
+)
+from tests.engine.residual import Model, batches
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("spec", [Spec("all", "least", (NONE,)), Spec("none", "least", (NONE, CKPT, SWAP))], ids=str)
+def test_what_is_switched_on_after_wrapping_is_refused(
+    tiny_model: Callable[..., Any], tiny_batch: Callable[..., dict[str, Tensor]], spec: Spec, reentrant: bool
+) -> None:
+    def wrapped() -> tuple[Any, ProTrainOptimizer]:
+        model = tiny_model("llama").train()
+        return wrap_under(spec, model, adamw(model), batch, device=CPU, key="own checkpointing")
+
+    batch = tiny_batch()
+    model, optimizer = wrapped()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    words = r"module model.* since protrain.wrap checkpoints .*model.gradient_checkpointing_disable\(\)"
+    with pytest.raises(MisuseError, match=words):
+        model(**batch)
+    with torch.no_grad():
+        assert torch.isfinite(model(**batch).loss)  # nothing is kept, and so nothing done twice
+    model.gradient_checkpointing_disable()
+    untouched = wrapped()
+    assert Loop().run(model, optimizer, [batch] * 2) == Loop().run(*untouched, [batch] * 2)
+    assert_same(states(model, optimizer), states(*untouched))
+
+
+class Checkpointing(Model):
+    """Each block under a checkpoint, together with an operation of its own that saves its output."""
+
+    reentrant: bool | None = None  # None: no checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = (
+                torch.tanh(block(x))
+                if self.reentrant is None
+                else checkpoint(lambda x, block=block: torch.tanh(block(x)), x, use_reentrant=self.reentrant)
+            )
+        return self.leave(x)
+
+
+def make() -> nn.Module:
+    with seeded():
+        return Checkpointing(48, 5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_that_the_model_runs_again_inside_backward_have_the_same_bits(reentrant: bool) -> None:
+    def loss(model: Any, batch: Batch) -> Tensor:
+        model.reentrant = reentrant
+        return default_loss(model, batch)
+
+    check_equal_to_plain(make, batches(3), loop=Loop(loss=loss), device=CPU, specs=PLANS)
