@@ -213,6 +213,11 @@ class Step:
                 self.active.append(path)
                 if not self._probing:
                     self.calls.append(path)
+            elif path in self._block_paths and (self._open is None or self._open.block != path):  # its weights are away
+                raise ValueError(
+                    f"the model itself computes {path} again inside backward: take torch.utils.checkpoint out of its "
+                    "forward, as the plan decides what is checkpointed"
+                )
 
         return enter
 
@@ -245,8 +250,14 @@ class Step:
     def _block_forward(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             # Reached other than by calling the block, its parameters belong to whoever calls it.
-            if not self._forward or self.active[-1:] != [path] or self._probing or not torch.is_grad_enabled():
+            if not self._forward or self.active[-1:] != [path] or self._probing:
                 return forward(*args, **kwargs)
+            if not torch.is_grad_enabled():  # as in a frozen tower: nothing is kept, and so nothing to be decided
+                self._weights.fill(self._owned[path])
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    self._weights.empty(self._owned[path])
             use = self.blocks.setdefault(path, BlockUse())
             self._close()
             traced = forward

@@ -1,4 +1,4 @@
-"""Checkpointing that is not the plan's: what transformers switches on, and torch.utils.checkpoint around blocks."""
+"""Blocks that run otherwise than the plan has it: under checkpoints of the model's own, or without gradients."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import protrain
 from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import (
@@ -84,3 +85,38 @@ def test_blocks_that_the_model_runs_again_inside_backward_have_the_same_bits(ree
         return default_loss(model, batch)
 
     check_equal_to_plain(make, batches(3), loop=Loop(loss=loss), device=CPU, specs=PLANS)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_that_the_model_runs_again_inside_backward_cannot_be_profiled(reentrant: bool) -> None:
+    model: Any = make()
+    model.reentrant = reentrant
+    words = r"the model itself computes blocks\.4 again inside backward: take torch\.utils\.checkpoint out"
+    with pytest.raises(ValueError, match=words):
+        protrain.wrap(model, adamw(model), example_batch=batches(1)[0], device="cpu", progress=False)
+    model.reentrant = None
+    protrain.wrap(model, adamw(model), example_batch=batches(1)[0], device="cpu", progress=False)
+
+
+class Tower(Model):
+    """Its first two blocks are frozen, and run without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.enter(x)
+            for block in self.blocks[:2]:
+                x = block(x)
+        for block in self.blocks[2:]:
+            x = block(x)
+        return self.leave(x)
+
+
+def test_blocks_that_the_model_runs_without_gradients_have_the_same_bits() -> None:
+    def tower() -> nn.Module:
+        with seeded():
+            model = Tower(48, 5)
+        model.enter.requires_grad_(False)
+        model.blocks[:2].requires_grad_(False)
+        return model
+
+    check_equal_to_plain(tower, batches(3), device=CPU, specs=PLANS)
