@@ -264,8 +264,15 @@ class Engine:
         return WeightView(buffer.chunk, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def weight(self, view: WeightView) -> Tensor:
-        """``view`` on the buffer that holds its chunk now; the current unit keeps it there."""
-        return self.buffers.content(view.chunk).as_strided(view.shape, view.stride, view.offset)
+        """``view`` on the buffer that holds its chunk now; the current unit keeps it there.
+
+        Where backward makes a graph of its own (``create_graph=True``) that outlives the buffer's content: a copy.
+        """
+        weight = self.buffers.content(view.chunk).as_strided(view.shape, view.stride, view.offset)
+        if torch.is_grad_enabled():
+            weight = Copy.apply(weight)
+            self.ledger.hold(weight)
+        return weight
 
     def held(self, chunk: Chunk) -> bool:
         """Whether a unit holds ``chunk`` in a buffer now."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from protrain.errors import MisuseError
@@ -145,6 +146,8 @@ class ReleasedParameter(PresentParameter):
         if func in cls.allowed:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is torch.autograd.grad:
+            return _gradients(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, ReleasedParameter):
                 return cls.intercept(leaf, func, args, kwargs or {})
@@ -159,6 +162,19 @@ class ReleasedParameter(PresentParameter):
             "ProTrain's chunks between the modules that use it. Use `with protrain.full_parameters(model):` to read or "
             "edit it"
         )
+
+
+def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad``: of a released parameter only the place in the graph is needed."""
+
+    def place(parameter: Any) -> Any:
+        if not isinstance(parameter, ReleasedParameter):
+            return parameter
+        with torch._C.DisableTorchFunctionSubclass():
+            return get_gradient_edge(parameter)
+
+    places = place(inputs) if isinstance(inputs, Tensor) else [place(parameter) for parameter in inputs]
+    return torch.autograd.grad(outputs, places, *args, **kwargs)
 
 
 def manage(parameter: nn.Parameter, handle: Handle) -> None:
