@@ -310,7 +310,7 @@ class Updates:
         try:
             for turn in turns:
                 made.append(turn)
-        finally:  # what waits for a job must not wait for ever
+        finally:  # what was made is queued, in the order of need
             on_host = [turn for turn in made if not turn.chunk.streamed]
             self._engine.worker.submit(functools.partial(self._ahead.look, on_host))
             for turn in made:

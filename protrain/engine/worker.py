@@ -16,14 +16,26 @@ from collections.abc import Callable
 
 
 class Job:
-    """A piece of host work that others can wait for. An error in it is raised in whoever waits."""
+    """A piece of host work that others can wait for. An error in it is raised in whoever waits.
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    An interrupt may come when others know of the job and its ``turns``, the queue of its worker, do not. Whoever waits
+    for it then gives it a turn.
+    """
+
+    def __init__(self, work: Callable[[], None], turns: queue.SimpleQueue[Job | None] | None = None) -> None:
         self._work: Callable[[], None] | None = work
+        self._turns = turns
+        self._queued = False
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._followers: list[Callable[[], None]] = []
         self._error: BaseException | None = None
+
+    def queue(self) -> None:
+        """Have its turn come after everything queued before. Twice does no harm."""
+        assert self._turns is not None
+        self._turns.put(self)
+        self._queued = True
 
     def run(self) -> None:
         """Do the work, then what waits for it. A job that was run ahead of its turn does nothing when that comes."""
@@ -61,6 +73,8 @@ class Job:
 
     def wait(self) -> None:
         """Block until the work is done; raises what it raised."""
+        if not self._queued and not self.done:
+            self.queue()
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -89,11 +103,11 @@ class HostWorker:
 
     def job(self, work: Callable[[], None], name: str = "") -> Job:
         """One that is yet to be queued."""
-        return Job(work if self.times is None else functools.partial(_timed, work, name, self.times))
+        return Job(work if self.times is None else functools.partial(_timed, work, name, self.times), self._queue)
 
     def queue(self, job: Job) -> None:
         """Put ``job`` behind everything submitted before."""
-        self._queue.put(job)
+        job.queue()
 
     def drain(self) -> None:
         """Block until everything submitted so far is done."""

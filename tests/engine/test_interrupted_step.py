@@ -1,0 +1,123 @@
+"""Ctrl-C between the making of a host job and its queueing: whatever waits for the job does not wait for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain.engine import updates
+from protrain.engine.worker import HostWorker
+from protrain.optim import ProTrainOptimizer
+from tests.engine.harness import CKPT, NONE, Loop, Spec, adamw, assert_same, default_loss, seeded, states, wrap_under
+from tests.engine.residual import batches, make
+
+SPECS = (
+    Spec("none", "least", (NONE,), small=True),
+    Spec("none", "least", (NONE, CKPT), small=True, early=True, weights=True),
+    Spec("some", "least", (CKPT, NONE), small=True, early=True, stream=True),
+)
+pytestmark = pytest.mark.timeout(30)  # what would fail here is a hang
+
+
+class Interrupted:
+    """Calls ``function``, but for the call ``at``."""
+
+    def __init__(self, function: Callable[..., Any], *, at: int = 0) -> None:
+        self.function = function
+        self.at = at
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+        return self.function(*args, **kwargs)
+
+
+def wrapped(spec: Spec, device: torch.device, **options: Any) -> tuple[nn.Module, ProTrainOptimizer]:
+    model = make()
+    return wrap_under(spec, model, adamw(model), batches()[0], device=device, **options)
+
+
+def backward(model: nn.Module) -> None:
+    with seeded():
+        default_loss(model, batches()[1]).backward()
+
+
+def two_steps(spec: Spec, device: torch.device) -> dict[str, Tensor]:
+    model, optimizer = wrapped(spec, device)
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return states(model, optimizer)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_an_update_that_was_made_is_done(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = wrapped(spec, device)
+    backward(model)
+    counted = Interrupted(updates.Turn)
+    with monkeypatch.context() as patch:
+        patch.setattr(updates, "Turn", counted)
+        optimizer.step()
+    optimizer.zero_grad()
+    assert counted.calls > 2
+    backward(model)
+    with monkeypatch.context() as patch:  # the last update is made, and its turn is not
+        patch.setattr(updates, "Turn", Interrupted(updates.Turn, at=counted.calls))
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    optimizer.state_dict()
+    assert_same(states(model, optimizer), two_steps(spec, device))
+    optimizer.zero_grad()
+    assert torch.tensor(Loop().run(model, optimizer, batches(2))).isfinite().all()
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_updates_that_are_yet_to_be_queued_are_done(
+    spec: Spec, at: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrapped(spec, device)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    queue = Interrupted(HostWorker.queue, at=at)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostWorker, "queue", lambda worker, job: queue(worker, job))
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    optimizer.state_dict()
+    assert_same(states(model, optimizer), two_steps(spec, device))
+    optimizer.zero_grad()
+    assert torch.tensor(Loop().run(model, optimizer, batches(2))).isfinite().all()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_an_interrupt_of_an_update_inside_backward(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrapped(spec, device, step_during_backward=True)
+    before = states(model, optimizer)
+    queue = Interrupted(HostWorker.queue, at=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostWorker, "queue", lambda worker, job: queue(worker, job))
+        with pytest.raises(KeyboardInterrupt):
+            backward(model)
+    optimizer.state_dict()
+    found = states(model, optimizer)
+    backward_of_another, other = wrapped(spec, device, step_during_backward=True)
+    backward(backward_of_another)
+    other.step()
+    after = states(backward_of_another, other)
+    whole = [name for name, value in found.items() if torch.equal(value, after[name])]
+    rest = [name for name in found if name not in whole]
+    assert any(name.startswith("exp_avg.") for name in whole)
+    assert any(name.startswith("exp_avg.") for name in rest)
+    assert_same({name: found[name] for name in rest}, {name: before[name] for name in rest})
