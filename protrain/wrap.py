@@ -24,7 +24,7 @@ from protrain import batch as batches
 from protrain.chunked_loss import chunked_loss as chunked
 from protrain.compilation import compiled_blocks
 from protrain.engine.build import DTYPES, build_engine
-from protrain.engine.materialise import weight_files
+from protrain.engine.materialise import weight_sources
 from protrain.engine.parameter import PresentParameter
 from protrain.errors import MisuseError, PlanError
 from protrain.hardware import HardwareProfile, detect
@@ -116,7 +116,7 @@ def wrap(
     # Read before the profile, which takes minutes for a large model on a CPU.
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     if weights is not None:
-        weight_files(Path(weights))
+        weight_sources(model, Path(weights))
     say = Progress(enabled=progress)
     gc.collect()  # a model wrapped before and dropped is a cycle: hooks and engine refer to each other
 

@@ -158,44 +158,65 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _load(members: list[Member], model: nn.Module, folder: Path) -> None:
+def weight_sources(model: nn.Module, folder: Path) -> dict[str, tuple[Path, str]]:
+    """Where in the safetensors of ``folder`` each floating-point parameter is: file and key, by name.
+
+    Only the files' headers are read, so that a folder of another model is found out before anything takes time.
+
+    Raises:
+        ValueError: a file is missing or unreadable, or parameters are missing or of another shape.
+    """
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise ImportError("weights= needs the package safetensors: pip install 'protrain[hf]'") from None
-    files = weight_files(folder)
     prefix = getattr(model, "base_model_prefix", "") or ""
-    names = {id(member.parameter): {member.name} for member in members}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in names:
-            names[id(parameter)].add(name)
-    wanted: dict[str, Member] = {}
-    for member in members:
-        for name in names[id(member.parameter)]:
-            wanted[name] = member
-            if prefix:
-                bare = name.removeprefix(f"{prefix}.")
-                wanted.setdefault(bare if bare != name else f"{prefix}.{name}", member)
-    missing = {member.name: member for member in members}
-    for file in files:
+    names = {id(p): name for name, p in model.named_parameters() if p.is_floating_point()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    wanted: dict[str, str] = {}
+    for alias, parameter in model.named_parameters(remove_duplicate=False):
+        name = names.get(id(parameter))
+        if name is None:
+            continue
+        shapes[name] = tuple(parameter.shape)
+        wanted[alias] = name
+        if prefix:
+            bare = alias.removeprefix(f"{prefix}.")
+            wanted.setdefault(bare if bare != alias else f"{prefix}.{alias}", name)
+    found: dict[str, tuple[Path, str]] = {}
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
-                for key in list(tensors.keys()):
-                    target = wanted.get(key)
-                    if target is None or target.name not in missing:
+                for key in tensors.keys():  # noqa: SIM118 - it is no mapping
+                    name = wanted.get(key)
+                    if name is None or name in found:
                         continue
-                    value = tensors.get_tensor(key)
-                    if tuple(value.shape) != tuple(target.shape):
+                    shape = tuple(tensors.get_slice(key).get_shape())
+                    if shape != shapes[name]:
                         raise ValueError(
-                            f"weights: {key} in {file.name} has shape {tuple(value.shape)}, the model's is "
-                            f"{tuple(target.shape)}"
+                            f"weights: {key} in {file.name} has shape {shape}, the model's is {shapes[name]}"
                         )
-                    _write(target, value)
-                    _drop(target)
-                    del missing[target.name]
+                    found[name] = (file, key)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"weights: {file} is no readable safetensors file: {error}") from None
+    missing = [name for name in shapes if name not in found]
     if missing:
-        raise ValueError(
-            f"weights: {folder} lacks {len(missing)} of {len(members)} parameters, among them {next(iter(missing))}"
-        )
+        raise ValueError(f"weights: {folder} lacks {len(missing)} of {len(shapes)} parameters, among them {missing[0]}")
+    return found
+
+
+def _load(members: list[Member], model: nn.Module, folder: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    by_name = {member.name: member for member in members}
+    by_file: dict[Path, list[tuple[str, Member]]] = {}
+    for name, (file, key) in weight_sources(model, folder).items():
+        by_file.setdefault(file, []).append((key, by_name[name]))
+    for file, targets in by_file.items():
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key, member in targets:
+                    _write(member, tensors.get_tensor(key))
+                    _drop(member)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"weights: {file} is no readable safetensors file: {error}") from None
