@@ -31,14 +31,16 @@ from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim import ProTrainOptimizer, check_supported
 from protrain.planning import Plan, check, search
-from protrain.planning.mismatch import name_other_use, refuse_other_model
+from protrain.planning.mismatch import name_other_use, refuse_other_model, refuse_other_parameters
 from protrain.planning.streaming import staging_bytes
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.cache import cached_profile
+from protrain.profiler.trace import parameter_records
 from protrain.progress import Progress
 
 Model = TypeVar("Model", bound=nn.Module)
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _NOT_CALIBRATED = (
     "this machine is not calibrated, so its plan goes by figures of others: `protrain calibrate` measures it, once, in "
@@ -115,6 +117,9 @@ def wrap(
     _check_parameters(model, optimizer)
     # Read before the profile, which takes minutes for a large model on a CPU.
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    if given is not None:
+        records, n_blocks = parameter_records(model, optimizer), len(find_blocks(model))
+        refuse_other_parameters(given, type(model).__name__, records, _NAMES[kind], n_blocks=n_blocks)
     if weights is not None:
         weight_sources(model, Path(weights))
     say = Progress(enabled=progress)

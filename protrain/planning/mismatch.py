@@ -6,23 +6,47 @@ from dataclasses import replace
 
 from protrain.errors import PlanError
 from protrain.planning.plan import Plan
-from protrain.planning.search import fingerprint
-from protrain.profiler.model_profile import ModelProfile
+from protrain.planning.search import fingerprint, parameters_fingerprint
+from protrain.profiler.model_profile import ModelProfile, ParameterRecord
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _REMEDY = "make a new plan, or leave plan= out to have one searched"
 
 
-def refuse_other_model(plan: Plan, profile: ModelProfile) -> None:
-    """ValueError, naming the difference, when ``plan`` was made for another model, dtype or optimizer grouping.
+def refuse_other_parameters(
+    plan: Plan, model: str, parameters: tuple[ParameterRecord, ...], dtype: str, *, n_blocks: int
+) -> None:
+    """ValueError, naming the difference, when ``plan`` was made for other parameters, dtype or optimizer groups.
 
-    A plan holds a fingerprint of its model, from which nothing can be read back: what differs is found by trying.
+    It needs no profile. A plan holds a fingerprint, from which nothing can be read back: what differs is found by
+    trying.
     """
-    if plan.model == fingerprint(profile):
+    made_for = plan.model.partition("-")[0]
+    if made_for == parameters_fingerprint(parameters, dtype):
         return
-    raise ValueError(
-        f"the plan was made for another model than {profile.model}: {_difference(plan, profile)}; {_REMEDY}"
-    )
+    one_group = tuple(replace(record, group=min(record.group, 0)) for record in parameters)
+    others = [other for other in _DTYPES if made_for == parameters_fingerprint(parameters, other)]
+    if others:
+        difference = f"its dtype differs, {others[0]} in place of {dtype}"
+    elif len(plan.block_modes) != n_blocks:
+        difference = f"it has {len(plan.block_modes)} blocks, this one {n_blocks}"
+    elif made_for == parameters_fingerprint(one_group, dtype):
+        difference = "its optimizer has a single group of parameters, this one several"
+    else:
+        difference = "its parameters or their optimizer groups differ"
+    raise _other_model(model, difference)
+
+
+def refuse_other_model(plan: Plan, profile: ModelProfile) -> None:
+    """ValueError when ``plan`` was made for another model, also one of the same parameters."""
+    n_blocks = len(profile.blocks)
+    refuse_other_parameters(plan, profile.model, profile.parameters, profile.dtype, n_blocks=n_blocks)
+    if plan.model != fingerprint(profile):
+        raise _other_model(profile.model, "it has the same parameters, but other modules use them, or in another order")
+
+
+def _other_model(model: str, difference: str) -> ValueError:
+    return ValueError(f"the plan was made for another model than {model}: {difference}; {_REMEDY}")
 
 
 def name_other_use(error: PlanError, plan: Plan, profile: ModelProfile) -> PlanError:
@@ -40,15 +64,3 @@ def name_other_use(error: PlanError, plan: Plan, profile: ModelProfile) -> PlanE
         largest_part=error.largest_part,
         remedy=f"The plan was made for {made_for} a new plan. {error.remedy}",
     )
-
-
-def _difference(plan: Plan, profile: ModelProfile) -> str:
-    for dtype in _DTYPES:
-        if plan.model == fingerprint(replace(profile, dtype=dtype)):
-            return f"its dtype differs, {dtype} in place of {profile.dtype}"
-    if len(plan.block_modes) != len(profile.blocks):
-        return f"it has {len(plan.block_modes)} blocks, this one {len(profile.blocks)}"
-    one_group = tuple(replace(record, group=min(record.group, 0)) for record in profile.parameters)
-    if plan.model == fingerprint(replace(profile, parameters=one_group)):
-        return "its optimizer has a single group of parameters, this one several"
-    return f"its parameters or their optimizer groups differ (fingerprint {plan.model}, here {fingerprint(profile)})"

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from protrain.planning.moves import Moves
 from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime import RuntimeModel
 from protrain.planning.streamed_search import STREAMING_GAIN, StreamedSearch
-from protrain.profiler.model_profile import ModelProfile
+from protrain.profiler.model_profile import ModelProfile, ParameterRecord
 
 # Of plans within this of the fastest, the one with most persistent chunks, then fewest swapped blocks and then fewest
 # moved inputs wins: what is not moved cannot be late.
@@ -174,14 +176,22 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
 
 
 def fingerprint(profile: ModelProfile) -> str:
-    """What a plan is valid for: parameters, their shapes and optimizer groups, units, blocks, dtype; not the batch."""
-    facts = {
-        "dtype": profile.dtype,
-        "parameters": [(record.name, record.shape, record.group) for record in profile.parameters],
-        "units": [(unit.name, unit.block, unit.parameters) for unit in profile.units],
-        "blocks": [block.name for block in profile.blocks],
-    }
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    """What a plan is valid for: parameters, their shapes and optimizer groups, units, blocks, dtype; not the batch.
+
+    Two parts: what is known without a profile, and the rest.
+    """
+    units = [(unit.name, unit.block, unit.parameters) for unit in profile.units]
+    rest = _digest([units, [block.name for block in profile.blocks]])
+    return f"{parameters_fingerprint(profile.parameters, profile.dtype)}-{rest}"
+
+
+def parameters_fingerprint(parameters: Iterable[ParameterRecord], dtype: str) -> str:
+    """The first part of :func:`fingerprint`."""
+    return _digest([dtype, [(record.name, record.shape, record.group) for record in parameters]])
+
+
+def _digest(facts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
 class _Models:

@@ -84,12 +84,6 @@ def profile(
             f"two identical steps of {type(model).__name__} called its blocks differently, so it cannot be profiled; "
             "make its forward depend on its inputs and torch's random state alone"
         )
-    groups = _groups(optimizer, weights)
-    parameters = tuple(
-        ParameterRecord(name=name, shape=tuple(parameter.shape), group=groups[id(parameter)])
-        for name, parameter in model.named_parameters()
-        if id(parameter) in groups
-    )
     units = _units(step, owned)
     position = {unit: index for index, unit in enumerate(units)}
     order = {path: index for index, path in enumerate(step.blocks)}
@@ -102,7 +96,7 @@ def profile(
         chunked_loss=is_chunked(model),
         compiled=step.compiled,
         buffer_bytes=weights.unmanaged_bytes(),
-        parameters=parameters,
+        parameters=parameter_records(model, optimizer),
         units=tuple(
             UnitRecord(
                 name=unit,
@@ -170,16 +164,22 @@ def _owned(model: nn.Module, units: list[str], blocks: list[str], weights: Weigh
     }
 
 
-def _groups(optimizer: torch.optim.Optimizer | None, weights: Weights) -> dict[int, int]:
-    """Optimizer group by id of the parameter; -1 for frozen ones and those in no group."""
-    groups = {id(parameter): -1 for parameter in weights.originals}
-    if optimizer is None:
-        return {id(parameter): 0 if parameter.requires_grad else -1 for parameter in weights.originals}
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) in groups and parameter.requires_grad:
-                groups[id(parameter)] = index
-    return groups
+def parameter_records(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[ParameterRecord, ...]:
+    """The floating-point parameters of ``model`` in definition order, with their groups.
+
+    Frozen ones, and those in no group of ``optimizer``, have the group -1. Without an optimizer there is one group.
+    """
+    groups = optimizer.param_groups if optimizer is not None else [{"params": list(model.parameters())}]
+    index = {id(parameter): at for at, group in enumerate(groups) for parameter in group["params"]}
+    return tuple(
+        ParameterRecord(
+            name=name,
+            shape=tuple(parameter.shape),
+            group=index.get(id(parameter), -1) if parameter.requires_grad else -1,
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point()
+    )
 
 
 def _units(step: Step, owned: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -284,6 +284,30 @@ def test_a_plan_file_that_is_none(model: nn.Module, batch: Batch, text: str | No
     refused(model, adamw(model), batch, words, ValueError, plan=str(tmp_path / "plan.json"))
 
 
+def test_a_plan_of_other_parameters_is_refused_before_the_model_runs(
+    plan: Plan, tiny_model: Callable[..., nn.Module], batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def profile(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model ran, which takes minutes where it is large")
+
+    monkeypatch.setattr(sys.modules["protrain.wrap"], "cached_profile", profile)
+    model: Any = tiny_model("llama")
+    one_group = torch.optim.AdamW(model.parameters())
+    shallow: Any = tiny_model("llama")
+    del shallow.model.layers[1:]
+    frozen = tiny_model("llama")
+    next(frozen.parameters()).requires_grad_(False)
+    for other, optimizer, words, options in (
+        (model, adamw(model), "its dtype differs, float32 in place of bfloat16", {"dtype": "bfloat16"}),
+        (model, one_group, "its parameters or their optimizer groups differ", {}),
+        (shallow, adamw(shallow), "it has 3 blocks, this one 1", {}),
+        (frozen, adamw(frozen), "its parameters or their optimizer groups differ", {}),
+    ):
+        refused(
+            other, optimizer, batch, f"another model than LlamaForCausalLM: {words}", ValueError, plan=plan, **options
+        )
+
+
 def test_plans_that_do_not_suit(
     plan: Plan, no_memory_taken: None, tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch]
 ) -> None:
@@ -293,6 +317,8 @@ def test_plans_that_do_not_suit(
 
     attempt("made for another model .*make a new plan, or leave plan= out", ValueError, plan, family="gpt2")
     attempt("made for another model .*dtype differ", ValueError, plan, dtype="bfloat16")
+    elsewhere = dataclasses.replace(plan, model=f"{plan.model.partition('-')[0]}-0")
+    attempt("made for another model .*the same parameters, but other modules use them", ValueError, elsewhere)
     attempt("no plan fits the device memory", PlanError, plan, device_memory=plan.device_bytes - 1)
     attempt("no plan fits the host memory", PlanError, plan, host_memory=plan.host_bytes - 1)
     attempt("no plan fits the device", PlanError, plan, device_memory=plan.device_bytes, batch=tiny_batch(batch=8))
