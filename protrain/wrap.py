@@ -137,7 +137,8 @@ def wrap(
         model_profile = replace(model_profile, accumulation=accumulation)
         with say.stage("planning"):
             chosen = _plan(given, model_profile, hardware, step_during_backward=step_during_backward)
-        with say.stage(f"moving model states into place ({chosen})"):
+        say.note(f"the plan: {chosen}")
+        with say.bar("moving model states into place") as show:
             engine, fixed_bytes = build_engine(
                 model,
                 model_profile,
@@ -148,6 +149,7 @@ def wrap(
                 host_threads=_host_threads(hardware),
                 streaming_bytes=staging_bytes(hardware, chosen.chunk_elements),
                 weights=os.fspath(weights) if weights is not None else None,
+                show=show,
             )
     wrapped = ProTrainOptimizer(
         engine,

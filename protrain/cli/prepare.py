@@ -18,6 +18,7 @@ from protrain.cli.metrics import MetricsFile, ProgressLine
 from protrain.cli.models import fit_positions, load_model
 from protrain.cli.run import CHECKPOINTS, Run
 from protrain.planning import Plan
+from protrain.progress import Progress
 
 PLAN_FILE = "plan.json"
 
@@ -62,7 +63,8 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
     step = 0
     if resume and list_saves(folder / CHECKPOINTS):
-        extra = load_checkpoint(folder / CHECKPOINTS, model, optimizer, scheduler=scheduler)
+        with Progress(enabled=True).stage("loading the checkpoint"):
+            extra = load_checkpoint(folder / CHECKPOINTS, model, optimizer, scheduler=scheduler)
         if extra["data_crc32"] != tokens.crc32:
             raise ValueError(f"the data changed since {folder} was saved; restore it, or start another --folder")
         step = extra["step"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from protrain.planning.layout import pack, streamed_chunks, updated_chunks
 from protrain.planning.plan import BlockMode, Plan, as_planned, moved_input_bytes
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
+from protrain.quantities import format_bytes
 from protrain_kernels.host_library import library
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -47,6 +49,7 @@ def build_engine(
     host_threads: int,
     streaming_bytes: int,
     weights: str | Path | None,
+    show: Callable[[str, float], None],
 ) -> tuple[Engine, int]:
     """Take the memory that ``plan`` needs, move the model's states there, and hook the engine into the model.
 
@@ -61,6 +64,7 @@ def build_engine(
         streaming_bytes: device memory that states pass through where the device updates chunks in host memory; 0: none
             is needed there.
         weights: a folder of safetensors to load.
+        show: called with what is being done and how much is done, from 0 to 1.
 
     Returns:
         The engine, and the bytes that lie on the device for good.
@@ -73,11 +77,13 @@ def build_engine(
     first = plan.n_persist + plan.n_speculate
     candidates = [index for index in updated_chunks(profile, layout) if index >= first]
     streamed = streamed_chunks(candidates, plan.n_stream)
+    show(f"{format_bytes(plan.host_bytes)} of host memory", 0.0)
     chunks = make_chunks(layout, plan, dtype, device, arena, streams, streamed=streamed)
     named = dict(model.named_parameters())
     parameters = [named[record.name] for record in profile.parameters]
     members = make_members(profile, layout, chunks, parameters)
-    fill(members, model, blocks={block.name for block in profile.blocks}, weights=weights, device=device)
+    blocks = {block.name for block in profile.blocks}
+    fill(members, model, blocks=blocks, weights=weights, device=device, show=show)
     _move_the_rest(model, {id(parameter) for parameter in parameters}, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what initialising took

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from protrain.engine.chunks import Member
 from protrain.engine.values import write_master, write_weight
 
+Write = Callable[[Member, Tensor], None]
+
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
@@ -47,20 +49,31 @@ def fill(
     blocks: Collection[str],
     weights: str | Path | None,
     device: torch.device,
+    show: Callable[[str, float], None],
 ) -> None:
     """Give every member its value, and free the parameter's own memory as soon as it is copied.
+
+    ``show`` is told the name of each and the share of all elements that is there, as a large model takes minutes.
 
     Raises:
         ValueError: a weight file is missing or does not match, or a module on the meta device has no initialiser.
     """
     by_parameter = {id(member.parameter): member for member in members}
+    done, total = 0, sum(member.numel for member in members)
+
+    def write(member: Member, value: Tensor) -> None:
+        nonlocal done
+        _write(member, value)
+        done += member.numel
+        show(member.name, done / total)
+
     if weights is not None:
-        _load(members, model, Path(weights))
+        _load(members, model, Path(weights), write)
     else:
-        _initialise(model, by_parameter, blocks, device)
+        _initialise(model, by_parameter, blocks, device, write)
         for member in members:
             if not member.parameter.is_meta:
-                _write(member, member.parameter.data)
+                write(member, member.parameter.data)
                 _drop(member)
     for member in members:
         _drop(member)
@@ -85,7 +98,7 @@ def _drop(member: Member) -> None:
 
 
 def _initialise(
-    model: nn.Module, by_parameter: dict[int, Member], blocks: Collection[str], device: torch.device
+    model: nn.Module, by_parameter: dict[int, Member], blocks: Collection[str], device: torch.device, write: Write
 ) -> None:
     """Run the model's own initialisation for every parameter on the meta device, one outermost piece at a time."""
     done: set[int] = set()
@@ -118,7 +131,7 @@ def _initialise(
                     f"cannot initialise {member.name}: {type(module).__name__} has neither reset_parameters nor an "
                     "_init_weights that sets it; build the model outside protrain.empty_parameters() or pass weights="
                 )
-            _write(member, value.data)
+            write(member, value.data)
         done.update(own)
 
 
@@ -205,7 +218,7 @@ def weight_sources(model: nn.Module, folder: Path) -> dict[str, tuple[Path, str]
     return found
 
 
-def _load(members: list[Member], model: nn.Module, folder: Path) -> None:
+def _load(members: list[Member], model: nn.Module, folder: Path, write: Write) -> None:
     from safetensors import SafetensorError, safe_open
 
     by_name = {member.name: member for member in members}
@@ -216,7 +229,7 @@ def _load(members: list[Member], model: nn.Module, folder: Path) -> None:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for key, member in targets:
-                    _write(member, tensors.get_tensor(key))
+                    write(member, tensors.get_tensor(key))
                     _drop(member)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"weights: {file} is no readable safetensors file: {error}") from None

@@ -126,6 +126,7 @@ def test_a_killed_and_a_stopped_run_resume_to_the_same_bits(finished: Path, work
     stopped.send_signal(signal.SIGINT)
     errors = stopped.communicate()[1]
     assert stopped.returncode == 130, errors
+    assert "loading the checkpoint: " in errors
     assert "resumed at step" in errors
     assert f"continue with: protrain train --resume --folder {folder}" in errors
     assert not (folder / "model").exists()
