@@ -21,9 +21,14 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     return max(0, min(rooms))
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may run on, of whose time no more than what its control groups grant.
+
+    With more threads than that the system stops all of them for the rest of every tenth of a second.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    granted = [cores for group, _ in _groups(root, "cpu") if (cores := _granted_cores(group)) is not None]
+    return max(1, int(min([allowed, *granted])))
 
 
 def _system_available(root: Path) -> int | None:
@@ -34,22 +39,33 @@ def _system_available(root: Path) -> int | None:
     return None
 
 
-def _group_rooms(root: Path) -> Iterator[int | None]:
-    """What every control group above this process leaves, in version 2's files and in version 1's."""
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """Every control group above this process that may limit what ``controller`` controls, and whether of version 1."""
     base = root / _CGROUPS.relative_to("/")
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        group = (base / "memory" if controllers else base) / path.strip("/")
-        limit, used, cache = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            if controllers
-            else ("memory.max", "memory.current", "inactive_file")
-        )
+        group = (base / controller if controllers else base) / path.strip("/")
         while group != base.parent:
-            yield _room(group, limit, used, cache)
+            yield group, bool(controllers)
             group = group.parent
+
+
+def _group_rooms(root: Path) -> Iterator[int | None]:
+    """What every control group above this process leaves of the memory."""
+    for group, is_first in _groups(root, "memory"):
+        if is_first:
+            yield _room(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            yield _room(group, "memory.max", "memory.current", "inactive_file")
+
+
+def _granted_cores(group: Path) -> float | None:
+    """By a quota of time in every period, in the form of either version. None: no limit."""
+    both = _read(group / "cpu.max") or f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
+    quota, period, *_ = [*both.split(), "", ""]
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 
 
 def _room(group: Path, limit: str, used: str, cache: str) -> int | None:

@@ -90,6 +90,34 @@ def test_the_older_control_groups_count_too(tmp_path: Path) -> None:
     assert available_host_bytes(tmp_path) == GIB - GIB // 4
 
 
+ALLOWED = usable_cores()
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/pod/cpu.max": "250000 100000\n"}, 2.5),
+        ({"proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/pod/box/cpu.max": "50000 100000"}, 1),
+        ({"proc/self/cgroup": "0::/pod\n", "sys/fs/cgroup/pod/cpu.max": "max 100000\n"}, ALLOWED),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "99900000 100000\n"}, ALLOWED),
+        (
+            {
+                "proc/self/cgroup": "9:memory:/box\n5:cpu,cpuacct:/box\n",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/memory/box/cpu.cfs_quota_us": "100000\n",
+            },
+            2,
+        ),
+        ({"proc/self/cgroup": "5:cpu:/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n"}, ALLOWED),
+        ({"proc/self/cgroup": "0::/\n"}, ALLOWED),
+    ],
+)
+def test_no_more_cores_than_control_groups_grant(tmp_path: Path, files: dict[str, str], cores: float) -> None:
+    _write(tmp_path, files)
+    assert usable_cores(tmp_path) == min(ALLOWED, int(cores))
+
+
 def test_without_control_groups_the_system_decides(tmp_path: Path) -> None:
     _write(tmp_path, {"proc/meminfo": "MemAvailable: 1024 kB\n"})
     assert available_host_bytes(tmp_path) == 1024**2
