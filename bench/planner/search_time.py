@@ -1,0 +1,178 @@
+"""How long the search for a plan takes, on one core.
+
+python -m bench.planner.search_time --out bench/results/simulated
+
+Profiles are made on the meta device and times estimated, as for ``protrain plan --hardware``; then every case is
+searched ``--repeat`` times. Times are the process's own, so that they do not count what others do, though others slow
+the core down: how long a loop of ten million additions takes there stands beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from bench.planner.largest import profile_of
+from protrain.cli.models import load_model
+from protrain.cli.summary import versions
+from protrain.hardware import load
+from protrain.hardware.memory import processor_name
+from protrain.planning import search
+from protrain.planning.tables import aligned, format_ms
+from protrain.profiler import ModelProfile
+from protrain.records import Record
+
+FILE = "search_time.json"
+GIB = 1024**3
+_ADDITIONS = 10_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search(Record):
+    """One question to the planner."""
+
+    shape: str
+    batch: int
+    sequence: int
+    hardware: str  # shipped
+    host_gib: int
+    inside: bool = False  # updates inside backward; otherwise with clipping
+
+    def profile(self) -> ModelProfile:
+        """Of the whole shape."""
+        return _profile(self.shape, self.batch, self.sequence)
+
+
+@cache
+def _profile(shape: str, batch: int, sequence: int) -> ModelProfile:
+    layers = load_model(shape).config.num_hidden_layers
+    return profile_of(shape, layers, batch=batch, sequence=sequence)
+
+
+SEARCHES = (
+    *(
+        Search(shape="gpt2-40b", batch=batch, sequence=1024, hardware="h100", host_gib=host_gib)
+        for batch in (1, 4, 8)
+        for host_gib in (480, 640, 1200)
+    ),
+    Search(shape="gpt2-40b", batch=4, sequence=1024, hardware="h100", host_gib=640, inside=True),
+    Search(shape="gpt2-40b", batch=4, sequence=1024, hardware="a100", host_gib=640),
+    Search(shape="llama2-34b", batch=4, sequence=2048, hardware="h100", host_gib=520),
+    Search(shape="llama2-34b", batch=4, sequence=2048, hardware="h100", host_gib=520, inside=True),
+    Search(shape="llama2-13b", batch=8, sequence=2048, hardware="h100", host_gib=160),
+    Search(shape="llama2-13b", batch=8, sequence=2048, hardware="h100", host_gib=116, inside=True),
+    Search(shape="gpt2-10b", batch=16, sequence=1024, hardware="h100", host_gib=116),
+    Search(shape="llama-7b", batch=8, sequence=2048, hardware="h100", host_gib=116),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Record):
+    """What one search took, and what it found."""
+
+    search: Search
+    process_s: tuple[float, ...]
+    plan: str
+    step_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Record):
+    """A whole run."""
+
+    command: str
+    versions: dict[str, str]
+    processor: str
+    loop_s: float  # of ten million additions in plain Python, the faster of before and after
+    searched: tuple[Row, ...]
+
+    def table(self) -> str:
+        """For the terminal."""
+        lines = [("model", "batch", "machine", "host", "updates", "search", "least", "most", "step", "plan")]
+        for row in self.searched:
+            asked = row.search
+            lines.append(
+                (
+                    asked.shape,
+                    f"{asked.batch} x {asked.sequence}",
+                    asked.hardware,
+                    f"{asked.host_gib} GiB",
+                    "inside backward" if asked.inside else "with clipping",
+                    f"{statistics.median(row.process_s):.2f} s",
+                    f"{min(row.process_s):.2f} s",
+                    f"{max(row.process_s):.2f} s",
+                    format_ms(row.step_ms),
+                    row.plan,
+                )
+            )
+        return f"{aligned(lines)}\n{self.processor}: ten million additions in plain Python take {self.loop_s:.2f} s"
+
+
+def process_s(work: Callable[[], object]) -> float:
+    """Seconds of this process that ``work`` takes."""
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
+
+
+def _add() -> None:
+    total = 0
+    for number in range(_ADDITIONS):
+        total += number
+
+
+def timed(asked: Search, *, repeat: int) -> Row:
+    """Search ``repeat`` times."""
+    profile = asked.profile()
+    hardware = replace(load(asked.hardware), host_bytes=asked.host_gib * GIB)
+    taken = []
+    for _ in range(repeat):
+        begin = time.process_time()
+        plan = search(profile, hardware, step_during_backward=asked.inside)
+        taken.append(time.process_time() - begin)
+    return Row(search=asked, process_s=tuple(taken), plan=str(plan), step_ms=plan.step_ms)
+
+
+def main(argv: list[str] | None = None, searches: tuple[Search, ...] = SEARCHES) -> int:
+    """Run the command."""
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="bench.planner.search_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
+    parser.add_argument("--repeat", type=int, default=5, help="searches of each (default: 5)")
+    args = parser.parse_args(arguments)
+    if args.repeat < 1:
+        parser.error("--repeat must be 1 or more")
+    torch.set_num_threads(1)
+    loops = [process_s(_add)]
+    rows = []
+    for asked in searches:
+        print(f"{asked.shape}, {asked.batch} x {asked.sequence}, {asked.host_gib} GiB", file=sys.stderr, flush=True)
+        rows.append(timed(asked, repeat=args.repeat))
+    loops.append(process_s(_add))
+    result = Table(
+        command=f"python -m bench.planner.search_time {shlex.join(arguments)}",
+        versions=versions(),
+        processor=processor_name(),
+        loop_s=min(loops),
+        searched=tuple(rows),
+    )
+    print(result.table())
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        result.save(args.out / FILE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
