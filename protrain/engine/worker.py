@@ -22,7 +22,7 @@ class Job:
     for it then gives it a turn.
     """
 
-    def __init__(self, work: Callable[[], None], turns: queue.SimpleQueue[Job | None] | None = None) -> None:
+    def __init__(self, work: Callable[[], None], turns: queue.SimpleQueue[Job | None]) -> None:
         self._work: Callable[[], None] | None = work
         self._turns = turns
         self._queued = False
@@ -33,7 +33,6 @@ class Job:
 
     def queue(self) -> None:
         """Have its turn come after everything queued before. Twice does no harm."""
-        assert self._turns is not None
         self._turns.put(self)
         self._queued = True
 

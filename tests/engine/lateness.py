@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from tests.engine.late_streams import LateStreams
 
 class _LateJob(Job):
     def __init__(self, work: Callable[[], None], worker: LateWorker) -> None:
-        super().__init__(work)
+        super().__init__(work, SimpleQueue())  # which nobody takes from
         self._worker = worker
 
     @override

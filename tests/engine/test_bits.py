@@ -110,7 +110,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param("cuda", family, setting, spec, id=f"cuda-{family}-{setting}-{spec}", marks=gpu)
 
 
-@pytest.mark.parametrize(("device", "family", "setting", "spec"), cases(), indirect=["device"])
+@pytest.mark.parametrize(("device", "family", "setting", "spec"), list(cases()), indirect=["device"])
 def test_every_plan_has_the_bits_of_the_plain_loop(family: str, setting: str, spec: Spec, device: torch.device) -> None:
     expected, final = plain(family, setting, device)
     chosen = SETTINGS[setting]

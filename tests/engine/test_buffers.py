@@ -7,6 +7,7 @@ import itertools
 import random
 import threading
 from collections.abc import Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -166,7 +167,8 @@ def test_a_chunk_whose_update_runs_is_uploaded_by_whoever_finishes_it() -> None:
 
 
 def test_a_chunk_queued_again_waits_for_the_later_update() -> None:
-    earlier, later = Job(lambda: None), Job(lambda: None)
+    turns: SimpleQueue[Job | None] = SimpleQueue()
+    earlier, later = Job(lambda: None, turns), Job(lambda: None, turns)
     chunk = make_chunk(0, earlier)
     schedule, pool = Schedule([0], [[0]]), make_pool(1)
     pool.prefetch([chunk], schedule)

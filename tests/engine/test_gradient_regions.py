@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from queue import SimpleQueue
 from threading import Timer
 from typing import Any
 
@@ -282,7 +283,8 @@ def test_the_first_to_be_free_is_handed_on() -> None:
     assert yours is not None
     assert mine.data_ptr() != yours.data_ptr()
     assert first.landing is mine
-    first.update = Job(lambda: None)
+    turns: SimpleQueue[Job | None] = SimpleQueue()
+    first.update = Job(lambda: None, turns)
     for chunk in (first, second):
         regions.give_back(chunk)
     regions.borrow(third)
@@ -291,7 +293,7 @@ def test_the_first_to_be_free_is_handed_on() -> None:
     assert second.grad is None
     assert second.landing is None
     done: list[int] = []
-    first.update = job = Job(lambda: done.append(1))
+    first.update = job = Job(lambda: done.append(1), turns)
     timer = Timer(0.05, job.run)
     timer.start()
     regions.borrow(fourth)
