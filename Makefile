@@ -11,7 +11,8 @@ PIP_ARGS ?= $(shell command -v nvidia-smi >/dev/null || $(VENV)/bin/python -m pi
 RUN = $(VENV)/bin
 DEMO_FOLDER ?= runs/demo
 DEMO_STEPS ?= 400
-TEST_WORKERS ?= 2
+# One for each core, two at least; more than eight wait for memory.
+TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 
 .PHONY: help demo test lint format types unit kernels bench clean
 
