@@ -18,6 +18,10 @@ enum { BLOCK = 512, PART = 128, LANES = 1024, ROWS = 16, TILE = LANES * ROWS, PA
 enum { RUN = 32768, BLOCKS_OF_RUN = RUN / BLOCK, TILES_OF_RUN = RUN / TILE }; /* elements taken at a time */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
+/* What fits one run is done by the calling thread: waking others takes longer, and far longer where other processes
+   have the cores. More runs than that are for all of them, since OpenMP ends and starts threads as a team's size varies. */
+static inline int sharing(int64_t count, int threads) { return count > RUN ? threads : 1; }
+
 static inline uint32_t bits_of(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -116,7 +120,7 @@ static inline void join_block(const uint16_t *restrict weight, const int16_t *re
 
 void protrain_split(const float *master, uint16_t *weight, int16_t *remainder, int64_t count, int threads) {
     const int64_t blocks = (count + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(sharing(count, threads))
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first = block * BLOCK;
         split_block(master + first, MIN(BLOCK, count - first), weight + first, remainder + first);
@@ -125,7 +129,7 @@ void protrain_split(const float *master, uint16_t *weight, int16_t *remainder, i
 
 void protrain_join(const uint16_t *weight, const int16_t *remainder, float *master, int64_t count, int threads) {
     const int64_t blocks = (count + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(sharing(count, threads))
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first = block * BLOCK;
         join_block(weight + first, remainder + first, MIN(BLOCK, count - first), master + first);
@@ -177,7 +181,7 @@ void protrain_adam(void *weight, int weight_dtype, void *master, float *exp_avg,
                    int grad_dtype, int64_t count, const adam_scalars *scalars, int threads) {
     const adam_scalars s = *scalars;
     const int64_t blocks = (count + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(sharing(count, threads))
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first = block * BLOCK, n = MIN(BLOCK, count - first);
         float joined[BLOCK], buffer[BLOCK];
@@ -227,7 +231,7 @@ void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void
                                 float *new_exp_avg, float *new_exp_avg_sq) {
     const adam_scalars s = *scalars;
     const int64_t blocks = (count + PART - 1) / PART;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(sharing(count, threads))
     {
 #pragma omp for schedule(dynamic, RUN / PART) nowait
         for (int64_t block = 0; block < blocks; block++) {
@@ -316,7 +320,7 @@ static float lane_tree(float *lanes) {
 
 void protrain_sum_of_squares(const void *values, int dtype, int64_t count, float *partials, int threads) {
     const int64_t tiles = (count + TILE - 1) / TILE;
-#pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads))
     for (int64_t tile = 0; tile < tiles; tile++) {
         float lanes[LANES] = {0}, row[LANES];
         const int64_t end = MIN(count, (tile + 1) * TILE);
@@ -336,7 +340,7 @@ void protrain_flatten(const void *source, int source_dtype, void *chunk, int chu
     const size_t chunk_itemsize = chunk_dtype == FP32 ? 4 : 2;
     const int copies = source_dtype == chunk_dtype && chunk_dtype != FP32 && !scale;
     int bad = 0;
-#pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(threads) reduction(| : bad)
+#pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads)) reduction(| : bad)
     for (int64_t tile = 0; tile < tiles; tile++) {
         float lanes[LANES] = {0}, row[LANES];
         uint32_t largest = 0;
@@ -381,7 +385,7 @@ void protrain_flatten(const void *source, int source_dtype, void *chunk, int chu
 
 void protrain_accumulate(float *total, const void *grad, int dtype, int64_t count, int initialise, int threads) {
     const int64_t blocks = (count + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(sharing(count, threads))
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first = block * BLOCK, n = MIN(BLOCK, count - first);
         float buffer[BLOCK];

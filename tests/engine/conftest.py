@@ -20,6 +20,8 @@ def quick_collections() -> None:
     """Wrapping collects garbage, which would go through all that the libraries made when they were imported."""
     transformers = pytest.importorskip("transformers")
     assert transformers.AutoModelForCausalLM is not None  # imported at its first use
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(False)  # imports torch's compiler at its first call
     gc.collect()
     gc.freeze()
 

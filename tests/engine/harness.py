@@ -244,15 +244,15 @@ def states(model: nn.Module, optimizer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Same names, dtypes and bits."""
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], *, where: str = "") -> None:
+    """Same names, dtypes and bits; ``where`` is told if not."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         ours = found[name]
         assert ours.dtype == value.dtype, name
         assert ours.shape == value.shape, name
         same = ours.contiguous().view(-1).view(torch.uint8).equal(value.contiguous().view(-1).view(torch.uint8))
-        assert same, f"{name} differs, by at most {(ours.double() - value.double()).abs().max()}"
+        assert same, f"{where} {name} differs, by at most {(ours.double() - value.double()).abs().max()}"
 
 
 def check_equal_to_plain(
@@ -273,7 +273,7 @@ def check_equal_to_plain(
         model = make()
         wrapped, trainer = wrap_under(spec, model, optimizer(model), batches[0], device=device, dtype=dtype)
         assert loop.run(wrapped, trainer, batches) == expected, str(spec)
-        assert_same(states(wrapped, trainer), final)
+        assert_same(states(wrapped, trainer), final, where=str(spec))
 
 
 def plain_run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -20,7 +22,7 @@ def test_accumulate(
 ) -> None:
     monkeypatch.setenv("PROTRAIN_HOST_KERNELS", how)
     generator = torch.Generator().manual_seed(0)
-    for count in (1, 511, 512, 5000):
+    for count in (1, 511, 512, 5000, 100_000):
         acc = torch.full((count + 1,), torch.nan)
         first, second = (torch.randn(count, generator=generator).to(dtype) for _ in range(2))
         host_accumulate(acc[:count], first, initialise=True, threads=2)
@@ -39,7 +41,7 @@ def test_accumulate_names_bad_arguments() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_do_not_change_the_result(compiled: None, same_bits: Callable[..., None], threads: int) -> None:
-    count = 128 * 77
+    count = 128 * 777  # some runs of elements, more than one of which a thread takes
     generator = torch.Generator().manual_seed(1)
     scalars = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1, decoupled=True)
     values, grad = torch.randn(count, generator=generator), torch.randn(count, generator=generator).bfloat16()
@@ -52,6 +54,24 @@ def test_threads_do_not_change_the_result(compiled: None, same_bits: Callable[..
     adam_reference(*expected, grad, scalars)
     for ours, theirs in zip(found, expected, strict=True):
         same_bits(ours, theirs)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_a_call_too_short_to_share_wakes_no_threads(compiled: None) -> None:
+    code = """
+import os, torch
+torch.set_num_threads(1)  # its threads would be counted
+from protrain_kernels import host_accumulate
+def threads(count):
+    host_accumulate(torch.zeros(count), torch.zeros(count), initialise=True, threads=64)
+    return set(os.listdir("/proc/self/task"))
+before = threads(1)
+short, long = threads(30_000), threads(300_000)
+assert short == before, (short, before)
+assert len(long - before) == 63, long
+assert threads(30_000) == threads(300_000) == long  # nor ends those that there are
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_other_threads_run_during_a_call(compiled: None) -> None:
