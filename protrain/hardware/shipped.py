@@ -7,8 +7,8 @@ from importlib.resources import files
 
 from protrain.hardware.profile import HardwareProfile
 
-# What a GPU's name contains -> its profile. The H100 figures are measured; the others scale the datasheets by what the
-# H100 reached of its own.
+# What a GPU's name contains -> its profile. Those of H100 and H200 are measured; the others scale the datasheets by
+# what an H100 reached of its own.
 _BY_GPU = {"H100": "h100", "H200": "h200", "A100": "a100", "RTX 3090": "rtx3090"}
 
 

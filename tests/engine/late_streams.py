@@ -13,9 +13,9 @@ in :class:`Watch`: a copy must come after the last operation that used its devic
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from protrain.engine.streams import Mark, Streams
 
 _UPLOAD, _OFFLOAD = 0, 1
 _NAMES = ("upload", "offload")
-_GARBAGE = 0xFF  # NaN in every floating-point type
+_GARBAGE = b"\xff"  # NaN in every floating-point type
 Clock = tuple[int, int]  # how many uploads and offloads are over
 
 
@@ -57,30 +56,29 @@ class _LateMark(Mark):
 
 
 class _Memory:
-    """A tensor's memory, without keeping it alive unless told to."""
+    """A tensor's memory, without keeping it alive unless told to. It is read and written as it is, without tensors."""
 
     def __init__(self, tensor: Tensor, *, keep: bool) -> None:
+        assert tensor.is_contiguous()
         storage = tensor.untyped_storage()
         self._weak: Any = StorageWeakRef(storage)
         self._kept = storage if keep else None
-        self._form = (int(tensor.storage_offset()), tensor.shape, tensor.stride())
-        self._dtype = tensor.dtype
         self.start = tensor.data_ptr()
-        self.stop = self.start + tensor.nbytes
+        self.size = tensor.nbytes
+        self.stop = self.start + self.size
 
     @property
     def alive(self) -> bool:
         return not self._weak.expired()
 
-    def tensor(self) -> Tensor:
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
-        assert storage is not None
-        empty: Any = torch.empty(0, dtype=self._dtype)
-        whole: Tensor = empty.set_(storage, *self._form)
-        return whole
+    def read(self) -> bytes:
+        assert self.alive
+        return ctypes.string_at(self.start, self.size)
 
-    def bits(self) -> Tensor:
-        return self.tensor().reshape(-1).view(torch.uint8)
+    def write(self, bits: bytes) -> None:
+        assert self.alive
+        assert len(bits) == self.size
+        ctypes.memmove(self.start, bits, self.size)
 
     def overlaps(self, other: _Memory) -> bool:
         return self.start < other.stop and other.start < self.stop
@@ -92,9 +90,9 @@ class _Copy:
     clock: Clock  # of its end: itself and all that comes before it
     source: _Memory
     target: _Memory
-    before: Tensor | None = None  # bits of the source when the copy could first have begun
-    left: Tensor | None = None  # bits that the target must still have when the copy ends
-    taken: Tensor | None = None  # what an offload has read; the host does not see it yet
+    before: bytes | None = None  # of the source when the copy could first have begun
+    left: bytes | None = None  # that the target must still have when the copy ends
+    taken: bytes | None = None  # what an offload has read; the host does not see it yet
     done: bool = False
     device_knows: bool = False  # the compute stream or the host has waited for it
 
@@ -107,7 +105,7 @@ class _Copy:
 
     def __str__(self) -> str:
         name, number = _NAMES[self.direction], self.clock[self.direction]
-        return f"{name} {number} of {self.source.stop - self.source.start} bytes"
+        return f"{name} {number} of {self.source.size} bytes"
 
 
 class LateStreams(Streams):
@@ -125,13 +123,11 @@ class LateStreams(Streams):
         self._lasting: dict[int, torch.UntypedStorage] = {}
         self._operations = 0  # of the compute stream so far
         self._used: dict[int, int] = {}  # by the address of a storage: the last of them that used it
-        self._copying = False
 
     def used(self, tensor: Tensor) -> None:
         """An operation of the compute stream reads or writes ``tensor``."""
-        if not self._copying:
-            self._operations += 1
-            self._used[tensor.untyped_storage().data_ptr()] = self._operations
+        self._operations += 1
+        self._used[tensor.untyped_storage().data_ptr()] = self._operations
 
     @override
     def mark(self) -> Mark:
@@ -219,19 +215,8 @@ class LateStreams(Streams):
         _late(done).operations = reached
         if self._used.get(device.untyped_storage().data_ptr(), 0) > reached:
             self._fail(f"{copy} does not wait for the last operation that used its device memory")
-        with self._own():
-            self._begin(copy)
+        self._begin(copy)
         self._pending.append(copy)
-
-    @contextmanager
-    def _own(self) -> Iterator[None]:
-        """What is done inside is no operation of the compute stream."""
-        before, self._copying = self._copying, True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._copying = before
 
     def _begin(self, copy: _Copy) -> None:
         """From its issue on a copy could run, unless another is to bring what it reads or to use what it writes."""
@@ -248,10 +233,10 @@ class LateStreams(Streams):
                 read = read and (other.done or not brings)
                 write = write and (other.done or not same) and (other.done or not uses or other.taken is not None)
         if read:
-            copy.before = copy.source.bits().clone()
+            copy.before = copy.source.read()
         if write:
-            copy.target.bits().fill_(_GARBAGE)
-            copy.left = copy.target.bits().clone()
+            copy.left = _GARBAGE * copy.target.size
+            copy.target.write(copy.left)
 
     def _between(self) -> None:
         for copy in self._pending:
@@ -267,15 +252,11 @@ class LateStreams(Streams):
         if copy.taken is None and not copy.done:
             self._check_alive(copy)
             self._compare(copy.before, copy.source, f"device memory was rewritten while {copy} could read it")
-            with self._own():
-                copy.taken = copy.source.tensor().clone()
+            copy.taken = copy.source.read()
 
     def _run(self, copy: _Copy) -> None:
-        if not copy.done:
-            with self._own():
-                self._carry_out(copy)
-
-    def _carry_out(self, copy: _Copy) -> None:
+        if copy.done:
+            return
         for other in self._pending:
             if other is copy:
                 break
@@ -291,21 +272,18 @@ class LateStreams(Streams):
         else:
             self._check_alive(copy)
             self._compare(copy.before, copy.source, f"host memory was rewritten while {copy} could read it")
-            brought = copy.source.tensor()
-            copy.before = copy.source.bits().clone()
+            brought = copy.before = copy.source.read()
         assert brought is not None
         self._compare(copy.left, copy.target, f"the target of {copy} was written by something else meanwhile")
-        copy.target.tensor().copy_(brought)
+        copy.target.write(brought)
         copy.left, copy.taken, copy.done = None, None, True
 
     def _check_alive(self, copy: _Copy) -> None:
         if not copy.device_knows and not copy.device_memory.alive:
             self._fail(f"device memory was freed before {copy} was over: it could have been given away")
 
-    def _compare(self, expected: Tensor | None, memory: _Memory, fault: str) -> None:
-        with self._own():
-            changed = expected is not None and not torch.equal(expected, memory.bits())
-        if changed:
+    def _compare(self, expected: bytes | None, memory: _Memory, fault: str) -> None:
+        if expected is not None and expected != memory.read():
             self._fail(fault)
 
     def _fail(self, fault: str) -> None:
@@ -327,7 +305,16 @@ class Watch(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)) if not func.is_view else ():
-            if isinstance(leaf, Tensor):
-                self.streams.used(leaf)
+        if not func.is_view:
+            for tensor in _tensors((*args, *(kwargs or {}).values())):
+                self.streams.used(tensor)
         return func(*args, **(kwargs or {}))
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """Of an operator's arguments, which hold no more than lists of them."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _tensors(argument)

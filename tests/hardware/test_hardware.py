@@ -25,9 +25,10 @@ def test_shipped_profiles_are_plausible(name: str) -> None:
     assert profile.host_adam_gparams * 26 < profile.host_dram_gbps * 1.1
 
 
-def test_the_h100_figures_are_the_measured_ones() -> None:
-    recorded = HardwareProfile.load(Path(__file__).parents[2] / "bench/results/h100/calibration.json")
-    assert load("h100") == replace(recorded, source="shipped")
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_these_figures_are_the_measured_ones(gpu: str) -> None:
+    recorded = HardwareProfile.load(Path(__file__).parents[2] / f"bench/results/{gpu}/calibration.json")
+    assert load(gpu) == replace(recorded, source="shipped")
     assert recorded.source == "measured"
     assert recorded.contention
 

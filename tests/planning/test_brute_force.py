@@ -9,11 +9,12 @@ from itertools import product
 
 import pytest
 
-from protrain.hardware import HardwareProfile, load
+from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, block_modes, check, pack, search
 from protrain.planning.choices import Choices
 from protrain.planning.streamed_search import STREAMING_GAIN
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+from tests.planning.machines import H100
 
 MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
@@ -128,7 +129,7 @@ def random_machine(draw: random.Random) -> HardwareProfile:
 
     Nothing is known of streaming.
     """
-    known = load("h100")
+    known = H100
     contention = known.contention if draw.random() < 0.5 else ()
     host_adam = draw.choice([0.2, 1.0, 2.0, 5.0])
     link = draw.choice([2.0, 10.0, 55.0, 200.0])

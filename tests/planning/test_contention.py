@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from protrain.hardware import HardwareProfile, load
+from protrain.hardware import HardwareProfile
 from protrain.hardware.profile import Contention
 from protrain.planning.contention import OTHERS, rates
 from protrain.planning.timeline import DOWN, GPU, HOST, UP
+from tests.planning.machines import H100
 
 MACHINE = replace(
-    load("h100"),
+    H100,
     h2d_gbps=50.0,
     d2h_gbps=50.0,
     bidirectional_gbps=80.0,

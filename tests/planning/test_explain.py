@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from protrain.errors import PlanError
-from protrain.hardware import HardwareProfile, load
+from protrain.hardware import HardwareProfile
 from protrain.planning import Plan, evaluate, explain, search
 from protrain.planning.explain import KNOBS, Change, timeline_of
 from protrain.planning.phases import WAITS, phases
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+from tests.planning.machines import H100
 
 MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
@@ -52,7 +53,7 @@ def make_profile(n: int = 6, *, saved: int = 400 * MIB, ms: float = 20.0, device
 
 
 def machine(device_mib: int, host_mib: int = 4096, **changes: Any) -> HardwareProfile:
-    return replace(load("h100"), contention=(), device_bytes=device_mib * MIB, host_bytes=host_mib * MIB, **changes)
+    return replace(H100, contention=(), device_bytes=device_mib * MIB, host_bytes=host_mib * MIB, **changes)
 
 
 SLOW_HOST: dict[str, Any] = {"host_adam_gparams": 0.2}  # 42 ms a chunk, where a block computes 20

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from protrain.errors import PlanError
-from protrain.hardware import HardwareProfile, load
+from protrain.hardware import HardwareProfile
 from protrain.planning import (
     BlockMode,
     MemoryModel,
@@ -27,6 +27,7 @@ from protrain.planning import (
 from protrain.planning.gradient_regions import GradientRegions
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, Timeline
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord
+from tests.planning.machines import H100
 from tests.planning.test_runtime import MOVE, N
 from tests.planning.test_runtime import make_profile as blocks_of
 
@@ -34,7 +35,7 @@ NONE, SWAP = BlockMode.NONE, BlockMode.SWAP
 UPDATE = 20.0  # ms: one chunk on the host
 DEVICE_UPDATE = 0.01
 MACHINE = replace(
-    load("h100"),
+    H100,
     contention=(),
     flatten_gbps=None,
     host_adam_gparams=0.064,

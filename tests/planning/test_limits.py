@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protrain.errors import PlanError
-from protrain.hardware import HardwareProfile, load
+from protrain.hardware import HardwareProfile
 from protrain.planning import (
     Frontier,
     Largest,
@@ -24,6 +24,7 @@ from protrain.planning import (
 from protrain.planning.frontier import least_device_bytes
 from protrain.planning.mismatch import name_other_use, refuse_other_model
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+from tests.planning.machines import H100
 
 MIB = 1024**2
 N = 8 * MIB
@@ -68,7 +69,7 @@ def make_profile(n: int, *, saved: int = 64 * MIB, movable: bool = True) -> Mode
 
 
 def machine(device_mib: int, host_mib: int, **changes: Any) -> HardwareProfile:
-    return replace(load("h100"), contention=(), device_bytes=device_mib * MIB, host_bytes=host_mib * MIB, **changes)
+    return replace(H100, contention=(), device_bytes=device_mib * MIB, host_bytes=host_mib * MIB, **changes)
 
 
 # -- frontier ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 import protrain
 from protrain.engine.buffers import BufferPool
 from protrain.engine.chunks import Chunk
-from protrain.hardware import HardwareProfile, load
+from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, evaluate, pack
 from protrain.planning.choices import Choices
 from protrain.planning.compute_times import ComputeTimes, compute_times
@@ -24,12 +24,13 @@ from protrain.planning.fetches import Fetches
 from protrain.planning.paper import paper_step_ms
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+from tests.planning.machines import H100
 
 NONE, CKPT, SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP
 Modes = tuple[BlockMode, ...]
 N = 1_280_000  # elements of a chunk: 2.56 MB of weights
 MACHINE = replace(
-    load("h100"),
+    H100,
     contention=(),
     flatten_gbps=None,
     host_adam_gparams=1.28,

@@ -15,7 +15,7 @@ import pytest
 
 from protrain import profiler
 from protrain.errors import PlanError
-from protrain.hardware import HardwareProfile, load
+from protrain.hardware import HardwareProfile
 from protrain.planning import (
     BlockMode,
     Plan,
@@ -33,6 +33,7 @@ from protrain.planning.simulate import simulate
 from protrain.profiler import ModelProfile
 from protrain.profiler.model_profile import BlockRecord, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.quantities import parse_bytes
+from tests.planning.machines import H100
 
 profile = partial(profiler.profile, device="cpu")
 NONE, CKPT, SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP
@@ -95,9 +96,7 @@ def make_profile(
 
 def machine(device: int | str, host: int | str, **changes: Any) -> HardwareProfile:
     """An H100 with that much memory."""
-    return replace(
-        load("h100"), contention=(), device_bytes=parse_bytes(device), host_bytes=parse_bytes(host), **changes
-    )
+    return replace(H100, contention=(), device_bytes=parse_bytes(device), host_bytes=parse_bytes(host), **changes)
 
 
 def test_with_room_for_all_nothing_is_moved() -> None:
@@ -380,7 +379,7 @@ def test_a_small_model_has_several_chunks_and_every_plan_is_possible(
 ) -> None:
     traced = profile(tiny_model("llama"), tiny_batch())
     assert len(pack(traced, choose_chunk_elements(traced)).chunks) >= 4
-    everything = replace(load("h100"), device_type="cpu", device_bytes=64 * MIB, host_bytes=64 * MIB)
+    everything = replace(H100, device_type="cpu", device_bytes=64 * MIB, host_bytes=64 * MIB)
     assert search(traced, everything).n_persist == search(traced, everything).n_chunks
     least = search(traced, replace(everything, device_bytes=search(traced, everything).device_bytes - 1))
     assert least.n_persist < least.n_chunks or least.n_ckpt + least.n_swap > 0

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from protrain.hardware import HardwareProfile, load
+from protrain.hardware import HardwareProfile
 from protrain.hardware.profile import Contention
 from protrain.planning import BlockMode, RuntimeModel, pack
 from protrain.planning.contention import OTHERS, rates
 from protrain.planning.layout import streamed_chunks, updated_chunks
 from protrain.planning.streaming import staging_bytes
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP
+from tests.planning.machines import H100
 from tests.planning.test_runtime import MACHINE, MOVE, N, make_profile, model_of
 
 NONE = BlockMode.NONE
@@ -114,9 +115,7 @@ def left(hardware: HardwareProfile, lane: int, *beside: int) -> float:
 
 
 def test_the_link_is_shared_by_what_is_wanted() -> None:
-    machine = replace(
-        load("h100"), h2d_gbps=50.0, d2h_gbps=50.0, bidirectional_gbps=80.0, host_dram_gbps=300.0, contention=()
-    )
+    machine = replace(H100, h2d_gbps=50.0, d2h_gbps=50.0, bidirectional_gbps=80.0, host_dram_gbps=300.0, contention=())
     assert left(machine, STREAM) == left(machine, STREAM, GPU) == left(machine, STREAM, HOST) == 1.0
     # 40 GB/s a direction, of which uploads want 50 and states 42.
     assert left(machine, STREAM, UP) == left(machine, UP, STREAM) == pytest.approx(40 / 92)
@@ -132,7 +131,7 @@ def test_the_link_is_shared_by_what_is_wanted() -> None:
 def test_what_was_measured_beside_streamed_updates_counts() -> None:
     group = Contention(activities=("streamed_adam", "host_adam", "matmul"), shares=(0.7, 0.9, 0.95))
     machine = replace(
-        load("h100"), h2d_gbps=50.0, d2h_gbps=50.0, bidirectional_gbps=80.0, host_dram_gbps=300.0, contention=(group,)
+        H100, h2d_gbps=50.0, d2h_gbps=50.0, bidirectional_gbps=80.0, host_dram_gbps=300.0, contention=(group,)
     )
     assert left(machine, STREAM, HOST, GPU) == 0.7
     assert left(machine, HOST, STREAM, GPU) == 0.9
@@ -146,9 +145,7 @@ def test_beside_copies_the_link_has_what_calibration_found_for_both_ways() -> No
     """Uploads of a 13 B LLaMA shape took 38 to 45 ms on an H100 beside streamed and host updates: 11.5 ms alone."""
     both_ways = Contention(activities=("h2d", "d2h", "host_adam"), shares=(0.6, 0.86, 0.8))
     streamed = Contention(activities=("streamed_adam", "host_adam"), shares=(0.87, 0.9))
-    machine = replace(
-        load("h100"), h2d_gbps=54.0, d2h_gbps=54.0, bidirectional_gbps=94.0, contention=(both_ways, streamed)
-    )
+    machine = replace(H100, h2d_gbps=54.0, d2h_gbps=54.0, bidirectional_gbps=94.0, contention=(both_ways, streamed))
     assert left(machine, UP, STREAM, HOST) == pytest.approx(0.6 * 54 / (54 + 42)), "11.5 ms become 34"
     assert left(machine, STREAM, UP, HOST) == pytest.approx(0.6 * 54 / (54 + 42))
     assert left(machine, STREAM, HOST) == 0.87

@@ -72,6 +72,7 @@ class OnStream:
 
     def __call__(self) -> None:
         """Queue a unit and wait for the one before."""
+        self._stream.query()  # gives a new thread the device's context, without which cuBLAS warns
         with torch.cuda.stream(self._stream):
             self._queue()
             self._events[self._units % 2].record()
