@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
+
+from protrain.trees import tensors_in
 
 
 def check(batch: Any) -> None:
@@ -110,7 +112,7 @@ def loss_of(output: Any) -> Tensor:
         loss = output
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
         return loss.reshape(())
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
     tensors = [tensor for tensor in tensors if tensor.requires_grad]
     if not tensors:
         raise ValueError(

@@ -20,7 +20,8 @@ ALLOWED = {
     "protrain.errors": ("protrain.quantities",),
     "protrain.host_memory": ("protrain.quantities",),
     "protrain.attention": (),
-    "protrain.batch": DATA,
+    "protrain.trees": (),
+    "protrain.batch": (*DATA, "protrain.trees"),
     "protrain.compilation": ("protrain.compilation_on_meta",),
     "protrain.dispatch": (),
     "protrain.compilation_on_meta": (),
@@ -36,6 +37,7 @@ ALLOWED = {
         "protrain.compilation",
         "protrain.compilation_on_meta",
         "protrain.dispatch",
+        "protrain.trees",
         "protrain_kernels.cache",
     ),
     "protrain.engine": (
@@ -50,6 +52,7 @@ ALLOWED = {
         "protrain.planning.layout",
         "protrain.planning.schedule",
         "protrain.profiler.blocks",
+        "protrain.trees",
         "protrain_kernels",
     ),
 }

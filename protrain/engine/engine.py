@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from protrain.engine.arena import Arena
 from protrain.engine.buffers import BufferPool
@@ -40,6 +40,7 @@ from protrain.errors import MisuseError
 from protrain.planning.plan import Plan
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
+from protrain.trees import tensors_in
 
 
 class Engine:
@@ -168,7 +169,7 @@ class Engine:
                 return False
             return self.buffers.holder(storage_address(leaf)) is not None and not any(leaf is p for p in own)
 
-        if not self.buffers.buffers or not any(handed_on(leaf) for leaf in tree_leaves(tree)):
+        if not self.buffers.buffers or not any(map(handed_on, tensors_in(tree))):
             return tree
         return tree_map(lambda leaf: Copy.apply(leaf) if handed_on(leaf) else leaf, tree)
 

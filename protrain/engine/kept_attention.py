@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from protrain.attention import for_backward, is_attention
 from protrain.dispatch import RuntimeMode
 from protrain.engine.random_state import RandomState
+from protrain.trees import tensors_in
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class KeptAttention:
         """The first run is over. Returns the tensors that are kept."""
         for call in self._calls:
             call.check()
-        return [tensor for call in self._calls for tensor in _tensors_in(call.outputs)]
+        return [tensor for call in self._calls for tensor in tensors_in(call.outputs)]
 
     def move(self, function: Callable[[Tensor], Any]) -> None:
         """Have ``function`` of each kept tensor in its place."""
@@ -110,10 +111,10 @@ class _Noting(RuntimeMode):
         result = func(*args, **(kwargs or {}))
         if is_attention(func):
             # Without gradients nothing is worth holding; a compiled forward runs so, whatever its graph is part of.
-            held = not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in _tensors_in((args, kwargs)))
+            held = not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors_in((args, kwargs)))
             # Detached, or what autograd makes of the result would hold the graph that it is part of.
             outputs = tree_map(_detached, result) if held else ()
-            addresses = frozenset(map(_address, _tensors_in(outputs)))
+            addresses = frozenset(map(_address, tensors_in(outputs)))
             self._calls.append(_Call(func, _shapes(args, kwargs), outputs, addresses, RandomState(self._device)))
         return result
 
@@ -149,9 +150,5 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _shapes(args: Any, kwargs: Any) -> tuple[torch.Size, ...]:
-    return tuple(tensor.shape for tensor in _tensors_in((args, kwargs)))
+    return tuple(tensor.shape for tensor in tensors_in((args, kwargs)))

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from protrain.errors import MisuseError
+from protrain.trees import tensors_in
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine
@@ -148,9 +148,9 @@ class ReleasedParameter(PresentParameter):
                 return func(*args, **(kwargs or {}))
         if func is torch.autograd.grad:
             return _gradients(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, ReleasedParameter):
-                return cls.intercept(leaf, func, args, kwargs or {})
+        for tensor in tensors_in((args, kwargs)):
+            if isinstance(tensor, ReleasedParameter):
+                return cls.intercept(tensor, func, args, kwargs or {})
         raise AssertionError("a released parameter was dispatched without being an argument")
 
     @classmethod

@@ -30,6 +30,7 @@ from protrain.engine.chunks import Chunk
 from protrain.engine.kept_attention import KeptAttention
 from protrain.engine.random_state import RandomState
 from protrain.errors import MisuseError
+from protrain.trees import tensors_in
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine
@@ -253,11 +254,6 @@ def _copied(buffers: Iterable[Tensor | None]) -> list[Tensor | None]:
         if buffer is not None and buffer.numel() <= _TABLE_ELEMENTS and id(buffer) not in copies:
             copies[id(buffer)] = buffer.detach().clone()
     return [copies.get(id(buffer), buffer) for buffer in found]
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Every tensor in nested arguments."""
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:

@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from protrain.engine.arena import Arena
-from protrain.engine.saved import INPUTS, SAVED, CheckpointFrame, Frame, storage_address, tensors_in, watch
+from protrain.engine.saved import INPUTS, SAVED, CheckpointFrame, Frame, storage_address, watch
 from protrain.engine.streams import Mark, Streams
 from protrain.errors import BudgetError
 from protrain.quantities import format_bytes
+from protrain.trees import tensors_in
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine

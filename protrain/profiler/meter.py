@@ -12,7 +12,8 @@ from torch import Tensor
 
 from protrain.compilation_on_meta import inside_graph
 from protrain.dispatch import RuntimeMode
-from protrain.profiler.operations import is_product, tensors_in
+from protrain.profiler.operations import is_product
+from protrain.trees import tensors_in
 
 
 class StorageMeter(RuntimeMode):

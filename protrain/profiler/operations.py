@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from protrain.attention import for_backward, is_attention
 from protrain.profiler.attention_calls import AttentionCall, attention_call
+from protrain.trees import tensors_in
 
 
 class Operations(TorchDispatchMode):
@@ -65,11 +65,6 @@ class Operations(TorchDispatchMode):
 def storage_key(tensor: Tensor) -> StorageWeakRef:
     """What identifies the storage of ``tensor``, without keeping it, for as long as the key lives."""
     return StorageWeakRef(tensor.untyped_storage())
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Every tensor in nested arguments."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _bytes_by_storage(tree: Any) -> dict[StorageWeakRef, int]:

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map
 
 from protrain.profiler.attention_calls import AttentionCall, allocated_bytes
 from protrain.profiler.meter import Meter
-from protrain.profiler.operations import Operations, storage_key, tensors_in
+from protrain.profiler.operations import Operations, storage_key
+from protrain.trees import tensors_in
 
 
 @dataclass

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from protrain import batch as batches
 from protrain.compilation import CompiledForward, eager_of, graphs_compiled
 from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu, fused_attention_in_graphs
 from protrain.profiler.meter import CudaMeter, Meter, StorageMeter
-from protrain.profiler.operations import storage_key, tensors_in
+from protrain.profiler.operations import storage_key
 from protrain.profiler.probe import BlockUse, probe
 from protrain.profiler.weights import Weights
+from protrain.trees import tensors_in
 
 
 @dataclass
@@ -375,7 +375,7 @@ class _Uses(TorchFunctionMode):
     ) -> Any:
         """Run ``func``, with the parameters among its arguments filled."""
         kwargs = kwargs or {}
-        found = [self._index[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._index]
+        found = [self._index[id(tensor)] for tensor in tensors_in((args, kwargs)) if id(tensor) in self._index]
         if not found:
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") != "__get__":

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.engine.profiles import shared_profile
 
 # Read by cuBLAS when its first handle is made.
 os.environ.setdefault(
@@ -24,6 +27,15 @@ def quick_collections() -> None:
         torch.use_deterministic_algorithms(False)  # imports torch's compiler at its first call
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)  # of engine tests alone
+def shared_profiles() -> Iterator[None]:
+    """What wrap finds in its cache: the profile of any model that is alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["protrain.wrap"], "cached_profile", shared_profile)
+        patch.setattr("protrain.profiler.cache._user_code", str)  # which no test edits: to read it all takes time
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

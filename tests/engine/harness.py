@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +19,7 @@ from protrain.planning.layout import updated_chunks
 from protrain.profiler import ModelProfile
 from protrain_kernels import padded
 from tests.engine.plain_loop import PlainOptimizer, prepare_plain
+from tests.engine.profiles import shared_profile
 
 NONE, CKPT, SWAP, CKPT_SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP, BlockMode.CKPT_SWAP
 _LETTERS = {NONE: "n", CKPT: "c", SWAP: "s", CKPT_SWAP: "i"}  # i: inputs
@@ -122,9 +121,6 @@ def least_host_bytes(plan: Plan, profile: ModelProfile, device: torch.device) ->
     return memory.host_bytes_beside(plan.n_persist, memory.activations(plan.block_modes).swapped_bytes)
 
 
-_profiles: dict[tuple[str, torch.dtype, torch.device], ModelProfile] = {}
-
-
 def wrap_under(
     spec: Spec,
     model: nn.Module,
@@ -135,20 +131,14 @@ def wrap_under(
     dtype: torch.dtype = torch.float32,
     tight: bool = False,
     tight_host: bool = False,
-    key: str = "",
     **options: Any,
 ) -> tuple[nn.Module, ProTrainOptimizer]:
     """``protrain.wrap`` under ``spec``.
 
     ``tight`` leaves no device memory beyond what the plan takes, ``tight_host`` as little host memory as updates inside
-    backward can do with, and so does a plan for several batches a step. The plan is made from a profile of ``model``,
-    or, of models with the same ``key``, from that of the first. wrap makes none, unless it changes what is profiled.
+    backward can do with, and so does a plan for several batches a step.
     """
-    known = _profiles.get((key, dtype, device)) if key else None
-    profile = known or protrain.profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
-    if key:
-        _profiles[key, dtype, device] = profile
-    own = None if options.get("compile") or options.get("chunked_loss") else profile
+    profile = shared_profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
     profile = dataclasses.replace(profile, accumulation=options.get("accumulation", 1))
     inside = bool(options.get("step_during_backward"))
     plan = make_plan(spec, profile, device, inside=inside)
@@ -157,28 +147,18 @@ def wrap_under(
         host_memory = least_host_bytes(plan, profile, device)
     elif profile.accumulation > 1:
         host_memory = plan.host_bytes
-    with _profiled_as(own):
-        return protrain.wrap(
-            model,
-            optimizer,
-            example_batch=batch,
-            device=device,
-            dtype=dtype,
-            plan=plan,
-            device_memory=plan.device_bytes if tight else "4GiB",
-            host_memory=host_memory,
-            progress=False,
-            **options,
-        )
-
-
-@contextmanager
-def _profiled_as(profile: ModelProfile | None) -> Iterator[None]:
-    """What wrap finds is ``profile``, unless that is None: profiling takes as long as all else that it does."""
-    with pytest.MonkeyPatch.context() as patch:
-        if profile is not None:
-            patch.setattr(sys.modules["protrain.wrap"], "cached_profile", lambda *args, **options: profile)
-        yield
+    return protrain.wrap(
+        model,
+        optimizer,
+        example_batch=batch,
+        device=device,
+        dtype=dtype,
+        plan=plan,
+        device_memory=plan.device_bytes if tight else "4GiB",
+        host_memory=host_memory,
+        progress=False,
+        **options,
+    )
 
 
 @dataclass

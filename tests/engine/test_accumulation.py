@@ -51,7 +51,6 @@ def test_the_plain_loops_bits_within_what_was_planned(
             device=device,
             dtype=dtype,
             tight=True,
-            key="accumulation",
             step_during_backward=inside,
             accumulation=loop.accumulate,
         )

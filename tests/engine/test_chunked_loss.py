@@ -108,9 +108,7 @@ def test_bits_are_the_same_under_every_plan(
     expected, final = plain_run(chunked, batches, loop=loop, device=device, dtype=torch.float32)
     for spec in FEW_PLANS:
         model = tiny_model(family, words=words)
-        wrapped, optimizer = wrap_under(
-            spec, model, adamw(model), batches[0], device=device, key=f"chunked {family} {words}", chunked_loss=True
-        )
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=device, chunked_loss=True)
         assert loop.run(wrapped, optimizer, batches) == expected, str(spec)
         assert_same(states(wrapped, optimizer), final)
 

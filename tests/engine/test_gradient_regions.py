@@ -57,7 +57,7 @@ def wrapped(
 ) -> Callable[..., Wrapped]:
     def build(spec: Spec, *, inside: bool, family: str = "gpt2", **options: Any) -> Wrapped:
         model = tiny_model(family)
-        options |= {"step_during_backward": inside, "tight_host": inside, "key": f"regions-{family}-{inside}"}
+        options |= {"step_during_backward": inside, "tight_host": inside}
         return wrap_under(spec, model, adamw(model), tiny_batch(), device=device, **options)
 
     return build

@@ -269,7 +269,7 @@ def test_forwards_without_a_backward_leave_the_next_step_whole(device: torch.dev
     expected, final = plain_run(make_rows, rows(), loop=Loop(), device=device, dtype=torch.float32)
     for spec in KEEPING:
         model = make_rows()
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device, key="kept attention")
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device)
         for _ in range(2):
             default_loss(wrapped, rows()[0])
         assert Loop().run(wrapped, optimizer, rows()) == expected

@@ -227,7 +227,7 @@ def test_accumulation_keeps_within_the_budget(persist: str, modes: Any) -> None:
     for tight in (True, False):
         model = make_model("llama")
         spec = Spec(persist, "least", modes)
-        options: Any = {"device": CPU, "dtype": torch.bfloat16, "key": "memory-llama"}
+        options: Any = {"device": CPU, "dtype": torch.bfloat16}
         model, optimizer = wrap_under(spec, model, adamw(model), batch, tight=tight, **options)
         budget = optimizer.plan.device_bytes if tight else 4 * 1024**3
         assert true_peak_bytes(model, optimizer, batch, backwards=2) <= budget
@@ -245,7 +245,7 @@ def test_accumulators_lie_on_the_device_while_there_is_room(on_device: str) -> N
         )
 
     model, batch, spec = make_model("llama"), make_batch(), Spec("all", "least", (NONE,))
-    plan = wrap_under(spec, model, adamw(model), batch, device=CPU, dtype=torch.bfloat16, key="memory-llama")[1].plan
+    plan = wrap_under(spec, model, adamw(model), batch, device=CPU, dtype=torch.bfloat16)[1].plan
     sizes = [4 * chunk.elements for chunk in build(1 << 30)[1]._engine.chunks]
     staging = max(sizes)  # two buffers of 16 bits, for what accumulates on the host
     room = {"all": sum(sizes), "two": sizes[-1] + sizes[-2] + staging, "none": staging}[on_device]
@@ -268,7 +268,7 @@ def test_host_memory_is_what_the_plan_says() -> None:
             Spec("none", "least", (CKPT_SWAP,), attention=True),
         ):
             model = make_model(family)
-            model, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU, key=f"memory-{family}")
+            model, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU)
             planned = optimizer.report().host_bytes
             for _ in range(3):
                 train(model, optimizer, batch)
@@ -322,7 +322,7 @@ def test_nothing_grows_from_step_to_step(
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], spec: Spec
 ) -> None:
     model = tiny_model("gpt2")
-    model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU, key="memory-tiny")
+    model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU)
 
     def census() -> tuple[dict[str, Any], Counter[type]]:
         state = engine_state(optimizer)
@@ -350,7 +350,7 @@ def test_forwards_without_a_backward_leave_nothing(
     for modes in ((SWAP, CKPT, NONE), (CKPT_SWAP,)):
         model = tiny_model("gpt2")
         spec = Spec("none", "least", modes)
-        model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU, key="memory-tiny")
+        model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU)
         train(model, optimizer, tiny_batch())
         before = engine_state(optimizer)
         for _ in range(3):
@@ -376,7 +376,7 @@ def test_dropping_model_and_optimizer_frees_everything(
 ) -> None:
     model = tiny_model("gpt2")
     spec = Spec("some", "least", (SWAP, CKPT, NONE), early=True)
-    model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU, key="memory-tiny")
+    model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
     train(model, optimizer, tiny_batch())
     scheduler.step()

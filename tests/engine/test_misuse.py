@@ -35,7 +35,7 @@ def wrapped(tiny_model: Callable[..., nn.Module], batch: Batch) -> Wrap:
 
     def build(spec: Spec = OFFLOADED, **options: Any) -> Wrapped:
         model = tiny_model("llama")
-        return wrap_under(spec, model, adamw(model), batch, device=CPU, key="misuse", **options)
+        return wrap_under(spec, model, adamw(model), batch, device=CPU, **options)
 
     return build
 

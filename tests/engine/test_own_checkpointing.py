@@ -41,7 +41,7 @@ def test_what_is_switched_on_after_wrapping_is_refused(
 ) -> None:
     def wrapped() -> tuple[Any, ProTrainOptimizer]:
         model = tiny_model("llama").train()
-        return wrap_under(spec, model, adamw(model), batch, device=CPU, key="own checkpointing")
+        return wrap_under(spec, model, adamw(model), batch, device=CPU)
 
     batch = tiny_batch()
     model, optimizer = wrapped()

@@ -257,7 +257,7 @@ def test_parameters_in_no_group_are_announced(model: nn.Module, batch: Batch) ->
 def plan(tiny_model: Callable[..., nn.Module], batch: Batch) -> Plan:
     model = tiny_model("llama")
     spec = Spec("some", "all", (CKPT,))
-    return wrap_under(spec, model, adamw(model), batch, device=torch.device("cpu"), key="misuse")[1].plan
+    return wrap_under(spec, model, adamw(model), batch, device=torch.device("cpu"))[1].plan
 
 
 def test_a_plan_file_works(model: nn.Module, batch: Batch, plan: Plan, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def wrapped(
     def build(spec: Spec, *, during: bool, family: str = "gpt2", **options: Any) -> Wrapped:
         model = tiny_model(family)
         options["step_during_backward"] = during
-        return wrap_under(spec, model, adamw(model), tiny_batch(), device=device, key=f"during-{family}", **options)
+        return wrap_under(spec, model, adamw(model), tiny_batch(), device=device, **options)
 
     return build
 

@@ -41,7 +41,7 @@ def test_a_trace_has_every_unit_copy_and_update(
     for traced in (False, True):
         model = tiny_model("llama")
         wrapped, optimizer = wrap_under(
-            Spec("some", "least", (SWAP, CKPT, NONE)), model, adamw(model), batches[0], device=device, key="traced"
+            Spec("some", "least", (SWAP, CKPT, NONE)), model, adamw(model), batches[0], device=device
         )
         values = LOOP.run(wrapped, optimizer, batches[:2])
         if traced:
@@ -81,7 +81,7 @@ def test_a_trace_without_kernels_has_the_rest(
     model = tiny_model("llama")
     batches = [tiny_batch(seed=seed) for seed in range(2)]
     spec = Spec("none", "least", (CKPT, NONE))
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=device, key="no-kernels")
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=device)
     with protrain.trace(optimizer, tmp_path / "trace.json", kernels=False):
         LOOP.run(wrapped, optimizer, batches)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -97,7 +97,7 @@ def test_an_error_inside_leaves_the_engine_as_it_was(
 ) -> None:
     model = tiny_model("gpt2")
     spec = Spec("none", "least", (NONE,))
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=torch.device("cpu"), key="trace")
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=torch.device("cpu"))
 
     def fail() -> None:
         with protrain.trace(optimizer, tmp_path / "trace.json"):

@@ -87,7 +87,7 @@ def test_what_backward_needs_was_changed(what: str, mode: BlockMode, persist: st
     for changed in (False, True):
         model = make()
         spec = Spec(persist, "least", (mode,))
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device, key="written over")
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device)
         if changed:
             model.change(what)
             needs = "its inputs" if what == "input" else "tensors that it saved"

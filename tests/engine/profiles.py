@@ -1,0 +1,30 @@
+"""Profiles that tests share: profiling a model takes as long as all else that wrapping it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import protrain
+from protrain.profiler import ModelProfile
+from protrain.profiler.cache import fingerprint
+
+_known: dict[str, ModelProfile] = {}
+
+
+def shared_profile(
+    model: nn.Module, example_batch: Any, *, optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype
+) -> ModelProfile:
+    """``protrain.profile`` of the first model that is like this one.
+
+    One without weights is always profiled: its weights are made for that, which is for tests to see.
+    """
+    how: dict[str, Any] = {"optimizer": optimizer, "device": device, "dtype": dtype}
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return protrain.profile(model, example_batch, **how)
+    key = fingerprint(model, example_batch, **how)
+    if key not in _known:
+        _known[key] = protrain.profile(model, example_batch, **how)
+    return _known[key]
