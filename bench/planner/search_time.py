@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -34,6 +35,7 @@ from protrain.records import Record
 FILE = "search_time.json"
 GIB = 1024**3
 _ADDITIONS = 10_000_000
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +119,11 @@ class Table(Record):
         return f"{aligned(lines)}\n{self.processor}: ten million additions in plain Python take {self.loop_s:.2f} s"
 
 
-def process_s(work: Callable[[], object]) -> float:
-    """Seconds of this process that ``work`` takes."""
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """Seconds of this process that ``work`` takes, and what it returns."""
     begin = time.process_time()
-    work()
-    return time.process_time() - begin
+    result = work()
+    return time.process_time() - begin, result
 
 
 def _add() -> None:
@@ -130,16 +132,15 @@ def _add() -> None:
         total += number
 
 
-def timed(asked: Search, *, repeat: int) -> Row:
+def searched(asked: Search, *, repeat: int) -> Row:
     """Search ``repeat`` times."""
     profile = asked.profile()
     hardware = replace(load(asked.hardware), host_bytes=asked.host_gib * GIB)
-    taken = []
-    for _ in range(repeat):
-        begin = time.process_time()
-        plan = search(profile, hardware, step_during_backward=asked.inside)
-        taken.append(time.process_time() - begin)
-    return Row(search=asked, process_s=tuple(taken), plan=str(plan), step_ms=plan.step_ms)
+    taken, plans = zip(
+        *(timed(lambda: search(profile, hardware, step_during_backward=asked.inside)) for _ in range(repeat)),
+        strict=True,
+    )
+    return Row(search=asked, process_s=taken, plan=str(plans[-1]), step_ms=plans[-1].step_ms)
 
 
 def main(argv: list[str] | None = None, searches: tuple[Search, ...] = SEARCHES) -> int:
@@ -154,12 +155,12 @@ def main(argv: list[str] | None = None, searches: tuple[Search, ...] = SEARCHES)
     if args.repeat < 1:
         parser.error("--repeat must be 1 or more")
     torch.set_num_threads(1)
-    loops = [process_s(_add)]
+    loops = [timed(_add)[0]]
     rows = []
     for asked in searches:
         print(f"{asked.shape}, {asked.batch} x {asked.sequence}, {asked.host_gib} GiB", file=sys.stderr, flush=True)
-        rows.append(timed(asked, repeat=args.repeat))
-    loops.append(process_s(_add))
+        rows.append(searched(asked, repeat=args.repeat))
+    loops.append(timed(_add)[0])
     result = Table(
         command=f"python -m bench.planner.search_time {shlex.join(arguments)}",
         versions=versions(),

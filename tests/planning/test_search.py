@@ -226,9 +226,9 @@ def test_a_fast_link_and_slow_blocks_make_swapping_win() -> None:
 def test_sixty_blocks_are_searched_in_no_time() -> None:
     traced = make_profile(60)
     search(traced, machine("4GiB", "20GiB"))
-    start = time.perf_counter()
+    start = time.process_time()
     search(traced, machine("6GiB", "20GiB"))
-    assert time.perf_counter() - start < 3.0  # 0.1 s on an idle core
+    assert time.process_time() - start < 3.0  # 0.1 s on an idle core
 
 
 def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,10 +91,14 @@ def adam_figure(
     )
 
 
-def thread_counts(threads: int) -> list[int]:
-    """What to try: powers of two up to ``threads``, all, and two fewer, as beside a GPU."""
-    powers = {1 << bit for bit in range(threads.bit_length())}
-    return sorted(powers | {threads, max(1, threads - 2)})
+def thread_counts(cores: int, *, taken: int = 0) -> list[int]:
+    """What to try: powers of two, as many as there are cores that are not ``taken``, and one fewer.
+
+    No more: of 16 threads one would wait for the 16th core until its owner's time slice is over, and the others for it.
+    """
+    free = max(1, cores - taken)
+    powers = {1 << bit for bit in range(free.bit_length())}
+    return sorted(powers | {free, max(1, free - 1)})
 
 
 def best_threads(by_threads: dict[int, Figure]) -> int:

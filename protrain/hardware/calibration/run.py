@@ -138,6 +138,7 @@ class Calibration:
         self.figures: list[Figure] = []
         self.contention: list[Contention] = []
         self.warnings = size_doubts(effort)
+        self._thread_counts = thread_counts(threads, taken=int(self.on_gpu))  # as one_core_taken takes it
         self._adam_threads = threads
         self._streams_by_copies: bool | None = None  # None: not compared
         self._sheet = of_card(torch.cuda.get_device_name(device)) if self.on_gpu else None
@@ -150,7 +151,7 @@ class Calibration:
 
     def _planned_s(self) -> float:
         alone = _MATMUL_S + _COPY_S + _TRANSFERS_S + _DRAM_S + 2 * _KERNEL_S
-        by_threads = len(thread_counts(self.threads)) + 2 * len(_OVER_MEMORY)
+        by_threads = len(self._thread_counts) + 2 * len(_OVER_MEMORY)
         optimizers = (by_threads + 1) * _ADAM_S + self.on_gpu * _STREAMED_S
         collectives = len(self.effort.transfer_bytes) * _COLLECTIVE_S * (self.ranks.size > 1)
         return alone + optimizers + (len(groups_on(self.device)) + 2 * self.on_gpu) * _GROUP_S + collectives
@@ -216,7 +217,7 @@ class Calibration:
     def _host(self, chunk: AdamChunk, *, torch_threads: int) -> None:
         with self._stage("host memory", _DRAM_S) as budget_s:
             dram = dram_figures(self.effort.tensor_bytes, budget_s=budget_s)
-        by_threads = {count: self._on_host([chunk], count, f"{count} threads") for count in thread_counts(self.threads)}
+        by_threads = {count: self._on_host([chunk], count, f"{count} threads") for count in self._thread_counts}
         self.figures += [*dram, *by_threads.values()]
         slowest = self.ranks.slowest(list(by_threads.values()))  # all processes must choose the same
         self._adam_threads = best_threads(dict(zip(by_threads, slowest, strict=True)))
