@@ -6,7 +6,7 @@ from protrain.quantities import format_bytes
 
 
 class PlanError(ValueError):
-    """No plan fits: states bytes needed and available, the largest part, and the smallest change that fits.
+    """No plan fits, or not the given one: states bytes needed and available, the largest part, and what would fit.
 
     Raised before any memory is taken (design: failing well).
     """
@@ -19,15 +19,18 @@ class PlanError(ValueError):
         available_bytes: int,
         largest_part: str,
         remedy: str,
+        given: bool = False,
     ) -> None:
         self.where = where
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.largest_part = largest_part
         self.remedy = remedy
+        self.given = given
         super().__init__(
-            f"no plan fits the {where} memory: needed {format_bytes(needed_bytes)}, "
-            f"available {format_bytes(available_bytes)}; largest part: {largest_part}. {remedy}"
+            f"{'the plan does not fit' if given else 'no plan fits'} the {where} memory: "
+            f"needed {format_bytes(needed_bytes)}, available {format_bytes(available_bytes)}; "
+            f"largest part: {largest_part}. {remedy}"
         )
 
 

@@ -33,7 +33,12 @@ class Progress:
         if live:
             print(f"protrain: {what} ...", end="", file=sys.stderr, flush=True)
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        except BaseException:
+            if live:
+                print(_CLEAR, end="", file=sys.stderr, flush=True)
+            raise
         print(
             f"{chr(13) if live else ''}protrain: {what}: {time.perf_counter() - start:.1f} s",
             file=sys.stderr,

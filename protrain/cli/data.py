@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protrain.cli.job import JOB_FILE
+
 _SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
 _PIECE_BYTES = 1024**2  # tokenised at once
 
@@ -46,10 +48,10 @@ class Codec:
 
 
 def byte_codec() -> Codec:
-    """Bytes as tokens; byte 0, which text does not hold, separates documents."""
+    """Bytes as tokens; byte 0, which text does not hold, separates documents. Other tokens of a model are no text."""
     return Codec(
         encode=lambda text: np.frombuffer(text, np.uint8),
-        decode=lambda tokens: bytes(token for token in tokens if token).decode(errors="replace"),
+        decode=lambda tokens: bytes(token for token in tokens if 0 < token < 256).decode(errors="replace"),
         separator=0,
         vocabulary=256,
     )
@@ -70,6 +72,8 @@ def tokenizer_codec(tokenizer: Any) -> Codec:
 def find_documents(path: str | os.PathLike[str] | None) -> list[Path]:
     """Text files of ``path`` (a file, or a folder searched to its depth), or Python's own sources when it is None.
 
+    What runs have left in ``path`` is no text: it grows while they train.
+
     Raises:
         ValueError: ``path`` does not exist or holds no text file.
     """
@@ -89,6 +93,8 @@ def find_documents(path: str | os.PathLike[str] | None) -> list[Path]:
             for file in sorted(root.rglob("*"))
             if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
         ]
+        runs = {file.parent for file in files if file.name == JOB_FILE}
+        files = [file for file in files if not runs.intersection(file.parents)]
     texts = [file for file in files if _is_text(file)]
     if not texts:
         raise ValueError(f"--data: {root} holds no text file; give a UTF-8 text file or a folder of them")

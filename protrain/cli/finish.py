@@ -25,14 +25,14 @@ def finish(run: Run, times: StepTimes) -> TrainSummary:
     say = Progress(enabled=True)
     with say.stage("evaluating"):
         evaluation_loss = run.evaluate()
-    if job.sample_tokens:
-        with say.stage("writing a sample"):
-            (folder / SAMPLE_FILE).write_text(sample(run))
     if job.save_model:
         with say.stage("writing the model"):
             save_pretrained(
                 folder / MODEL_FOLDER, run.model, run.optimizer, dtype=run.dtype, tokenizer=run.loaded.tokenizer
             )
+    if job.sample_tokens:
+        with say.stage("writing a sample"):
+            (folder / SAMPLE_FILE).write_text(sample(run))
     draw_loss_curve(folder, run.metrics.rows, run.tokens.unigram_entropy)
     summary = summarise(run, times, evaluation_loss)
     summary.save(folder / SUMMARY_FILE)

@@ -79,6 +79,10 @@ class TrainJob(Record):
         if self.warmup is not None and self.warmup > self.steps:
             raise ValueError(f"--warmup {self.warmup} is longer than --steps {self.steps}")
 
+    def peak_learning_rate(self, default: float) -> float:
+        """The learning rate after warm-up: ``default``, the model's, where none is given."""
+        return default if self.learning_rate is None else self.learning_rate
+
     @property
     def warmup_steps(self) -> int:
         """Steps of linear warm-up."""
@@ -98,6 +102,8 @@ def start(folder: Path, given: dict[str, Any]) -> TrainJob:
     """
     if (folder / JOB_FILE).exists():
         raise ValueError(f"{folder} holds a run already: continue it with --resume, or give another --folder")
+    if given.get("data") is not None and folder.resolve() == Path(given["data"]).resolve():
+        raise ValueError(f"--folder {folder} is the folder of the text: give another, or the run would lie in its text")
     if "model" not in given:
         raise ValueError("--model is missing: give a name or a folder, for example --model tiny")
     return TrainJob(**given)
@@ -114,8 +120,9 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
     job = TrainJob.load(folder / JOB_FILE)
     for name, value in given.items():
         if name not in FREE and value != getattr(job, name):
+            own = "the default" if getattr(job, name) is None else getattr(job, name)
             raise ValueError(
-                f"{option(name)} {value} differs from {getattr(job, name)} of the run in {folder}; "
+                f"{option(name)} {value} differs from {own} of the run in {folder}; "
                 f"leave it out to resume, or start another --folder"
             )
     values = {field.name: getattr(job, field.name) for field in fields(job)}

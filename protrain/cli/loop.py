@@ -108,7 +108,7 @@ def _step(run: Run) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Callable[[StepResult | None], None]:
     """Turns a finished step into a row of metrics.jsonl and a progress line."""
     factor = schedule(run.job)
-    peak_learning_rate = run.job.learning_rate or run.loaded.learning_rate
+    peak_learning_rate = run.job.peak_learning_rate(run.loaded.learning_rate)
 
     def report(result: StepResult | None) -> None:
         if result is None:

@@ -68,9 +68,21 @@ def memory(text: str) -> str:
 def writable_file(text: str) -> Path:
     """An argparse type: a file that can be written, known before the work whose result it gets; stays unwritten."""
     path = Path(text)
-    existing = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder: give a file")
+    return _writable(path)
+
+
+def writable_folder(text: str) -> Path:
+    """An argparse type: a folder that can be written, or made; stays unmade."""
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a file: give a folder")
+    return _writable(path)
+
+
+def _writable(path: Path) -> Path:
+    existing = next(folder for folder in path.absolute().parents if folder.exists())
     if not existing.is_dir():
         raise argparse.ArgumentTypeError(f"{existing} is no folder")
     if not os.access(path if path.exists() else existing, os.W_OK):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from protrain.cli.options import (
     add_sequence_option,
     emit,
     whole,
+    writable_file,
 )
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
 from protrain.cli.plan_text import timeline_text
@@ -78,7 +78,11 @@ def add_command(commands: Any) -> None:
     add_memory_options(machine)
     add_output_options(parser)
     parser.add_argument(
-        "--picture", metavar="FILE", type=Path, default=None, help="draw one step, or the frontier, to a .png or .svg"
+        "--picture",
+        metavar="FILE",
+        type=writable_file,
+        default=None,
+        help="draw one step, or the frontier: .png, .svg or .pdf",
     )
     parser.set_defaults(run=run_command)
 

@@ -47,7 +47,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     example = training_batch(tokens, seed=job.seed, step=0, micro_batch=0, batch=job.batch, sequence=sequence)
     model, optimizer = protrain.wrap(
         loaded.model,
-        adamw(loaded.model, job.learning_rate or loaded.learning_rate, job.weight_decay),
+        adamw(loaded.model, job.peak_learning_rate(loaded.learning_rate), job.weight_decay),
         example_batch={"input_ids": example, "labels": example},
         device=device,
         dtype=dtype,

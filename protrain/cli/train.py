@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +23,7 @@ from protrain.cli.options import (
     number,
     whole,
     writable_file,
+    writable_folder,
 )
 from protrain.cli.shapes import SHAPES
 from protrain.cli.summary import SUMMARY_FILE, TrainSummary
@@ -52,7 +54,7 @@ def add_command(commands: Any) -> None:
     what.add_argument(
         "--data", metavar="PATH", help="a text file or a folder of them (default: the sources of Python's library)"
     )
-    what.add_argument("--folder", type=Path, help="where the run is kept (default: runs/MODEL-TIME)")
+    what.add_argument("--folder", type=writable_folder, help="where the run is kept (default: runs/MODEL-TIME)")
     what.add_argument("--resume", action="store_true", default=False, help="continue the run in --folder")
     what.add_argument("--seed", type=whole(0), help=f"of weights, batches and sample {shown('seed')}")
 
@@ -122,6 +124,11 @@ def trace_file(text: str) -> str:
 
 def run_command(args: argparse.Namespace) -> None:
     """Run `protrain train`."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: training runs in one process, on one device, and exchanges no "
+            "gradients with others; start it without torchrun"
+        )
     names = {field.name for field in fields(TrainJob)}
     given = {name: value for name, value in vars(args).items() if name in names}
     if args.resume:

@@ -10,33 +10,46 @@ from protrain.planning.moves import Moves
 from protrain.planning.plan import block_modes
 from protrain.quantities import format_bytes
 
+_SEARCH = "leave the plan out, and one is searched"
+
 
 def device_error(
-    memory: MemoryModel, n_persist: int, n_buffer: int, activations: Activations, *, n_stream: int = 0
+    memory: MemoryModel,
+    n_persist: int,
+    n_buffer: int,
+    activations: Activations,
+    *,
+    n_stream: int = 0,
+    given: bool = False,
 ) -> PlanError:
-    """PlanError of a plan that needs more device memory than there is."""
+    """PlanError of a plan that needs more device memory than there is; ``given``, where others may fit."""
     hardware, profile = memory.hardware, memory.profile
     needed = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
     static = memory.static_bytes(n_persist, n_buffer, n_stream)
     parts = {"activations": needed - static, **memory.static_parts(n_persist, n_buffer, n_stream)}
-    remedies = []
+    host = memory.host_bytes(n_persist, activations)
+    remedies = [_SEARCH] if given else []
     batch = next((shape[0] for shape in profile.batch_shapes.values() if shape), 0)
     smaller = _smaller_batch(batch, (hardware.device_bytes - static) / max(1, needed - static))
-    if smaller:
+    if smaller and not given and host <= hardware.host_bytes:
         remedies.append(f"a batch of {smaller} instead of {batch} fits")
-    remedies.append(f"device_memory of at least {_at_least(needed)} fits this batch")
+    both = f" with host_memory of at least {_at_least(host)}" if host > hardware.host_bytes else ""
+    remedies.append(f"device_memory of at least {_at_least(needed)}{both} fits {'it' if given else 'this batch'}")
     return PlanError(
         where="GPU" if hardware.device_type == "cuda" else "device",
         needed_bytes=needed,
         available_bytes=hardware.device_bytes,
         largest_part=_largest(parts),
         remedy=f"To fit: {'; '.join(remedies)}. Host memory: needed "
-        f"{format_bytes(memory.host_bytes(n_persist, activations))}, available {format_bytes(hardware.host_bytes)}.",
+        f"{format_bytes(host)}, available {format_bytes(hardware.host_bytes)}.",
+        given=given,
     )
 
 
-def host_error(memory: MemoryModel, n_persist: int, activations: Activations, *, n_speculate: int = 0) -> PlanError:
-    """PlanError of a plan that needs more host memory than there is."""
+def host_error(
+    memory: MemoryModel, n_persist: int, activations: Activations, *, n_speculate: int = 0, given: bool = False
+) -> PlanError:
+    """PlanError of a plan that needs more host memory than there is; ``given``, where others may fit."""
     hardware = memory.hardware
     needed = memory.host_bytes(n_persist, activations, n_speculate)
     spare = memory.spare_bytes(n_persist, n_speculate)
@@ -50,10 +63,12 @@ def host_error(memory: MemoryModel, n_persist: int, activations: Activations, *,
         "swapped activations and moved inputs": activations.swapped_bytes,
         "second copies for early updates": spare,
     }
-    remedies = [f"host_memory of at least {_at_least(needed)} fits"]
+    remedies = [_SEARCH] if given else []
+    remedies.append(f"host_memory of at least {_at_least(needed)} fits{' it' if given else ''}")
     device = memory.device_bytes(n_persist, memory.least_buffers(n_persist), activations)
     more = device + needed - hardware.host_bytes
-    remedies.append(f"so does about {_at_least(more)} of device_memory, with more of the model states there")
+    if not given:
+        remedies.append(f"so does about {_at_least(more)} of device_memory, with more of the model states there")
     return PlanError(
         where="host",
         needed_bytes=needed,
@@ -61,6 +76,7 @@ def host_error(memory: MemoryModel, n_persist: int, activations: Activations, *,
         largest_part=_largest(parts),
         remedy=f"To fit: {'; '.join(remedies)}. Device memory: needed {format_bytes(device)}, "
         f"available {format_bytes(hardware.device_bytes)}.",
+        given=given,
     )
 
 

@@ -63,4 +63,5 @@ def name_other_use(error: PlanError, plan: Plan, profile: ModelProfile) -> PlanE
         available_bytes=error.available_bytes,
         largest_part=error.largest_part,
         remedy=f"The plan was made for {made_for} a new plan. {error.remedy}",
+        given=True,
     )

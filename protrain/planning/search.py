@@ -372,6 +372,8 @@ class _Models:
         """PlanError when ``plan`` needs more than there is."""
         activations = self.memory.activations(plan.block_modes)
         if plan.device_bytes > self.hardware.device_bytes:
-            raise device_error(self.memory, plan.n_persist, plan.n_buffer, activations, n_stream=plan.n_stream)
+            raise device_error(
+                self.memory, plan.n_persist, plan.n_buffer, activations, n_stream=plan.n_stream, given=True
+            )
         if plan.host_bytes > self.hardware.host_bytes:
-            raise host_error(self.memory, plan.n_persist, activations, n_speculate=plan.n_speculate)
+            raise host_error(self.memory, plan.n_persist, activations, n_speculate=plan.n_speculate, given=True)

@@ -19,6 +19,7 @@ from protrain.cli.data import (
     tokenizer_codec,
     training_batch,
 )
+from protrain.cli.job import JOB_FILE
 
 
 def make_tokens(folder: Path, text: str, held_out: float = 0.1) -> Tokens:
@@ -117,6 +118,19 @@ def test_hidden_and_binary_files_are_left_out(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
     assert find_documents(tmp_path) == [tmp_path / "text.md"]
+
+
+def test_what_runs_leave_among_the_text_is_none(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    run = tmp_path / "runs" / "mine"
+    (run / "model").mkdir(parents=True)
+    for name in (JOB_FILE, "metrics.jsonl", "model/config.json"):
+        (run / name).write_text("{}")
+    assert find_documents(tmp_path) == [tmp_path / "text.txt"]
+
+
+def test_tokens_beyond_bytes_are_no_text() -> None:
+    assert byte_codec().decode([0, 72, 105, 256, 50256, 33]) == "Hi!"
 
 
 def test_data_that_cannot_be_used_is_named(tmp_path: Path) -> None:

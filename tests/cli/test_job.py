@@ -17,7 +17,7 @@ def test_a_resumed_run_takes_its_own_options_and_new_placement(tmp_path: Path) -
 
 def test_a_resumed_run_refuses_what_would_change_its_result(tmp_path: Path) -> None:
     start(tmp_path, {"model": "tiny", "steps": 50}).save(tmp_path / JOB_FILE)
-    with pytest.raises(ValueError, match=r"--learning-rate 0\.1 differs from None of the run"):
+    with pytest.raises(ValueError, match=r"--learning-rate 0\.1 differs from the default of the run"):
         resume(tmp_path, {"learning_rate": 0.1})
 
 
@@ -27,7 +27,14 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         start(tmp_path, {"model": "tiny"})
 
 
+def test_a_learning_rate_of_nothing_is_one() -> None:
+    assert TrainJob(model="tiny", learning_rate=0.0).peak_learning_rate(0.003) == 0.0
+    assert TrainJob(model="tiny").peak_learning_rate(0.003) == 0.003
+
+
 def test_contradictions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is the folder of the text"):
+        start(tmp_path, {"model": "tiny", "data": str(tmp_path)})
     with pytest.raises(ValueError, match="holds no run"):
         resume(tmp_path, {})
     with pytest.raises(ValueError, match="--model is missing"):

@@ -62,6 +62,8 @@ def test_help_shows_a_real_example(command: str, capsys: pytest.CaptureFixture[s
         (["calibrate", "--device", "cpu", "--out", "folder"], "--out: folder is a folder"),
         (["train", "--model", "tiny", "--device", "cpu", "--out", "file.txt/summary.json"], "file.txt is no folder"),
         (["train", "--model", "tiny", "--device", "cpu", "--trace", "folder"], "--trace: folder is a folder"),
+        (["train", "--model", "tiny", "--device", "cpu", "--folder", "file.txt"], "--folder: file.txt is a file"),
+        (["plan", "tiny", "--device", "cpu", "--picture", "folder"], "--picture: folder is a folder"),
     ],
 )
 def test_a_bad_argument_is_one_line_and_status_2(
@@ -83,6 +85,15 @@ def test_a_missing_gpu_is_named(argv: list[str], capsys: pytest.CaptureFixture[s
     status, _, err = run(capsys, *argv, "--device", "cuda")
     assert status == 2
     assert "torch finds no CUDA device on this machine; give --device cpu" in err
+
+
+def test_one_of_several_processes_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, err = run(capsys, "train", "--model", "tiny", "--device", "cpu")
+    assert status == 2
+    assert "WORLD_SIZE is 2: training runs in one process" in err
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -319,9 +319,11 @@ def test_plans_that_do_not_suit(
     attempt("made for another model .*dtype differ", ValueError, plan, dtype="bfloat16")
     elsewhere = dataclasses.replace(plan, model=f"{plan.model.partition('-')[0]}-0")
     attempt("made for another model .*the same parameters, but other modules use them", ValueError, elsewhere)
-    attempt("no plan fits the device memory", PlanError, plan, device_memory=plan.device_bytes - 1)
-    attempt("no plan fits the host memory", PlanError, plan, host_memory=plan.host_bytes - 1)
-    attempt("no plan fits the device", PlanError, plan, device_memory=plan.device_bytes, batch=tiny_batch(batch=8))
+    attempt(
+        "the plan does not fit the device .*leave the plan out", PlanError, plan, device_memory=plan.device_bytes - 1
+    )
+    attempt("the plan does not fit the host memory", PlanError, plan, host_memory=plan.host_bytes - 1)
+    attempt("the plan does not fit the", PlanError, plan, device_memory=plan.device_bytes, batch=tiny_batch(batch=8))
     attempt("n_buffer must be", ValueError, dataclasses.replace(plan, n_buffer=99))
     attempt("the plan's block_modes name", ValueError, dataclasses.replace(plan, n_ckpt=0))
 
