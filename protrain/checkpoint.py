@@ -35,6 +35,7 @@ FORMAT = 1
 MANIFEST = "checkpoint.json"
 BUFFERS = "buffers.safetensors"
 _SAVE = re.compile(r"(\d{5,})-step-(\d+)")
+_SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # a save that is not finished, or being deleted
 
 
 class StreamingOptimizer(Protocol):
@@ -103,7 +104,8 @@ def save_checkpoint(
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(".*.tmp"):
-        shutil.rmtree(leftover)
+        if _SCRATCH.fullmatch(leftover.name) and leftover.is_dir():
+            shutil.rmtree(leftover)
     saves = list_saves(root)
     serial = int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
 

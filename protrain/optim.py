@@ -268,6 +268,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         with self._engine.quiet():
             if "weight" in tensors:
                 write_weight(member, tensors["weight"])
+            elif member.group < 0:  # it was trained when it was saved
+                if "master" not in tensors:
+                    raise ValueError(f"there is neither a weight nor a master of {name}: load a whole checkpoint")
+                write_weight(member, tensors["master"])
             if member.group >= 0:
                 self._import(member, tensors)
             self._engine.weights_changed([member.chunk])

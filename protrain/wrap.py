@@ -202,6 +202,17 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: make "
                     "the optimizer from this model's parameters()"
                 )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}, which is not trained: keep real and imaginary parts of it "
+                "(torch.view_as_real), or set requires_grad=False"
+            )
+        if not parameter.is_meta and parameter.grad is not None:
+            raise ValueError(
+                f"parameter {name} has a gradient already, which the first step would add to its own: call "
+                "optimizer.zero_grad() before protrain.wrap"
+            )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) in held):
         raise ValueError("no parameter in the optimizer requires a gradient, so there is nothing to train")

@@ -108,6 +108,15 @@ def test_the_newest_saves_are_kept_and_numbered(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, keep=2)
     assert [save.name for save in list_saves(tmp_path)] == ["00003-step-3", "00004-step-4"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00003-step-3", "00004-step-4"]
+
+
+def test_nothing_of_others_is_deleted(tmp_path: Path) -> None:
+    model, optimizer, scheduler = make_run(0)
+    for name in (".notes.tmp", ".00007.tmp", ".00001-step-1.tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".file.tmp").touch()
+    save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".file.tmp", ".notes.tmp", "00001-step-0"]
     with pytest.raises(ValueError, match="keep must be at least 1"):
         save_checkpoint(tmp_path, model, optimizer, keep=0)
     plain: Any = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])

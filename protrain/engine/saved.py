@@ -160,7 +160,7 @@ class CheckpointFrame(Frame):
 
     def __init__(self, engine: Engine, unit: Unit) -> None:
         super().__init__(engine, unit)
-        self.n_saved = 0
+        self.forms: list[tuple[torch.Size, torch.dtype]] = []  # of what the first run saved
         self.recomputed: dict[int, Any] = {}
         self.attention = KeptAttention(engine.device) if engine.plan.keep_attention else None
         self.watched: list[tuple[Tensor, int]] = []  # inputs, with their versions when the first run began
@@ -168,13 +168,15 @@ class CheckpointFrame(Frame):
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.function, self.args, self.kwargs = function, args, kwargs
+        # Lists and dictionaries are the model's, which may fill them further once this is over.
+        self.function, (self.args, self.kwargs) = function, tree_map(lambda leaf: leaf, (args, kwargs))
         for tensor in tensors_in((args, kwargs)):
             self.engine.ledger.hold(tensor)
         self.watched = watch(tensors_in((args, kwargs)))
         self.random_state = RandomState(self.engine.device)
         self.autocast = _autocast_state(self.engine.device.type)
         self.buffers = _copied(module._buffers[name] for module, name in self.unit.buffers)
+        self.training = [(module, module.training) for module in self.unit.module.modules()]
         if self.attention is None:
             return super().run(function, args, kwargs)
         output = super().run(self.attention.noting(function), args, kwargs)
@@ -186,19 +188,22 @@ class CheckpointFrame(Frame):
     def pack(self, tensor: Tensor) -> int:
         if self.attention is not None and tensor.layout == torch.strided:
             self.attention.note_saved(tensor)
-        self.n_saved += 1
-        return self.n_saved - 1
+        self.forms.append((tensor.shape, tensor.dtype))
+        return len(self.forms) - 1
 
     @override
     def rebuild(self, packed: int) -> Tensor:
         if packed not in self.recomputed:
             self._recompute()
         if packed not in self.recomputed:
-            raise MisuseError(
-                f"{self.unit.label} saved {self.n_saved} tensors in forward but fewer when recomputed: its forward "
-                "must do the same operations each time to be checkpointed"
-            )
+            raise self._other_operations(f"saved {len(self.forms)} tensors in forward but fewer when recomputed")
         return super().rebuild(self.recomputed.pop(packed))
+
+    def _other_operations(self, what: str) -> MisuseError:
+        return MisuseError(
+            f"{self.unit.label} {what}: its forward must do the same operations each time to be checkpointed, with the "
+            "same sdpa_kernel and requires_grad when backward runs"
+        )
 
     def fresh_input(self, leaf: Any) -> Any:
         """What the second run gets for a leaf of what is kept: no part of the first run's graph."""
@@ -220,6 +225,7 @@ class CheckpointFrame(Frame):
         attention = nullcontext() if self.attention is None else self.attention.again(self.fresh_input)
         with (
             self._first_buffers(),
+            self._first_modes(),
             suppress(_Stop),
             torch.enable_grad(),
             self.random_state,
@@ -241,10 +247,30 @@ class CheckpointFrame(Frame):
             for (module, name), value in zip(self.unit.buffers, now, strict=True):
                 module._buffers[name] = value
 
+    @contextmanager
+    def _first_modes(self) -> Iterator[None]:
+        """The unit's modules train or evaluate as in the first run: the loop may have switched since."""
+        now = [(module, module.training) for module, was in self.training if module.training != was]
+        for module, was in self.training:
+            module.training = was
+        try:
+            yield
+        finally:
+            for module, training in now:
+                module.training = training
+
     def _keep(self, tensor: Tensor) -> None:
-        self.recomputed[len(self.recomputed)] = super().pack(tensor)
-        if len(self.recomputed) == self.n_saved:
+        index = len(self.recomputed)
+        if (tensor.shape, tensor.dtype) != self.forms[index]:
+            first, second = self._form(*self.forms[index]), self._form(tensor.shape, tensor.dtype)
+            raise self._other_operations(f"saved {first} in forward and {second} in its place when recomputed")
+        self.recomputed[index] = super().pack(tensor)
+        if index + 1 == len(self.forms):
             raise _Stop
+
+    @staticmethod
+    def _form(shape: torch.Size, dtype: torch.dtype) -> str:
+        return f"a {dtype} tensor of shape {tuple(shape)}"
 
 
 def _copied(buffers: Iterable[Tensor | None]) -> list[Tensor | None]:

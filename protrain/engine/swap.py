@@ -261,7 +261,7 @@ class CheckpointSwapFrame(CheckpointFrame):
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().run(function, args, kwargs)
-        if self.n_saved:
+        if self.forms:
             self.engine.swaps.inputs_wait(self)
         return output
 

@@ -227,6 +227,30 @@ def test_nothing_to_train(model: nn.Module, batch: Batch) -> None:
     refused(model, optimizer, batch, "no parameter in the optimizer requires a gradient", ValueError)
 
 
+def test_parameters_that_would_not_be_trained(batch: Batch) -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.phase.real
+
+    model = Waves()
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused(model, optimizer, (torch.ones(2, 4),), r"phase is torch\.complex64.*torch\.view_as_real", ValueError)
+
+
+def test_gradients_from_before(model: nn.Module, batch: Batch) -> None:
+    optimizer = adamw(model)
+    model(**batch).loss.backward()
+    with pytest.raises(ValueError, match=r"has a gradient already.*call optimizer\.zero_grad\(\) before"):
+        protrain.wrap(model, optimizer, example_batch=batch, device="cpu", progress=False)
+    optimizer.zero_grad()
+    protrain.wrap(model, optimizer, example_batch=batch, device="cpu", progress=False)
+
+
 def test_wrapping_twice(model: nn.Module, batch: Batch) -> None:
     options: Any = {"example_batch": batch, "device": "cpu", "progress": False}
     wrapped, optimizer = protrain.wrap(model, adamw(model), **options)

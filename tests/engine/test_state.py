@@ -388,3 +388,17 @@ def test_what_cannot_work_says_so(make: Make, batches: list[Batch]) -> None:
         with pytest.raises(MisuseError, match=r"use model.state_dict\(\)"):
             pickle.dumps(model.lm_head)
         assert len(LOOP.run(model, optimizer, batches[:2])) == 4
+
+
+def test_what_is_frozen_now_has_the_weights_it_was_trained_to(device: torch.device, tmp_path: Path) -> None:
+    data = residual.batches(3)
+    model = residual.make()
+    wrapped, optimizer = wrap_under(Spec("none", "least", (NONE,)), model, adamw(model), data[0], device=device)
+    Loop().run(wrapped, optimizer, data)
+    protrain.save_checkpoint(tmp_path, wrapped, optimizer)
+    expected = {name: value.clone() for name, value in wrapped.state_dict().items()}
+    frozen = residual.make()
+    frozen.get_submodule("blocks.1").requires_grad_(False)
+    again, other = wrap_under(Spec("none", "least", (NONE,)), frozen, adamw(frozen), data[0], device=device)
+    protrain.load_checkpoint(tmp_path, again, other)
+    assert_same(dict(again.state_dict()), expected)

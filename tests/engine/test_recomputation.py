@@ -1,0 +1,111 @@
+"""What happens between forward and backward does not reach the recomputation of a checkpointed block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain.errors import MisuseError
+from tests.engine.harness import (
+    CKPT,
+    CKPT_SWAP,
+    SWAP,
+    Batch,
+    Loop,
+    Spec,
+    adamw,
+    check_equal_to_plain,
+    seeded,
+    wrap_under,
+)
+from tests.engine.residual import batches, make
+
+SPECS = tuple(Spec("none", "least", (mode,)) for mode in (CKPT, CKPT_SWAP, SWAP))
+CPU = torch.device("cpu")
+
+
+class FromAll(nn.Module):
+    """A block that takes the outputs of all before it, in a list that grows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, features: list[Tensor]) -> Tensor:
+        return torch.tanh(self.linear(torch.stack(features).sum(0)))
+
+
+class FromContext(FromAll):
+    """One that takes the last output out of a dictionary."""
+
+    def forward(self, context: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return torch.tanh(self.linear(context["last"])) + context["first"]
+
+
+class Growing(nn.Module):
+    def __init__(self, block: type[FromAll], width: int = 32) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, width), nn.Linear(width, 4)
+        self.blocks = nn.ModuleList(block(width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [self.enter(x)]
+        context = {"first": features[0], "last": features[0]}
+        for block in self.blocks:
+            features.append(block(context if isinstance(block, FromContext) else features))
+            context["last"] = features[-1]
+        return self.leave(features[-1])
+
+
+@pytest.mark.parametrize("block", [FromAll, FromContext])
+def test_collections_that_grow_meanwhile(block: type[FromAll], device: torch.device) -> None:
+    def build() -> nn.Module:
+        with seeded():
+            return Growing(block)
+
+    check_equal_to_plain(build, batches(3), device=device, specs=SPECS)
+
+
+def evaluated(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss in evaluation mode, whose backward comes in training mode."""
+    model.eval()
+    loss: Tensor = model(*batch).square().mean()
+    model.train()
+    return loss
+
+
+def trained(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss in training mode, with dropout, whose backward comes in evaluation mode."""
+    model.train()
+    loss: Tensor = model(*batch).square().mean()
+    model.eval()
+    return loss
+
+
+@pytest.mark.parametrize("loss", [evaluated, trained])
+def test_modes_that_are_switched_meanwhile(loss: Callable[[nn.Module, Batch], Tensor], device: torch.device) -> None:
+    check_equal_to_plain(make, batches(3), loop=Loop(loss=loss), device=device, specs=SPECS)
+
+
+def test_other_operations_are_named() -> None:
+    class Wavering(nn.Module):
+        wide = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return torch.tanh(y.view(-1, 4) if self.wide else y).view(x.shape)
+
+    model = nn.Sequential(*(Wavering() for _ in range(3)))
+    batch = (torch.randn(4, 8),)
+    wrapped, _ = wrap_under(Spec("none", "least", (CKPT,)), model, adamw(model), batch, device=CPU)
+    loss = wrapped(*batch).square().mean()
+    Wavering.wide = True
+    with pytest.raises(MisuseError, match=r"of shape \(4, 8\) in forward and .* of shape \(8, 4\) in its place when"):
+        loss.backward()
