@@ -312,6 +312,8 @@ def _encode(value: Any, what: str) -> Any:
             return {key: _encode(item, what) for key, item in value.items()}
         kind = "__counter__" if isinstance(value, Counter) else "__dict__"
         return {kind: [[_encode(key, what), _encode(item, what)] for key, item in value.items()]}
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex():  # a learning rate may be one
+        return {"__scalar__": [value.item(), str(value.dtype).removeprefix("torch.")]}
     raise ValueError(f"{what} holds a {type(value).__name__}; a checkpoint keeps numbers, text, lists, dicts")
 
 
@@ -321,6 +323,9 @@ def _decode(value: Any) -> Any:
     if isinstance(value, dict):
         if "__tuple__" in value:
             return tuple(_decode(item) for item in value["__tuple__"])
+        if "__scalar__" in value:
+            number, dtype = value["__scalar__"]
+            return torch.tensor(number, dtype=getattr(torch, dtype))
         for kind, make in (("__counter__", Counter), ("__dict__", dict)):
             if kind in value:
                 return make({_decode(key): _decode(item) for key, item in value[kind]})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 _INITIAL = 2.0**16
-_LARGEST = 2.0**24
+_SMALLEST, _LARGEST = 2.0**-24, 2.0**24
 _GROWTH_INTERVAL = 2000  # finite steps before the scale doubles, as in torch.amp.GradScaler
 
 
@@ -26,7 +27,13 @@ class LossScale:
     def update(self, finite: bool) -> bool:
         """Note whether this step's gradients are finite. Returns whether to apply them."""
         if not finite:
-            self.scale = max(self.scale / 2, 1.0)
+            if self.scale == _SMALLEST:
+                warnings.warn(
+                    f"{self.skipped + 1} steps were skipped: gradients are not finite in float16 however small the "
+                    "loss is scaled; look at the loss, or train in bfloat16",
+                    stacklevel=4,
+                )
+            self.scale = max(self.scale / 2, _SMALLEST)
             self.finite_steps = 0
             self.skipped += 1
             return False

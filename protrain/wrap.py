@@ -213,6 +213,12 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
                 f"parameter {name} has a gradient already, which the first step would add to its own: call "
                 "optimizer.zero_grad() before protrain.wrap"
             )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"module {name or type(model).__name__!r} is a ScriptModule, whose weights cannot be moved: use the "
+                "module that it was made from, and compile=True"
+            )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) in held):
         raise ValueError("no parameter in the optimizer requires a gradient, so there is nothing to train")

@@ -110,6 +110,15 @@ def test_the_newest_saves_are_kept_and_numbered(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00003-step-3", "00004-step-4"]
 
 
+def test_a_learning_rate_may_be_a_tensor(tmp_path: Path) -> None:
+    model, optimizer, _ = make_run(0)
+    save_checkpoint(tmp_path, model, optimizer, extra={"rate": torch.tensor(1e-3), "step": torch.tensor(7)})
+    extra = load_checkpoint(tmp_path, model, optimizer)
+    assert (extra["rate"].dtype, extra["step"].dtype) == (torch.float32, torch.int64)
+    assert torch.equal(extra["rate"], torch.tensor(1e-3))
+    assert extra["step"].item() == 7
+
+
 def test_nothing_of_others_is_deleted(tmp_path: Path) -> None:
     model, optimizer, scheduler = make_run(0)
     for name in (".notes.tmp", ".00007.tmp", ".00001-step-1.tmp"):

@@ -46,13 +46,17 @@ def write_master(member: Member, value: Tensor) -> None:
 def write_weight(member: Member, value: Tensor) -> None:
     """Set the weight. Where that changes nothing a master keeps its lower bits; elsewhere it becomes ``value``.
 
-    So loading the weights that a 16-bit model already has, before or after its optimizer state, loses nothing.
+    So loading the weights that a 16-bit model already has, before or after its optimizer state, loses nothing. A wider
+    ``value`` says more than a weight can hold: it is what the master becomes.
     """
     chunk = member.chunk
     flat = value.detach().to(chunk.weight.device).contiguous().view(-1)
     weight = _part(member, chunk.weight)
     if chunk.master is None:
         weight.copy_(flat)
+        return
+    if value.dtype.itemsize > weight.dtype.itemsize:
+        write_master(member, flat.float())
         return
     rounded = split(flat.float())[0] if weight.dtype is torch.bfloat16 else flat.to(weight.dtype)
     write_master(member, torch.where(rounded == weight, _master(member), flat.float()))

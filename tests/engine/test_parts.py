@@ -194,7 +194,7 @@ def test_the_loss_scale_grows_and_halves_within_its_bounds() -> None:
     assert (scale.scale, scale.used, scale.finite_steps, scale.skipped) == (2.0**16, 2.0**17, 0, 1)
     for _ in range(40):
         scale.update(False)
-    assert scale.scale == 1.0
+    assert scale.scale == 2.0**-24
     scale.load({"scale": 2.0**24, "finite_steps": 1999, "skipped": 3})
     scale.update(True)
     assert scale.scale == 2.0**24

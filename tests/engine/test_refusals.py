@@ -242,6 +242,13 @@ def test_parameters_that_would_not_be_trained(batch: Batch) -> None:
     refused(model, optimizer, (torch.ones(2, 4),), r"phase is torch\.complex64.*torch\.view_as_real", ValueError)
 
 
+def test_scripted_modules(batch: Batch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    refused(
+        model, torch.optim.AdamW(model.parameters()), (torch.ones(2, 4),), "module '?1'? is a ScriptModule", ValueError
+    )
+
+
 def test_gradients_from_before(model: nn.Module, batch: Batch) -> None:
     optimizer = adamw(model)
     model(**batch).loss.backward()

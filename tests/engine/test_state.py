@@ -402,3 +402,16 @@ def test_what_is_frozen_now_has_the_weights_it_was_trained_to(device: torch.devi
     again, other = wrap_under(Spec("none", "least", (NONE,)), frozen, adamw(frozen), data[0], device=device)
     protrain.load_checkpoint(tmp_path, again, other)
     assert_same(dict(again.state_dict()), expected)
+
+
+def test_values_that_say_more_than_a_weight_holds_become_the_master(device: torch.device) -> None:
+    data = residual.batches(1)
+    model = residual.make()
+    spec = Spec("none", "least", (NONE,))
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    name = "blocks.1.first.weight"
+    finer = wrapped.state_dict()[name].float() * (1 + 2.0**-12)
+    wrapped.load_state_dict({name: finer}, strict=False)
+    assert torch.equal(optimizer.export_parameter(name)["master"], finer.cpu())
+    wrapped.load_state_dict({name: finer.bfloat16()}, strict=False)
+    assert torch.equal(optimizer.export_parameter(name)["master"], finer.cpu()), "the same weight says nothing new"

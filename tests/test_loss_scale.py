@@ -1,0 +1,29 @@
+"""The loss scale of float16 goes on falling below 1, and says so where nothing helps."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from protrain.loss_scale import LossScale
+
+
+def test_it_falls_as_far_as_it_must() -> None:
+    scale = LossScale()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(28):
+            assert not scale.update(finite=False)
+    assert scale.use() == 2.0**-12
+    assert scale.update(finite=True)
+    assert scale.skipped == 28
+
+
+def test_a_loss_that_no_scale_helps_is_named() -> None:
+    scale = LossScale()
+    for _ in range(40):
+        scale.update(finite=False)
+    with pytest.warns(UserWarning, match="41 steps were skipped.*train in bfloat16"):
+        scale.update(finite=False)
+    assert scale.use() == 2.0**-24
