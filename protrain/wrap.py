@@ -76,7 +76,8 @@ def wrap(
             batch of the training.
         device: "cuda", "cuda:1", "cpu"; default: the current GPU, or the CPU when there is none.
         dtype: of the weights: bfloat16 (default on GPUs), float16 (needs ``optimizer.backward(loss)``) or float32
-            (default on the CPU). Only parameters are cast; the master is fp32 always.
+            (default on the CPU). Parameters are cast, and the model's floating-point inputs with them, but no buffers.
+            The master is fp32 always.
         device_memory: bytes or "24GiB" to stay within; default: what is free. On the CPU a simulated budget.
         host_memory: likewise for host memory.
         plan: a Plan, or a JSON file of one, in place of the search.
