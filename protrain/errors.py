@@ -26,7 +26,6 @@ class PlanError(ValueError):
         self.available_bytes = available_bytes
         self.largest_part = largest_part
         self.remedy = remedy
-        self.given = given
         super().__init__(
             f"{'the plan does not fit' if given else 'no plan fits'} the {where} memory: "
             f"needed {format_bytes(needed_bytes)}, available {format_bytes(available_bytes)}; "

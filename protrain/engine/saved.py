@@ -176,7 +176,7 @@ class CheckpointFrame(Frame):
         self.random_state = RandomState(self.engine.device)
         self.autocast = _autocast_state(self.engine.device.type)
         self.buffers = _copied(module._buffers[name] for module, name in self.unit.buffers)
-        self.training = [(module, module.training) for module in self.unit.module.modules()]
+        self.training = [module.training for module in self.unit.modules]
         if self.attention is None:
             return super().run(function, args, kwargs)
         output = super().run(self.attention.noting(function), args, kwargs)
@@ -250,14 +250,12 @@ class CheckpointFrame(Frame):
     @contextmanager
     def _first_modes(self) -> Iterator[None]:
         """The unit's modules train or evaluate as in the first run: the loop may have switched since."""
-        now = [(module, module.training) for module, was in self.training if module.training != was]
-        for module, was in self.training:
-            module.training = was
+        now = [module.training for module in self.unit.modules]
+        _switch(self.unit.modules, self.training)
         try:
             yield
         finally:
-            for module, training in now:
-                module.training = training
+            _switch(self.unit.modules, now)
 
     def _keep(self, tensor: Tensor) -> None:
         index = len(self.recomputed)
@@ -271,6 +269,11 @@ class CheckpointFrame(Frame):
     @staticmethod
     def _form(shape: torch.Size, dtype: torch.dtype) -> str:
         return f"a {dtype} tensor of shape {tuple(shape)}"
+
+
+def _switch(modules: list[nn.Module], training: list[bool]) -> None:
+    for module, mode in zip(modules, training, strict=True):
+        module.training = mode
 
 
 def _copied(buffers: Iterable[Tensor | None]) -> list[Tensor | None]:

@@ -32,6 +32,7 @@ class Unit:
     chunks: list[Chunk]  # non-persistent ones that it needs
     members: list[Member]  # its parameters in those chunks
     residents: list[Member]  # its parameters in persistent chunks
+    modules: list[nn.Module]  # the module and everything in it
     buffers: list[tuple[nn.Module, str]]  # of the module and everything in it; a block may update them in forward
 
 
@@ -43,6 +44,7 @@ def make_units(
     for index, record in enumerate(profile.units):
         mode = BlockMode.NONE if record.block is None else plan.block_modes[record.block]
         module = model.get_submodule(record.name)
+        modules = [*module.modules()]
         units.append(
             Unit(
                 index=index,
@@ -52,7 +54,8 @@ def make_units(
                 chunks=[chunks[chunk] for chunk in layout.unit_chunks[index] if not chunks[chunk].persistent],
                 members=[members[member] for member in record.parameters if not members[member].chunk.persistent],
                 residents=[members[member] for member in record.parameters if members[member].chunk.persistent],
-                buffers=[(owner, name) for owner in module.modules() for name in owner._buffers],
+                modules=modules,
+                buffers=[(owner, name) for owner in modules for name in owner._buffers],
             )
         )
     return units

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from protrain.engine.streams import Mark, Streams
+from protrain.trees import tensors_in
 
 _UPLOAD, _OFFLOAD = 0, 1
 _NAMES = ("upload", "offload")
@@ -306,15 +307,6 @@ class Watch(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
-            for tensor in _tensors((*args, *(kwargs or {}).values())):
+            for tensor in tensors_in((args, kwargs)):
                 self.streams.used(tensor)
         return func(*args, **(kwargs or {}))
-
-
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """Of an operator's arguments, which hold no more than lists of them."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            yield from _tensors(argument)

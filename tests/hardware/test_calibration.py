@@ -274,9 +274,7 @@ def _naps(name: str, lock: threading.Lock | None = None) -> Activity:
 
 def test_what_shares_nothing_keeps_its_rate_and_what_shares_all_has_half() -> None:
     found = []
-    for _ in range(
-        10
-    ):  # a machine with other work to do may wake naps up late in one of the three, hardly in ten times
+    for _ in range(10):  # a busy machine may end naps late in one of the three, hardly in all of ten
         alone = units_per_second([_naps("a")], duration_s=0.4)["a"]
         apart = units_per_second([_naps("a"), _naps("b")], duration_s=0.4)
         lock = threading.Lock()
