@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._dynamo.utils
 from torch import nn
-from torch._dynamo import trace_rules
 
 from protrain.compilation_on_meta import graphs_alone
+
+# What torch.compile consists of takes longer to import than the rest of torch: only where something is compiled.
 
 
 class CompiledForward:
@@ -43,12 +43,16 @@ def eager_of(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def graphs_compiled() -> int:
     """In this process so far."""
+    import torch._dynamo.utils
+
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 @functools.cache
 def _leave_alone(package: str) -> None:
     """Have the compiler skip the code of ``package``: hooks on saved tensors run inside a compiled forward."""
+    from torch._dynamo import trace_rules
+
     trace_rules.add(package)
 
 
@@ -61,7 +65,7 @@ def compiled_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> It
     and planning may look at many models.
     """
     if blocks and on_meta:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     _leave_alone("protrain")
     _leave_alone("protrain_kernels")
     before = [vars(block).get("forward") for block in blocks]
