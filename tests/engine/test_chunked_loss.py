@@ -99,7 +99,7 @@ def test_words_that_no_token_is_change_nothing(bias: bool, device: torch.device)
 def test_bits_are_the_same_under_every_plan(
     tiny_model: Build, tiny_batch: Callable[..., Batch], family: str, words: int, device: torch.device
 ) -> None:
-    batches = [tiny_batch(seed=seed) for seed in range(4)]
+    batches = [tiny_batch(seed=seed) for seed in range(2)]  # each row of logits is a program to interpret
     loop = Loop(max_norm=0.5)
 
     def chunked() -> nn.Module:
