@@ -19,11 +19,17 @@ class Figure(Record):
     p20: float
     p80: float
     datasheet: float | None  # what the maker promises; None where that isn't known
+    mean: float | None = None  # all samples' work over their time; None in older files
 
     @property
     def title(self) -> str:
         """Name and place."""
         return f"{self.name}, {self.at}" if self.at else self.name
+
+    @property
+    def long_run(self) -> float:
+        """The rate of many in a row, to which each adds its time."""
+        return self.median if self.mean is None else self.mean
 
 
 @dataclass(frozen=True, kw_only=True)

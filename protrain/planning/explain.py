@@ -5,15 +5,16 @@ All of it comes from the models that the search uses; what a phase waits for is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.caution import HOST_SHARE
+from protrain.planning.knobs import Change, PlanModels, changes_of
 from protrain.planning.layout import Layout, pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.phases import WAITS, Phase, phases
-from protrain.planning.plan import BlockMode, Plan, as_planned, block_modes, moved_input_bytes
+from protrain.planning.plan import BlockMode, Plan, moved_input_bytes
 from protrain.planning.runtime import RuntimeModel
 from protrain.planning.search import check, search
 from protrain.planning.tables import aligned, format_change, format_ms
@@ -24,27 +25,6 @@ from protrain.records import Record
 
 MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # shares of the memory there is, on top of it
 _SAME = 0.005  # times this close are the same: the search itself prefers by other grounds within it
-KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change(Record):
-    """One knob turned by one, all others as they are.
-
-    Where a number of buffers, early or streamed updates makes no sense beside the new number of persistent chunks, one
-    of streamed updates beside that of early ones, or one of moved inputs beside the new number of recomputed blocks,
-    the nearest that does is taken.
-    """
-
-    knob: str
-    step: int  # 1 or -1
-    counts: tuple[int, ...]  # in the order of KNOBS
-    step_ms: float | None  # None: there is no such plan
-    device_bytes: int
-    host_bytes: int
-    device_over_bytes: int  # more than there is; 0: fits
-    host_over_bytes: int
-    impossible: str = ""  # why there is no such plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +42,7 @@ class Explanation(Record):
     """What a plan takes, what limits it, and what would change that."""
 
     plan: Plan  # with the predictions that all of this is about
+    cautious_ms: float  # of a step on the slower host that plans are compared on: see [Note: caution]
     tokens_per_s: float
     device_limit_bytes: int
     host_limit_bytes: int
@@ -75,7 +56,9 @@ class Explanation(Record):
     def table(self) -> str:
         """Everything as text."""
         tables = (self.memory_table(), self.phase_table(), self.knob_table(), self.better_table())
-        return "\n\n".join((f"{self.plan}: {format_ms(self.plan.step_ms)}, {self.tokens_per_s:,.0f} tokens/s", *tables))
+        step = f"{self.plan}: {format_ms(self.plan.step_ms)}, {self.tokens_per_s:,.0f} tokens/s"
+        step += f"; {format_ms(self.cautious_ms)} should the host update {1 - HOST_SHARE:.0%} more slowly"
+        return "\n\n".join((step, *tables))
 
     def __str__(self) -> str:
         return self.table()
@@ -103,12 +86,13 @@ class Explanation(Record):
 
     def knob_table(self) -> str:
         """One step of each knob."""
-        rows = [["one more or less", "step time", "device memory", "host memory", ""]]
+        slower = f"host {1 - HOST_SHARE:.0%} slower"
+        rows = [["one more or less", "step time", slower, "device memory", "host memory", ""]]
         for change in self.changes:
             at = int(getattr(self.plan, change.knob))
             name = f"{change.knob} {at} -> {at + change.step}"
-            if change.step_ms is None:
-                rows.append([name, "-", "-", "-", change.impossible])
+            if change.step_ms is None or change.cautious_ms is None:
+                rows.append([name, "-", "-", "-", "-", change.impossible])
                 continue
             over = [
                 f"{format_bytes(size)} too much {where} memory"
@@ -119,6 +103,7 @@ class Explanation(Record):
                 [
                     name,
                     f"{format_ms(change.step_ms)} ({format_change(change.step_ms, self.plan.step_ms)})",
+                    format_change(change.cautious_ms, self.cautious_ms),
                     _signed(change.device_bytes - self.plan.device_bytes),
                     _signed(change.host_bytes - self.plan.host_bytes),
                     f"infeasible: {', '.join(over)}" if over else "",
@@ -155,18 +140,20 @@ def explain(
     """
     plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
     layout = pack(profile, plan.chunk_elements)
-    memory = _memory_of(plan, profile, hardware, layout, step_during_backward)
-    runtime = RuntimeModel(memory)
+    models = PlanModels(plan, profile, hardware, layout, step_during_backward=step_during_backward)
     here, better = _with_more(plan, profile, hardware, step_during_backward)
     return Explanation(
         plan=plan,
         tokens_per_s=plan.tokens_per_s,
         device_limit_bytes=hardware.device_bytes,
         host_limit_bytes=hardware.host_bytes,
-        device_parts=device_parts(plan, memory),
-        host_parts=host_parts(plan, memory),
-        phases=phases(_timeline(plan, runtime, hardware, layout)),
-        changes=(*_changes(plan, memory, runtime), *_switches(plan, profile, memory)),
+        device_parts=device_parts(plan, models.memory),
+        host_parts=host_parts(plan, models.memory),
+        cautious_ms=models.slower.step_ms(
+            plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
+        ),
+        phases=phases(_timeline(plan, models.runtime, hardware, layout)),
+        changes=tuple(changes_of(plan, profile, hardware, models)),
         here=here,
         better=tuple(better),
     )
@@ -177,20 +164,8 @@ def timeline_of(
 ) -> Timeline:
     """One step of ``plan``. On a CPU, where all follows each other, forward, backward, copies and updates."""
     layout = pack(profile, plan.chunk_elements)
-    runtime = RuntimeModel(_memory_of(plan, profile, hardware, layout, step_during_backward))
-    return _timeline(plan, runtime, hardware, layout)
-
-
-def _memory_of(
-    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, layout: Layout, step_during_backward: bool
-) -> MemoryModel:
-    return MemoryModel(
-        as_planned(profile, plan),
-        hardware,
-        layout,
-        update_in_backward=step_during_backward,
-        early_weights=plan.early_weights,
-    )
+    models = PlanModels(plan, profile, hardware, layout, step_during_backward=step_during_backward)
+    return _timeline(plan, models.runtime, hardware, layout)
 
 
 def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
@@ -255,102 +230,6 @@ def _timeline(plan: Plan, runtime: RuntimeModel, hardware: HardwareProfile, layo
         if end > start
     ]
     return Timeline(step_ms=ends[3], forward_end_ms=ends[0], backward_end_ms=ends[1], operations=tuple(row))
-
-
-def _changes(plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Iterator[Change]:
-    n_chunks, n_blocks = plan.n_chunks, len(plan.block_modes)
-    for knob in KNOBS:
-        for step in (1, -1):
-            counts = {name: getattr(plan, name) + (step if name == knob else 0) for name in KNOBS}
-            impossible = _impossible(counts, knob, n_chunks, n_blocks, speculates=runtime.speculates)
-            if not impossible:
-                least, most = memory.least_buffers(counts["n_persist"]), n_chunks - counts["n_persist"]
-                if knob == "n_buffer" and not least <= counts["n_buffer"] <= most:
-                    few = f"a unit holds up to {least} non-persistent chunks at once"
-                    impossible = few if counts["n_buffer"] < least else "every non-persistent chunk has a buffer"
-                counts["n_buffer"] = min(max(counts["n_buffer"], least), most)
-                counts["n_speculate"] = min(counts["n_speculate"], most)
-                others = runtime.streamable(counts["n_persist"], counts["n_speculate"])
-                if knob == "n_stream" and counts["n_stream"] > others:
-                    impossible = "the device updates every chunk in host memory that is not updated early"
-                counts["n_stream"] = min(counts["n_stream"], others)
-                counts["n_ckpt_swap"] = min(counts["n_ckpt_swap"], counts["n_ckpt"])
-            change = Change(
-                knob=knob,
-                step=step,
-                counts=tuple(counts.values()),
-                step_ms=None,
-                device_bytes=0,
-                host_bytes=0,
-                device_over_bytes=0,
-                host_over_bytes=0,
-                impossible=impossible,
-            )
-            yield change if impossible else _effect(change, plan, memory, runtime)
-
-
-def _effect(change: Change, plan: Plan, memory: MemoryModel, runtime: RuntimeModel) -> Change:
-    n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream = change.counts
-    modes = plan.block_modes
-    if change.knob in ("n_swap", "n_ckpt", "n_ckpt_swap"):
-        modes = block_modes(len(modes), n_swap, n_ckpt, n_ckpt_swap)
-    activations = memory.activations(modes)
-    device_bytes = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
-    host_bytes = memory.host_bytes(n_persist, activations, n_speculate)
-    return replace(
-        change,
-        step_ms=runtime.step_ms(modes, n_persist, n_buffer, n_speculate, n_stream),
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        device_over_bytes=max(0, device_bytes - memory.hardware.device_bytes),
-        host_over_bytes=max(0, host_bytes - memory.hardware.host_bytes),
-    )
-
-
-def _switches(plan: Plan, profile: ModelProfile, memory: MemoryModel) -> Iterator[Change]:
-    """Attention kept where it is not, and computed again where it is kept; early updates of the other kind."""
-    impossible = "" if plan.n_ckpt else "no block is recomputed"
-    if not any(block.attention_bytes for block in profile.blocks):
-        impossible = "no block has a fused attention"
-    yield _switched("keep_attention", impossible, plan, profile, memory)
-    yield _switched("early_weights", "" if plan.n_speculate else "no update is early", plan, profile, memory)
-
-
-def _switched(knob: str, impossible: str, plan: Plan, profile: ModelProfile, memory: MemoryModel) -> Change:
-    change = Change(
-        knob=knob,
-        step=-1 if getattr(plan, knob) else 1,
-        counts=tuple(getattr(plan, name) for name in KNOBS),
-        step_ms=None,
-        device_bytes=0,
-        host_bytes=0,
-        device_over_bytes=0,
-        host_over_bytes=0,
-        impossible=impossible,
-    )
-    if impossible:
-        return change
-    changed: dict[str, Any] = {knob: not getattr(plan, knob)}
-    other = replace(plan, **changed)
-    others = _memory_of(other, profile, memory.hardware, memory.layout, memory.update_in_backward)
-    return _effect(change, plan, others, RuntimeModel(others))
-
-
-def _impossible(counts: dict[str, int], knob: str, n_chunks: int, n_blocks: int, *, speculates: bool) -> str:
-    """Why there is no such number; "" when there is."""
-    if counts[knob] < 0:
-        return "there is none to give up"
-    if counts["n_persist"] > n_chunks:
-        return "all chunks are persistent"
-    if knob == "n_speculate" and not speculates:
-        return "no update waits for step()"
-    if knob == "n_speculate" and counts["n_speculate"] > n_chunks - counts["n_persist"]:
-        return "every chunk in host memory is updated early"
-    if counts["n_swap"] + counts["n_ckpt"] > n_blocks:
-        return "every block is swapped or checkpointed"
-    if knob == "n_ckpt_swap" and counts["n_ckpt_swap"] > counts["n_ckpt"]:
-        return "the inputs of every recomputed block move" if counts["n_ckpt"] else "no block is recomputed"
-    return ""
 
 
 def _with_more(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.caution import cautious
 from protrain.planning.columns import WEIGHTS_GAIN, Candidate, Columns
 from protrain.planning.early_times import times_by_early
 from protrain.planning.infeasible import device_error, host_error, nothing_fits
@@ -49,7 +50,8 @@ def search(
     """The fastest plan for ``profile`` on ``hardware`` of those that make whole updates, each on the host, within 1%.
 
     See _TOLERANCE and Columns. Where one with early weights or with streamed updates is found that is clearly faster,
-    or one that keeps attention, that: see WEIGHTS_GAIN and [Note: looking for streamed updates].
+    or one that keeps attention, that: see WEIGHTS_GAIN and [Note: looking for streamed updates]. Fastest on a machine
+    with a slower host: see [Note: caution]. The plan's ``step_ms`` is for ``hardware`` as it is.
 
     Args:
         profile: of the model and the batch.
@@ -61,6 +63,13 @@ def search(
         PlanError: nothing fits; it says what is needed, what is there, and the smallest change that fits.
         ValueError: ``chunk_elements`` does not suit the model.
     """
+    plan = _searched(profile, cautious(hardware), chunk_elements, step_during_backward)
+    return _Models.of(plan, profile, hardware, step_during_backward).again(plan)
+
+
+def _searched(
+    profile: ModelProfile, hardware: HardwareProfile, chunk_elements: int | None, step_during_backward: bool
+) -> Plan:
     models = _Models(profile, hardware, chunk_elements, step_during_backward)
     plan = _fastest(models)
     if plan is None:
@@ -156,7 +165,7 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
             f"the plan was made for another model (fingerprint {plan.model}, this one's is {expected}): parameters, "
             "their optimizer groups or the dtype differ; make a new plan, or leave plan= out to have one searched"
         )
-    models = _Models(profile, hardware, plan.chunk_elements, step_during_backward, keep_attention=plan.keep_attention)
+    models = _Models.of(plan, profile, hardware, step_during_backward)
     if plan.n_chunks != len(models.layout.chunks):
         raise ValueError(f"the plan says n_chunks={plan.n_chunks}, but the model has {len(models.layout.chunks)}")
     n_swap, n_moved = (plan.block_modes.count(kind) for kind in (BlockMode.SWAP, BlockMode.CKPT_SWAP))
@@ -170,7 +179,7 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
         )
     counts = (plan.n_persist, plan.n_buffer, *modes, plan.n_speculate, plan.n_stream)
     models.check_counts(*counts)
-    fresh = models.plan(*counts, early_weights=plan.early_weights, modes=plan.block_modes)
+    fresh = models.again(plan)
     models.check_fits(fresh)
     return fresh
 
@@ -218,6 +227,18 @@ class _Models:
             False: (self.memory, self.runtime),
             True: (self.memory.making_weights(), self.runtime.making_weights()),
         }
+
+    @classmethod
+    def of(cls, plan: Plan, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Models:
+        """Those that ``plan`` is one of."""
+        return cls(profile, hardware, plan.chunk_elements, step_during_backward, keep_attention=plan.keep_attention)
+
+    def again(self, plan: Plan) -> Plan:
+        """``plan`` with predictions of these models."""
+        counts = plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap
+        return self.plan(
+            *counts, plan.n_speculate, plan.n_stream, early_weights=plan.early_weights, modes=plan.block_modes
+        )
 
     def plan(
         self,

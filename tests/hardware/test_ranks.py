@@ -70,7 +70,7 @@ def test_two_processes_measure_their_collectives_twice(tmp_path: Path) -> None:
 
 def test_one_process_alone_agrees_with_itself() -> None:
     alone = Ranks(torch.device("cpu"), 1)
-    figures = [Figure(name="h2d", at="", unit="GB/s", median=2.0, p20=1.0, p80=3.0, datasheet=None)]
+    figures = [Figure(name="h2d", at="", unit="GB/s", median=2.0, p20=1.0, p80=3.0, datasheet=None, mean=1.8)]
     assert alone.slowest(figures) == figures
     assert [alone.agree(said) for said in (True, False)] == [True, False]
     assert alone.union(["a", "b"]) == ["a", "b"]

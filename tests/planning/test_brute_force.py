@@ -16,6 +16,7 @@ from protrain.planning.streamed_search import STREAMING_GAIN
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.machines import H100
 
+pytestmark = pytest.mark.usefixtures("no_caution")
 MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
 Counts = tuple[int, int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate

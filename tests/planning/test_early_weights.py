@@ -42,6 +42,7 @@ from tests.planning.test_brute_force import (
 from tests.planning.test_runtime import MACHINE, MOVE, NONE, N, make_profile
 
 # By seed, where that makes the fastest plan faster by more than 2%.
+pytestmark = pytest.mark.usefixtures("no_caution")
 SCARCE = (28, 35, 80, 309, 323, 324, 342, 355)
 
 

@@ -10,7 +10,9 @@ import pytest
 from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile
 from protrain.planning import Plan, evaluate, explain, search
-from protrain.planning.explain import KNOBS, Change, timeline_of
+from protrain.planning.caution import cautious
+from protrain.planning.explain import timeline_of
+from protrain.planning.knobs import KNOBS, Change
 from protrain.planning.phases import WAITS, phases
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
@@ -178,6 +180,9 @@ def test_a_knob_does_what_the_plan_with_it_does() -> None:
         assert change.impossible == ""
         assert getattr(other, change.knob) == getattr(plan, change.knob) + change.step
         assert change.step_ms == pytest.approx(other.step_ms)
+        late = hand_made(traced, cautious(hardware), **counts, **{switch: change.knob == switch for switch in switches})
+        assert change.cautious_ms == pytest.approx(late.step_ms)
+        assert late.step_ms >= other.step_ms
         assert (change.device_bytes, change.host_bytes) == (other.device_bytes, other.host_bytes)
         assert (change.device_over_bytes, change.host_over_bytes) == (0, 0)
 

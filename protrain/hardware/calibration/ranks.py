@@ -33,11 +33,11 @@ class Ranks:
 
     def slowest(self, figures: Sequence[Figure]) -> list[Figure]:
         """The least of every rate over the processes, which have measured the same figures."""
-        least = self.least([rate for figure in figures for rate in (figure.median, figure.p20, figure.p80)])
-        triples = zip(least[0::3], least[1::3], least[2::3], strict=True)
+        least = self.least([rate for each in figures for rate in (each.median, each.p20, each.p80, each.long_run)])
+        fours = zip(*(least[first::4] for first in range(4)), strict=True)
         return [
-            replace(figure, median=median, p20=p20, p80=p80)
-            for figure, (median, p20, p80) in zip(figures, triples, strict=True)
+            replace(figure, median=median, p20=p20, p80=p80, mean=mean)
+            for figure, (median, p20, p80, mean) in zip(figures, fours, strict=True)
         ]
 
     def most_contended(self, groups: Sequence[Contention]) -> list[Contention]:

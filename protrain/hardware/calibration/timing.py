@@ -86,4 +86,7 @@ def figure_of(
         datasheet: what the maker promises, in ``unit``.
     """
     rates = spread_of([work / max(seconds, 1e-12) for seconds in durations])
-    return Figure(name=name, at=at, unit=unit, median=rates.median, p20=rates.p20, p80=rates.p80, datasheet=datasheet)
+    mean = work * len(durations) / max(sum(durations), 1e-12)
+    return Figure(
+        name=name, at=at, unit=unit, median=rates.median, p20=rates.p20, p80=rates.p80, datasheet=datasheet, mean=mean
+    )

@@ -1,0 +1,174 @@
+"""What turning each knob of a plan by one would do, to time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.caution import cautious
+from protrain.planning.layout import Layout
+from protrain.planning.memory import MemoryModel
+from protrain.planning.plan import Plan, as_planned, block_modes
+from protrain.planning.runtime import RuntimeModel
+from protrain.profiler.model_profile import ModelProfile
+from protrain.records import Record
+
+KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(Record):
+    """One knob turned by one, all others as they are.
+
+    Where a number of buffers, early or streamed updates makes no sense beside the new number of persistent chunks, one
+    of streamed updates beside that of early ones, or one of moved inputs beside the new number of recomputed blocks,
+    the nearest that does is taken.
+    """
+
+    knob: str
+    step: int  # 1 or -1
+    counts: tuple[int, ...]  # in the order of KNOBS
+    step_ms: float | None  # None: there is no such plan
+    device_bytes: int
+    host_bytes: int
+    device_over_bytes: int  # more than there is; 0: fits
+    host_over_bytes: int
+    impossible: str = ""  # why there is no such plan
+    cautious_ms: float | None = None  # of a step on the slower host that plans are compared on
+
+
+class PlanModels:
+    """The models of one plan: on the machine, and on the slower one that plans are compared on ([Note: caution])."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        profile: ModelProfile,
+        hardware: HardwareProfile,
+        layout: Layout,
+        *,
+        step_during_backward: bool,
+    ) -> None:
+        self.memory, on_slower = (
+            MemoryModel(
+                as_planned(profile, plan),
+                machine,
+                layout,
+                update_in_backward=step_during_backward,
+                early_weights=plan.early_weights,
+            )
+            for machine in (hardware, cautious(hardware))
+        )
+        self.runtime = RuntimeModel(self.memory)
+        self.slower = RuntimeModel(on_slower)
+
+
+def changes_of(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, models: PlanModels) -> Iterator[Change]:
+    """Every knob of ``plan`` turned by one either way, and each switch."""
+    yield from _turned(plan, models)
+    yield from _switches(plan, profile, hardware, models)
+
+
+def _turned(plan: Plan, models: PlanModels) -> Iterator[Change]:
+    memory, runtime = models.memory, models.runtime
+    n_chunks, n_blocks = plan.n_chunks, len(plan.block_modes)
+    for knob in KNOBS:
+        for step in (1, -1):
+            counts = {name: getattr(plan, name) + (step if name == knob else 0) for name in KNOBS}
+            impossible = _impossible(counts, knob, n_chunks, n_blocks, speculates=runtime.speculates)
+            if not impossible:
+                least, most = memory.least_buffers(counts["n_persist"]), n_chunks - counts["n_persist"]
+                if knob == "n_buffer" and not least <= counts["n_buffer"] <= most:
+                    few = f"a unit holds up to {least} non-persistent chunks at once"
+                    impossible = few if counts["n_buffer"] < least else "every non-persistent chunk has a buffer"
+                counts["n_buffer"] = min(max(counts["n_buffer"], least), most)
+                counts["n_speculate"] = min(counts["n_speculate"], most)
+                others = runtime.streamable(counts["n_persist"], counts["n_speculate"])
+                if knob == "n_stream" and counts["n_stream"] > others:
+                    impossible = "the device updates every chunk in host memory that is not updated early"
+                counts["n_stream"] = min(counts["n_stream"], others)
+                counts["n_ckpt_swap"] = min(counts["n_ckpt_swap"], counts["n_ckpt"])
+            change = Change(
+                knob=knob,
+                step=step,
+                counts=tuple(counts.values()),
+                step_ms=None,
+                device_bytes=0,
+                host_bytes=0,
+                device_over_bytes=0,
+                host_over_bytes=0,
+                impossible=impossible,
+            )
+            yield change if impossible else _effect(change, plan, models)
+
+
+def _effect(change: Change, plan: Plan, models: PlanModels) -> Change:
+    memory = models.memory
+    n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream = change.counts
+    modes = plan.block_modes
+    if change.knob in ("n_swap", "n_ckpt", "n_ckpt_swap"):
+        modes = block_modes(len(modes), n_swap, n_ckpt, n_ckpt_swap)
+    activations = memory.activations(modes)
+    device_bytes = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
+    host_bytes = memory.host_bytes(n_persist, activations, n_speculate)
+    counts = n_persist, n_buffer, n_speculate, n_stream
+    return replace(
+        change,
+        step_ms=models.runtime.step_ms(modes, *counts),
+        cautious_ms=models.slower.step_ms(modes, *counts),
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        device_over_bytes=max(0, device_bytes - memory.hardware.device_bytes),
+        host_over_bytes=max(0, host_bytes - memory.hardware.host_bytes),
+    )
+
+
+def _switches(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, models: PlanModels) -> Iterator[Change]:
+    """Attention kept where it is not, and computed again where it is kept; early updates of the other kind."""
+    impossible = "" if plan.n_ckpt else "no block is recomputed"
+    if not any(block.attention_bytes for block in profile.blocks):
+        impossible = "no block has a fused attention"
+    yield _switched("keep_attention", impossible, plan, profile, hardware, models)
+    yield _switched("early_weights", "" if plan.n_speculate else "no update is early", plan, profile, hardware, models)
+
+
+def _switched(
+    knob: str, impossible: str, plan: Plan, profile: ModelProfile, hardware: HardwareProfile, models: PlanModels
+) -> Change:
+    change = Change(
+        knob=knob,
+        step=-1 if getattr(plan, knob) else 1,
+        counts=tuple(getattr(plan, name) for name in KNOBS),
+        step_ms=None,
+        device_bytes=0,
+        host_bytes=0,
+        device_over_bytes=0,
+        host_over_bytes=0,
+        impossible=impossible,
+    )
+    if impossible:
+        return change
+    changed: dict[str, Any] = {knob: not getattr(plan, knob)}
+    other = replace(plan, **changed)
+    memory = models.memory
+    others = PlanModels(other, profile, hardware, memory.layout, step_during_backward=memory.update_in_backward)
+    return _effect(change, plan, others)
+
+
+def _impossible(counts: dict[str, int], knob: str, n_chunks: int, n_blocks: int, *, speculates: bool) -> str:
+    """Why there is no such number; "" when there is."""
+    if counts[knob] < 0:
+        return "there is none to give up"
+    if counts["n_persist"] > n_chunks:
+        return "all chunks are persistent"
+    if knob == "n_speculate" and not speculates:
+        return "no update waits for step()"
+    if knob == "n_speculate" and counts["n_speculate"] > n_chunks - counts["n_persist"]:
+        return "every chunk in host memory is updated early"
+    if counts["n_swap"] + counts["n_ckpt"] > n_blocks:
+        return "every block is swapped or checkpointed"
+    if knob == "n_ckpt_swap" and counts["n_ckpt_swap"] > counts["n_ckpt"]:
+        return "the inputs of every recomputed block move" if counts["n_ckpt"] else "no block is recomputed"
+    return ""
