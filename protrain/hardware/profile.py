@@ -70,6 +70,7 @@ class HardwareProfile(Record):
     # What only calibration knows.
     host_adam_threads: int | None = None  # the fewest that reach host_adam_gparams
     host_adam_weight_gparams: float | None = None  # of updates that make the new weight alone
+    host_adam_p20_gparams: float | None = None  # what host_adam_gparams is at least, four fifths of the time
     streamed_adam_gparams: float | None = None  # the device on states in host memory, by the better way
     streamed_adam_copies: bool | None = None  # that way: double-buffered copies, or zero copy
     flatten_gbps: float | None = None  # bytes read + written

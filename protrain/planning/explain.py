@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.caution import HOST_SHARE
+from protrain.planning.caution import host_share
 from protrain.planning.knobs import Change, PlanModels, changes_of
 from protrain.planning.layout import Layout, pack
 from protrain.planning.memory import MemoryModel
@@ -42,7 +42,8 @@ class Explanation(Record):
     """What a plan takes, what limits it, and what would change that."""
 
     plan: Plan  # with the predictions that all of this is about
-    cautious_ms: float  # of a step on the slower host that plans are compared on: see [Note: caution]
+    host_share: float  # of the host's rate that plans count on: see [Note: caution]
+    cautious_ms: float  # of a step with that
     tokens_per_s: float
     device_limit_bytes: int
     host_limit_bytes: int
@@ -57,7 +58,7 @@ class Explanation(Record):
         """Everything as text."""
         tables = (self.memory_table(), self.phase_table(), self.knob_table(), self.better_table())
         step = f"{self.plan}: {format_ms(self.plan.step_ms)}, {self.tokens_per_s:,.0f} tokens/s"
-        step += f"; {format_ms(self.cautious_ms)} should the host update {1 - HOST_SHARE:.0%} more slowly"
+        step += f"; {format_ms(self.cautious_ms)} should the host update {1 - self.host_share:.0%} more slowly"
         return "\n\n".join((step, *tables))
 
     def __str__(self) -> str:
@@ -86,7 +87,7 @@ class Explanation(Record):
 
     def knob_table(self) -> str:
         """One step of each knob."""
-        slower = f"host {1 - HOST_SHARE:.0%} slower"
+        slower = f"host {1 - self.host_share:.0%} slower"
         rows = [["one more or less", "step time", slower, "device memory", "host memory", ""]]
         for change in self.changes:
             at = int(getattr(self.plan, change.knob))
@@ -149,6 +150,7 @@ def explain(
         host_limit_bytes=hardware.host_bytes,
         device_parts=device_parts(plan, models.memory),
         host_parts=host_parts(plan, models.memory),
+        host_share=host_share(hardware),
         cautious_ms=models.slower.step_ms(
             plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
         ),

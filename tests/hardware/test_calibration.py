@@ -154,6 +154,10 @@ def test_the_hosts_adamw_is_what_three_moments_come_to(on_cpu: Run, name: str, f
     figures = {figure.at: figure for figure in on_cpu.profile.figures if figure.name == name}
     moments = [figures[moment] for moment in ("over much memory", "the same later", "and once more")]
     assert getattr(on_cpu.profile, field) == rate_over_time(moments)
+    slowest, fastest = min(each.p20 for each in moments), max(each.p20 for each in moments)
+    if name == "host AdamW":
+        assert on_cpu.profile.host_adam_p20_gparams is not None
+        assert slowest <= on_cpu.profile.host_adam_p20_gparams <= fastest
 
 
 def test_slow_samples_count_by_their_time() -> None:

@@ -6,20 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from protrain.planning import check, search
-from protrain.planning.caution import HOST_SHARE, cautious
+from protrain.planning import check, explain, search
+from protrain.planning.caution import IN_STEPS, cautious, host_share
 from protrain.profiler import ModelProfile
 from tests.planning.machines import H100
 from tests.planning.test_search import make_profile
 
 GIB = 1024**3
-
-
-def test_nothing_but_the_host_is_slower() -> None:
-    machine = replace(H100, host_adam_weight_gparams=7.0)
-    adam, weights = H100.host_adam_gparams * HOST_SHARE, 7.0 * HOST_SHARE
-    assert cautious(machine) == replace(machine, host_adam_gparams=adam, host_adam_weight_gparams=weights)
-    assert cautious(replace(H100, host_adam_weight_gparams=None)).host_adam_weight_gparams is None
+MACHINE = replace(  # its host had 4.2 or less a fifth of the time
+    H100, device_bytes=40 * GIB, host_bytes=200 * GIB, host_adam_gparams=4.9, host_adam_p20_gparams=4.2
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,19 +24,33 @@ def profile() -> ModelProfile:
     return make_profile(32, elements=208 * 1024**2, saved=1300 * 1024**2, ms=12.0)
 
 
-MACHINE = replace(H100, device_bytes=40 * GIB, host_bytes=200 * GIB)
+def test_nothing_but_the_host_is_slower() -> None:
+    machine = replace(MACHINE, host_adam_weight_gparams=7.0)
+    share = (1 + 4.2 / 4.9) / 2 * IN_STEPS
+    adam, weights = 4.9 * share, 7.0 * share
+    assert cautious(machine) == replace(machine, host_adam_gparams=adam, host_adam_weight_gparams=weights)
+
+
+def test_a_host_that_is_not_known_is_taken_for_steady() -> None:
+    assert host_share(replace(H100, host_adam_p20_gparams=None)) == IN_STEPS
+    assert host_share(replace(H100, host_adam_p20_gparams=2 * H100.host_adam_gparams)) == IN_STEPS
 
 
 def test_a_slower_host_costs_little(profile: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     careful, late = search(profile, MACHINE), cautious(MACHINE)
-    monkeypatch.setattr("protrain.planning.caution.HOST_SHARE", 1.0)
-    bold = search(profile, MACHINE)
-    assert careful.step_ms <= 1.02 * bold.step_ms
-    assert check(careful, profile, late).step_ms == search(profile, late).step_ms
-    assert check(careful, profile, late).step_ms <= 0.96 * check(bold, profile, late).step_ms
+    with monkeypatch.context() as patch:
+        patch.setattr("protrain.planning.caution.host_share", lambda hardware: 1.0)
+        bold, best = search(profile, MACHINE), search(profile, late)
+    assert careful.step_ms <= 1.03 * bold.step_ms
+    assert check(careful, profile, late).step_ms == best.step_ms
+    assert best.step_ms <= 0.95 * check(bold, profile, late).step_ms
 
 
 def test_what_is_predicted_is_for_the_machine_as_it_is(profile: ModelProfile) -> None:
     plan = search(profile, MACHINE)
     assert plan == check(plan, profile, MACHINE)
-    assert plan.step_ms < check(plan, profile, cautious(MACHINE)).step_ms
+    late = check(plan, profile, cautious(MACHINE))
+    assert plan.step_ms < late.step_ms
+    why = explain(plan, profile, MACHINE)
+    assert why.cautious_ms == late.step_ms
+    assert "should the host update 10% more slowly" in str(why)

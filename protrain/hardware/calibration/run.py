@@ -318,6 +318,7 @@ class Calibration:
             device_adam_gparams=rates["device AdamW"],
             host_adam_threads=self._adam_threads,
             host_adam_weight_gparams=rates["host AdamW, the weight"],
+            host_adam_p20_gparams=statistics.harmonic_mean(each.p20 for each in self._moments("host AdamW")),
             streamed_adam_gparams=None if streamed is None else streamed.median,
             streamed_adam_copies=None if streamed is None else streamed.at == "copies",
             flatten_gbps=rates["flatten"],
