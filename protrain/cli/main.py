@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
 
 import protrain
 from protrain.cli import bench, calibrate, plan, train
@@ -25,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 0, 1 for a failed run, 2 for what the user can mend, 130 for Ctrl-C."""
     args = build_parser().parse_args(argv)
     try:
-        args.run(args)
+        with own_warnings_in_a_line():
+            args.run(args)
     except (ValueError, ImportError) as error:
         return _failed(args.command, error, 2)
     except (FloatingPointError, OSError) as error:
@@ -36,6 +41,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"protrain {args.command}: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+@contextmanager
+def own_warnings_in_a_line() -> Iterator[None]:
+    """ProTrain's own warnings look as its other lines do: no place in its code with them."""
+    ours = Path(protrain.__file__).parent
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if category is UserWarning and Path(filename).is_relative_to(ours):
+                print(f"protrain: {message}", file=sys.stderr, flush=True)
+            else:
+                shown(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield
 
 
 def _failed(command: str, error: Exception, status: int) -> int:

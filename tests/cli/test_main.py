@@ -115,6 +115,24 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "there is no older save beside it" in err.splitlines()[-1]
 
 
+def test_a_warning_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers, tensors = pytest.importorskip("transformers"), pytest.importorskip("safetensors.torch")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors.save_file({**tensors.load_file(file), "score.weight": torch.zeros(2)}, file)
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    options = f"--model={tmp_path}/model --data={tmp_path}/text.txt --folder={tmp_path}/run --device=cpu --batch=1"
+    status, _, err = run(capsys, "train", *options.split(), "--sequence=16", "--steps=1", "--sample-tokens=0")
+    assert status == 0, err
+    lines = [line for line in err.splitlines() if "score.weight" in line]
+    assert len(lines) == 1, err
+    assert lines[0].startswith(f"protrain: weights: {tmp_path}/model holds a tensor that LlamaForCausalLM has no place")
+    assert "UserWarning" not in err
+
+
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, "train", "--device", "cpu", "--model", str(tmp_path))
     assert (status, "holds no config.json" in err) == (2, True)
