@@ -25,7 +25,7 @@ from protrain.cli.options import (
     writable_file,
 )
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
-from protrain.cli.plan_text import timeline_text
+from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.prepare import adamw, choose_compile, choose_device, choose_dtype, choose_loss, parse_device
 from protrain.cli.shapes import SHAPES
 from protrain.compilation import compiled_blocks
@@ -112,14 +112,20 @@ def run_command(args: argparse.Namespace) -> None:
         timeline = timeline_of(plan, profile, hardware, step_during_backward=args.step_during_backward)
     if args.picture is not None:
         draw_timeline(timeline, f"{profile.model}, {hardware.name}, {plan}: {format_ms(plan.step_ms)}", args.picture)
-    sections = [("model", profile.table()), ("machine", hardware.table()), ("plan", plan.table())]
     text = ""
     if not args.json:  # an explanation takes several searches
         with say.stage("explaining"):
             why = plan.explain(profile, hardware, step_during_backward=args.step_during_backward)
-        sections += [("one step", timeline_text(timeline)), ("prediction", why.table())]
-        text = "\n\n".join(f"{title}\n{table}" for title, table in sections) + _how_sure(profile, hardware)
-        text += _about_loss(args, hardware)
+        answer = summary_text(why, profile, hardware, updates_in_backward=args.step_during_backward)
+        details = [
+            ("one step", timeline_text(timeline)),
+            ("the prediction, and what would change it", why.table()),
+            ("plan", plan.table()),
+            ("model", profile.table()),
+            ("machine", hardware.table()),
+        ]
+        sections = [f"{title.upper()}\n{table}" for title, table in details]
+        text = "\n\n".join([f"{_subject(profile, hardware)}: fits\n{answer}{_about_loss(args, hardware)}", *sections])
     emit(plan, args, text)
 
 
@@ -162,7 +168,7 @@ def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
 
 
 def _subject(profile: ModelProfile, hardware: HardwareProfile) -> str:
-    size = f"{profile.n_parameters:,} parameters, {profile.tokens:,} tokens a step"
+    size = f"{profile.n_parameters:,} parameters, {profile.tokens * profile.accumulation:,} tokens a step"
     blocks = "compiled" if profile.compiled else "eager"
     return f"{profile.model}, {size}, blocks {blocks}, {_loss(profile.chunked_loss)}, on {hardware.name}"
 
@@ -179,16 +185,6 @@ def _about_loss(args: argparse.Namespace, hardware: HardwareProfile) -> str:
     return (
         "\n\nPlanned with whole logits, as training here would go without liger-kernel: "
         "--chunked-loss plans for where it is installed."
-    )
-
-
-def _how_sure(profile: ModelProfile, hardware: HardwareProfile) -> str:
-    """What the times rest on, where that is not a measurement."""
-    if profile.device == hardware.device_type:
-        return ""
-    return (
-        "\n\nTimes of computing are estimated from counted operations and the machine's rates: "
-        "nothing was run on such a device."
     )
 
 
