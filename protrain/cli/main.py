@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TextIO
 
 import protrain
+import protrain_kernels
 from protrain.cli import bench, calibrate, plan, train
 from protrain.cli.loop import InterruptedRun
-from protrain.cli.options import Parser
+from protrain.cli.options import Parser, in_options
 
 
 def build_parser() -> Parser:
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.run(args)
     except (ValueError, ImportError) as error:
         return _failed(args.command, error, 2)
-    except (FloatingPointError, OSError) as error:
+    except (FloatingPointError, MemoryError, OSError) as error:
         return _failed(args.command, error, 1)
     except InterruptedRun as error:
         return _failed(args.command, error, 128 + error.signal_number)
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextmanager
 def own_warnings_in_a_line() -> Iterator[None]:
     """ProTrain's own warnings look as its other lines do: no place in its code with them."""
-    ours = Path(protrain.__file__).parent
+    ours = [Path(package.__file__ or "").parent for package in (protrain, protrain_kernels)]
     with warnings.catch_warnings():
         shown = warnings.showwarning
 
@@ -58,8 +59,8 @@ def own_warnings_in_a_line() -> Iterator[None]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            if category is UserWarning and Path(filename).is_relative_to(ours):
-                print(f"protrain: {message}", file=sys.stderr, flush=True)
+            if category in (UserWarning, RuntimeWarning) and any(Path(filename).is_relative_to(path) for path in ours):
+                print(f"protrain: {in_options(str(message))}", file=sys.stderr, flush=True)
             else:
                 shown(message, category, filename, lineno, file, line)
 
@@ -68,5 +69,6 @@ def own_warnings_in_a_line() -> Iterator[None]:
 
 
 def _failed(command: str, error: Exception, status: int) -> int:
-    print(f"protrain {command}: {' '.join(str(error).split())}", file=sys.stderr)
+    text = " ".join(in_options(str(error)).split()) or type(error).__name__
+    print(f"protrain {command}: {text}", file=sys.stderr)
     return status

@@ -35,7 +35,7 @@ from protrain.planning.explain import timeline_of
 from protrain.planning.tables import format_ms
 from protrain.profiler import ModelProfile, find_blocks
 from protrain.progress import Progress
-from protrain.quantities import parse_bytes
+from protrain.quantities import parse_memory
 
 _EXAMPLE = """example, for a machine that is elsewhere:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json --picture step.png
@@ -198,6 +198,6 @@ def _hardware(args: argparse.Namespace) -> HardwareProfile:
             f"--device {args.device} contradicts --hardware {args.hardware}, whose device is {hardware.device_type}"
         )
     limits: dict[str, Any] = {
-        name.replace("memory", "bytes"): parse_bytes(value, name=name) for name, value in memory.items()
+        name.replace("memory", "bytes"): parse_memory(value, name=name) for name, value in memory.items()
     }
     return replace(hardware, **limits)

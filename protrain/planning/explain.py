@@ -41,6 +41,8 @@ class Better(Record):
 class Explanation(Record):
     """What a plan takes, what limits it, and what would change that."""
 
+    file_kind = "the explanation of a plan"
+
     plan: Plan  # with the predictions that all of this is about
     cautious_ms: float  # of a step on the slower host that plans are compared on: see [Note: caution]
     tokens_per_s: float

@@ -28,7 +28,7 @@ from protrain.compilation import CompiledForward
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.trace import profile
-from protrain_kernels.cache import cache_folder, keeps_measurements
+from protrain_kernels.cache import cache_folder, keeps_measurements, say_unwritable
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 _LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel")
@@ -50,11 +50,13 @@ def cached_profile(
         path.touch()
         return found
     made = profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)
-    with contextlib.suppress(OSError):  # a home that cannot be written to costs time, nothing else
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         made.save(path)
         for old in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-_KEPT]:
             old.unlink()
+    except OSError as error:  # a home that cannot be written to costs time, nothing else
+        say_unwritable(cache_folder(), error.strerror or type(error).__name__)
     return made
 
 
