@@ -133,8 +133,10 @@ def wrap(
         say.note(_NOT_CALIBRATED)
     blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
     with chunked(model, target) if chunked_loss else nullcontext(), compiled_blocks(blocks):
-        with say.stage("profiling the model"):
-            model_profile = cached_profile(model, example_batch, optimizer=optimizer, device=target, dtype=kind)
+        with say.stage("profiling the model") as show_stage:
+            model_profile = cached_profile(
+                model, example_batch, optimizer=optimizer, device=target, dtype=kind, show=show_stage
+            )
         model_profile = replace(model_profile, accumulation=accumulation)
         with say.stage("planning"):
             chosen = _plan(given, model_profile, hardware, step_during_backward=step_during_backward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -98,8 +99,8 @@ def run_command(args: argparse.Namespace) -> None:
         _max_model(args, hardware)
         return
     say = Progress(enabled=True)
-    with say.stage("profiling the model"):
-        profile = _profile(args, hardware)
+    with say.stage("profiling the model") as show:
+        profile = _profile(args, hardware, show=show)
     if args.frontier:
         with say.stage("planning under every limit"):
             found = frontier(profile, hardware, step_during_backward=args.step_during_backward)
@@ -129,7 +130,9 @@ def run_command(args: argparse.Namespace) -> None:
     emit(plan, args, text)
 
 
-def _profile(args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None) -> ModelProfile:
+def _profile(
+    args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None, *, show: Callable[[str], None]
+) -> ModelProfile:
     loaded = load_model(args.model, layers=layers)
     sequence = getattr(args, "sequence", loaded.sequence)
     fit_positions(loaded, sequence)
@@ -150,6 +153,7 @@ def _profile(args: argparse.Namespace, hardware: HardwareProfile, layers: int | 
             # Another machine's times cannot be measured here: they follow from counted operations.
             device=torch.device("meta") if elsewhere else device,
             dtype=choose_dtype(args.dtype, device),
+            show=show,
         )
     return replace(profile, accumulation=args.accumulation)
 
@@ -157,9 +161,9 @@ def _profile(args: argparse.Namespace, hardware: HardwareProfile, layers: int | 
 def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
     if args.model not in SHAPES:
         raise ValueError(f"--max-model needs a shape that comes at any depth: one of {', '.join(SHAPES)}")
-    with Progress(enabled=True).stage("looking for the largest depth"):
+    with Progress(enabled=True).stage("looking for the largest depth") as show:
         found = largest(
-            lambda layers: _profile(args, hardware, layers),
+            lambda layers: _profile(args, hardware, layers, show=lambda part: show(f"{layers} layers: {part}")),
             hardware,
             step_during_backward=args.step_during_backward,
         )

@@ -14,7 +14,7 @@ import json
 import platform
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,20 +36,26 @@ _KEPT = 64  # profiles; the oldest go first
 
 
 def cached_profile(
-    model: nn.Module, example_batch: Any, *, optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    dtype: torch.dtype,
+    show: Callable[[str], None] | None = None,
 ) -> ModelProfile:
     """As :func:`protrain.profile`, from the cache where it can be. The cache is for GPUs.
 
     On a CPU a profile is quick, and its times belong to what else the machine does at that moment.
     """
     if device.type != "cuda" or not keeps_measurements():
-        return profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)
+        return profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype, show=show)
     path = folder() / f"{fingerprint(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)}.json"
     with contextlib.suppress(ValueError, OSError):  # missing, or of an earlier form: made anew
         found = ModelProfile.load(path)
         path.touch()
         return found
-    made = profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)
+    made = profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype, show=show)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         made.save(path)
