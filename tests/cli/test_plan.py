@@ -180,12 +180,13 @@ def test_a_plan_is_put_in_words(
         changes=(),
         here=None,
         better=tuple(better),
+        cautious_ms=11.0,
     )
     profile = cast(ModelProfile, SimpleNamespace(device="cuda"))
     text = summary_text(why, profile, hardware, updates_in_backward=inside)
     for line in (
         *words,
-        "step          10 ms, 800 tokens/s (predicted)",
+        "step          10 ms, 800 tokens/s (predicted); 11 ms should the host update 10% more slowly",
         "GPU memory    1 GiB of 2 GiB",
         "limited by    uploads; the GPU computes 40% of the step",
         "step time     -10.0% with 1 GiB more device memory, -10.0% with 5 GiB more device memory",
