@@ -103,16 +103,8 @@ def widened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]
     )
 
 
-@contextmanager
-def chunked_loss(model: nn.Module, device: torch.device, *, on_meta: bool = False) -> Iterator[None]:
-    """Replace the loss of ``model``; undone when the body raises.
-
-    Whenever labels are given the output's ``logits`` have no elements.
-
-    Args:
-        model: a causal language model of transformers.
-        device: where it trains.
-        on_meta: it is only traced on the meta device, as if on ``device``; needs neither a GPU nor Liger.
+def find_head(model: nn.Module, device: torch.device, *, on_meta: bool = False) -> nn.Linear:
+    """What makes the logits of ``model``, where :func:`chunked_loss` can take its place.
 
     Raises:
         ValueError: Liger is not installed, the model is no causal language model of transformers, or there is no GPU.
@@ -133,6 +125,25 @@ def chunked_loss(model: nn.Module, device: torch.device, *, on_meta: bool = Fals
             f"chunked_loss=True works with causal language models of transformers, not with {type(model).__name__}: "
             "leave it out"
         )
+    return head
+
+
+@contextmanager
+def chunked_loss(model: nn.Module, device: torch.device, *, on_meta: bool = False) -> Iterator[None]:
+    """Replace the loss of ``model``; undone when the body raises.
+
+    Whenever labels are given the output's ``logits`` have no elements.
+
+    Args:
+        model: a causal language model of transformers.
+        device: where it trains.
+        on_meta: it is only traced on the meta device, as if on ``device``; needs neither a GPU nor Liger.
+
+    Raises:
+        ValueError: as :func:`find_head`.
+    """
+    head = find_head(model, device, on_meta=on_meta)
+    kind: Any = model
     shared = _Head(kind, head, causal_lm_loss if on_meta else _liger())
     patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
         (kind, "forward", _like(shared.model_forward, shared.run_model)),

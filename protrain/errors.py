@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from protrain.quantities import format_bytes
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 class PlanError(ValueError):
@@ -43,3 +47,13 @@ class MisuseError(RuntimeError):
 
 class CheckpointError(ValueError):
     """A checkpoint folder is missing, incomplete or corrupt."""
+
+
+def not_downloaded(name: str) -> str:
+    """What to add to "there is no folder ``name``" where that may be a model of the Hugging Face Hub; else nothing."""
+    if not _HUB_NAME.fullmatch(name):
+        return ""
+    return (
+        f". Models of the Hugging Face Hub are not downloaded: get one with `hf download {name} --local-dir FOLDER` "
+        "(or huggingface_hub.snapshot_download), and give that folder"
+    )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _BAR_WIDTH = 24
 _CLEAR = "\r\033[K"  # a terminal's line
+_BEGUN_S = 2.0  # a shorter stage is one line, at its end
+_LONG_S = 20.0  # from here on what a stage is doing is of interest
+_BLINK_S = 1.0
 
 
 class Progress:
@@ -24,23 +29,50 @@ class Progress:
             print(f"protrain: {text}", file=sys.stderr, flush=True)
 
     @contextmanager
-    def stage(self, what: str) -> Iterator[None]:
-        """Run the body as one stage."""
+    def stage(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Run the body as one stage. What it is given takes what it is doing, which is shown when that takes long.
+
+        A terminal shows the stage while it runs; elsewhere a line says that it began, once it takes time, and further
+        ones, ever more seldom, that it goes on.
+        """
         if not self.enabled:
-            yield
+            yield lambda part: None
             return
         live = sys.stderr.isatty()
+        start = time.perf_counter()
+        doing = ""
+        done = threading.Event()
+
+        def tell(part: str) -> None:
+            nonlocal doing
+            doing = part
+
+        def go_on_saying() -> None:
+            pauses = itertools.repeat(_BLINK_S) if live else iter(_pauses())
+            while not done.wait(next(pauses)):
+                past_s = time.perf_counter() - start
+                said = f"{what} ..." if past_s < _LONG_S else f"{what}, {past_s:.0f} s so far ..."
+                line = f"protrain: {said} {doing if past_s >= _LONG_S else ''}".rstrip()
+                if live:
+                    line = f"{_CLEAR}{line[: shutil.get_terminal_size().columns - 1]}"
+                print(line, end="" if live else "\n", file=sys.stderr, flush=True)
+
         if live:
             print(f"protrain: {what} ...", end="", file=sys.stderr, flush=True)
-        start = time.perf_counter()
+        speaker = threading.Thread(target=go_on_saying, name="protrain-progress", daemon=True)
+        speaker.start()
         try:
-            yield
+            yield tell
         except BaseException:
+            done.set()
+            speaker.join()
             if live:
                 print(_CLEAR, end="", file=sys.stderr, flush=True)
             raise
+        done.set()
+        speaker.join()
         print(
-            f"{chr(13) if live else ''}protrain: {what}: {time.perf_counter() - start:.1f} s",
+            f"{_CLEAR if live else ''}protrain: {what}: {time.perf_counter() - start:.1f} s",
             file=sys.stderr,
             flush=True,
         )
@@ -69,3 +101,12 @@ class Progress:
                 print(_CLEAR, end="", file=sys.stderr, flush=True)
         if self.enabled:
             print(f"protrain: {what}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between lines outside a terminal."""
+    yield _BEGUN_S
+    pause = _LONG_S
+    while True:
+        yield pause
+        pause *= 2

@@ -23,19 +23,33 @@ _UNITS = {
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
+_LEAST_MEMORY_BYTES = 64 * 1024  # of a number without a unit: less is meant in another unit
+
+
 def parse_bytes(value: int | float | str, *, name: str = "size") -> int:
     """Bytes in ``value``: a number of bytes, or text like ``"24GiB"``. ValueError names ``name`` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    size, _ = _read(value, name)
+    if not 1 <= size < float("inf"):
+        raise ValueError(f"{name} must be more than 0 bytes, like '24GiB', not {value!r}")
+    return int(size)
+
+
+def parse_memory(value: int | float | str, *, name: str) -> int:
+    """As :func:`parse_bytes`, for a size of memory: a bare number so small that it cannot be bytes is refused."""
+    size, unit = _read(value, name)
+    if not unit and 0 < size < _LEAST_MEMORY_BYTES:
+        raise ValueError(f"{name} {value!r} is bytes: write '{str(value).strip()}GiB'")
+    return parse_bytes(value, name=name)
+
+
+def _read(value: int | float | str, name: str) -> tuple[float, str]:
+    """The bytes, whole or not, and the unit that ``value`` names."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value, ""
+    match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match.group(2).lower() not in _UNITS:
         raise ValueError(f"{name} must be a number of bytes or text like '24GiB', not {value!r}")
-    if isinstance(value, str):
-        match = _PATTERN.fullmatch(value)
-        unit = _UNITS.get(match.group(2).lower()) if match else None
-        if match is None or unit is None:
-            raise ValueError(f"{name} must be a number of bytes or text like '24GiB', not {value!r}")
-        value = float(match.group(1)) * unit
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be more than 0 bytes, not {value!r}")
-    return int(value)
+    return float(match.group(1)) * _UNITS[match.group(2).lower()], match.group(2)
 
 
 def format_bytes(count: int | float) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import json
 import os
 import types
 import typing
 from pathlib import Path
-from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
 from protrain.quantities import format_bytes
+
+_JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "value", type(None): "value"}
 
 
 class Record:
@@ -19,6 +22,10 @@ class Record:
 
     Fields may be int, float, str, bool, None, enums, other records, and tuples or dicts of these.
     """
+
+    # What users call a file of it, and how they get one: messages about files have these in place of class names.
+    file_kind: ClassVar[str] = ""
+    file_source: ClassVar[str] = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for ``json.dumps``."""
@@ -37,12 +44,14 @@ class Record:
         fields = {field.name: field for field in _fields(cls)}
         unknown = sorted(set(data) - set(fields))
         if unknown:
-            raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; known: {', '.join(fields)}")
+            near = difflib.get_close_matches(unknown[0], fields, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}{meant}")
         values = {}
         for name, field in fields.items():
             if name in data:
                 values[name] = _typed(hints[name], data[name], f"{cls.__name__}.{name}")
-            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            elif _is_needed(field):
                 raise ValueError(f"{cls.__name__} lacks the field {name!r}")
         return cls(**values)
 
@@ -57,17 +66,31 @@ class Record:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """The record in the file ``path``. ValueError names the file when it is missing or wrong."""
+        """The record in the file ``path``. ValueError names the file when it is missing, wrong, or of another kind."""
+        name, kind = os.fspath(path), cls.file_kind or cls.__name__
+        remedy = f"; {cls.file_source}" if cls.file_source else ""
         try:
-            text = Path(path).read_text()
+            data = json.loads(Path(path).read_text())
         except OSError as error:
-            raise ValueError(f"cannot read {cls.__name__} from {os.fspath(path)}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{os.fspath(path)}: {cls.__name__} is not JSON: {error}") from None
+            raise ValueError(f"cannot read {kind} from {name}: {error.strerror}{remedy}") from None
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{name} is not {kind}, as it is not JSON: {error}{remedy}") from None
+        if not cls._resembles(data):
+            raise ValueError(f"{name} is not {kind}: {_looks_like(data)}{remedy}")
         try:
-            return cls.from_json(text)
+            return cls.from_dict(data)
         except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from None
+            raise ValueError(f"{name} is not {kind} of this version of ProTrain: {error}{remedy}") from None
+
+    @classmethod
+    def _resembles(cls, data: Any) -> bool:
+        """Whether ``data`` has most of the fields that there must be, so that what is wrong is one of them."""
+        if not isinstance(data, dict):
+            return False
+        needed = [field.name for field in _fields(cls) if _is_needed(field)]
+        return 2 * sum(name in data for name in needed) >= len(needed) and bool(
+            set(data) & {f.name for f in _fields(cls)}
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON to ``path`` atomically."""
@@ -89,6 +112,25 @@ class Record:
 
 def _fields(record: Any) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(record)
+
+
+def _is_needed(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _looks_like(data: Any) -> str:
+    """What JSON that is not what was asked for seems to be."""
+    if not isinstance(data, dict):
+        return f"it holds a JSON {_JSON_NAMES.get(type(data), 'value')}"
+    kinds = [
+        kind for kind in Record.__subclasses__() if kind.file_kind and set(data) <= {f.name for f in _fields(kind)}
+    ]
+    found = [kind for kind in kinds if kind._resembles(data)]
+    if found:
+        return f"it looks like {found[0].file_kind}"
+    return (
+        f"it holds {', '.join(map(repr, list(data)[:3]))}{', ...' if len(data) > 3 else ''}" if data else "it is empty"
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -24,8 +24,8 @@ from protrain import batch as batches
 from protrain.chunked_loss import chunked_loss as chunked
 from protrain.compilation import compiled_blocks
 from protrain.engine.build import DTYPES, build_engine
-from protrain.engine.materialise import weight_sources
 from protrain.engine.parameter import PresentParameter
+from protrain.engine.weight_files import check_weights
 from protrain.errors import MisuseError, PlanError
 from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
@@ -122,7 +122,7 @@ def wrap(
         records, n_blocks = parameter_records(model, optimizer), len(find_blocks(model))
         refuse_other_parameters(given, type(model).__name__, records, _NAMES[kind], n_blocks=n_blocks)
     if weights is not None:
-        weight_sources(model, Path(weights))
+        check_weights(model, Path(weights), stacklevel=2)
     say = Progress(enabled=progress)
     gc.collect()  # a model wrapped before and dropped is a cycle: hooks and engine refer to each other
 
@@ -133,8 +133,10 @@ def wrap(
         say.note(_NOT_CALIBRATED)
     blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
     with chunked(model, target) if chunked_loss else nullcontext(), compiled_blocks(blocks):
-        with say.stage("profiling the model"):
-            model_profile = cached_profile(model, example_batch, optimizer=optimizer, device=target, dtype=kind)
+        with say.stage("profiling the model") as show_stage:
+            model_profile = cached_profile(
+                model, example_batch, optimizer=optimizer, device=target, dtype=kind, show=show_stage
+            )
         model_profile = replace(model_profile, accumulation=accumulation)
         with say.stage("planning"):
             chosen = _plan(given, model_profile, hardware, step_during_backward=step_during_backward)

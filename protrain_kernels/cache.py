@@ -6,7 +6,9 @@ compiled libraries, named by all that they were made of, stay in use.
 
 from __future__ import annotations
 
+import functools
 import os
+import warnings
 from pathlib import Path
 
 _SWITCHES = ("0", "1")
@@ -24,3 +26,14 @@ def cache_folder() -> Path:
 def keeps_measurements() -> bool:
     """Whether what was measured once may be used again: not with ``PROTRAIN_CACHE=0``."""
     return os.environ.get("PROTRAIN_CACHE") != "0"
+
+
+@functools.cache
+def say_unwritable(folder: Path, reason: str) -> None:
+    """Warn, once, that nothing can be kept in ``folder`` of the cache."""
+    warnings.warn(
+        f"{folder} cannot be written ({reason}), so what is compiled and measured is made anew every time: let "
+        "PROTRAIN_CACHE name a folder that can be",
+        RuntimeWarning,
+        stacklevel=3,
+    )

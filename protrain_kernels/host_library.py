@@ -20,7 +20,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from protrain_kernels.cache import cache_folder
+from protrain_kernels.cache import cache_folder, say_unwritable
 
 SOURCE = Path(__file__).parent / "host" / "kernels.c"
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
@@ -105,12 +105,13 @@ def build(compiler: list[str], flags: tuple[str, ...], folder: Path) -> Path:
     version = _run([*compiler, "--version"])
     identity = "\0".join((SOURCE.read_text(), *compiler, *flags, version, _cpu_model()))
     name = f"host_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
-    if (folder / name).exists():
-        return folder / name
     try:
+        if (folder / name).exists():
+            return folder / name
         folder.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(suffix=".so", prefix=".building-", dir=folder)
-    except OSError:
+    except OSError as error:
+        say_unwritable(folder, error.strerror or type(error).__name__)
         # Never a predictable name in a folder that others write: they could plant a library there.
         folder = Path(tempfile.mkdtemp(prefix="protrain-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -51,6 +51,7 @@ ALLOWED = {
         "protrain.planning.plan",
         "protrain.planning.layout",
         "protrain.planning.schedule",
+        "protrain.planning.tables",
         "protrain.profiler.blocks",
         "protrain.trees",
         "protrain_kernels",

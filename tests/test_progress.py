@@ -6,6 +6,8 @@ import dataclasses
 import importlib
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from torch import Tensor, nn
 
 import protrain
+from protrain import progress
 from tests.engine.harness import adamw
 
 BAR = re.compile(r"moving model states into place \[[#.]+\] +(\d+)% (\S+)")
@@ -81,3 +84,59 @@ def test_a_terminal_sees_the_weights_arrive(
     assert shares == sorted(shares)
     assert shares[-1] == 100
     assert names <= {name for _, name in seen}
+
+
+def wait_for(seen: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if seen():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it was not said in 10 s")
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_long_stage_says_that_it_began_and_what_it_does(
+    live: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: live)
+    monkeypatch.setattr(progress, "_BEGUN_S", 0.01)
+    monkeypatch.setattr(progress, "_BLINK_S", 0.01)
+    monkeypatch.setattr(progress, "_LONG_S", 0.05)
+    said = ""
+
+    def heard(words: str) -> Callable[[], bool]:
+        def seen() -> bool:
+            nonlocal said
+            said += capsys.readouterr().err
+            return words in said
+
+        return seen
+
+    with progress.Progress(enabled=True).stage("profiling the model") as show:
+        wait_for(heard("protrain: profiling the model ..."))
+        show("forward of layers.3")
+        wait_for(heard("0 s so far ... forward of layers.3"))
+    said += capsys.readouterr().err
+    assert re.search(r"protrain: profiling the model: \d\.\d s\n$", said)
+    assert ("\r" in said) is live
+
+
+def test_a_short_stage_is_one_line_and_a_silent_one_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for enabled in (True, False):
+        with progress.Progress(enabled=enabled).stage("planning") as show:
+            show("something")
+        assert len(capsys.readouterr().err.splitlines()) == enabled
+    with pytest.raises(ValueError, match="no plan"), progress.Progress(enabled=True).stage("planning"):
+        raise ValueError("no plan")
+    assert not any(thread.name == "protrain-progress" for thread in threading.enumerate())
+
+
+def test_a_profile_says_what_it_does(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., dict[str, Tensor]]
+) -> None:
+    said: list[str] = []
+    protrain.profile(tiny_model("llama"), tiny_batch(), device="cpu", show=said.append)
+    for what in ("measuring memory", "measuring times"):
+        for phase in ("forward", "backward"):
+            assert {f"{what}, {phase} of model.layers.{index}" for index in range(3)} <= set(said)
+    assert said[-1] == "measuring times, attention alone"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from protrain.quantities import format_bytes, parse_bytes
+from protrain.quantities import format_bytes, parse_bytes, parse_memory
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,21 @@ def test_what_is_no_size_is_named(wrong: Any) -> None:
     assert repr(wrong) in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", [0, -5, "0GiB", float("inf"), float("nan")])
+@pytest.mark.parametrize("wrong", [0, -5, "0GiB", "0.5B", float("inf"), float("nan")])
 def test_a_size_is_more_than_nothing(wrong: float | str) -> None:
-    with pytest.raises(ValueError, match="size must be more than 0 bytes, not "):
+    with pytest.raises(ValueError, match="size must be more than 0 bytes, like '24GiB', not "):
         parse_bytes(wrong)
+
+
+@pytest.mark.parametrize("small", [0.5, 24, "24", " 0.5 ", 65535])
+def test_memory_in_another_unit_than_bytes_is_refused(small: float | str) -> None:
+    with pytest.raises(ValueError, match=f"is bytes: write '{str(small).strip()}GiB'"):
+        parse_memory(small, name="device_memory")
+
+
+@pytest.mark.parametrize(("text", "count"), [(65536, 65536), ("24KiB", 24 * 1024), ("100B", 100)])
+def test_memory_is_as_small_as_it_says(text: int | str, count: int) -> None:
+    assert parse_memory(text, name="device_memory") == count
 
 
 @pytest.mark.parametrize(

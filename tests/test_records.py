@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from protrain.hardware import HardwareProfile, load
+from protrain.planning import Plan
 from protrain.records import Record
 
 
@@ -100,7 +102,8 @@ def test_defaults_and_an_integer_for_a_float() -> None:
         ({"nested": [[], [{"size_bytes": None}]]}, r"Inner.size_bytes must be int, not None"),
         ({"table_of": []}, r"Outer.table_of must be an object, not \[\]"),
         ({"table_of": {"a": [0.5]}}, r"Outer.table_of\['a'\]\[0\] must be int, not 0.5"),
-        ({"colours": 1}, r"Outer has no field 'colours'; known: count, ratio"),
+        ({"colours": 1}, r"Outer has no field 'colours'; did you mean 'colour'\?"),
+        ({"zzz": 1}, r"Outer has no field 'zzz'$"),
     ],
 )
 def test_a_wrong_field_is_named(change: dict[str, Any], words: str) -> None:
@@ -117,9 +120,11 @@ def test_a_missing_field_is_named() -> None:
     ("text", "words"),
     [
         (None, "cannot read Inner from .*record.json: No such file"),
-        ("{", "record.json: Inner is not JSON: "),
-        ("[1]", "record.json: Inner must be a JSON object, not list"),
-        ('{"size_bytes": "5"}', "record.json: Inner.size_bytes must be int, not '5'"),
+        ("{", "record.json is not Inner, as it is not JSON: "),
+        ("[1]", "record.json is not Inner: it holds a JSON list$"),
+        ("{}", "record.json is not Inner: it is empty$"),
+        ('{"a": 1, "b": 2, "c": 3, "d": 4}', "record.json is not Inner: it holds 'a', 'b', 'c', ...$"),
+        ('{"size_bytes": "5"}', "record.json is not Inner of this version of ProTrain: Inner.size_bytes must be int"),
     ],
 )
 def test_a_wrong_file_is_named(text: str | None, words: str, tmp_path: Path) -> None:
@@ -127,6 +132,23 @@ def test_a_wrong_file_is_named(text: str | None, words: str, tmp_path: Path) -> 
         (tmp_path / "record.json").write_text(text)
     with pytest.raises(ValueError, match=words):
         Inner.load(tmp_path / "record.json")
+
+
+def test_a_file_of_another_kind_is_told(tmp_path: Path) -> None:
+    machine, plan = load("h100"), tmp_path / "plan.json"
+    machine.save(tmp_path / "machine.json")
+    (tmp_path / "config.json").write_text('{"architectures": [], "model_type": "llama"}')
+    for name, looks in (
+        ("machine.json", "it looks like a hardware profile"),
+        ("config.json", "it holds 'architectures', 'model_type'"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is not a plan: {looks}; `protrain plan MODEL --out FILE` writes"):
+            Plan.load(tmp_path / name)
+    with pytest.raises(ValueError, match=r"cannot read a plan from .*plan.json: No such file or directory; `protrain"):
+        Plan.load(plan)
+    plan.write_text(json.dumps(dict.fromkeys(Plan.__dataclass_fields__)))
+    with pytest.raises(ValueError, match="is not a hardware profile: it looks like a plan; `protrain calibrate --out"):
+        HardwareProfile.load(plan)
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 import protrain
+from bench.planner.output import put_out
 from protrain.cli.models import load_model
 from protrain.cli.prepare import adamw
 from protrain.cli.summary import versions
@@ -162,10 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         assumptions=ASSUMPTIONS,
         rows_found=tuple(rows),
     )
-    print(result.table())
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        result.save(args.out / FILE)
+    put_out(result, args.out, FILE)
     return 0
 
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import protrain
+from bench.planner.output import put_out
 from protrain import batch as batches
 from protrain.cli.models import load_model
 from protrain.cli.summary import device_name, versions
@@ -217,10 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         sequence=args.sequence,
         modes=tuple(rows),
     )
-    print(result.table())
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        result.save(args.out / FILE)
+    put_out(result, args.out, FILE)
     return 0
 
 

@@ -23,6 +23,7 @@ from typing import TypeVar
 import torch
 
 from bench.planner.largest import profile_of
+from bench.planner.output import put_out
 from protrain.cli.models import load_model
 from protrain.cli.summary import versions
 from protrain.hardware import load
@@ -168,10 +169,7 @@ def main(argv: list[str] | None = None, searches: tuple[Search, ...] = SEARCHES)
         loop_s=min(loops),
         searched=tuple(rows),
     )
-    print(result.table())
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        result.save(args.out / FILE)
+    put_out(result, args.out, FILE)
     return 0
 
 

@@ -7,12 +7,12 @@ takes ``--out FOLDER`` and writes its JSON there, among other files.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class _ForwardingParser(Parser):
     """Keeps what it doesn't know, in order, as ``forwarded``: options of the benchmark itself."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
+        found, unknown = argparse.ArgumentParser.parse_known_args(self, args, namespace)
         found.forwarded = unknown
         return found, []
 
@@ -114,7 +114,7 @@ def add_command(commands: Any) -> None:
         own.set_defaults(run=run_command, chosen=benchmark)
 
 
-def run_command(args: Namespace) -> None:
+def run_command(args: argparse.Namespace) -> None:
     """Run `protrain bench BENCHMARK`. Raises SystemExit with its status when that isn't 0."""
     benchmark: Benchmark = args.chosen
     place = find_benchmark(benchmark)

@@ -16,6 +16,7 @@ from protrain.hardware.cache import Machine, cached
 from protrain.hardware.calibration import FULL_SECONDS, calibrate_twice, differences, report
 from protrain.hardware.profile import HardwareProfile
 from protrain.progress import Progress
+from protrain_kernels.cache import keeps_measurements
 
 _EXAMPLE = """example:
   protrain calibrate --out machine.json
@@ -77,7 +78,9 @@ def _repeated(lines: list[str]) -> str:
 
 def _kept(hardware: HardwareProfile, device: torch.device) -> str:
     if cached(device) != hardware:
-        return "the profile was not kept: the cache is switched off, or can't be written"
+        if not keeps_measurements():
+            return "the profile was not kept, as PROTRAIN_CACHE=0 says"
+        return f"the profile was not kept: {Machine.of(device).path} cannot be written; PROTRAIN_CACHE names the folder"
     return f"kept in {Machine.of(device).path}"
 
 

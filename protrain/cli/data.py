@@ -85,6 +85,8 @@ def find_documents(path: str | os.PathLike[str] | None) -> list[Path]:
     else:
         root = Path(path)
         if root.is_file():
+            if not _is_text(root):
+                raise ValueError(f"--data: {root} is no text, as it holds zero bytes; give a UTF-8 text file")
             return [root]
         if not root.is_dir():
             raise ValueError(f"--data: {root} does not exist")

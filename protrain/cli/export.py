@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from protrain.checkpoint import StreamingOptimizer
+from protrain.engine.weight_files import unmanaged
 from protrain.tensor_files import TensorWriter, sync_directory
 from protrain_kernels.split_master import split
 
@@ -62,10 +63,9 @@ def weight_of(state: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tenso
 
 def _write_weights(folder: Path, model: nn.Module, optimizer: StreamingOptimizer, dtype: torch.dtype) -> None:
     writer = TensorWriter(folder, "model")
-    managed = optimizer.parameter_names()
-    for name in managed:
+    for name in optimizer.parameter_names():
         writer.add(name, {name: weight_of(optimizer.export_parameter(name), dtype)})
-    for name, tensor in _unmanaged(model, set(managed)):
+    for name, tensor in unmanaged(model).items():
         writer.add(name, {name: tensor.detach().cpu().clone()})
     writer.flush()
     if len(writer.files) == 1:
@@ -76,17 +76,3 @@ def _write_weights(folder: Path, model: nn.Module, optimizer: StreamingOptimizer
         "weight_map": {key: file.name for file in writer.files for key in file.keys},
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-
-def _unmanaged(model: nn.Module, managed: set[str]) -> list[tuple[str, torch.Tensor]]:
-    """Persistent buffers, and parameters that no chunk holds because they are not floating-point."""
-    found: list[tuple[str, torch.Tensor]] = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if name not in managed and not parameter.is_floating_point()
-    ]
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix=path, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                found.append((name, buffer))
-    return found

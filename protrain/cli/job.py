@@ -38,6 +38,8 @@ FREE = frozenset(
 class TrainJob(Record):
     """The options of one training run; None means that a default depends on the model or the machine."""
 
+    file_kind = "the options of a run of `protrain train`"
+
     model: str
     data: str | None = None
     batch: int = 8
@@ -77,7 +79,9 @@ class TrainJob(Record):
         if self.trace and self.steps < STEPS_WITH_TRACE:
             raise ValueError(f"--trace needs {STEPS_WITH_TRACE} steps, and --steps is {self.steps}")
         if self.warmup is not None and self.warmup > self.steps:
-            raise ValueError(f"--warmup {self.warmup} is longer than --steps {self.steps}")
+            raise ValueError(
+                f"--warmup {self.warmup} is longer than the run: give at most --steps, which is {self.steps}"
+            )
 
     def peak_learning_rate(self, default: float) -> float:
         """The learning rate after warm-up: ``default``, the model's, where none is given."""

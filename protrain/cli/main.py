@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
 
 import protrain
+import protrain_kernels
 from protrain.cli import bench, calibrate, plan, train
 from protrain.cli.loop import InterruptedRun
-from protrain.cli.options import Parser
+from protrain.cli.options import Parser, in_options
 
 
 def build_parser() -> Parser:
@@ -25,10 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 0, 1 for a failed run, 2 for what the user can mend, 130 for Ctrl-C."""
     args = build_parser().parse_args(argv)
     try:
-        args.run(args)
+        with own_warnings_in_a_line():
+            args.run(args)
     except (ValueError, ImportError) as error:
         return _failed(args.command, error, 2)
-    except (FloatingPointError, OSError) as error:
+    except (FloatingPointError, MemoryError, OSError) as error:
         return _failed(args.command, error, 1)
     except InterruptedRun as error:
         return _failed(args.command, error, 128 + error.signal_number)
@@ -38,6 +44,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+@contextmanager
+def own_warnings_in_a_line() -> Iterator[None]:
+    """ProTrain's own warnings look as its other lines do: no place in its code with them."""
+    ours = [Path(package.__file__ or "").parent for package in (protrain, protrain_kernels)]
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if category in (UserWarning, RuntimeWarning) and any(Path(filename).is_relative_to(path) for path in ours):
+                print(f"protrain: {in_options(str(message))}", file=sys.stderr, flush=True)
+            else:
+                shown(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield
+
+
 def _failed(command: str, error: Exception, status: int) -> int:
-    print(f"protrain {command}: {' '.join(str(error).split())}", file=sys.stderr)
+    text = " ".join(in_options(str(error)).split()) or type(error).__name__
+    print(f"protrain {command}: {text}", file=sys.stderr)
     return status

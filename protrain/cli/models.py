@@ -11,6 +11,7 @@ from torch import nn
 import protrain
 from protrain.cli.data import Codec, byte_codec, tokenizer_codec
 from protrain.cli.shapes import SHAPES, shape_config
+from protrain.errors import not_downloaded
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model")
 
@@ -88,7 +89,10 @@ def attention_flops_per_token(config: Any, sequence: int) -> int:
 def _from_folder(name: str, transformers: Any) -> LoadedModel:
     folder = Path(name)
     if not folder.is_dir():
-        raise ValueError(f"there is no model {name!r}: give a folder with config.json, or one of {', '.join(SHAPES)}")
+        raise ValueError(
+            f"there is no model {name!r}: give a folder with config.json, or one of {', '.join(SHAPES)}"
+            f"{not_downloaded(name)}"
+        )
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: give a folder that save_pretrained wrote")
     if not any(folder.glob("*.safetensors")):

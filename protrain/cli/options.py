@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from protrain.quantities import parse_bytes
+from protrain.quantities import parse_memory
 from protrain.records import Record
+
+# The arguments of protrain.wrap that options stand for. Some are words of their own: these count before a "=" alone.
+_ARGUMENTS = {
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        *("device_memory", "host_memory", "step_during_backward", "chunked_loss"),
+        *("accumulation", "compile", "device", "dtype", "plan"),
+    )
+} | {"weights": "--model"}  # a model's folder holds them
+_WITH_VALUE = re.compile(rf"(?<![\w/.-])({'|'.join(_ARGUMENTS)})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*)")
+_ALONE = re.compile(rf"(?<![\w/.-])({'|'.join(name for name in _ARGUMENTS if '_' in name)})(?![\w=.(])")
+
+
+def in_options(message: str) -> str:
+    """``message`` of the library with the options of the command line in place of the arguments of protrain.wrap."""
+
+    def option(found: re.Match[str]) -> str:
+        name, value = _ARGUMENTS[found[1]], found[2].strip("'\"")
+        if value == "False":
+            return f"--no-{name.removeprefix('--')}"
+        return name if value in ("", "True") else f"{name} {value}"
+
+    message = _WITH_VALUE.sub(option, message)
+    message = _ALONE.sub(lambda found: _ARGUMENTS[found[1]], message)
+    return re.sub(r"^weights: ", "--model: ", message)
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,6 +46,20 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """An unknown option is an error of the parser that knows those of the command, not of `protrain`."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
+        return found, unknown
+
+    def _meant(self, unknown: list[str]) -> str:
+        options = (word.partition("=")[0] for word in unknown if word.startswith("-"))
+        near = [
+            match for word in options for match in difflib.get_close_matches(word, self._option_string_actions, n=1)
+        ]
+        return f"; did you mean {' '.join(near)}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
         """One line on standard error, exit status 2."""
@@ -59,9 +100,9 @@ def number(least: float, most: float = float("inf"), *, open_ended: bool = False
 def memory(text: str) -> str:
     """An argparse type: bytes, as a number or like 24GiB; stays text."""
     try:
-        parse_bytes(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be bytes or like 24GiB, not {text!r}") from None
+        parse_memory(text, name="size")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from protrain.cli.options import (
     writable_file,
 )
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
-from protrain.cli.plan_text import timeline_text
+from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.prepare import adamw, choose_compile, choose_device, choose_dtype, choose_loss, parse_device
 from protrain.cli.shapes import SHAPES
 from protrain.compilation import compiled_blocks
@@ -35,7 +36,7 @@ from protrain.planning.explain import timeline_of
 from protrain.planning.tables import format_ms
 from protrain.profiler import ModelProfile, find_blocks
 from protrain.progress import Progress
-from protrain.quantities import parse_bytes
+from protrain.quantities import parse_memory
 
 _EXAMPLE = """example, for a machine that is elsewhere:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json --picture step.png
@@ -98,8 +99,8 @@ def run_command(args: argparse.Namespace) -> None:
         _max_model(args, hardware)
         return
     say = Progress(enabled=True)
-    with say.stage("profiling the model"):
-        profile = _profile(args, hardware)
+    with say.stage("profiling the model") as show:
+        profile = _profile(args, hardware, show=show)
     if args.frontier:
         with say.stage("planning under every limit"):
             found = frontier(profile, hardware, step_during_backward=args.step_during_backward)
@@ -112,18 +113,26 @@ def run_command(args: argparse.Namespace) -> None:
         timeline = timeline_of(plan, profile, hardware, step_during_backward=args.step_during_backward)
     if args.picture is not None:
         draw_timeline(timeline, f"{profile.model}, {hardware.name}, {plan}: {format_ms(plan.step_ms)}", args.picture)
-    sections = [("model", profile.table()), ("machine", hardware.table()), ("plan", plan.table())]
     text = ""
     if not args.json:  # an explanation takes several searches
         with say.stage("explaining"):
             why = plan.explain(profile, hardware, step_during_backward=args.step_during_backward)
-        sections += [("one step", timeline_text(timeline)), ("prediction", why.table())]
-        text = "\n\n".join(f"{title}\n{table}" for title, table in sections) + _how_sure(profile, hardware)
-        text += _about_loss(args, hardware)
+        answer = summary_text(why, profile, hardware, updates_in_backward=args.step_during_backward)
+        details = [
+            ("one step", timeline_text(timeline)),
+            ("the prediction, and what would change it", why.table()),
+            ("plan", plan.table()),
+            ("model", profile.table()),
+            ("machine", hardware.table()),
+        ]
+        sections = [f"{title.upper()}\n{table}" for title, table in details]
+        text = "\n\n".join([f"{_subject(profile, hardware)}: fits\n{answer}{_about_loss(args, hardware)}", *sections])
     emit(plan, args, text)
 
 
-def _profile(args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None) -> ModelProfile:
+def _profile(
+    args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None, *, show: Callable[[str], None]
+) -> ModelProfile:
     loaded = load_model(args.model, layers=layers)
     sequence = getattr(args, "sequence", loaded.sequence)
     fit_positions(loaded, sequence)
@@ -144,6 +153,7 @@ def _profile(args: argparse.Namespace, hardware: HardwareProfile, layers: int | 
             # Another machine's times cannot be measured here: they follow from counted operations.
             device=torch.device("meta") if elsewhere else device,
             dtype=choose_dtype(args.dtype, device),
+            show=show,
         )
     return replace(profile, accumulation=args.accumulation)
 
@@ -151,9 +161,9 @@ def _profile(args: argparse.Namespace, hardware: HardwareProfile, layers: int | 
 def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
     if args.model not in SHAPES:
         raise ValueError(f"--max-model needs a shape that comes at any depth: one of {', '.join(SHAPES)}")
-    with Progress(enabled=True).stage("looking for the largest depth"):
+    with Progress(enabled=True).stage("looking for the largest depth") as show:
         found = largest(
-            lambda layers: _profile(args, hardware, layers),
+            lambda layers: _profile(args, hardware, layers, show=lambda part: show(f"{layers} layers: {part}")),
             hardware,
             step_during_backward=args.step_during_backward,
         )
@@ -162,7 +172,7 @@ def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
 
 
 def _subject(profile: ModelProfile, hardware: HardwareProfile) -> str:
-    size = f"{profile.n_parameters:,} parameters, {profile.tokens:,} tokens a step"
+    size = f"{profile.n_parameters:,} parameters, {profile.tokens * profile.accumulation:,} tokens a step"
     blocks = "compiled" if profile.compiled else "eager"
     return f"{profile.model}, {size}, blocks {blocks}, {_loss(profile.chunked_loss)}, on {hardware.name}"
 
@@ -182,16 +192,6 @@ def _about_loss(args: argparse.Namespace, hardware: HardwareProfile) -> str:
     )
 
 
-def _how_sure(profile: ModelProfile, hardware: HardwareProfile) -> str:
-    """What the times rest on, where that is not a measurement."""
-    if profile.device == hardware.device_type:
-        return ""
-    return (
-        "\n\nTimes of computing are estimated from counted operations and the machine's rates: "
-        "nothing was run on such a device."
-    )
-
-
 def _hardware(args: argparse.Namespace) -> HardwareProfile:
     memory = {name: getattr(args, name) for name in ("device_memory", "host_memory") if hasattr(args, name)}
     if args.hardware is None:
@@ -202,6 +202,6 @@ def _hardware(args: argparse.Namespace) -> HardwareProfile:
             f"--device {args.device} contradicts --hardware {args.hardware}, whose device is {hardware.device_type}"
         )
     limits: dict[str, Any] = {
-        name.replace("memory", "bytes"): parse_bytes(value, name=name) for name, value in memory.items()
+        name.replace("memory", "bytes"): parse_memory(value, name=name) for name, value in memory.items()
     }
     return replace(hardware, **limits)

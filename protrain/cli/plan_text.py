@@ -1,16 +1,110 @@
-"""One step as text: a lane a line, a column for every hundredth of the step, darker where the lane works more."""
+"""A plan in words, and one step as text.
+
+A step has a lane a line, a column for every hundredth of the step, darker where the lane works more.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from protrain.planning.tables import format_ms
+from protrain.hardware import HardwareProfile
+from protrain.planning import BlockMode, Explanation, Plan
+from protrain.planning.caution import HOST_SHARE
+from protrain.planning.tables import aligned, format_change, format_ms
 from protrain.planning.timeline import Timeline
+from protrain.profiler import ModelProfile
+from protrain.quantities import format_bytes
 
 COLUMNS = 100
 _SHADES = " ░▒▓█"
 _PLAIN_SHADES = " .:+#"
 _PHASES = ("forward", "backward", "after")
+_SHORT = 0.02  # of a step: what limits a phase of less is of no interest
+
+
+def summary_text(
+    why: Explanation, profile: ModelProfile, hardware: HardwareProfile, *, updates_in_backward: bool
+) -> str:
+    """What a reader who stops after ten lines should know of ``why.plan``."""
+    plan = why.plan
+    device = "GPU" if hardware.device_type == "cuda" else "device"
+    estimated = profile.device != hardware.device_type
+    basis = "estimated from counted operations, nothing was run there" if estimated else "predicted"
+    slower = f"{format_ms(why.cautious_ms)} should the host update {1 - HOST_SHARE:.0%} more slowly"
+    rows = [
+        ["step", f"{format_ms(plan.step_ms)}, {plan.tokens_per_s:,.0f} tokens/s ({basis}); {slower}"],
+        [f"{device} memory", f"{format_bytes(plan.device_bytes)} of {format_bytes(why.device_limit_bytes)}"],
+        ["host memory", f"{format_bytes(plan.host_bytes)} of {format_bytes(why.host_limit_bytes)}"],
+        ["model states", _states(plan, device)],
+        ["updates", _updates(plan, device, updates_in_backward)],
+        ["activations", _activations(plan)],
+        ["limited by", _limits(why, device)],
+        ["step time", _more(why)],
+        ["plan", str(plan)],
+    ]
+    return aligned([row for row in rows if row[1]])
+
+
+def _states(plan: Plan, device: str) -> str:
+    away = plan.n_chunks - plan.n_persist
+    if not away:
+        return f"all {_counted(plan.n_chunks, 'chunk')} on the {device}"
+    return (
+        f"{plan.n_persist} of {_counted(plan.n_chunks, 'chunk')} on the {device}; the weights of the other {away} pass "
+        f"from host memory through {_counted(plan.n_buffer, 'buffer')}"
+    )
+
+
+def _updates(plan: Plan, device: str, in_backward: bool) -> str:
+    parts = ["inside backward"] if in_backward else []
+    if plan.n_speculate:
+        alone = ", of the weights alone" if plan.early_weights else ""
+        parts.append(f"the host does {_counted(plan.n_speculate, 'chunk')} before the norm is known{alone}")
+    if plan.n_stream:
+        parts.append(f"the {device} does {plan.n_stream} of the chunks in host memory")
+    return "; ".join(parts)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _activations(plan: Plan) -> str:
+    modes = plan.block_modes
+    kept = sum(mode is BlockMode.NONE for mode in modes)
+    moved = sum(mode is BlockMode.SWAP for mode in modes)
+    parts = [f"{kept} keep theirs"] if kept else []
+    if moved:
+        parts.append(f"{moved} move them to host memory")
+    if plan.n_ckpt:
+        more = [f"{plan.n_ckpt_swap} of these from inputs in host memory"] if plan.n_ckpt_swap else []
+        more += ["what attention put out is kept"] if plan.keep_attention else []
+        parts.append(f"{plan.n_ckpt} recompute them" + (f" ({', '.join(more)})" if more else ""))
+    return f"of {len(modes)} blocks {', '.join(parts)}" if parts else ""
+
+
+def _limits(why: Explanation, device: str) -> str:
+    whole_ms = sum(phase.length_ms for phase in why.phases)
+    long = [phase for phase in why.phases if phase.length_ms > _SHORT * whole_ms]
+    shares = [f"{phase.name} ({phase.length_ms / whole_ms:.0%}) by {phase.limit}" for phase in long]
+    limits = {phase.limit for phase in long}
+    computing = sum(phase.compute_ms for phase in why.phases) / whole_ms
+    by = limits.pop() if len(limits) == 1 else ", ".join(shares)
+    return f"{by}; the {device} computes {computing:.0%} of the step"
+
+
+def _more(why: Explanation) -> str:
+    """The fastest plan with up to twice the memory of either kind."""
+
+    def gain(faster: Plan) -> str:
+        return format_change(faster.step_ms, why.plan.step_ms)
+
+    found = [f"{gain(why.here)} as it is"] if why.here is not None else []
+    for memory in ("device", "host"):
+        of_kind = [better for better in why.better if better.memory == memory]
+        for better in of_kind[:1] + of_kind[1:][-1:]:  # the least that helps, and what helps most
+            found.append(f"{gain(better.plan)} with {format_bytes(better.more_bytes)} more {memory} memory")
+    return ", ".join(found) or "no faster plan with up to twice of either"
 
 
 def timeline_text(timeline: Timeline, *, plain: bool | None = None) -> str:

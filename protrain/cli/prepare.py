@@ -12,12 +12,17 @@ from torch import nn
 import protrain
 from protrain.checkpoint import list_saves, load_checkpoint
 from protrain.chunked_loss import available as liger_installed
+from protrain.chunked_loss import find_head
 from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
 from protrain.cli.job import JOB_FILE, TrainJob
 from protrain.cli.metrics import MetricsFile, ProgressLine
-from protrain.cli.models import fit_positions, load_model
+from protrain.cli.models import LoadedModel, fit_positions, load_model
 from protrain.cli.run import CHECKPOINTS, Run
+from protrain.engine.weight_files import weight_sources
 from protrain.planning import Plan
+from protrain.planning.mismatch import refuse_other_parameters
+from protrain.profiler.blocks import find_blocks
+from protrain.profiler.trace import parameter_records
 from protrain.progress import Progress
 
 PLAN_FILE = "plan.json"
@@ -39,6 +44,11 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     plan = None if job.plan is None else Plan.load(job.plan)
     if plan is not None:
         check_tokens(plan, job.batch, sequence)
+    plain = adamw(loaded.model, job.peak_learning_rate(loaded.learning_rate), job.weight_decay)
+    chunked = choose_loss(job.chunked_loss, device)
+    refuse_early(loaded, plain, plan, dtype, device, chunked=chunked)
+    if loaded.weights is not None and loaded.tokenizer is None:
+        Progress(enabled=True).note(f"{loaded.weights} brings no tokenizer: text is read as bytes")
     tokens = _read(job, loaded.codec, folder)
     check_length(tokens, sequence=sequence)
 
@@ -47,7 +57,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     example = training_batch(tokens, seed=job.seed, step=0, micro_batch=0, batch=job.batch, sequence=sequence)
     model, optimizer = protrain.wrap(
         loaded.model,
-        adamw(loaded.model, job.peak_learning_rate(loaded.learning_rate), job.weight_decay),
+        plain,
         example_batch={"input_ids": example, "labels": example},
         device=device,
         dtype=dtype,
@@ -58,7 +68,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         step_during_backward=job.step_during_backward,
         accumulation=job.accumulation,
         compile=choose_compile(job.compile, device),
-        chunked_loss=choose_loss(job.chunked_loss, device),
+        chunked_loss=chunked,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
     step = 0
@@ -88,6 +98,31 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         metrics=MetricsFile(folder, resumed_step=step),
         step=step,
     )
+
+
+def refuse_early(
+    loaded: LoadedModel,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    chunked: bool,
+) -> None:
+    """ValueError of what protrain.wrap would refuse and takes no time to see: reading the text may take hours."""
+    model = loaded.model
+    if chunked:
+        find_head(model, device)
+    if loaded.weights is not None:
+        weight_sources(model, loaded.weights)
+    if plan is not None:
+        refuse_other_parameters(
+            plan,
+            type(model).__name__,
+            parameter_records(model, optimizer),
+            str(dtype).removeprefix("torch."),
+            n_blocks=len(find_blocks(model)),
+        )
 
 
 def choose_device(name: str | None) -> torch.device:

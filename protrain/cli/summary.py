@@ -18,6 +18,8 @@ SUMMARY_FILE = "summary.json"
 class TrainSummary(Record):
     """Figures of a run. Times are of a whole step, optimizer included, the first few left out."""
 
+    file_kind = "the summary of a run of `protrain train`"
+
     command: str
     device: str
     versions: dict[str, str]

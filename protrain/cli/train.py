@@ -55,7 +55,13 @@ def add_command(commands: Any) -> None:
         "--data", metavar="PATH", help="a text file or a folder of them (default: the sources of Python's library)"
     )
     what.add_argument("--folder", type=writable_folder, help="where the run is kept (default: runs/MODEL-TIME)")
-    what.add_argument("--resume", action="store_true", default=False, help="continue the run in --folder")
+    what.add_argument(
+        "--resume",
+        action="store_true",
+        default=False,
+        help="continue the run in --folder, with its options; only what never changes the weights may differ: "
+        + ", ".join(sorted(map(jobs.option, jobs.FREE))),
+    )
     what.add_argument("--seed", type=whole(0), help=f"of weights, batches and sample {shown('seed')}")
 
     steps = parser.add_argument_group("steps")

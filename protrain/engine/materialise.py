@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from protrain.engine.chunks import Member
 from protrain.engine.values import write_master, write_weight
+from protrain.engine.weight_files import unmanaged, weight_sources
 
 Write = Callable[[Member, Tensor], None]
 
@@ -163,73 +164,24 @@ def _reset_parameters(module: nn.Module) -> None:
         reset()
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of ``folder``, or the one that it is. ValueError when there is none."""
-    files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"weights: no .safetensors file in {folder}")
-    return files
-
-
-def weight_sources(model: nn.Module, folder: Path) -> dict[str, tuple[Path, str]]:
-    """Where in the safetensors of ``folder`` each floating-point parameter is: file and key, by name.
-
-    Only the files' headers are read, so that a folder of another model is found out before anything takes time.
-
-    Raises:
-        ValueError: a file is missing or unreadable, or parameters are missing or of another shape.
-    """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ImportError("weights= needs the package safetensors: pip install 'protrain[hf]'") from None
-    prefix = getattr(model, "base_model_prefix", "") or ""
-    names = {id(p): name for name, p in model.named_parameters() if p.is_floating_point()}
-    shapes: dict[str, tuple[int, ...]] = {}
-    wanted: dict[str, str] = {}
-    for alias, parameter in model.named_parameters(remove_duplicate=False):
-        name = names.get(id(parameter))
-        if name is None:
-            continue
-        shapes[name] = tuple(parameter.shape)
-        wanted[alias] = name
-        if prefix:
-            bare = alias.removeprefix(f"{prefix}.")
-            wanted.setdefault(bare if bare != alias else f"{prefix}.{alias}", name)
-    found: dict[str, tuple[Path, str]] = {}
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 - it is no mapping
-                    name = wanted.get(key)
-                    if name is None or name in found:
-                        continue
-                    shape = tuple(tensors.get_slice(key).get_shape())
-                    if shape != shapes[name]:
-                        raise ValueError(
-                            f"weights: {key} in {file.name} has shape {shape}, the model's is {shapes[name]}"
-                        )
-                    found[name] = (file, key)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"weights: {file} is no readable safetensors file: {error}") from None
-    missing = [name for name in shapes if name not in found]
-    if missing:
-        raise ValueError(f"weights: {folder} lacks {len(missing)} of {len(shapes)} parameters, among them {missing[0]}")
-    return found
-
-
 def _load(members: list[Member], model: nn.Module, folder: Path, write: Write) -> None:
     from safetensors import SafetensorError, safe_open
 
     by_name = {member.name: member for member in members}
-    by_file: dict[Path, list[tuple[str, Member]]] = {}
-    for name, (file, key) in weight_sources(model, folder).items():
+    others, sources = unmanaged(model), weight_sources(model, folder)
+    by_file: dict[Path, list[tuple[str, Member | Tensor]]] = {}
+    for name, (file, key) in sources.parameters.items():
         by_file.setdefault(file, []).append((key, by_name[name]))
+    for name, (file, key) in sources.others.items():
+        by_file.setdefault(file, []).append((key, others[name]))
     for file, targets in by_file.items():
         try:
-            with safe_open(file, framework="pt") as tensors:
-                for key, member in targets:
-                    write(member, tensors.get_tensor(key))
-                    _drop(member)
+            with safe_open(file, framework="pt") as tensors, torch.no_grad():
+                for key, target in targets:
+                    if isinstance(target, Tensor):
+                        target.copy_(tensors.get_tensor(key))
+                        continue
+                    write(target, tensors.get_tensor(key))
+                    _drop(target)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"weights: {file} is no readable safetensors file: {error}") from None

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from protrain.engine.ledger import SimulatedLedger
+from protrain.planning.tables import format_change, format_ms
+from protrain.quantities import format_bytes
 from protrain.records import Record
 
 if TYPE_CHECKING:
@@ -35,6 +37,35 @@ class Report(Record):
     fetches: int  # chunk uploads issued
     early_updates: int  # done inside backward before step() was called
     redone_updates: int  # of those that a clipped or otherwise unforeseen step had done again
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Rows of the printed table: what belongs together in one, with units."""
+        predicted = f"predicted {format_ms(self.predicted_step_ms)}"
+        step = f"not measured before two steps, {predicted}"
+        if self.step_ms:
+            step = (
+                f"{format_ms(self.step_ms)} in the median, {predicted} "
+                f"(measured {format_change(self.step_ms, self.predicted_step_ms)})"
+            )
+        redone = f", {self.redone_updates:,} of them done again" if self.redone_updates else ""
+        return [
+            ("plan", self.plan),
+            ("steps", f"{self.steps:,}"),
+            ("time of a step", step),
+            (
+                "device memory",
+                f"{format_bytes(self.device_bytes)} at its peak, predicted {format_bytes(self.predicted_device_bytes)}",
+            ),
+            (
+                "host memory",
+                f"{format_bytes(self.host_bytes)} taken, predicted {format_bytes(self.predicted_host_bytes)}",
+            ),
+            ("chunk uploads", f"{self.fetches:,}"),
+            ("early updates", f"{self.early_updates:,}{redone}"),
+        ]
+
+    def __str__(self) -> str:
+        return self.table()
 
 
 class StepClock:

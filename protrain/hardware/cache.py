@@ -7,7 +7,6 @@ file that can't be read any more, or of an earlier form, counts as absent.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from protrain.hardware.memory import processor_name, usable_cores
 from protrain.hardware.nvml import driver_version
 from protrain.hardware.profile import HardwareProfile
-from protrain_kernels.cache import cache_folder, keeps_measurements
+from protrain_kernels.cache import cache_folder, keeps_measurements, say_unwritable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +90,8 @@ def store(profile: HardwareProfile, machine: Machine) -> None:
     assert machine.fits(profile)
     if not keeps_measurements():
         return
-    with contextlib.suppress(OSError):  # a home that is read-only costs another calibration, nothing else
+    try:
         machine.path.parent.mkdir(parents=True, exist_ok=True)
         profile.save(machine.path)
+    except OSError as error:  # a home that is read-only costs another calibration, nothing else
+        say_unwritable(cache_folder(), error.strerror or type(error).__name__)

@@ -10,7 +10,7 @@ from protrain.hardware.cache import cached, device_name
 from protrain.hardware.memory import available_host_bytes, usable_cores
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import of_gpu
-from protrain.quantities import format_bytes, parse_bytes
+from protrain.quantities import format_bytes, parse_memory
 
 _HOST_SHARE = 0.9  # of the available host memory; the rest stays for the data loader and the page cache
 _DEVICE_RESERVE_BYTES = 384 * 1024**2  # of the card: kernels loaded later, libraries' own allocations
@@ -41,7 +41,7 @@ def detect(
     host_bytes = base.host_bytes
     device_bytes = base.device_bytes
     if device_memory is not None:
-        device_bytes = parse_bytes(device_memory, name="device_memory")
+        device_bytes = parse_memory(device_memory, name="device_memory")
         total = torch.cuda.get_device_properties(target).total_memory if target.type == "cuda" else device_bytes
         if device_bytes > total:
             raise ValueError(
@@ -49,7 +49,7 @@ def detect(
                 "leave it out to use what is free"
             )
     if host_memory is not None:
-        host_bytes = parse_bytes(host_memory, name="host_memory")
+        host_bytes = parse_memory(host_memory, name="host_memory")
     return replace(base, device_bytes=device_bytes, host_bytes=host_bytes)
 
 

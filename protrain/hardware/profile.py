@@ -53,6 +53,9 @@ class HardwareProfile(Record):
     those of host memory. In a run of several processes rates are of one of them while all do the same.
     """
 
+    file_kind = "a hardware profile"
+    file_source = "`protrain calibrate --out FILE` writes one"
+
     name: str
     device_type: str  # "cuda" or "cpu"
     device_bytes: int  # usable device memory: what ProTrain may take

@@ -41,6 +41,8 @@ class Better(Record):
 class Explanation(Record):
     """What a plan takes, what limits it, and what would change that."""
 
+    file_kind = "the explanation of a plan"
+
     plan: Plan  # with the predictions that all of this is about
     host_share: float  # of the host's rate that plans count on: see [Note: caution]
     cautious_ms: float  # of a step with that

@@ -32,6 +32,8 @@ class FrontierPoint(Record):
 class Frontier(Record):
     """Plans by device memory, in ascending order of the limit."""
 
+    file_kind = "what `protrain plan --frontier --out` writes"
+
     model: str
     machine: str
     points: tuple[FrontierPoint, ...]

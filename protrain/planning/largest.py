@@ -34,6 +34,8 @@ _GUESSES = 8  # tries by a straight line before plain bisection takes over
 class Largest(Record):
     """The deepest model that fits."""
 
+    file_kind = "what `protrain plan --max-model --out` writes"
+
     machine: str
     layers: int
     parameters: int

@@ -47,6 +47,9 @@ class Plan(Record):
     ``n_ckpt`` recomputed blocks ``n_ckpt_swap`` have their inputs moved, which the paper does not have.
     """
 
+    file_kind = "a plan"
+    file_source = "`protrain plan MODEL --out FILE` writes one"
+
     n_persist: int
     n_buffer: int
     n_swap: int

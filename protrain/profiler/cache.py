@@ -14,7 +14,7 @@ import json
 import platform
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from protrain.compilation import CompiledForward
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.trace import profile
-from protrain_kernels.cache import cache_folder, keeps_measurements
+from protrain_kernels.cache import cache_folder, keeps_measurements, say_unwritable
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 _LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel")
@@ -36,25 +36,33 @@ _KEPT = 64  # profiles; the oldest go first
 
 
 def cached_profile(
-    model: nn.Module, example_batch: Any, *, optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    dtype: torch.dtype,
+    show: Callable[[str], None] | None = None,
 ) -> ModelProfile:
     """As :func:`protrain.profile`, from the cache where it can be. The cache is for GPUs.
 
     On a CPU a profile is quick, and its times belong to what else the machine does at that moment.
     """
     if device.type != "cuda" or not keeps_measurements():
-        return profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)
+        return profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype, show=show)
     path = folder() / f"{fingerprint(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)}.json"
     with contextlib.suppress(ValueError, OSError):  # missing, or of an earlier form: made anew
         found = ModelProfile.load(path)
         path.touch()
         return found
-    made = profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)
-    with contextlib.suppress(OSError):  # a home that cannot be written to costs time, nothing else
+    made = profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype, show=show)
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         made.save(path)
         for old in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-_KEPT]:
             old.unlink()
+    except OSError as error:  # a home that cannot be written to costs time, nothing else
+        say_unwritable(cache_folder(), error.strerror or type(error).__name__)
     return made
 
 

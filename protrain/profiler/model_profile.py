@@ -91,6 +91,8 @@ class SegmentRecord(Record):
 class ModelProfile(Record):
     """The model as the planner sees it (paper section 4: memory-aware runtime profiling)."""
 
+    file_kind = "the profile of a model"
+
     model: str  # class name
     dtype: str  # "bfloat16", "float16" or "float32": of the managed parameters
     device: str  # device type of the trace: "cuda", "cpu" or "meta"

@@ -76,6 +76,7 @@ class Step:
         device: torch.device,
         *,
         measure: bool,
+        show: Callable[[str], None],
     ) -> None:
         self.segments: list[Segment] = []
         self.calls: list[str] = []  # units in the order of one forward
@@ -91,6 +92,7 @@ class Step:
         self._weights = weights
         self._device = device
         self._measure = measure
+        self._show = show
         self._constants = {storage_key(tensor) for tensor in (*weights.stand_ins, *weights.unmanaged.values())}
         self._meter: Meter | None = None
         self._open: Segment | None = None
@@ -153,6 +155,7 @@ class Step:
     def _switch(self, block: str | None, call: _Call | None = None) -> None:
         """End the segment that is open and start the next."""
         self._close()
+        self._show(f"{'forward' if self._forward else 'backward'} of {block or 'what lies between blocks'}")
         if block is not None:
             self._weights.fill(self._owned[block])
         self._open = Segment("forward" if self._forward else "backward", block)
@@ -260,6 +263,7 @@ class Step:
                     self._weights.empty(self._owned[path])
             use = self.blocks.setdefault(path, BlockUse())
             self._close()
+            self._show(f"forward of {path}")
             traced = forward
             if self._meter is not None:
                 self._weights.fill(self._owned[path])

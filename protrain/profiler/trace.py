@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -35,6 +35,7 @@ def profile(
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    show: Callable[[str], None] | None = None,
 ) -> ModelProfile:
     """Trace one training step of ``model`` on ``example_batch``.
 
@@ -47,6 +48,7 @@ def profile(
         optimizer: its groups say which parameters train; without one, those that require a gradient.
         device: "cuda", "cpu" or "meta" (shapes only: no times, nothing computed); default: CUDA where there is one.
         dtype: of the parameters; default bfloat16, on the CPU float32.
+        show: called with what is being done, which may take minutes on a CPU.
 
     Raises:
         ValueError: the batch is no mapping or tuple, nothing is trainable, or the model already checkpoints its layers.
@@ -65,18 +67,23 @@ def profile(
         owned = _owned(model, find_units(model, blocks), blocks, weights)
         args, kwargs = batches.arguments(batches.to_device(example_batch, target))
         args, kwargs = batches.cast_inputs(args, batches.training_arguments(model, kwargs), dtype)
-        step = Step(model, owned, blocks, weights, target, measure=True)
+
+        def tell(what: str) -> Callable[[str], None]:
+            return lambda part: show(f"{what}, {part}") if show is not None else None
+
+        step = Step(model, owned, blocks, weights, target, measure=True, show=tell("measuring memory"))
         step.run(args, kwargs)
         timed = step
         if target.type != "meta":
             weights.random = target.type == "cuda"  # filling from the host again would take longer than the step
             for _ in range(2 if step.compiled else 1):  # the first of two compiles
                 rewind()
-                timed = Step(model, owned, blocks, weights, target, measure=False)
+                timed = Step(model, owned, blocks, weights, target, measure=False, show=tell("measuring times"))
                 timed.run(args, kwargs)
         attention_ms: dict[AttentionCall, float] = {}
         if target.type != "meta":
             calls = [call for use in step.blocks.values() for call in use.attention]
+            tell("measuring times")("attention alone")
             attention_ms = attention_times_ms(calls, target)
     durations = _durations(timed.segments) if target.type != "meta" else [(0.0, 0.0)] * len(step.segments)
     if len(durations) != len(step.segments):

@@ -138,6 +138,9 @@ def test_data_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         find_documents(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="holds no text file"):
         find_documents(tmp_path)
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    with pytest.raises(ValueError, match=r"--data: .*image.png is no text, as it holds zero bytes; give a UTF-8 text"):
+        find_documents(tmp_path / "image.png")
     with pytest.raises(ValueError, match=r"text.txt holds no text: it is empty"):
         make_tokens(tmp_path, "")
     with pytest.raises(ValueError, match="10 training tokens, fewer than one sequence of 16"):

@@ -43,5 +43,5 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
         start(tmp_path, {"model": "tiny", "step_during_backward": True})
     with pytest.raises(ValueError, match="--trace needs 5 steps, and --steps is 4"):
         start(tmp_path, {"model": "tiny", "steps": 4, "trace": "trace.json"})
-    with pytest.raises(ValueError, match="--warmup 20 is longer than --steps 10"):
+    with pytest.raises(ValueError, match="--warmup 20 is longer than the run: give at most --steps, which is 10"):
         start(tmp_path, {"model": "tiny", "steps": 10, "warmup": 20})

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from protrain.cli.job import FREE, option
 from protrain.cli.main import main
+from protrain.cli.options import in_options
 from protrain.hardware import HardwareProfile
 from protrain.planning import Plan
+from protrain_kernels.cache import say_unwritable
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -41,15 +45,44 @@ def test_help_shows_a_real_example(command: str, capsys: pytest.CaptureFixture[s
     [
         ([], "the following arguments are required: COMMAND"),
         (["trian"], "invalid choice: 'trian'"),
-        (["train", "--modle", "tiny"], "unrecognized arguments: --modle"),
+        (
+            ["train", "--modle", "tiny"],
+            "protrain train: unrecognized arguments: --modle tiny; did you mean --model? (see protrain train --help)",
+        ),
+        (
+            ["plan", "tiny", "--acumulation=2"],
+            "--acumulation=2; did you mean --accumulation? (see protrain plan --help)",
+        ),
+        (["plan", "tiny", "--zzzzzz"], "unrecognized arguments: --zzzzzz (see"),
         (["train", "--model", "tiny", "--batch", "0"], "--batch: must be at least 1, not 0"),
         (["train", "--model", "tiny", "--batch", "x"], "--batch: must be a whole number, not 'x'"),
         (["train", "--model", "tiny", "--learning-rate", "-1"], "--learning-rate: must be between 0 and 10, not -1"),
-        (["train", "--model", "tiny", "--device-memory", "lots"], "--device-memory: must be bytes or like 24GiB"),
+        (["train", "--model", "tiny", "--device-memory", "lots"], "--device-memory: size must be a number of bytes"),
+        (
+            ["train", "--model", "tiny", "--device-memory", "0.5"],
+            "--device-memory: size '0.5' is bytes: write '0.5GiB'",
+        ),
+        (
+            ["train", "--model", "tiny", "--host-memory", "0"],
+            "--host-memory: size must be more than 0 bytes, like '24GiB'",
+        ),
         (["train", "--model", "tiny", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["train"], "--model is missing"),
         (["train", "--resume"], "--resume needs the --folder"),
         (["train", "--model", "tinny"], "there is no model 'tinny': give a folder with config.json, or one of tiny,"),
+        (["train", "--model", "meta-llama/Llama-2-7b"], "get one with `hf download meta-llama/Llama-2-7b --local-dir"),
+        (["plan", "meta-llama/Llama-2-7b"], "get one with `hf download meta-llama/Llama-2-7b --local-dir"),
+        (["train", "--model", "tiny", "--warmup", "401"], "--warmup 401 is longer than the run: give at most --steps"),
+        (
+            ["train", "--model", "tiny", "--data", "zeros.bin", "--device", "cpu"],
+            "zeros.bin is no text, as it holds zero",
+        ),
+        (
+            ["train", "--model", "tiny", "--device", "cpu", "--plan", "config.json"],
+            "config.json is not a plan: it holds",
+        ),
+        (["plan", "tiny", "--hardware", "config.json"], "config.json is not a hardware profile: it holds 'model_type'"),
+        (["plan", "tiny", "--device", "cpu", "--chunked-loss"], "--chunked-loss needs a CUDA GPU: leave it out"),
         (["train", "--model", "tiny", "--device", "tpu"], "--device 'tpu' is no device"),
         (["train", "--model", "tiny", "--device", "meta"], "--device meta is not supported"),
         (["train", "--model", "gpt2", "--device", "cpu", "--sequence", "2000"], "longer than the 1024 positions"),
@@ -72,8 +105,11 @@ def test_a_bad_argument_is_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file.txt").touch()
+    (tmp_path / "zeros.bin").write_bytes(bytes(100))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # which stands for a GPU where the loss is chosen
     status, out, err = run(capsys, *argv)
-    lines = [line for line in err.splitlines() if not line.startswith("reading text")]
+    lines = [line for line in err.splitlines() if not line.startswith(("reading text", "protrain: profiling"))]
     assert (status, len(lines), out) == (2, 1, ""), err
     assert lines[0].startswith("protrain")
     assert message in lines[0]
@@ -113,6 +149,72 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert status == 2
     assert f"{state} has" in err.splitlines()[-1]
     assert "there is no older save beside it" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (
+            "make a new plan, or leave plan= out to have one searched",
+            "make a new plan, or leave --plan out to have one",
+        ),
+        ("chunked_loss=True needs a CUDA GPU", "--chunked-loss needs a CUDA GPU"),
+        ("compile=False; device_memory='0.5' is", "--no-compile; --device-memory 0.5 is"),
+        (
+            "device_memory of at least 2.00GiB with host_memory",
+            "--device-memory of at least 2.00GiB with --host-memory",
+        ),
+        ("weights: m lacks 2 of 3 parameters (accumulation=1, here 2)", "--model: m lacks 2 of 3 parameters (--accum"),
+        (
+            "/data/plan=3/device_memory/x.json: the plan of a device",
+            "/data/plan=3/device_memory/x.json: the plan of a d",
+        ),
+    ],
+)
+def test_the_command_line_speaks_of_options(message: str, said: str) -> None:
+    assert in_options(message).startswith(said)
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path / "file" / "cache"))
+    say_unwritable.cache_clear()
+    status, _, err = run(capsys, "calibrate", "--device", "cpu", "--seconds", "0.2", "--json")
+    assert status == 0, err
+    lines = [line for line in err.splitlines() if "cannot be written (Not a directory)" in line]
+    assert len(lines) == 1, err
+    assert lines[0].startswith(f"protrain: {tmp_path}/file/cache cannot be written")
+    assert "let PROTRAIN_CACHE name a folder that can be" in lines[0]
+    assert "the profile was not kept" in err
+
+
+def test_the_options_of_a_resumed_run_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    help_text = " ".join(run(capsys, "train", "--help")[1].split())
+    listed = help_text.partition("only what never changes the weights may differ: ")[2].partition(" --seed")[0]
+    assert sorted(listed.replace(" ", "").split(",")) == sorted(map(option, FREE))
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    listed = readme.partition("`--resume` takes the options of the run.")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`(--[\w-]+)`", listed)) == sorted(map(option, FREE))
+
+
+def test_a_warning_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers, tensors = pytest.importorskip("transformers"), pytest.importorskip("safetensors.torch")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors.save_file({**tensors.load_file(file), "score.weight": torch.zeros(2)}, file)
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    options = f"--model={tmp_path}/model --data={tmp_path}/text.txt --folder={tmp_path}/run --device=cpu --batch=1"
+    status, _, err = run(capsys, "train", *options.split(), "--sequence=16", "--steps=1", "--sample-tokens=0")
+    assert status == 0, err
+    lines = [line for line in err.splitlines() if "score.weight" in line]
+    assert len(lines) == 1, err
+    assert lines[0].startswith(f"protrain: --model: {tmp_path}/model holds a tensor that LlamaForCausalLM has no place")
+    assert "UserWarning" not in err
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

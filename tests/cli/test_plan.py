@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,10 +15,14 @@ import protrain
 from protrain.cli.main import build_parser, main
 from protrain.cli.models import load_model
 from protrain.cli.plan_picture import draw_timeline
-from protrain.cli.plan_text import COLUMNS, busy_shares, timeline_text
+from protrain.cli.plan_text import COLUMNS, busy_shares, summary_text, timeline_text
 from protrain.cli.prepare import adamw, choose_loss
-from protrain.planning import Frontier, Largest, Plan
+from protrain.hardware import load
+from protrain.planning import BlockMode, Explanation, Frontier, Largest, Plan
+from protrain.planning.explain import Better
+from protrain.planning.phases import Phase
 from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
+from protrain.profiler import ModelProfile
 
 TINY = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32"]
 TIGHT = ["--device-memory", "150MiB", "--host-memory", "1GiB"]
@@ -96,6 +102,98 @@ def test_the_plan_is_printed_with_bytes_time_and_reasons(capsys: pytest.CaptureF
     assert len(lanes[0]) > COLUMNS
 
 
+def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--device-memory", "150MiB", "--host-memory", "100MiB", "--accumulation", "2", "--no-compile"]
+    status, out, err = run(capsys, *TINY, *argv)
+    assert status == 0, err
+    title, *rows = out.split("\n\n")[0].splitlines()
+    assert title.startswith("LlamaForCausalLM, 1,820,352 parameters, 128 tokens a step, blocks eager")
+    assert title.endswith("on NVIDIA GeForce RTX 3090: fits")
+    assert len(rows) <= 9
+    said = {row[:14].strip(): row[14:].strip() for row in rows}
+    step = json.loads(run(capsys, *TINY, *argv, "--json")[1])
+    assert f"{2 * 64 / step['step_ms'] * 1e3:,.0f} tokens/s (estimated from counted operations" in said["step"]
+    assert said["GPU memory"].endswith(" of 150 MiB")
+    assert said["host memory"].endswith(" of 100 MiB")
+    assert f"{step['n_persist']}/4" in said["plan"]
+    assert " on the GPU" in said["model states"]
+    assert said["activations"].startswith("of 4 blocks ")
+    assert "the GPU computes " in said["limited by"]
+
+
+def a_plan(modes: tuple[BlockMode, ...], **counts: int | bool) -> Plan:
+    given: dict[str, Any] = {"n_persist": 1, "n_buffer": 2, "n_chunks": 4, "n_swap": 0, "n_ckpt": 0, **counts}
+    return Plan(
+        chunk_elements=128,
+        block_modes=modes,
+        model="",
+        tokens=8,
+        device_bytes=2**30,
+        host_bytes=2**30,
+        step_ms=10.0,
+        transient_bytes=0,
+        **given,
+    )
+
+
+@pytest.mark.parametrize(
+    ("modes", "counts", "inside", "words"),
+    [
+        (
+            (BlockMode.SWAP, BlockMode.CKPT_SWAP, BlockMode.CKPT, BlockMode.NONE),
+            {"n_swap": 1, "n_ckpt": 2, "n_ckpt_swap": 1, "n_speculate": 1, "n_stream": 2},
+            False,
+            (
+                "1 of 4 chunks on the GPU; the weights of the other 3 pass from host memory through 2 buffers",
+                "the host does 1 chunk before the norm is known; the GPU does 2 of the chunks in host memory",
+                "of 4 blocks 1 keep theirs, 1 move them to host memory, 2 recompute them (1 of these from inputs in "
+                "host memory)",
+            ),
+        ),
+        (
+            (BlockMode.CKPT,) * 2,
+            {"n_persist": 4, "n_buffer": 0, "n_ckpt": 2, "keep_attention": True},
+            True,
+            (
+                "model states  all 4 chunks on the GPU",
+                "updates       inside backward",
+                "of 2 blocks 2 recompute them (what attention put out is kept)",
+            ),
+        ),
+    ],
+)
+def test_a_plan_is_put_in_words(
+    modes: tuple[BlockMode, ...], counts: dict[str, int | bool], inside: bool, words: tuple[str, ...]
+) -> None:
+    hardware, plan = load("rtx3090"), a_plan(modes, **counts)
+    phase = Phase(name="forward", length_ms=10.0, compute_ms=4.0, waits_ms={"uploads": 6.0}, limit="uploads")
+    faster = replace(plan, step_ms=9.0)
+    better = [Better(memory="device", more_bytes=size << 30, step_ms=9.0, plan=faster) for size in (1, 2, 5)]
+    why = Explanation(
+        plan=plan,
+        tokens_per_s=plan.tokens_per_s,
+        device_limit_bytes=2**31,
+        host_limit_bytes=2**32,
+        device_parts={},
+        host_parts={},
+        phases=(phase,),
+        changes=(),
+        here=None,
+        better=tuple(better),
+        cautious_ms=11.0,
+    )
+    profile = cast(ModelProfile, SimpleNamespace(device="cuda"))
+    text = summary_text(why, profile, hardware, updates_in_backward=inside)
+    for line in (
+        *words,
+        "step          10 ms, 800 tokens/s (predicted); 11 ms should the host update 10% more slowly",
+        "GPU memory    1 GiB of 2 GiB",
+        "limited by    uploads; the GPU computes 40% of the step",
+        "step time     -10.0% with 1 GiB more device memory, -10.0% with 5 GiB more device memory",
+    ):
+        assert line in text, text
+
+
 def test_updates_inside_backward_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     steps = []
     # So little host memory that no update before step() has room for its second copy.
@@ -143,7 +241,7 @@ def test_the_loss_is_that_of_a_training_here(
 def test_no_chunked_loss_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     status, _, err = run(capsys, "plan", "tiny", "--device", "cpu", "--batch", "1", "--seq", "16", "--chunked-loss")
-    assert (status, "chunked_loss=True needs a CUDA GPU" in err.splitlines()[-1]) == (2, True)
+    assert (status, "--chunked-loss needs a CUDA GPU" in err.splitlines()[-1]) == (2, True)
 
 
 def test_a_sequence_has_two_spellings() -> None:
@@ -332,4 +430,5 @@ def test_a_plan_for_something_else_is_refused_naming_the_difference(
     status, _, err = run(capsys, *command, *argv)
     assert status == 2
     assert message in err.splitlines()[-1]
-    assert not (tmp_path / "run" / "job.json").exists()
+    assert "plan=" not in err
+    assert not (tmp_path / "run").exists(), "no text was read"

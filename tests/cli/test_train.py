@@ -256,3 +256,31 @@ def test_changed_data_is_refused_on_resume(finished: Path, workplace: Path, tmp_
     text.write_text(text.read_text().replace("fox", "cat"))
     (tmp_path / "run" / "summary.json").unlink()  # as if it had been stopped before that
     assert main(["train", "--resume", "--folder", str(tmp_path / "run")]) == 2
+
+
+def test_a_folder_of_weights_that_does_not_match_is_refused_before_the_text_is_read(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import safetensors.torch
+
+    shutil.copytree(workplace / "source", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    del tensors["model.norm.weight"]
+    safetensors.torch.save_file(tensors, file)
+    command = arguments(workplace, tmp_path / "run")
+    command[command.index("--model") + 1] = str(tmp_path / "model")
+    assert main(command) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"protrain train: --model: {tmp_path}/model lacks 1 of ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_a_tokenizer_is_said_to_read_bytes(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = arguments(workplace, tmp_path / "run", "--no-model", "--sample-tokens", "0", "--warmup", "0")
+    command[command.index("--steps") + 1] = "1"
+    assert main(command) == 0
+    said = f"protrain: {workplace}/source brings no tokenizer: text is read as bytes"
+    assert capsys.readouterr().err.splitlines().count(said) == 1

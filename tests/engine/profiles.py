@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ _known: dict[str, ModelProfile] = {}
 
 
 def shared_profile(
-    model: nn.Module, example_batch: Any, *, optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    dtype: torch.dtype,
+    show: Callable[[str], None] | None = None,
 ) -> ModelProfile:
     """``protrain.profile`` of the first model that is like this one.
 

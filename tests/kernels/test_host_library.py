@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import platform
 import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from protrain_kernels import adam, adam_reference, adam_scalars, flatten, host_compiler_notice, host_library
+from protrain_kernels.cache import say_unwritable
 from protrain_kernels.host_library import FLAGS, build, library, open_library
 
 SCALARS = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
@@ -85,8 +88,27 @@ def test_an_unwritable_cache_gives_way(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path / "file" / "cache"))
-    assert host_compiler_notice() is None
+    say_unwritable.cache_clear()
+    with pytest.warns(
+        RuntimeWarning, match=r"file/cache cannot be written \(Not a directory\).* let PROTRAIN_CACHE name"
+    ):
+        assert host_compiler_notice() is None
     assert library() is not None
+
+
+def test_a_cache_that_cannot_be_looked_into_gives_way(
+    compiler: list[str], empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    exists = Path.exists
+
+    def denied(path: Path, **options: Any) -> bool:
+        if path.is_relative_to(tmp_path / "secret"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return exists(path, **options)
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.warns(RuntimeWarning, match=r"secret cannot be written \(Permission denied\)"):
+        assert not build(compiler, FLAGS, tmp_path / "secret").is_relative_to(tmp_path)
 
 
 def test_without_a_compiler_it_warns_once_and_works(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

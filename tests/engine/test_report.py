@@ -1,0 +1,40 @@
+"""The report of a training as people read it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from protrain.engine.report import Report
+
+REPORT = Report(
+    plan="n_persist=1/4",
+    steps=1234,
+    step_ms=2040.0,
+    predicted_step_ms=2000.0,
+    device_bytes=3 * 2**30,
+    predicted_device_bytes=4 * 2**30,
+    host_bytes=20 * 2**20,
+    predicted_host_bytes=21 * 2**20,
+    fetches=24680,
+    early_updates=30,
+    redone_updates=2,
+)
+
+
+def test_a_printed_report_is_aligned_lines_with_units() -> None:
+    assert str(REPORT).splitlines() == [
+        "plan            n_persist=1/4",
+        "steps           1,234",
+        "time of a step  2.04 s in the median, predicted 2 s (measured +2.0%)",
+        "device memory   3 GiB at its peak, predicted 4 GiB",
+        "host memory     20 MiB taken, predicted 21 MiB",
+        "chunk uploads   24,680",
+        "early updates   30, 2 of them done again",
+    ]
+    assert Report.from_json(REPORT.to_json()) == REPORT
+
+
+def test_a_step_that_was_not_measured_is_said_to_be_so() -> None:
+    lines = str(replace(REPORT, steps=1, step_ms=0.0, redone_updates=0)).splitlines()
+    assert lines[2].endswith("not measured before two steps, predicted 2 s")
+    assert lines[-1].endswith(" 30")
