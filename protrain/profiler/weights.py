@@ -73,6 +73,11 @@ class Weights:
         self.resident.update(indexes)
         self.fill(self.resident)
 
+    def count(self, indexes: Iterable[int]) -> None:
+        """Have the meter count the parameters ``indexes`` until the end."""
+        if self._meter is not None:
+            self._meter.hold(sum(self.stand_ins[index].nbytes for index in indexes))
+
     def unmanaged_bytes(self) -> int:
         """Bytes of buffers and of parameters that are not floating-point."""
         storages = {storage._cdata: storage.nbytes() for storage in map(_storage, self.unmanaged.values())}
