@@ -394,10 +394,11 @@ class Step:
     def used(self, index: int) -> None:
         """An operation takes the parameter ``index``: have it there, and note who used it."""
         unit = self.active[-1] if self.active else ""
-        if index in self._owned.get(unit, ()):
-            return
-        self._weights.keep((index,))
-        self.uses.setdefault(unit, {})[index] = None
+        owned = index in self._owned.get(unit, ())
+        if not (owned and self._weights.filled(index)):  # a block's own are not where a hook on it uses them
+            self._weights.keep((index,))
+        if not owned:
+            self.uses.setdefault(unit, {})[index] = None
 
 
 def _restore_forward(module: nn.Module, forward: Any) -> None:

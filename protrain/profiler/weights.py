@@ -68,6 +68,10 @@ class Weights:
         with self._aside():
             self._drop(unwanted)
 
+    def filled(self, index: int) -> bool:
+        """Whether the parameter ``index`` is on the device."""
+        return index in self._filled
+
     def keep(self, indexes: Iterable[int]) -> None:
         """Fill the parameters ``indexes`` and never empty them."""
         self.resident.update(indexes)
