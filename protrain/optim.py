@@ -16,6 +16,7 @@ from torch import Tensor
 
 from protrain.engine.chunks import Chunk, Member
 from protrain.engine.engine import Engine
+from protrain.engine.groups import Groups
 from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.updates import Scale, Updates
 from protrain.engine.values import read_master, read_state, read_weight, write_master, write_state, write_weight
@@ -69,6 +70,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         self._updates = Updates(engine, self, decoupled)
+        self._groups = Groups(self.param_groups, engine.members)
         self._by_name = {member.name: member for member in engine.members}
         self.step_during_backward = step_during_backward
         self._loss_scale = LossScale() if engine.dtype is torch.float16 else None
@@ -197,6 +199,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         Of float16 it also has the loss scale.
         """
         self._engine.refuse_while_whole("the optimizer's state_dict()")
+        self._groups.check(self.param_groups)
         numbers = {id(p): number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
         state: dict[int, dict[str, Tensor]] = {}
         with self._engine.quiet():
@@ -217,6 +220,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             ValueError: the groups or shapes are those of another model, or an option of a group is not supported.
         """
         self._engine.refuse_while_whole("the optimizer's load_state_dict()")
+        self._groups.check(self.param_groups)
         groups, saved = self.param_groups, state_dict["param_groups"]
         _check_options(saved)
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
@@ -310,6 +314,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             raise MisuseError(f"{what} without gradients: call loss.backward() first")
 
     def _check_hyperparameters(self) -> None:
+        self._groups.check(self.param_groups)
         _check_options(self.param_groups)  # they may have been set, or loaded, since wrapping
         self._updates.check_hyperparameters()
 
@@ -330,6 +335,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._check_hyperparameters()
             self._engine.refuse_edits()  # here step() would be too late
         if not self._engine.gradients.no_sync:
+            self._groups.check(self.param_groups)
             self._updates.backward_begins()
 
     def _gradients_arrived(self, chunks: list[Chunk]) -> None:
