@@ -148,6 +148,8 @@ class ReleasedParameter(PresentParameter):
                 return func(*args, **(kwargs or {}))
         if func is torch.autograd.grad:
             return _gradients(*args, **(kwargs or {}))
+        if func is torch.autograd.backward:
+            return _backward(*args, **(kwargs or {}))
         for tensor in tensors_in((args, kwargs)):
             if isinstance(tensor, ReleasedParameter):
                 return cls.intercept(tensor, func, args, kwargs or {})
@@ -166,15 +168,21 @@ class ReleasedParameter(PresentParameter):
 
 def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad``: of a released parameter only the place in the graph is needed."""
-
-    def place(parameter: Any) -> Any:
-        if not isinstance(parameter, ReleasedParameter):
-            return parameter
-        with torch._C.DisableTorchFunctionSubclass():
-            return get_gradient_edge(parameter)
-
-    places = place(inputs) if isinstance(inputs, Tensor) else [place(parameter) for parameter in inputs]
+    places = _place(inputs) if isinstance(inputs, Tensor) else [_place(parameter) for parameter in inputs]
     return torch.autograd.grad(outputs, places, *args, **kwargs)
+
+
+def _backward(tensors: Any, *, inputs: Any, **kwargs: Any) -> None:
+    """``backward(inputs=...)``: likewise. What arrives there is taken as from any backward."""
+    places = _place(inputs) if isinstance(inputs, Tensor) else [_place(parameter) for parameter in inputs]
+    torch.autograd.backward(tensors, inputs=places, **kwargs)
+
+
+def _place(parameter: Any) -> Any:
+    if not isinstance(parameter, ReleasedParameter):
+        return parameter
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(parameter)
 
 
 def manage(parameter: nn.Parameter, handle: Handle) -> None:
