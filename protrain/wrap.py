@@ -159,9 +159,7 @@ def wrap(
         device_bytes=fixed_bytes,
         hardware=hardware,
     )
-    if optimizer.state:
-        wrapped.load_state_dict(optimizer.state_dict())
-        optimizer.state.clear()
+    wrapped.adopt_state()
     _extend(model, wrapped, engine.placeholder)
     return model, wrapped
 
@@ -226,8 +224,8 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if forgotten:
         warnings.warn(
-            f"{len(forgotten)} parameters require a gradient but are in no optimizer group and will not change, "
-            f"among them {forgotten[0]}",
+            f"{len(forgotten)} parameters require a gradient but are in no optimizer group: they will not change, and "
+            f"have no .grad, among them {forgotten[0]}",
             stacklevel=3,
         )
 

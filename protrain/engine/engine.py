@@ -89,7 +89,7 @@ class Engine:
         self.ledger = ledger
         self.whole: set[int] = set()  # members that full_parameters has on the CPU now
         self.exported: dict[int, Member] = {}  # those that a state_dict() or load_state_dict() has in its hands now
-        self.steps = 0  # optimizer steps that changed weights
+        self.steps = 0  # changes of weights: by optimizer steps, and between them
         self.updated_inside: set[int] = set()  # chunks updated inside backward, whose step() is yet to come
         self.placeholder = torch.full((), float("nan"), dtype=dtype, device=device)  # expands to any shape
         self._training_order = training_order

@@ -1,8 +1,8 @@
-"""The parameters of the optimizer's groups, which are the user's lists and must stay as they were wrapped."""
+"""The optimizer's groups: their parameters are the user's lists and must stay as they were wrapped."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any
 
@@ -10,6 +10,15 @@ from torch import Tensor
 
 from protrain.engine.chunks import Member
 from protrain.errors import MisuseError
+
+_FORBIDDEN = ("amsgrad", "maximize", "differentiable")
+
+
+def check_options(groups: Iterable[dict[str, Any]]) -> None:
+    """ValueError for an option that changes the step, and that ProTrain does not carry out."""
+    name = next((name for group in groups for name in _FORBIDDEN if group.get(name)), None)
+    if name is not None:
+        raise ValueError(f"{name}=True of Adam and AdamW is not supported: pass {name}=False")
 
 
 class Groups:
