@@ -7,7 +7,7 @@ backward and step. Reading state waits for all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,17 +16,16 @@ from torch import Tensor
 
 from protrain.engine.chunks import Chunk, Member
 from protrain.engine.engine import Engine
+from protrain.engine.groups import Groups, check_options
 from protrain.engine.report import Report, StepClock, make_report
+from protrain.engine.states import check_shapes, export_state, import_state
 from protrain.engine.updates import Scale, Updates
-from protrain.engine.values import read_master, read_state, read_weight, write_master, write_state, write_weight
+from protrain.engine.values import read_master, read_weight, write_weight
 from protrain.errors import MisuseError
 from protrain.hardware import HardwareProfile
 from protrain.loss_scale import LossScale
 from protrain.planning.explain import Explanation
 from protrain.planning.plan import Plan
-
-_FORBIDDEN = ("amsgrad", "maximize", "differentiable")
-_STATES = ("exp_avg", "exp_avg_sq")
 
 
 def check_supported(optimizer: torch.optim.Optimizer) -> None:
@@ -36,14 +35,7 @@ def check_supported(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {type(optimizer).__name__}: "
             "ProTrain carries out the update itself and supports these two"
         )
-    _check_options(optimizer.param_groups)
-
-
-def _check_options(groups: Iterable[dict[str, Any]]) -> None:
-    """ValueError for an option that changes the step, and that ProTrain does not carry out."""
-    name = next((name for group in groups for name in _FORBIDDEN if group.get(name)), None)
-    if name is not None:
-        raise ValueError(f"{name}=True of Adam and AdamW is not supported: pass {name}=False")
+    check_options(optimizer.param_groups)
 
 
 class ProTrainOptimizer(torch.optim.Optimizer):
@@ -63,12 +55,15 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the same dicts: schedulers made before wrapping keep working
+        vars(self).update({name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")})
+        self._wrapped = optimizer
         self._engine = engine
         decoupled = [
             isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
             for group in self.param_groups
         ]
         self._updates = Updates(engine, self, decoupled)
+        self._groups = Groups(self.param_groups, engine.members)
         self._by_name = {member.name: member for member in engine.members}
         self.step_during_backward = step_during_backward
         self._loss_scale = LossScale() if engine.dtype is torch.float16 else None
@@ -132,6 +127,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._engine.begin_step()
+        vars(self._wrapped)["_opt_called"] = True  # what schedulers that were made with it look for
         if self.step_during_backward:
             if not self._engine.updated_inside:
                 self._need_gradients("step()")
@@ -142,7 +138,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._need_gradients("step()")
         self._check_hyperparameters()
         if self._loss_scale is not None and not self._loss_scale.update(bool(torch.isfinite(self._sum_of_squares()))):
-            self._clock.tick()
+            self._clock.tick(updated=False)
             return result
         used = 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used
         self._updates.step(self._gradient_scale(used), supposed=used)
@@ -152,7 +148,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def _end_step(self) -> None:
         self._engine.steps += 1
         self._engine.expect_forward()
-        self._clock.tick()
+        self._clock.tick(updated=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. ``set_to_none`` is accepted for compatibility: they are always None afterwards."""
@@ -197,18 +193,22 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         Of float16 it also has the loss scale.
         """
         self._engine.refuse_while_whole("the optimizer's state_dict()")
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self._groups.check(self.param_groups)
         numbers = {id(p): number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
         state: dict[int, dict[str, Tensor]] = {}
         with self._engine.quiet():
             for member in self._trainable():
                 if self._updates.steps[member.index] or member.chunk.master is not None:  # no step, but bits to keep
-                    state[numbers[id(member.parameter)]] = self._export(member)
+                    state[numbers[id(member.parameter)]] = export_state(member, self._updates.steps)
         packed = []
         for group in self.param_groups:
             own = {key: value for key, value in group.items() if key != "params"}
             packed.append({**own, "params": [numbers[id(parameter)] for parameter in group["params"]]})
         loss_scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.state()}
-        return {"state": dict(sorted(state.items())), "param_groups": packed, **loss_scale}
+        result: dict[str, Any] = {"state": dict(sorted(state.items())), "param_groups": packed, **loss_scale}
+        return self._through(self._optimizer_state_dict_post_hooks, result)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of this class or of torch.optim.Adam(W) returned, under any plan.
@@ -217,8 +217,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             ValueError: the groups or shapes are those of another model, or an option of a group is not supported.
         """
         self._engine.refuse_while_whole("the optimizer's load_state_dict()")
+        self._groups.check(self.param_groups)
+        state_dict = self._through(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
         groups, saved = self.param_groups, state_dict["param_groups"]
-        _check_options(saved)
+        check_options(saved)
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
             raise ValueError(
                 f"the optimizer state has groups of {[len(group['params']) for group in saved]} parameters, this "
@@ -231,15 +233,29 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 member = by_parameter.get(id(parameter))
                 if member is not None:
                     found[member.index] = state_dict["state"].get(number, {})
-                    self._check_shapes(member, found[member.index])
+                    check_shapes(member, found[member.index])
         for group, other in zip(groups, saved, strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
         with self._engine.quiet():
             for index, tensors in found.items():
-                self._import(self._engine.members[index], tensors)
+                import_state(self._engine.members[index], self._updates.steps, tensors)
             self._engine.weights_changed(self._engine.chunks)
         if self._loss_scale is not None and "loss_scale" in state_dict:
             self._loss_scale.load(state_dict["loss_scale"])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def adopt_state(self) -> None:
+        """Take over the state of the optimizer that was wrapped."""
+        known = self._wrapped.state
+        found = [(member, known[member.parameter]) for member in self._trainable() if member.parameter in known]
+        for member, tensors in found:
+            check_shapes(member, tensors)
+        with self._engine.quiet():
+            for member, tensors in found:
+                import_state(member, self._updates.steps, tensors)
+            self._engine.weights_changed([member.chunk for member, _ in found])
+        known.clear()
 
     def parameter_names(self) -> list[str]:
         """Names of all managed parameters, in definition order."""
@@ -256,7 +272,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         with self._engine.quiet():
             if member.group < 0:
                 return {"weight": read_weight(member)}
-            return {"master": read_master(member), **self._export(member)}
+            return {"master": read_master(member), **export_state(member, self._updates.steps)}
 
     def import_parameter(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Set what :meth:`export_parameter` returned. ValueError when the name or a shape is not this model's."""
@@ -264,7 +280,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if member is None:
             raise ValueError(f"the model has no parameter {name!r}: load a checkpoint of the same model")
         self._engine.refuse_while_whole("import_parameter()")
-        self._check_shapes(member, tensors)
+        check_shapes(member, tensors)
         with self._engine.quiet():
             if "weight" in tensors:
                 write_weight(member, tensors["weight"])
@@ -273,7 +289,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"there is neither a weight nor a master of {name}: load a whole checkpoint")
                 write_weight(member, tensors["master"])
             if member.group >= 0:
-                self._import(member, tensors)
+                import_state(member, self._updates.steps, tensors)
             self._engine.weights_changed([member.chunk])
 
     def scalar_state(self) -> dict[str, Any]:
@@ -302,6 +318,12 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _through(self, hooks: Mapping[int, Callable[..., Any]], state: dict[str, Any]) -> dict[str, Any]:
+        for hook in hooks.values():
+            changed = hook(self, state)
+            state = state if changed is None else changed
+        return state
+
     def _trainable(self) -> Iterable[Member]:
         return (member for member in self._engine.members if member.group >= 0)
 
@@ -310,7 +332,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             raise MisuseError(f"{what} without gradients: call loss.backward() first")
 
     def _check_hyperparameters(self) -> None:
-        _check_options(self.param_groups)  # they may have been set, or loaded, since wrapping
+        self._groups.check(self.param_groups)
+        check_options(self.param_groups)  # they may have been set, or loaded, since wrapping
         self._updates.check_hyperparameters()
 
     def _forget_gradients(self) -> None:
@@ -320,7 +343,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def _backward_begins(self) -> None:
         if self._loss_scale is not None and not self._scaled:
-            raise MisuseError("float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward()")
+            raise MisuseError(
+                "float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward(), and no "
+                "torch.amp.GradScaler"
+            )
         if self._engine.updated_inside:
             raise MisuseError(
                 "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
@@ -330,6 +356,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._check_hyperparameters()
             self._engine.refuse_edits()  # here step() would be too late
         if not self._engine.gradients.no_sync:
+            self._groups.check(self.param_groups)
             self._updates.backward_begins()
 
     def _gradients_arrived(self, chunks: list[Chunk]) -> None:
@@ -378,25 +405,3 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             inverse = torch.full((), unscaling, dtype=torch.float32, device=self._engine.device)
             factor = inverse if factor is None else factor * inverse
         return None if factor is None else self._updates.publish(factor)
-
-    def _export(self, member: Member) -> dict[str, Tensor]:
-        state = {"step": torch.tensor(float(self._updates.steps[member.index]))}
-        state |= {name: read_state(member, name) for name in _STATES}
-        if member.chunk.master is not None:
-            state["master"] = read_master(member)
-        return state
-
-    def _import(self, member: Member, tensors: dict[str, Any]) -> None:
-        self._updates.steps[member.index] = int(tensors.get("step", 0))
-        for name in _STATES:
-            write_state(member, name, tensors.get(name, 0.0))
-        if "master" in tensors:
-            write_master(member, tensors["master"])
-
-    def _check_shapes(self, member: Member, tensors: dict[str, Any]) -> None:
-        for name in ("master", "weight", *_STATES):
-            if name in tensors and tuple(tensors[name].shape) != tuple(member.shape):
-                raise ValueError(
-                    f"{name} of {member.name} has shape {tuple(tensors[name].shape)}, the model's is "
-                    f"{tuple(member.shape)}: load a state of the same model"
-                )

@@ -76,8 +76,9 @@ def wrap(
             batch of the training.
         device: "cuda", "cuda:1", "cpu"; default: the current GPU, or the CPU when there is none.
         dtype: of the weights: bfloat16 (default on GPUs), float16 (needs ``optimizer.backward(loss)``) or float32
-            (default on the CPU). Parameters are cast, and the model's floating-point inputs with them, but no buffers.
-            The master is fp32 always.
+            (default on the CPU). Parameters are cast, and the model's fp32 inputs with them, but no buffers: in
+            bfloat16 an input of 999.0 is 1000, so pass timesteps, positions and the like as integers, which are not
+            cast, or use float32. The master is fp32 always.
         device_memory: bytes or "24GiB" to stay within; default: what is free. On the CPU a simulated budget.
         host_memory: likewise for host memory.
         plan: a Plan, or a JSON file of one, in place of the search.
@@ -161,9 +162,7 @@ def wrap(
         device_bytes=fixed_bytes,
         hardware=hardware,
     )
-    if optimizer.state:
-        wrapped.load_state_dict(optimizer.state_dict())
-        optimizer.state.clear()
+    wrapped.adopt_state()
     _extend(model, wrapped, engine.placeholder)
     return model, wrapped
 
@@ -228,8 +227,8 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if forgotten:
         warnings.warn(
-            f"{len(forgotten)} parameters require a gradient but are in no optimizer group and will not change, "
-            f"among them {forgotten[0]}",
+            f"{len(forgotten)} parameters require a gradient but are in no optimizer group: they will not change, and "
+            f"have no .grad, among them {forgotten[0]}",
             stacklevel=3,
         )
 

@@ -9,7 +9,6 @@ import sys
 
 from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, Explanation, Plan
-from protrain.planning.caution import HOST_SHARE
 from protrain.planning.tables import aligned, format_change, format_ms
 from protrain.planning.timeline import Timeline
 from protrain.profiler import ModelProfile
@@ -30,7 +29,7 @@ def summary_text(
     device = "GPU" if hardware.device_type == "cuda" else "device"
     estimated = profile.device != hardware.device_type
     basis = "estimated from counted operations, nothing was run there" if estimated else "predicted"
-    slower = f"{format_ms(why.cautious_ms)} should the host update {1 - HOST_SHARE:.0%} more slowly"
+    slower = f"{format_ms(why.cautious_ms)} should the host update {1 - why.host_share:.0%} more slowly"
     rows = [
         ["step", f"{format_ms(plan.step_ms)}, {plan.tokens_per_s:,.0f} tokens/s ({basis}); {slower}"],
         [f"{device} memory", f"{format_bytes(plan.device_bytes)} of {format_bytes(why.device_limit_bytes)}"],

@@ -16,11 +16,12 @@ The step, in the order in which things happen:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from protrain.engine.arena import Arena
@@ -30,7 +31,7 @@ from protrain.engine.edits import edit_error, edited_in, recall
 from protrain.engine.gradients import Gradients
 from protrain.engine.ledger import Ledger
 from protrain.engine.parameter import PresentParameter, ReleasedParameter, point_at, release
-from protrain.engine.saved import Copy, WeightView, storage_address
+from protrain.engine.saved import Copy, Frame, WeightView, storage_address
 from protrain.engine.streamer import Streamer
 from protrain.engine.streams import Streams
 from protrain.engine.swap import HostSlots, Swaps
@@ -88,7 +89,7 @@ class Engine:
         self.ledger = ledger
         self.whole: set[int] = set()  # members that full_parameters has on the CPU now
         self.exported: dict[int, Member] = {}  # those that a state_dict() or load_state_dict() has in its hands now
-        self.steps = 0  # optimizer steps that changed weights
+        self.steps = 0  # changes of weights: by optimizer steps, and between them
         self.updated_inside: set[int] = set()  # chunks updated inside backward, whose step() is yet to come
         self.placeholder = torch.full((), float("nan"), dtype=dtype, device=device)  # expands to any shape
         self._training_order = training_order
@@ -132,11 +133,8 @@ class Engine:
 
     def run_unit(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a unit's forward with its parameters on the device."""
-        self.refuse_while_whole(f"the forward of {unit.label}")
-        self.end_export(list(self.exported))  # of one that was interrupted
-        if self._current is not None:
-            self._make_way(unit)
-        self._order.enter(unit.index)
+        unit.calls += 1
+        self._come_to(unit)
         args, kwargs = self._out_of_buffers((args, kwargs), unit)
         recall(unit.residents)
         self.bind(unit)
@@ -150,6 +148,31 @@ class Engine:
             return self._out_of_buffers(output)
         finally:
             self.unbind(unit)
+
+    def run_around(
+        self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a unit that is more than its forward, as hooks on it may use its parameters before and after.
+
+        What they save is kept as it is: only the forward is recomputed, and hooks run once.
+        """
+        self._come_to(unit)
+        recall(unit.residents)
+        self.bind(unit)
+        try:
+            frame = Frame(self, unit)
+            with saved_tensors_hooks(frame.pack, frame.unpack) if torch.is_grad_enabled() else nullcontext():
+                output = function(*args, **kwargs)
+            return self._out_of_buffers(output)
+        finally:
+            self.unbind(unit)
+
+    def _come_to(self, unit: Unit) -> None:
+        self.refuse_while_whole(f"the forward of {unit.label}")
+        self.end_export(list(self.exported))  # of one that was interrupted
+        if self._current is not None:
+            self._make_way(unit)
+        self._order.enter(unit.index)
 
     def _make_way(self, unit: Unit) -> None:
         """A forward inside backward, of a checkpoint of the user's own: buffers are for one unit at a time."""

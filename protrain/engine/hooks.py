@@ -2,12 +2,14 @@
 
 The model stays the same object. A unit's ``forward`` becomes a bound run of the engine around the original; the
 model's own ``forward`` also brings inputs to the device. ``functools.wraps`` keeps signatures, which libraries inspect.
+Where a unit has hooks of the user's, the engine has its parameters there for them, too.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from protrain import batch as batches
 from protrain.compilation import CompiledForward
 from protrain.engine.engine import Engine
 from protrain.engine.parameter import Handle, PresentParameter, manage, release
+from protrain.engine.saved import Frame
 from protrain.engine.units import Unit
 from protrain.errors import MisuseError
 from protrain.profiler.blocks import checkpointing_switches, refuse_own_checkpointing
@@ -36,6 +39,8 @@ def install(engine: Engine) -> None:
     for unit in engine.units:
         unit.module.forward = _unit_forward(engine, unit)
     engine.model.forward = _root_forward(engine)
+    for unit in engine.units:
+        vars(unit.module)["_call_impl"] = _unit_call(engine, unit)
 
 
 def _gradient_hook(handle: Handle) -> Callable[[Tensor], None]:
@@ -52,6 +57,27 @@ def _unit_forward(engine: Engine, unit: Unit) -> Callable[..., Any]:
         return engine.run_unit(unit, original, args, kwargs)
 
     return forward
+
+
+def _unit_call(engine: Engine, unit: Unit) -> Callable[..., Any]:
+    """What calling the unit's module does: its forward with hooks, which have the unit's parameters, too."""
+    module, forward, original = unit.module, unit.module.forward, unit.module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        replaced = module.forward is not forward
+        if not (module._forward_pre_hooks or module._forward_hooks or replaced):
+            return original(*args, **kwargs)
+        before = unit.calls
+        output = engine.run_around(unit, original, args, kwargs)
+        if replaced and unit.calls == before and unit.frame_class is not Frame and torch.is_grad_enabled():
+            warnings.warn(
+                f"the forward of {unit.label} was replaced after protrain.wrap, so all that it saves stays on the "
+                "device, for which the plan has no room: replace it before protrain.wrap",
+                stacklevel=2,
+            )
+        return output
+
+    return call
 
 
 def _with_plain_parameters(parameters: list[nn.Parameter], function: Callable[..., Any]) -> Callable[..., Any]:

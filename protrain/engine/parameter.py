@@ -82,17 +82,28 @@ class PresentParameter(nn.Parameter):
         return self
 
     @property
-    def grad(self) -> None:
-        """None while no gradient exists; MisuseError when one does, as it lives in a chunk."""
+    def grad(self) -> Tensor | None:
+        """None while no gradient exists; MisuseError when one does, as it lives in a chunk.
+
+        A hook that was registered before protrain.wrap (``register_post_accumulate_grad_hook``) comes before that: it
+        has the gradient of this backward, and may change it.
+        """
+        if (arriving := _raw_grad(self)) is not None:
+            return arriving
         handle = self.protrain_handle
         if handle.gradient_pending:
             raise MisuseError(
                 f"the gradient of {handle.name} is kept in ProTrain's chunks, not in .grad: use "
-                "optimizer.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_"
+                "optimizer.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_, and "
+                "optimizer.backward(loss) in place of torch.amp.GradScaler"
             )
+        return None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        if _raw_grad(self) is not None:
+            _set_raw_grad(self, value)
+            return
         handle = self.protrain_handle
         if value is not None:
             raise MisuseError(f"the gradient of {handle.name} is kept in ProTrain's chunks and cannot be assigned")
@@ -148,6 +159,8 @@ class ReleasedParameter(PresentParameter):
                 return func(*args, **(kwargs or {}))
         if func is torch.autograd.grad:
             return _gradients(*args, **(kwargs or {}))
+        if func is torch.autograd.backward:
+            return _backward(*args, **(kwargs or {}))
         for tensor in tensors_in((args, kwargs)):
             if isinstance(tensor, ReleasedParameter):
                 return cls.intercept(tensor, func, args, kwargs or {})
@@ -166,15 +179,21 @@ class ReleasedParameter(PresentParameter):
 
 def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad``: of a released parameter only the place in the graph is needed."""
-
-    def place(parameter: Any) -> Any:
-        if not isinstance(parameter, ReleasedParameter):
-            return parameter
-        with torch._C.DisableTorchFunctionSubclass():
-            return get_gradient_edge(parameter)
-
-    places = place(inputs) if isinstance(inputs, Tensor) else [place(parameter) for parameter in inputs]
+    places = _place(inputs) if isinstance(inputs, Tensor) else [_place(parameter) for parameter in inputs]
     return torch.autograd.grad(outputs, places, *args, **kwargs)
+
+
+def _backward(tensors: Any, *, inputs: Any, **kwargs: Any) -> None:
+    """``backward(inputs=...)``: likewise. What arrives there is taken as from any backward."""
+    places = _place(inputs) if isinstance(inputs, Tensor) else [_place(parameter) for parameter in inputs]
+    torch.autograd.backward(tensors, inputs=places, **kwargs)
+
+
+def _place(parameter: Any) -> Any:
+    if not isinstance(parameter, ReleasedParameter):
+        return parameter
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(parameter)
 
 
 def manage(parameter: nn.Parameter, handle: Handle) -> None:
@@ -203,3 +222,14 @@ def take_gradient(parameter: nn.Parameter) -> Tensor | None:
         gradient: Tensor | None = _RAW_GRAD.__get__(parameter)
         _RAW_GRAD.__set__(parameter, None)
     return gradient
+
+
+def _raw_grad(parameter: nn.Parameter) -> Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: Tensor | None = _RAW_GRAD.__get__(parameter)
+    return gradient
+
+
+def _set_raw_grad(parameter: nn.Parameter, value: Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _RAW_GRAD.__set__(parameter, value)

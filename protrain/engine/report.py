@@ -72,11 +72,13 @@ class StepClock:
     """Wall-clock time between steps."""
 
     def __init__(self) -> None:
+        self.steps = 0  # that changed weights
         self._last: float | None = None
         self.durations_ms: deque[float] = deque(maxlen=_KEPT_STEPS)
 
-    def tick(self) -> None:
-        """A step was called."""
+    def tick(self, *, updated: bool) -> None:
+        """A step was called. One whose gradients overflowed has ``updated`` nothing."""
+        self.steps += updated
         now = time.perf_counter()
         if self._last is not None:
             self.durations_ms.append((now - self._last) * 1e3)
@@ -91,7 +93,7 @@ def make_report(engine: Engine, clock: StepClock, tally: Tally, device_bytes: in
         peak = engine.ledger.peak_bytes if isinstance(engine.ledger, SimulatedLedger) else device_bytes
     return Report(
         plan=str(engine.plan),
-        steps=engine.steps,
+        steps=clock.steps,
         step_ms=statistics.median(clock.durations_ms) if clock.durations_ms else 0.0,
         predicted_step_ms=engine.plan.step_ms,
         device_bytes=peak,

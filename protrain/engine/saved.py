@@ -221,7 +221,6 @@ class CheckpointFrame(Frame):
             raise self.written_over(INPUTS)
         self.recomputed.clear()
         args, kwargs = tree_map(self.fresh_input, (self.args, self.kwargs))
-        hooks = saved_tensors_hooks(self._keep, _unreachable)
         attention = nullcontext() if self.attention is None else self.attention.again(self.fresh_input)
         with (
             self._first_buffers(),
@@ -230,7 +229,7 @@ class CheckpointFrame(Frame):
             torch.enable_grad(),
             self.random_state,
             self.autocast(),
-            hooks,
+            self._keeping(),
             attention,
         ):
             self.function(*args, **kwargs)
@@ -257,7 +256,22 @@ class CheckpointFrame(Frame):
         finally:
             _switch(self.unit.modules, now)
 
-    def _keep(self, tensor: Tensor) -> None:
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Keep what the second run saves. Its graph has no backward but that of gradients which the block computes."""
+        running = [self]  # a tensor that the block puts aside holds the graph: it must not hold the frame
+
+        def unpack(index: int) -> Tensor:
+            assert running, "the recomputed graph has no backward of its own"
+            return Frame.rebuild(running[0], running[0].recomputed[index])
+
+        with saved_tensors_hooks(self._keep, unpack):
+            try:
+                yield
+            finally:
+                running.clear()
+
+    def _keep(self, tensor: Tensor) -> int:
         index = len(self.recomputed)
         if (tensor.shape, tensor.dtype) != self.forms[index]:
             first, second = self._form(*self.forms[index]), self._form(tensor.shape, tensor.dtype)
@@ -265,6 +279,7 @@ class CheckpointFrame(Frame):
         self.recomputed[index] = super().pack(tensor)
         if index + 1 == len(self.forms):
             raise _Stop
+        return index
 
     @staticmethod
     def _form(shape: torch.Size, dtype: torch.dtype) -> str:
@@ -300,7 +315,3 @@ def _autocast_state(device_type: str) -> Callable[[], AbstractContextManager[Any
     dtype = torch.get_autocast_dtype(device_type)
     cache = torch.is_autocast_cache_enabled()
     return lambda: torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache)
-
-
-def _unreachable(packed: Any) -> Tensor:
-    raise AssertionError("the recomputed graph has no backward of its own")

@@ -34,6 +34,7 @@ class Unit:
     residents: list[Member]  # its parameters in persistent chunks
     modules: list[nn.Module]  # the module and everything in it
     buffers: list[tuple[nn.Module, str]]  # of the module and everything in it; a block may update them in forward
+    calls: int = 0  # of its forward, so far
 
 
 def make_units(

@@ -90,7 +90,8 @@ def fingerprint(
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         }
-        modules.append((path, f"{type(module).__module__}.{type(module).__qualname__}", _plain(vars(module)), held))
+        hooks = [_name(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
+        modules.append((path, _name(type(module)), _plain(vars(module)), hooks, held))
     blocks = find_blocks(model)
     facts = {
         "modules": modules,
@@ -105,6 +106,11 @@ def fingerprint(
         "settings": _settings(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _name(what: Any) -> str:
+    named = what if hasattr(what, "__qualname__") else type(what)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _plain(attributes: Mapping[str, Any]) -> dict[str, str]:

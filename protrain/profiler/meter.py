@@ -56,6 +56,11 @@ class StorageMeter(RuntimeMode):
             storage = tensor.untyped_storage()
             self._remember(storage, storage.nbytes())
 
+    def hold(self, size_bytes: int) -> None:
+        """Count ``size_bytes`` of what is ignored until the end."""
+        self._count_fused()
+        self._add(size_bytes)
+
     def reset_peak(self) -> None:
         """Start a new peak at what is alive now."""
         self._peak_bytes = self.alive_bytes
@@ -135,6 +140,12 @@ class CudaMeter:
         """Count ``tensors``, which were allocated before the meter."""
         sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         self._outside -= sum(-(-size // 512) * 512 for size in sizes.values())
+
+    def hold(self, size_bytes: int) -> None:
+        """Count ``size_bytes`` of what is managed until the end."""
+        self._peak = self.peak_bytes
+        self._outside -= size_bytes
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def reset_peak(self) -> None:
         """Start a new peak at what is alive now."""

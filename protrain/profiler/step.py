@@ -21,15 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import _pop_mode_temporarily
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from protrain import batch as batches
 from protrain.compilation import CompiledForward, eager_of, graphs_compiled
+from protrain.profiler.inner_backwards import InnerBackwards
 from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu, fused_attention_in_graphs
 from protrain.profiler.meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.operations import storage_key
 from protrain.profiler.probe import BlockUse, probe
+from protrain.profiler.uses import Uses
 from protrain.profiler.weights import Weights
 from protrain.trees import tensors_in
 
@@ -93,12 +95,15 @@ class Step:
         self._device = device
         self._measure = measure
         self._show = show
+        self._outer = {index for unit, indexes in owned.items() if unit not in blocks for index in indexes}
+        self._inner = InnerBackwards({path: owned[path] for path in blocks}, self._outer, weights)
         self._constants = {storage_key(tensor) for tensor in (*weights.stand_ins, *weights.unmanaged.values())}
         self._meter: Meter | None = None
         self._open: Segment | None = None
         self._open_call: _Call | None = None
         self._held: list[Tensor] = []  # gradients of the block whose backward runs
         self._forward = True
+        self._recomputing = False
         self._probing = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -116,8 +121,7 @@ class Step:
                 stack.callback(self._weights.measured_by, None)
                 self._meter.count(inputs)
                 stack.enter_context(self._meter)
-            outer = {index for unit, owned in self._owned.items() if unit not in self._block_paths for index in owned}
-            self._weights.keep(outer)
+            self._weights.keep(self._outer)
             try:
                 self._run(args, kwargs)
             except Exception as error:
@@ -136,7 +140,8 @@ class Step:
         with torch.enable_grad(), set_checkpoint_early_stop(True):
             self._switch(None)
             saved = saved_tensors_hooks(self._note_saved, lambda tensor: tensor)
-            with _Uses(self) if self._measure else nullcontext(), saved if self._measure else nullcontext():
+            uses = Uses(self._weights.index, self.used)
+            with uses if self._measure else nullcontext(), saved if self._measure else nullcontext():
                 output = self._model(*args, **kwargs)
                 loss = batches.loss_of(output)
             del output
@@ -179,6 +184,7 @@ class Step:
         self._held.clear()
         if self._open.block is not None:
             self._weights.empty(self._owned[self._open.block])
+        self._inner.give_back()
         self._open = self._open_call = None
 
     def _stamp(self) -> Any:
@@ -229,7 +235,7 @@ class Step:
         between = path in self._owned and not inner
 
         def start(_: Tensor) -> None:
-            if self._open is not None and self._open.block is None:
+            if not self._nested and self._open is not None and self._open.block is None:
                 self._switch(None)
 
         def leave(_: nn.Module, __: Any, output: Any) -> None:
@@ -237,10 +243,12 @@ class Step:
                 return
             popped = self.active.pop()
             assert popped == path, f"{popped} left as {path}"
-            if between and not self._probing:
+            if path in self._owned and path not in self._block_paths and not self._probing:
                 for tensor in tensors_in(output):
                     if tensor.grad_fn is not None:
-                        tensor.register_hook(start)
+                        self._watch_nested(tensor.grad_fn, path)
+                        if between:
+                            tensor.register_hook(start)
 
         return leave
 
@@ -321,9 +329,12 @@ class Step:
     def _recomputed(self, call: _Call, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._forward:
+                if torch._C._current_graph_task_id() != -1 and call.block not in (*self.active, self._inner.lent):
+                    self._reached(call.block, lasting=True)  # its outputs have no hook, and cannot tell
                 return forward(*args, **kwargs)
             if call.state != "open":  # its outputs have no hook of their own: it starts with the first saved tensor
                 self._switch(call.block, call)
+            self._recomputing = True
             try:
                 # Backward suspends function modes.
                 eager = self._device.type == "meta" and forward is eager_of(forward)
@@ -332,6 +343,7 @@ class Step:
             finally:  # it ends with the last tensor that is saved, like the engine's: torch raises to stop it there
                 assert self._open is not None
                 self._open.recomputed = self._stamp()
+                self._recomputing = False
 
         return run
 
@@ -339,58 +351,58 @@ class Step:
         """Start ``call``'s backward segment with its outputs' gradients, end it with the last of its inputs'."""
 
         def start(_: Tensor) -> None:
-            if call.state == "pending":
+            if not self._nested and call.state == "pending":
                 self._switch(call.block, call)
 
         passed = {id(tensor) for tensor in inputs}
         waiting = {id(tensor) for tensor in inputs if tensor.requires_grad and not isinstance(tensor, nn.Parameter)}
 
         def end(_: Tensor, key: int) -> None:
+            if self._nested:
+                return
             # The gradient of an input that enters late, a skip connection, is there long before the block is done.
             waiting.discard(key)
             if not waiting and call.state == "open":
                 self._switch(None)
 
         for tensor in outputs:
-            if tensor.requires_grad and id(tensor) not in passed:
+            if tensor.grad_fn is not None and id(tensor) not in passed:
+                self._watch_nested(tensor.grad_fn, call.block)
                 tensor.register_hook(start)
         for tensor in {id(tensor): tensor for tensor in inputs if id(tensor) in waiting}.values():
             tensor.register_hook(partial(end, key=id(tensor)))
 
+    # -- a backward inside the forward (torch.autograd.grad), which is part of the stretch that it runs in
+
+    @property
+    def _nested(self) -> bool:
+        """Whether a backward that runs now is not the step's but one of a forward."""
+        return self._forward or self._recomputing
+
+    def _watch_nested(self, operation: torch.autograd.graph.Node, unit: str) -> None:
+        """Note when such a backward comes to ``operation``, whose results ``unit`` has returned.
+
+        A hook on a result itself would be called, too, where only its gradient is asked for.
+        """
+
+        def run(_: Any) -> None:
+            if self._nested:
+                self._reached(unit, lasting=torch.is_grad_enabled())
+
+        operation.register_prehook(run)
+
+    def _reached(self, unit: str, *, lasting: bool) -> None:
+        self.within.setdefault(unit, set()).update(self.active)
+        self._inner.reached(unit, self.active, lasting=lasting)
+
     def used(self, index: int) -> None:
         """An operation takes the parameter ``index``: have it there, and note who used it."""
         unit = self.active[-1] if self.active else ""
-        if index in self._owned.get(unit, ()):
-            return
-        self._weights.keep((index,))
-        self.uses.setdefault(unit, {})[index] = None
-
-
-class _Uses(TorchFunctionMode):
-    """Tells the step of every operation that takes a parameter, whoever calls it."""
-
-    def __init__(self, step: Step) -> None:
-        super().__init__()
-        self._step = step
-        self._index = step._weights.index
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run ``func``, with the parameters among its arguments filled."""
-        kwargs = kwargs or {}
-        found = [self._index[id(tensor)] for tensor in tensors_in((args, kwargs)) if id(tensor) in self._index]
-        if not found:
-            return func(*args, **kwargs)
-        if getattr(func, "__name__", "") != "__get__":
-            for index in found:
-                self._step.used(index)
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor):  # weight.T is a use, weight.dtype is none
-            for index in found:
-                self._step.used(index)
-        return result
+        owned = index in self._owned.get(unit, ())
+        if not (owned and self._weights.filled(index)):  # a block's own are not where a hook on it uses them
+            self._weights.keep((index,))
+        if not owned:
+            self.uses.setdefault(unit, {})[index] = None
 
 
 def _restore_forward(module: nn.Module, forward: Any) -> None:

@@ -68,10 +68,19 @@ class Weights:
         with self._aside():
             self._drop(unwanted)
 
+    def filled(self, index: int) -> bool:
+        """Whether the parameter ``index`` is on the device."""
+        return index in self._filled
+
     def keep(self, indexes: Iterable[int]) -> None:
         """Fill the parameters ``indexes`` and never empty them."""
         self.resident.update(indexes)
         self.fill(self.resident)
+
+    def count(self, indexes: Iterable[int]) -> None:
+        """Have the meter count the parameters ``indexes`` until the end."""
+        if self._meter is not None:
+            self._meter.hold(sum(self.stand_ins[index].nbytes for index in indexes))
 
     def unmanaged_bytes(self) -> int:
         """Bytes of buffers and of parameters that are not floating-point."""

@@ -1,0 +1,174 @@
+"""Models that compute gradients in their forward (forces, physics-informed losses) have the plain loop's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain import profiler
+from tests.engine.harness import (
+    CKPT,
+    CKPT_SWAP,
+    NONE,
+    SWAP,
+    Loop,
+    Spec,
+    adamw,
+    check_equal_to_plain,
+    seeded,
+    wrap_under,
+)
+from tests.engine.residual import Block, Model, batches
+from tests.engine.test_second_derivatives import leave_device_thread_behind
+
+MODES = [Spec("none", "least", (mode,), small=True) for mode in (NONE, CKPT, SWAP, CKPT_SWAP)]
+
+
+class Forces(Model):
+    """An energy and its gradient with respect to the inputs; ``graph``: which is trained too."""
+
+    def __init__(self, width: int = 48, *, graph: bool = True) -> None:
+        super().__init__(width, 4)
+        self.graph = graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = super().forward(x).square().sum()
+        (forces,) = torch.autograd.grad(energy, [x], create_graph=self.graph, retain_graph=True)
+        return torch.cat([energy[None], forces.flatten()])
+
+
+class OfParameters(Model):
+    """A penalty on the gradients of parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x).square().mean()
+        gradients = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        return loss + torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+
+
+class Head(nn.Module):
+    """Has weights of its own, which are there while the backward of all blocks runs."""
+
+    def __init__(self, width: int, *, graph: bool) -> None:
+        super().__init__()
+        self.graph = graph
+        self.inner, self.out = nn.Parameter(torch.eye(width)), nn.Linear(width, 1)
+
+    def forward(self, hidden: Tensor, x: Tensor) -> Tensor:
+        energy = self.out(torch.tanh(hidden @ self.inner)).sum()
+        (forces,) = torch.autograd.grad(energy, [x], create_graph=self.graph, retain_graph=True)
+        return energy + forces.square().sum()
+
+
+class WithHead(Model):
+    def __init__(self, *, graph: bool) -> None:
+        super().__init__(48, 4)
+        del self.leave
+        self.head = Head(48, graph=graph)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        hidden = self.enter(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden, x)
+
+
+class OwnGradient(Block):
+    """A block that computes the gradient of an energy of its own, with respect to its input or a copy."""
+
+    def __init__(self, *, copy: bool, graph: bool) -> None:
+        super().__init__(48)
+        self.copy, self.graph = copy, graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.detach().requires_grad_() if self.copy else x
+        hidden = self.drop(torch.tanh(self.first(self.norm(given))))
+        (gradient,) = torch.autograd.grad(self.second(hidden).square().sum(), [given], create_graph=self.graph)
+        self.aside = self.second(torch.tanh(gradient))  # holds the graph of the last run
+        return x + gradient + self.aside
+
+
+class Chain(Model):
+    """Blocks that may be given what they are to compute a gradient through."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__(48, 0)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+
+
+class Through(Block):
+    """A block whose gradient goes through the blocks before it."""
+
+    start: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        (gradient,) = torch.autograd.grad(out.sum(), [self.start], retain_graph=True)
+        return out + gradient.sum()
+
+
+class Throughs(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        for block in self.blocks:
+            block.start = x
+        return super().forward(x)
+
+
+def build(make: Callable[[], nn.Module]) -> nn.Module:
+    with seeded():
+        return make()
+
+
+def test_forces(device: torch.device) -> None:
+    leave_device_thread_behind(device)
+    for graph in (True, False):
+        make = partial(build, partial(Forces, graph=graph))
+        check_equal_to_plain(make, batches(3), device=device)
+
+
+@pytest.mark.parametrize("make", [partial(OfParameters, 48, 3), partial(WithHead, graph=True)])
+def test_second_derivatives_of_a_forward(make: Callable[[], nn.Module], device: torch.device) -> None:
+    leave_device_thread_behind(device)
+    check_equal_to_plain(partial(build, make), batches(3), device=device)
+
+
+def test_a_unit_holds_its_weights_while_the_backward_it_runs_needs_others(device: torch.device) -> None:
+    specs = [*MODES, Spec("none", "least", (NONE,))]
+    check_equal_to_plain(partial(build, partial(WithHead, graph=False)), batches(3), device=device, specs=specs)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("copy", [True, False])
+def test_blocks_that_compute_gradients(copy: bool, graph: bool, device: torch.device) -> None:
+    leave_device_thread_behind(device)
+    make = partial(build, partial(Chain, partial(OwnGradient, copy=copy, graph=graph)))
+    check_equal_to_plain(make, batches(3), device=device, specs=[*MODES, Spec("all", "least", (CKPT,))])
+
+
+def test_blocks_that_compute_gradients_through_others_are_refused() -> None:
+    model = build(partial(Throughs, partial(Through, 48)))
+    with pytest.raises(ValueError, match=r"blocks\.1 computes gradients through blocks\.0.*torch\.autograd\.grad"):
+        profiler.profile(model, batches(1)[0], device="cpu")
+
+
+def test_weights_that_the_graph_of_forces_holds_are_planned_for() -> None:
+    model = build(partial(Forces, 256))
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    profile = profiler.profile(model, batches(1)[0], device="cpu")
+    at_loss = next(segment for segment in profile.segments if segment.phase == "backward")
+    assert weight_bytes < at_loss.live_bytes < 2 * weight_bytes
+    spec = Spec("none", "least", (NONE,))
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), batches(1)[0], device=torch.device("cpu"), tight=True)
+    assert len(set(Loop().run(wrapped, optimizer, batches(3)))) > 1
+
+
+def test_parameters_whose_gradients_are_asked_for_are_not_used_for_that() -> None:
+    profile = profiler.profile(build(partial(OfParameters, 48, 3)), batches(1)[0], device="cpu")
+    assert not [unit for unit in profile.units if not unit.name]

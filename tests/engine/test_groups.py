@@ -1,0 +1,91 @@
+"""The optimizer's groups: what they hold is fixed by wrapping, what they say is live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from protrain.errors import MisuseError
+from protrain.optim import ProTrainOptimizer
+from tests.engine.harness import CKPT, NONE, Loop, Spec, adamw, assert_same, default_loss, states, wrap_under
+from tests.engine.residual import batches, make
+
+Groups = list[dict[str, Any]]
+
+
+def take_out(groups: Groups) -> None:
+    groups[0]["params"].pop(1)
+
+
+def move(groups: Groups) -> None:
+    groups[1]["params"].append(groups[0]["params"].pop(1))
+
+
+def put_in(groups: Groups) -> None:
+    groups[1]["params"].append(nn.Parameter(torch.ones(3)))
+
+
+def append(groups: Groups) -> None:
+    groups.append({**groups[0], "params": [nn.Parameter(torch.ones(3))]})
+
+
+def append_empty(groups: Groups) -> None:
+    groups.append({**groups[0], "params": []})
+
+
+EDITS = [
+    (take_out, r"blocks\.0\.first\.weight was taken out of group 0 .*requires_grad_\(False\)"),
+    (move, r"blocks\.0\.first\.weight was moved from group 0 of optimizer\.param_groups to group 1"),
+    (put_in, r"group 1 of optimizer\.param_groups has a parameter of shape \(3,\).*all groups before protrain\.wrap"),
+    (append, r"group 2 of optimizer\.param_groups has a parameter of shape \(3,\)"),
+    (append_empty, r"optimizer\.param_groups has 3 groups, but had 2"),
+]
+
+
+def wrapped(**options: Any) -> tuple[nn.Module, ProTrainOptimizer]:
+    model = make()
+    spec = Spec("none", "least", (NONE, CKPT), early=True)
+    return wrap_under(spec, model, adamw(model), batches(1)[0], device=torch.device("cpu"), **options)
+
+
+@pytest.mark.parametrize("during_backward", [False, True])
+@pytest.mark.parametrize(("edit", "words"), EDITS)
+def test_a_parameter_that_comes_or_goes_is_refused(
+    edit: Callable[[Groups], None], words: str, during_backward: bool
+) -> None:
+    model, optimizer = wrapped(step_during_backward=during_backward)
+    kept = [list(group["params"]) for group in optimizer.param_groups]
+
+    def restore() -> None:
+        del optimizer.param_groups[len(kept) :]
+        for group, parameters in zip(optimizer.param_groups, kept, strict=True):
+            group["params"] = list(parameters)
+
+    edit(optimizer.param_groups)
+    for call in (lambda: default_loss(model, batches(1)[0]).backward(), optimizer.state_dict):
+        with pytest.raises(MisuseError, match=words):
+            call()
+    restore()
+    optimizer.zero_grad()
+    if not during_backward:
+        default_loss(model, batches(1)[0]).backward()
+        edit(optimizer.param_groups)
+        with pytest.raises(MisuseError, match=words):
+            optimizer.step()
+        restore()
+        optimizer.zero_grad()
+    untouched = wrapped(step_during_backward=during_backward)
+    assert Loop().run(model, optimizer, batches(3)) == Loop().run(*untouched, batches(3))
+    assert_same(states(model, optimizer), states(*untouched))
+
+
+def test_the_order_in_a_group_and_new_dicts_change_nothing() -> None:
+    model, optimizer = wrapped()
+    optimizer.param_groups = [{**group, "params": group["params"][::-1]} for group in optimizer.param_groups]
+    untouched = wrapped()
+    assert Loop().run(model, optimizer, batches(3)) == Loop().run(*untouched, batches(3))
+    assert_same(states(model, optimizer), states(*untouched))
