@@ -15,8 +15,8 @@ inputs and run forward again (CKPT), move what is saved to host memory and back 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 INPUTS = "its inputs, as it is recomputed"
 SAVED = "tensors that it saved"
+GIVEN = "parameters that it was given, as it is recomputed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +143,6 @@ class Frame:
         )
 
 
-_TABLE_ELEMENTS = 1 << 16  # larger buffers of a block are masks and tables
-
-
 class _Stop(Exception):
     """Recomputation has saved all that the first run saved; the rest of the unit needs no second run."""
 
@@ -175,13 +173,14 @@ class CheckpointFrame(Frame):
         self.watched = watch(tensors_in((args, kwargs)))
         self.random_state = RandomState(self.engine.device)
         self.autocast = _autocast_state(self.engine.device.type)
-        self.buffers = _copied(module._buffers[name] for module, name in self.unit.buffers)
-        self.training = [module.training for module in self.unit.modules]
+        self.modules = self.unit.modules.called()
         if self.attention is None:
-            return super().run(function, args, kwargs)
-        output = super().run(self.attention.noting(function), args, kwargs)
-        for tensor in self.attention.keep():
-            self.engine.ledger.hold(tensor)
+            output = super().run(function, args, kwargs)
+        else:
+            output = super().run(self.attention.noting(function), args, kwargs)
+            for tensor in self.attention.keep():
+                self.engine.ledger.hold(tensor)
+        self.modules.over()
         return output
 
     @override
@@ -219,13 +218,19 @@ class CheckpointFrame(Frame):
         self.look_at_inputs()
         if self.inputs_changed:
             raise self.written_over(INPUTS)
+        if self.modules.given_changed():
+            raise self.written_over(GIVEN)
+        if (name := self.modules.changed_table()) is not None:
+            raise MisuseError(
+                f"backward through {self.unit.label} needs its buffer {name} as forward met it, but it has changed "
+                "since, for the first time, and no copy was made: run this step again, from now on there is one"
+            )
         self.recomputed.clear()
         args, kwargs = tree_map(self.fresh_input, (self.args, self.kwargs))
         hooks = saved_tensors_hooks(self._keep, _unreachable)
         attention = nullcontext() if self.attention is None else self.attention.again(self.fresh_input)
         with (
-            self._first_buffers(),
-            self._first_modes(),
+            self.modules.again(),
             suppress(_Stop),
             torch.enable_grad(),
             self.random_state,
@@ -234,28 +239,6 @@ class CheckpointFrame(Frame):
             attention,
         ):
             self.function(*args, **kwargs)
-
-    @contextmanager
-    def _first_buffers(self) -> Iterator[None]:
-        """Copies of the unit's buffers as the first run met them: running statistics are updated once, not twice."""
-        now = [module._buffers[name] for module, name in self.unit.buffers]
-        for (module, name), value in zip(self.unit.buffers, _copied(self.buffers), strict=True):
-            module._buffers[name] = value
-        try:
-            yield
-        finally:
-            for (module, name), value in zip(self.unit.buffers, now, strict=True):
-                module._buffers[name] = value
-
-    @contextmanager
-    def _first_modes(self) -> Iterator[None]:
-        """The unit's modules train or evaluate as in the first run: the loop may have switched since."""
-        now = [module.training for module in self.unit.modules]
-        _switch(self.unit.modules, self.training)
-        try:
-            yield
-        finally:
-            _switch(self.unit.modules, now)
 
     def _keep(self, tensor: Tensor) -> None:
         index = len(self.recomputed)
@@ -269,20 +252,6 @@ class CheckpointFrame(Frame):
     @staticmethod
     def _form(shape: torch.Size, dtype: torch.dtype) -> str:
         return f"a {dtype} tensor of shape {tuple(shape)}"
-
-
-def _switch(modules: list[nn.Module], training: list[bool]) -> None:
-    for module, mode in zip(modules, training, strict=True):
-        module.training = mode
-
-
-def _copied(buffers: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Copies of ``buffers``, one of each; masks and tables, which nothing updates, stay themselves."""
-    copies: dict[int, Tensor] = {}
-    for buffer in (found := list(buffers)):
-        if buffer is not None and buffer.numel() <= _TABLE_ELEMENTS and id(buffer) not in copies:
-            copies[id(buffer)] = buffer.detach().clone()
-    return [copies.get(id(buffer), buffer) for buffer in found]
 
 
 def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
