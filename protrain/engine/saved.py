@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from protrain.engine.chunks import Chunk
 from protrain.engine.kept_attention import KeptAttention
-from protrain.engine.random_state import RandomState
+from protrain.engine.random_state import BlockRandomState
 from protrain.errors import MisuseError
 from protrain.trees import tensors_in
 
@@ -171,9 +171,9 @@ class CheckpointFrame(Frame):
         for tensor in tensors_in((args, kwargs)):
             self.engine.ledger.hold(tensor)
         self.watched = watch(tensors_in((args, kwargs)))
-        self.random_state = RandomState(self.engine.device)
         self.autocast = _autocast_state(self.engine.device.type)
         self.modules = self.unit.modules.called()
+        self.random_state = BlockRandomState(self.engine.device, self.unit.modules.generators)
         if self.attention is None:
             output = super().run(function, args, kwargs)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -119,6 +120,17 @@ class Counting(Block):
         return torch.tensor(0.5 if self.calls % 2 else 2.0)
 
 
+class Dropping(Block):
+    """Draws from Python's generator and from one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def factor(self, x: Tensor) -> Tensor:
+        return torch.rand(WIDTH, generator=self.generator).to(x.device) * random.choice([0.5, 1.0, 2.0])
+
+
 class Model(nn.Module):
     def __init__(self, block: type[Block]) -> None:
         super().__init__()
@@ -133,6 +145,7 @@ class Model(nn.Module):
 
 
 def make(block: type[Block]) -> nn.Module:
+    random.seed(0)
     with seeded():
         return Model(block)
 
@@ -143,7 +156,7 @@ def profile(block: type[Block], device: torch.device) -> None:
     shared_profile(model, batches()[0], optimizer=adamw(model), device=device, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("block", [Averaging, Hidden, Lazy, Replaced, Counting])
+@pytest.mark.parametrize("block", [Averaging, Hidden, Lazy, Replaced, Counting, Dropping])
 def test_what_forward_changes(block: type[Block], device: torch.device) -> None:
     profile(block, device)
     check_equal_to_plain(lambda: make(block), batches(4), device=device, specs=SPECS)
