@@ -86,6 +86,7 @@ class Frame:
         self.engine = engine
         self.unit = unit
         self.steps = engine.steps  # a backward after the next optimizer step would meet other weights
+        self.updated = engine.updated_inside.copy()  # chunks whose update inside backward came before this call
         self.shared: set[int] = set()  # storages of arguments that the unit before was given too
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,10 +125,11 @@ class Frame:
 
     def rebuild(self, packed: Any) -> Tensor:
         """A kept tensor as it was."""
-        if packed.chunk is not None and packed.chunk.index in self.engine.updated_inside:
+        if packed.chunk is not None and packed.chunk.index in self.engine.updated_inside - self.updated:
             raise MisuseError(
-                f"backward through {self.unit.label} needs a weight that step_during_backward=True updated before, "
-                "as all its gradients had arrived: a detached weight gets none. Wrap with step_during_backward=False"
+                f"backward through {self.unit.label} needs a weight that step_during_backward=True updated before, in "
+                "another backward() or as all its gradients had arrived: a detached weight gets none. Wrap with "
+                "step_during_backward=False"
             )
         if isinstance(packed, WeightView):
             return self.engine.weight(packed)
