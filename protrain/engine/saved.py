@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
+from protrain.engine.caches import copied, is_cache, tensors_of
 from protrain.engine.chunks import Chunk
 from protrain.engine.kept_attention import KeptAttention
 from protrain.engine.random_state import BlockRandomState
@@ -165,11 +166,12 @@ class CheckpointFrame(Frame):
         self.attention = KeptAttention(engine.device) if engine.plan.keep_attention else None
         self.watched: list[tuple[Tensor, int]] = []  # inputs, with their versions when the first run began
         self.inputs_changed = False  # since
+        self.cached: list[tuple[Tensor, int]] = []  # likewise, tensors in key/value caches among them
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Lists and dictionaries are the model's, which may fill them further once this is over.
-        self.function, (self.args, self.kwargs) = function, tree_map(lambda leaf: leaf, (args, kwargs))
+        self.function, (self.args, self.kwargs) = function, tree_map(self._as_given, (args, kwargs))
         for tensor in tensors_in((args, kwargs)):
             self.engine.ledger.hold(tensor)
         self.watched = watch(tensors_in((args, kwargs)))
@@ -183,7 +185,22 @@ class CheckpointFrame(Frame):
             for tensor in self.attention.keep():
                 self.engine.ledger.hold(tensor)
         self.modules.over()
+        self._look_at_caches()
         return output
+
+    def _as_given(self, leaf: Any) -> Any:
+        if is_cache(leaf):
+            self.cached += watch(tensors_of(leaf))
+            return copied(leaf)
+        return leaf
+
+    def _look_at_caches(self) -> None:
+        """MisuseError where copies of the caches are no longer what the first run was given."""
+        if any(tensor._version != version for tensor, version in self.cached):
+            raise MisuseError(
+                f"{self.unit.label} was given a key/value cache whose tensors were written to since, so it cannot be "
+                "recomputed: pass use_cache=False, or a cache that grows (transformers.DynamicCache)"
+            )
 
     @override
     def pack(self, tensor: Tensor) -> int:
@@ -210,7 +227,7 @@ class CheckpointFrame(Frame):
         """What the second run gets for a leaf of what is kept: no part of the first run's graph."""
         if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
             return leaf.detach().requires_grad_(leaf.requires_grad)
-        return leaf
+        return copied(leaf) if is_cache(leaf) else leaf
 
     def look_at_inputs(self) -> None:
         """Note whether an input is no longer what the first run was given."""
@@ -220,6 +237,7 @@ class CheckpointFrame(Frame):
         self.look_at_inputs()
         if self.inputs_changed:
             raise self.written_over(INPUTS)
+        self._look_at_caches()
         if self.modules.given_changed():
             raise self.written_over(GIVEN)
         if (name := self.modules.changed_table()) is not None:
