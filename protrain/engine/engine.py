@@ -15,6 +15,7 @@ The step, in the order in which things happen:
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -150,9 +151,28 @@ class Engine:
             else:
                 output = function(*args, **kwargs)
             recall(unit.residents)
-            return self._out_of_buffers(output)
+            output = self._out_of_buffers(output)
         finally:
             self.unbind(unit)
+        if torch.is_grad_enabled():
+            self._refuse_kept_views(unit)
+        return output
+
+    def _refuse_kept_views(self, unit: Unit) -> None:
+        """MisuseError where a view of a weight is kept where the engine cannot see it: in backward it would be another.
+
+        What autograd saves it does see; what it cannot see counts as a user of the buffer's memory.
+        """
+        if not any(map(self.buffers.outlived, unit.chunks)):
+            return
+        gc.collect()  # a cycle may keep what nobody can use any more
+        for chunk in filter(self.buffers.outlived, unit.chunks):
+            names = [member.name for member in unit.members if member.chunk is chunk]
+            raise MisuseError(
+                f"{unit.label} keeps a view of a weight ({', '.join(names)}) beyond its forward, by when that has left "
+                "the device: in a torch.autograd.Function it goes through ctx.save_for_backward, not into an attribute "
+                "of ctx; elsewhere keep a copy (tensor.clone())"
+            )
 
     def _make_way(self, unit: Unit) -> None:
         """A forward inside backward, of a checkpoint of the user's own: buffers are for one unit at a time."""
