@@ -6,8 +6,9 @@ what the modules have is kept for each run: the parameters (torch.func.functiona
 buffers, and whether they train. To copy large buffers, which nearly always are masks and tables that nothing updates,
 and to walk over all attributes would cost too much every time. So the first run of a block in training mode, and the
 first in evaluation mode, is watched: which large buffers it changes, and whose plain attributes (numbers, text, None).
-From then on those are kept too, besides the plain attributes of modules with buffers. A large buffer that is changed
-later for the first time is told by its version, and refused where the block would run again.
+From then on those are kept too, in memory that no plan has counted, besides the plain attributes of modules with
+buffers. A large buffer that is changed later for the first time is told by its version, and refused where the block
+would run again.
 """
 
 from __future__ import annotations
@@ -174,8 +175,11 @@ class ModulesBefore:
 
 def _set(dictionaries: list[_Held]) -> None:
     for owner, held in dictionaries:
-        owner.clear()  # what is put back keeps its order
-        owner.update(held)
+        if owner.keys() == held.keys():
+            owner.update({name: value for name, value in held.items() if owner[name] is not value})
+        else:  # what is put back keeps its order
+            owner.clear()
+            owner.update(held)
 
 
 def _switch(modules: list[nn.Module], training: list[bool]) -> None:
