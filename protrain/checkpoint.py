@@ -4,7 +4,8 @@
 
     folder/00007-step-3500/
         checkpoint.json            manifest: format, files with size and CRC-32, step, scalars, scheduler, random states
-        buffers.safetensors        model.named_buffers()
+        buffers.safetensors        model.named_buffers(), and parameters that are no floating-point numbers
+        modules.safetensors        tensors of get_extra_state(), whose rest is in the manifest; only if there are any
         state-00001.safetensors    "master/NAME", "exp_avg/NAME", ...: about 1 GiB each, one parameter never split
 
 A save is written to a hidden folder beside its name, flushed to the disk and renamed into place, so a process that is
@@ -19,7 +20,6 @@ import json
 import os
 import re
 import shutil
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,12 +28,15 @@ import torch
 from torch import nn
 
 from protrain.errors import CheckpointError
+from protrain.json_values import decode, encode
 from protrain.random_state import random_state, set_random_state
 from protrain.tensor_files import TensorWriter, file_crc32, open_tensors, sync_directory, write_tensors
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
 BUFFERS = "buffers.safetensors"
+MODULES = "modules.safetensors"
+_ADDED = ("extra state of module", "integer parameter")  # what the first checkpoints of this format do not hold
 _SAVE = re.compile(r"(\d{5,})-step-(\d+)")
 _SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # a save that is not finished, or being deleted
 
@@ -87,15 +90,15 @@ def save_checkpoint(
 
     Parameters:
         folder: Made if missing. Saves of one run belong in one folder.
-        model: The wrapped model; gives its buffers.
+        model: The wrapped model; gives its buffers, and the extra state of modules that have one.
         optimizer: The wrapped optimizer; gives weights, masters and moments, one parameter at a time.
         scheduler: A learning rate scheduler whose state is plain numbers, lists and dictionaries.
         extra: Anything JSON can hold; :func:`load_checkpoint` returns it.
         keep: How many saves stay, this one included; older ones are deleted once it is complete.
 
     Raises:
-        ValueError: ``optimizer`` is not the wrapped one, ``keep`` is below 1, or ``scheduler`` or ``extra`` holds what
-            JSON cannot.
+        ValueError: ``optimizer`` is not the wrapped one, ``keep`` is below 1, or ``scheduler``, ``extra`` or a module's
+            extra state holds what JSON cannot, tensors of the last aside.
         OSError: The disk is full or not writable; earlier saves are intact, and nothing is left of this one.
     """
     _check_wrapped(optimizer)
@@ -111,15 +114,20 @@ def save_checkpoint(
 
     scratch = root / f".{serial:05d}.tmp"
     scratch.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
     manifest: dict[str, Any] = {
         "format": FORMAT,
-        "scalars": _encode(optimizer.scalar_state(), "the optimizer's scalar state"),
-        "scheduler": None if scheduler is None else _encode(scheduler.state_dict(), "the scheduler's state"),
-        "extra": _encode(extra, "extra"),
+        "scalars": encode(optimizer.scalar_state(), "the optimizer's scalar state"),
+        "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state"),
+        "extra": encode(extra, "extra"),
+        "modules": {
+            name: encode(module.get_extra_state(), f"the extra state of module {name!r}", tensors)
+            for name, module in _with_extra_state(model).items()
+        },
         "random": random_state(),
     }
     try:
-        files, step = _write_tensors(scratch, model, optimizer)
+        files, step = _write_tensors(scratch, model, optimizer, tensors)
         manifest |= {"step": step, "files": files}
         with open(scratch / MANIFEST, "w") as file:
             json.dump(manifest, file)
@@ -168,15 +176,19 @@ def load_checkpoint(
         has, needs = ("no ", "one was given") if scheduler is not None else ("a ", "none was given")
         raise CheckpointError(f"{save} holds {has}scheduler state and {needs}; pass the scheduler it was saved with")
 
+    modules, states = _with_extra_state(model), manifest.get("modules", {})
+    _compare(save, "extra state of module", set(states), set(modules))
+
     _load_buffers(save, model)
     for file, entry in manifest["files"].items():
         if entry["parameters"]:
             _load_parameters(save / file, entry["parameters"], optimizer)
-    optimizer.load_scalar_state(_decode(manifest["scalars"]))
+    optimizer.load_scalar_state(decode(manifest["scalars"]))
     if scheduler is not None:
-        scheduler.load_state_dict(_decode(manifest["scheduler"]))
+        scheduler.load_state_dict(decode(manifest["scheduler"]))
+    _load_extra_state(save, modules, states, has_tensors=MODULES in manifest["files"])
     set_random_state(manifest["random"])
-    return _decode(manifest["extra"])
+    return decode(manifest["extra"])
 
 
 def list_saves(folder: str | os.PathLike[str]) -> list[Path]:
@@ -192,14 +204,28 @@ def _check_wrapped(optimizer: Any) -> None:
         )
 
 
+def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of ``model`` with state beside parameters and buffers, as ``state_dict`` tells them."""
+    none = nn.Module.get_extra_state
+    return {name: module for name, module in model.named_modules() if type(module).get_extra_state is not none}
+
+
+def _unmanaged(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters that are no floating-point numbers."""
+    return {name: parameter for name, parameter in model.named_parameters() if not parameter.is_floating_point()}
+
+
 def _write_tensors(
-    scratch: Path, model: nn.Module, optimizer: StreamingOptimizer
+    scratch: Path, model: nn.Module, optimizer: StreamingOptimizer, extra: dict[str, torch.Tensor]
 ) -> tuple[dict[str, dict[str, Any]], int]:
-    """Write buffers and parameters; returns the manifest's files and the largest step of any parameter."""
+    """Write buffers, ``extra`` and parameters; returns the manifest's files and the largest step of any parameter."""
     # Cloned one by one: safetensors refuses tensors that share memory, as expanded and tied buffers do.
-    buffers = {name: buffer.detach().cpu().clone().contiguous() for name, buffer in model.named_buffers()}
-    size, crc32 = write_tensors(scratch / BUFFERS, buffers)
-    files: dict[str, dict[str, Any]] = {BUFFERS: {"bytes": size, "crc32": crc32, "parameters": []}}
+    kept = {**dict(model.named_buffers()), **_unmanaged(model)}
+    buffers = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in kept.items()}
+    files: dict[str, dict[str, Any]] = {}
+    for file_name, tensors in {BUFFERS: buffers, **({MODULES: extra} if extra else {})}.items():
+        size, crc32 = write_tensors(scratch / file_name, tensors)
+        files[file_name] = {"bytes": size, "crc32": crc32, "parameters": []}
     writer = TensorWriter(scratch, "state")
     step = 0
     for name in optimizer.parameter_names():
@@ -266,22 +292,36 @@ def _compare(save: Path, what: str, saved: set[str], present: set[str]) -> None:
     for names, verb in ((saved - present, "holds"), (present - saved, "lacks")):
         if names:
             other = "the model does not have" if verb == "holds" else "the model has"
-            raise CheckpointError(f"{save} is of another model: it {verb} the {what} {min(names)!r}, which {other}")
+            older = ", or of a version that did not save these" if what in _ADDED and verb == "lacks" else ""
+            raise CheckpointError(
+                f"{save} is of another model{older}: it {verb} the {what} {min(names)!r}, which {other}"
+            )
 
 
 def _load_buffers(save: Path, model: nn.Module) -> None:
-    present = dict(model.named_buffers())
+    buffers, unmanaged = dict(model.named_buffers()), _unmanaged(model)
     with open_tensors(save / BUFFERS) as tensors:
-        _compare(save, "buffer", set(tensors.keys()), set(present))
-        for name, buffer in present.items():
+        saved_names = set(tensors.keys())
+        _compare(save, "buffer", saved_names - unmanaged.keys(), set(buffers))
+        _compare(save, "integer parameter", saved_names & unmanaged.keys(), set(unmanaged))
+        for name, target in {**buffers, **unmanaged}.items():
             saved = tensors.get_tensor(name)
-            if saved.shape != buffer.shape or saved.dtype != buffer.dtype:
+            if saved.shape != target.shape or saved.dtype != target.dtype:
                 raise CheckpointError(
                     f"{save} is of another model: buffer {name!r} is {saved.dtype} {list(saved.shape)} there "
-                    f"and {buffer.dtype} {list(buffer.shape)} here"
+                    f"and {target.dtype} {list(target.shape)} here"
                 )
             with torch.no_grad():
-                buffer.copy_(saved)
+                target.copy_(saved)
+
+
+def _load_extra_state(save: Path, modules: dict[str, nn.Module], states: dict[str, Any], *, has_tensors: bool) -> None:
+    found: dict[str, torch.Tensor] = {}
+    if has_tensors:
+        with open_tensors(save / MODULES) as tensors:
+            found = {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118 - it is no mapping
+    for name, module in modules.items():
+        module.set_extra_state(decode(states[name], found))
 
 
 def _load_parameters(file: Path, names: list[str], optimizer: StreamingOptimizer) -> None:
@@ -297,37 +337,3 @@ def _load_parameters(file: Path, names: list[str], optimizer: StreamingOptimizer
                 optimizer.import_parameter(name, state)
             except ValueError as error:
                 raise CheckpointError(f"{file} is of another model: {error}") from error
-
-
-def _encode(value: Any, what: str) -> Any:
-    """``value`` as JSON values that :func:`_decode` turns back exactly: tuples and non-text keys are marked."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [_encode(item, what) for item in value]
-    if isinstance(value, tuple):
-        return {"__tuple__": [_encode(item, what) for item in value]}
-    if isinstance(value, Counter | dict):
-        if type(value) is dict and all(isinstance(key, str) and not key.startswith("__") for key in value):
-            return {key: _encode(item, what) for key, item in value.items()}
-        kind = "__counter__" if isinstance(value, Counter) else "__dict__"
-        return {kind: [[_encode(key, what), _encode(item, what)] for key, item in value.items()]}
-    if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex():  # a learning rate may be one
-        return {"__scalar__": [value.item(), str(value.dtype).removeprefix("torch.")]}
-    raise ValueError(f"{what} holds a {type(value).__name__}; a checkpoint keeps numbers, text, lists, dicts")
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if isinstance(value, dict):
-        if "__tuple__" in value:
-            return tuple(_decode(item) for item in value["__tuple__"])
-        if "__scalar__" in value:
-            number, dtype = value["__scalar__"]
-            return torch.tensor(number, dtype=getattr(torch, dtype))
-        for kind, make in (("__counter__", Counter), ("__dict__", dict)):
-            if kind in value:
-                return make({_decode(key): _decode(item) for key, item in value[kind]})
-        return {key: _decode(item) for key, item in value.items()}
-    return value

@@ -77,11 +77,15 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, in
     """Write ``tensors`` to ``path`` and flush them to the disk; returns the file's bytes and CRC-32.
 
     Raises:
+        ValueError: a tensor is of a type that safetensors files cannot hold.
         OSError: The disk is full or not writable; names the file.
     """
     module = _safetensors()
     try:
         module.torch.save_file(tensors, path, metadata={"format": "pt"})
+    except KeyError as error:
+        name = next(name for name, tensor in tensors.items() if tensor.dtype is error.args[0])
+        raise ValueError(f"{name} is {error.args[0]}, which safetensors files cannot hold") from None
     except module.SafetensorError as error:  # its own class for a full disk too
         raise OSError(f"cannot write {path}: {error}") from None
     with open(path, "rb+") as file:

@@ -31,7 +31,7 @@ class PlainOptimizer:
         self.inner = torch.optim.AdamW(model.parameters(), lr=learning_rate)
 
     def parameter_names(self) -> list[str]:
-        return [name for name, _ in self.model.named_parameters()]
+        return [name for name, p in self.model.named_parameters() if p.is_floating_point()]
 
     def export_parameter(self, name: str) -> dict[str, torch.Tensor]:
         parameter = self.model.get_parameter(name)
@@ -214,6 +214,82 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     wider = make_model(0, width=16)
     with pytest.raises(CheckpointError, match=r"buffer '1.running_mean' is torch.float32 \[8\] there"):
         load_checkpoint(tmp_path, wider, PlainOptimizer(wider))
+
+
+class Counting(nn.Linear):
+    """Has state of every kind that a module may have."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.order = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.state: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def make_counting() -> tuple[nn.Sequential, PlainOptimizer]:
+    model = nn.Sequential(Counting(), nn.Sequential(Counting()))
+    return model, PlainOptimizer(model)
+
+
+def test_extra_state_and_integer_parameters_are_whole(tmp_path: Path) -> None:
+    model, optimizer = make_counting()
+    scale = torch.tensor([float("nan"), -0.0, 3.0]).to(torch.bfloat16)
+    first, second = (module for module in model.modules() if isinstance(module, Counting))
+    first.state = {"calls": (3, 4.5), "scale": scale, 7: [torch.tensor(2**40), b"\x00\xff", "text", None, True]}
+    second.order.copy_(torch.tensor([3, 1, 2, 0]))
+    save_checkpoint(tmp_path, model, optimizer)
+    loaded, other = make_counting()
+    load_checkpoint(tmp_path, loaded, other)
+    found = [module for module in loaded.modules() if isinstance(module, Counting)]
+    assert found[1].order.tolist() == [3, 1, 2, 0]
+    assert found[1].state is None
+    assert found[0].state["calls"] == (3, 4.5)
+    assert found[0].state["scale"].view(torch.int16).equal(scale.view(torch.int16))
+    large, *rest = found[0].state[7]
+    assert large.dtype is torch.int64
+    assert large.item() == 2**40
+    assert rest == [b"\x00\xff", "text", None, True]
+
+
+def test_extra_state_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    model, optimizer = make_counting()
+    for module in model.modules():
+        if isinstance(module, Counting):
+            module.state = {1, 2}
+    with pytest.raises(ValueError, match=r"the extra state of module '0' holds a set; a checkpoint keeps .*tensors"):
+        save_checkpoint(tmp_path, model, optimizer)
+    assert list_saves(tmp_path) == []
+
+
+def test_types_that_no_file_holds_are_named(tmp_path: Path) -> None:
+    model, optimizer, _ = make_run(0)
+    model.register_buffer("waves", torch.zeros(3, dtype=torch.complex128))
+    with pytest.raises(ValueError, match=r"waves is torch\.complex128, which safetensors files cannot hold"):
+        save_checkpoint(tmp_path, model, optimizer)
+
+
+def test_what_older_checkpoints_lack_is_named_where_the_model_has_it(tmp_path: Path) -> None:
+    """The first of them held neither extra state nor parameters that are no floating-point numbers."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    save = save_checkpoint(tmp_path, model, PlainOptimizer(model))
+    manifest = json.loads((save / MANIFEST).read_text())
+    del manifest["modules"]
+    (save / MANIFEST).write_text(json.dumps(manifest))
+    load_checkpoint(tmp_path, model, PlainOptimizer(model))
+    counting, optimizer = make_counting()
+    before = {name: value.clone() for name, value in counting.named_parameters()}
+    with pytest.raises(CheckpointError, match=r"or of a version that .*: it lacks the extra state of module '0'"):
+        load_checkpoint(tmp_path, counting, optimizer)
+    manifest["modules"] = {"0": None, "1.0": None}
+    (save / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"it lacks the integer parameter '0\.order', which the model has"):
+        load_checkpoint(tmp_path, counting, optimizer)
+    assert all(value.equal(before[name]) for name, value in counting.named_parameters())
 
 
 def test_state_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:

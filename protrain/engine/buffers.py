@@ -57,6 +57,16 @@ class Buffer:
         self.loaded: Mark = streams.mark()
         self.free: Mark = streams.mark()  # the last kernel that read the content is done
         self._state = Residency.EMPTY
+        self._storage = memory.untyped_storage()
+        self._references = self._count()  # while nothing is a view of the memory
+
+    def has_views(self) -> bool:
+        """Whether any tensor shares the memory."""
+        return self._count() > self._references
+
+    def _count(self) -> int:
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)
+        return count
 
     @property
     def state(self) -> Residency:
@@ -153,6 +163,11 @@ class BufferPool:
         buffer.holders -= 1
         if buffer.holders == 0:
             self.streams.compute_reached(buffer.free)
+
+    def outlived(self, chunk: Chunk) -> bool:
+        """Whether a view of ``chunk`` in its buffer is alive though no unit holds it: soon it shows another chunk."""
+        buffer = self._by_chunk.get(chunk.index)
+        return buffer is not None and buffer.holders == 0 and buffer.has_views()
 
     def prefetch(self, chunks: list[Chunk], schedule: Schedule) -> None:
         """Fetch ahead, nearest first, while a buffer is free or holds what is needed later."""

@@ -15,8 +15,11 @@ The step, in the order in which things happen:
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,8 +104,9 @@ class Engine:
         self._residents = [member for unit in units for member in unit.residents]
         self._edited: set[int] = set()  # chunks whose buffers hold what must not be used again
         self._current: Unit | None = None  # whose backward runs
-        self._in_backward = False
-        # What the optimizer wants to know; see protrain.optim.
+        self._backward: weakref.ref[Any] | None = None  # of what autograd calls at its end; dead where it raised
+        self._accumulates = False  # a gradient has come: torch.autograd.grad brings none
+        # What the optimizer wants to know of backwards that bring gradients; see protrain.optim.
         self.backward_begins: Callable[[], None] = lambda: None
         self.gradients_arrived: Callable[[list[Chunk]], None] = lambda chunks: None
         self.backward_ends: Callable[[], None] = lambda: None
@@ -145,9 +149,28 @@ class Engine:
             else:
                 output = function(*args, **kwargs)
             recall(unit.residents)
-            return self._out_of_buffers(output)
+            output = self._out_of_buffers(output)
         finally:
             self.unbind(unit)
+        if torch.is_grad_enabled():
+            self._refuse_kept_views(unit)
+        return output
+
+    def _refuse_kept_views(self, unit: Unit) -> None:
+        """MisuseError where a view of a weight is kept where the engine cannot see it: in backward it would be another.
+
+        What autograd saves it does see; what it cannot see counts as a user of the buffer's memory.
+        """
+        if not any(map(self.buffers.outlived, unit.chunks)):
+            return
+        gc.collect()  # a cycle may keep what nobody can use any more
+        for chunk in filter(self.buffers.outlived, unit.chunks):
+            names = [member.name for member in unit.members if member.chunk is chunk]
+            raise MisuseError(
+                f"{unit.label} keeps a view of a weight ({', '.join(names)}) beyond its forward, by when that has left "
+                "the device: in a torch.autograd.Function it goes through ctx.save_for_backward, not into an attribute "
+                "of ctx; elsewhere keep a copy (tensor.clone())"
+            )
 
     def run_around(
         self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -224,22 +247,26 @@ class Engine:
 
     def begin_backward(self) -> None:
         """The first sign of a backward: have its end announced."""
-        if self._in_backward:
-            return
+        if self._backward is not None:
+            if self._backward() is not None:  # this backward, or one around it
+                return
+            self._abandon()
         self.refuse_while_whole("backward()")
         self.end_export(list(self.exported))
-        self.backward_begins()
-        self._in_backward = True
+        # Autograd lets go of it with the backward, however that ends.
+        end = partial(self._end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._backward = weakref.ref(end)
+        self._accumulates = False
         self._order = self._training_order
         self.swaps.begin_backward()
         self.gradients.delivered.clear()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def enter_backward(self, unit: Unit) -> None:
         """Backward has reached ``unit``; whatever it was in before is done."""
+        self.begin_backward()
         if self._current is unit:
             return
-        self.begin_backward()
         self._leave_unit()
         self._order.enter(unit.index, start=self._backward_start)
         self.bind(unit)
@@ -253,6 +280,9 @@ class Engine:
         """Autograd has accumulated the whole gradient of parameter ``index``."""
         self.begin_backward()
         self.gradients.collect(self.members[index])
+        if not self._accumulates:
+            self.backward_begins()
+            self._accumulates = True
 
     def _leave_unit(self) -> None:
         unit, self._current = self._current, None
@@ -264,17 +294,23 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._leave_unit()
-        self._in_backward = False
-        self.backward_ends()
+        self._backward = None
+        if self._accumulates:
+            self.backward_ends()
 
     def abandon_backward(self) -> None:
         """Forget a backward that raised in the middle, so that what comes next starts clean."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            unit, self._current = self._current, None
-            if unit is not None:
-                self.unbind(unit)
-            self.gradients.pending.clear()
-            self._in_backward = False
+        if self._backward is None:
+            return
+        if self._backward() is None or torch._C._current_graph_task_id() == -1:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        self._backward = None
+        unit, self._current = self._current, None
+        if unit is not None:
+            self.unbind(unit)
+        self.gradients.abandon()
 
     # -- saved tensors -------------------------------------------------------------------------------------------------
 

@@ -107,6 +107,12 @@ class Gradients:
         if gradient is not None and member.group >= 0:
             self.pending.append((member, gradient.detach()))
 
+    def abandon(self) -> None:
+        """Forget what a backward that raised has brought since the last :meth:`flush`."""
+        self.pending.clear()
+        for member in self.members:  # a hook that raised kept some from being collected
+            take_gradient(member.parameter)
+
     def flush(self) -> list[Chunk]:
         """Move what is pending into chunks. Returns the chunks that received something."""
         if not self.pending:

@@ -33,7 +33,8 @@ def empty_parameters() -> Iterator[None]:
 
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.is_floating_point() and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            param, given = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad), param
+            _keep_hooks(param, given)
         original(module, name, param)
 
     constructor.register_parameter = register_parameter
@@ -94,8 +95,16 @@ def _drop(member: Member) -> None:
         if parameter.is_meta:  # a tensor cannot leave the meta device by assigning its data
             fresh = nn.Parameter(weight.new_empty(0), requires_grad=parameter.requires_grad)
             vars(fresh).update(vars(parameter))
+            _keep_hooks(fresh, parameter)
             torch.utils.swap_tensors(parameter, fresh)
         parameter.data = weight.new_empty(()).expand(member.shape)
+
+
+def _keep_hooks(target: Any, source: Any) -> None:
+    """Hooks of ``source`` are those of ``target`` too; their handles remove them from both."""
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(source, kind)) is not None:
+            setattr(target, kind, hooks)
 
 
 def _initialise(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
+
 import torch
+from typing_extensions import override
 
 
 class RandomState:
@@ -14,8 +18,7 @@ class RandomState:
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def __enter__(self) -> None:
-        current = RandomState(self.device)
-        self._restore = current
+        self._restore = self._now()
         self.set()
 
     def __exit__(self, *exception: object) -> None:
@@ -26,3 +29,26 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self.device)
+
+    def _now(self) -> RandomState:
+        return RandomState(self.device)
+
+
+class BlockRandomState(RandomState):
+    """What a block's own code may draw from too: Python's ``random`` and ``generators`` of its modules."""
+
+    def __init__(self, device: torch.device, generators: Iterable[torch.Generator]) -> None:
+        super().__init__(device)
+        self._python = random.getstate()
+        self._generators = [(generator, generator.get_state()) for generator in generators]
+
+    @override
+    def set(self) -> None:
+        super().set()
+        random.setstate(self._python)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+    @override
+    def _now(self) -> RandomState:
+        return BlockRandomState(self.device, [generator for generator, _ in self._generators])

@@ -26,9 +26,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
+from protrain.engine.caches import copied, is_cache, tensors_of
 from protrain.engine.chunks import Chunk
 from protrain.engine.kept_attention import KeptAttention
-from protrain.engine.random_state import RandomState
+from protrain.engine.random_state import BlockRandomState
 from protrain.errors import MisuseError
 from protrain.trees import tensors_in
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 INPUTS = "its inputs, as it is recomputed"
 SAVED = "tensors that it saved"
+GIVEN = "parameters that it was given, as it is recomputed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class Frame:
         self.engine = engine
         self.unit = unit
         self.steps = engine.steps  # a backward after the next optimizer step would meet other weights
+        self.updated = engine.updated_inside.copy()  # chunks whose update inside backward came before this call
         self.shared: set[int] = set()  # storages of arguments that the unit before was given too
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,10 +126,11 @@ class Frame:
 
     def rebuild(self, packed: Any) -> Tensor:
         """A kept tensor as it was."""
-        if packed.chunk is not None and packed.chunk.index in self.engine.updated_inside:
+        if packed.chunk is not None and packed.chunk.index in self.engine.updated_inside - self.updated:
             raise MisuseError(
-                f"backward through {self.unit.label} needs a weight that step_during_backward=True updated before, "
-                "as all its gradients had arrived: a detached weight gets none. Wrap with step_during_backward=False"
+                f"backward through {self.unit.label} needs a weight that step_during_backward=True updated before, in "
+                "another backward() or as all its gradients had arrived: a detached weight gets none. Wrap with "
+                "step_during_backward=False"
             )
         if isinstance(packed, WeightView):
             return self.engine.weight(packed)
@@ -140,9 +144,6 @@ class Frame:
             f"backward through {self.unit.label} needs {what}, but one was changed in place since: change a copy "
             "(tensor.clone())"
         )
-
-
-_TABLE_ELEMENTS = 1 << 16  # larger buffers of a block are masks and tables
 
 
 class _Stop(Exception):
@@ -165,24 +166,41 @@ class CheckpointFrame(Frame):
         self.attention = KeptAttention(engine.device) if engine.plan.keep_attention else None
         self.watched: list[tuple[Tensor, int]] = []  # inputs, with their versions when the first run began
         self.inputs_changed = False  # since
+        self.cached: list[tuple[Tensor, int]] = []  # likewise, tensors in key/value caches among them
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Lists and dictionaries are the model's, which may fill them further once this is over.
-        self.function, (self.args, self.kwargs) = function, tree_map(lambda leaf: leaf, (args, kwargs))
+        self.function, (self.args, self.kwargs) = function, tree_map(self._as_given, (args, kwargs))
         for tensor in tensors_in((args, kwargs)):
             self.engine.ledger.hold(tensor)
         self.watched = watch(tensors_in((args, kwargs)))
-        self.random_state = RandomState(self.engine.device)
         self.autocast = _autocast_state(self.engine.device.type)
-        self.buffers = _copied(module._buffers[name] for module, name in self.unit.buffers)
-        self.training = [module.training for module in self.unit.modules]
+        self.modules = self.unit.modules.called()
+        self.random_state = BlockRandomState(self.engine.device, self.unit.modules.generators)
         if self.attention is None:
-            return super().run(function, args, kwargs)
-        output = super().run(self.attention.noting(function), args, kwargs)
-        for tensor in self.attention.keep():
-            self.engine.ledger.hold(tensor)
+            output = super().run(function, args, kwargs)
+        else:
+            output = super().run(self.attention.noting(function), args, kwargs)
+            for tensor in self.attention.keep():
+                self.engine.ledger.hold(tensor)
+        self.modules.over()
+        self._look_at_caches()
         return output
+
+    def _as_given(self, leaf: Any) -> Any:
+        if is_cache(leaf):
+            self.cached += watch(tensors_of(leaf))
+            return copied(leaf)
+        return leaf
+
+    def _look_at_caches(self) -> None:
+        """MisuseError where copies of the caches are no longer what the first run was given."""
+        if any(tensor._version != version for tensor, version in self.cached):
+            raise MisuseError(
+                f"{self.unit.label} was given a key/value cache whose tensors were written to since, so it cannot be "
+                "recomputed: pass use_cache=False, or a cache that grows (transformers.DynamicCache)"
+            )
 
     @override
     def pack(self, tensor: Tensor) -> int:
@@ -209,7 +227,7 @@ class CheckpointFrame(Frame):
         """What the second run gets for a leaf of what is kept: no part of the first run's graph."""
         if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
             return leaf.detach().requires_grad_(leaf.requires_grad)
-        return leaf
+        return copied(leaf) if is_cache(leaf) else leaf
 
     def look_at_inputs(self) -> None:
         """Note whether an input is no longer what the first run was given."""
@@ -219,12 +237,19 @@ class CheckpointFrame(Frame):
         self.look_at_inputs()
         if self.inputs_changed:
             raise self.written_over(INPUTS)
+        self._look_at_caches()
+        if self.modules.given_changed():
+            raise self.written_over(GIVEN)
+        if (name := self.modules.changed_table()) is not None:
+            raise MisuseError(
+                f"backward through {self.unit.label} needs its buffer {name} as forward met it, but it has changed "
+                "since, for the first time, and no copy was made: run this step again, from now on there is one"
+            )
         self.recomputed.clear()
         args, kwargs = tree_map(self.fresh_input, (self.args, self.kwargs))
         attention = nullcontext() if self.attention is None else self.attention.again(self.fresh_input)
         with (
-            self._first_buffers(),
-            self._first_modes(),
+            self.modules.again(),
             suppress(_Stop),
             torch.enable_grad(),
             self.random_state,
@@ -233,28 +258,6 @@ class CheckpointFrame(Frame):
             attention,
         ):
             self.function(*args, **kwargs)
-
-    @contextmanager
-    def _first_buffers(self) -> Iterator[None]:
-        """Copies of the unit's buffers as the first run met them: running statistics are updated once, not twice."""
-        now = [module._buffers[name] for module, name in self.unit.buffers]
-        for (module, name), value in zip(self.unit.buffers, _copied(self.buffers), strict=True):
-            module._buffers[name] = value
-        try:
-            yield
-        finally:
-            for (module, name), value in zip(self.unit.buffers, now, strict=True):
-                module._buffers[name] = value
-
-    @contextmanager
-    def _first_modes(self) -> Iterator[None]:
-        """The unit's modules train or evaluate as in the first run: the loop may have switched since."""
-        now = [module.training for module in self.unit.modules]
-        _switch(self.unit.modules, self.training)
-        try:
-            yield
-        finally:
-            _switch(self.unit.modules, now)
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
@@ -284,20 +287,6 @@ class CheckpointFrame(Frame):
     @staticmethod
     def _form(shape: torch.Size, dtype: torch.dtype) -> str:
         return f"a {dtype} tensor of shape {tuple(shape)}"
-
-
-def _switch(modules: list[nn.Module], training: list[bool]) -> None:
-    for module, mode in zip(modules, training, strict=True):
-        module.training = mode
-
-
-def _copied(buffers: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Copies of ``buffers``, one of each; masks and tables, which nothing updates, stay themselves."""
-    copies: dict[int, Tensor] = {}
-    for buffer in (found := list(buffers)):
-        if buffer is not None and buffer.numel() <= _TABLE_ELEMENTS and id(buffer) not in copies:
-            copies[id(buffer)] = buffer.detach().clone()
-    return [copies.get(id(buffer), buffer) for buffer in found]
 
 
 def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:

@@ -38,31 +38,33 @@ class _Exported(ReleasedParameter):
 
 
 class StateHooks:
-    """Hooks on every module that holds managed parameters, which keep this object alive."""
+    """Hooks on every module, which keep this object alive."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._copies: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
+        self._open: list[nn.Module] = []  # those whose state_dict() runs, each a child of the one before
+        self._copies: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # of the outermost of these
         by_parameter = {id(member.parameter): member for member in engine.members}
         for module in engine.model.modules():
             own = [by_parameter[id(p)] for p in module.parameters(recurse=False) if id(p) in by_parameter]
+            module.register_state_dict_pre_hook(
+                lambda module, prefix, keep_vars, own=own: self._begin(module, own, keep_vars)
+            )
+            module.register_state_dict_post_hook(
+                lambda module, state_dict, prefix, local_metadata, own=own: self._end_state_dict(module, own)
+            )
             if not own:
                 continue
-            module.register_state_dict_pre_hook(lambda module, prefix, keep_vars, own=own: self._begin(own, keep_vars))
-            module.register_state_dict_post_hook(
-                lambda module, state_dict, prefix, local_metadata, own=own: self._end(own)
-            )
             module.register_load_state_dict_pre_hook(
                 lambda module, state_dict, prefix, local_metadata, *rest, own=own: self._begin_load(own, local_metadata)
             )
             module.register_load_state_dict_post_hook(lambda module, incompatible, own=own: self._end(own))
 
     def export(self, index: int) -> Tensor:
-        """A CPU copy of a weight; the same tensor for tied names of one state_dict."""
-        key = (index, self.engine.members[index].chunk.version)
-        copy = self._copies.get(key)
+        """A CPU copy of a weight; the same tensor for tied names of one state_dict, never that of another one."""
+        copy = self._copies.get(index)
         if copy is None:
-            copy = self._copies[key] = read_weight(self.engine.members[index])
+            copy = self._copies[index] = read_weight(self.engine.members[index])
         return copy
 
     def load(self, index: int, value: Tensor) -> None:
@@ -71,9 +73,18 @@ class StateHooks:
         write_weight(member, value)
         self.engine.weights_changed([member.chunk])
 
-    def _begin(self, members: list[Member], keep_vars: bool) -> None:
-        if not keep_vars:
+    def _begin(self, module: nn.Module, members: list[Member], keep_vars: bool) -> None:
+        if not self._open or module not in self._open[-1]._modules.values():  # or the one before was interrupted
+            self._open.clear()
+            self._copies.clear()
+        self._open.append(module)
+        if members and not keep_vars:
             self._enter(members)
+
+    def _end_state_dict(self, module: nn.Module, members: list[Member]) -> None:
+        if self._open and self._open[-1] is module:
+            self._open.pop()
+        self._end(members)
 
     def _begin_load(self, members: list[Member], local_metadata: dict[str, Any]) -> None:
         if local_metadata.get("assign_to_params_buffers"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from protrain.engine.chunks import Chunk, Member
+from protrain.engine.module_state import BlockModules
 from protrain.engine.saved import CheckpointFrame, Frame
 from protrain.engine.swap import CheckpointSwapFrame, SwapFrame
 from protrain.planning.layout import Layout
@@ -32,8 +33,7 @@ class Unit:
     chunks: list[Chunk]  # non-persistent ones that it needs
     members: list[Member]  # its parameters in those chunks
     residents: list[Member]  # its parameters in persistent chunks
-    modules: list[nn.Module]  # the module and everything in it
-    buffers: list[tuple[nn.Module, str]]  # of the module and everything in it; a block may update them in forward
+    modules: BlockModules  # the module and everything in it
     calls: int = 0  # of its forward, so far
 
 
@@ -45,7 +45,6 @@ def make_units(
     for index, record in enumerate(profile.units):
         mode = BlockMode.NONE if record.block is None else plan.block_modes[record.block]
         module = model.get_submodule(record.name)
-        modules = [*module.modules()]
         units.append(
             Unit(
                 index=index,
@@ -55,8 +54,7 @@ def make_units(
                 chunks=[chunks[chunk] for chunk in layout.unit_chunks[index] if not chunks[chunk].persistent],
                 members=[members[member] for member in record.parameters if not members[member].chunk.persistent],
                 residents=[members[member] for member in record.parameters if members[member].chunk.persistent],
-                modules=modules,
-                buffers=[(owner, name) for owner in modules for name in owner._buffers],
+                modules=BlockModules(module),
             )
         )
     return units

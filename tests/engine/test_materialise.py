@@ -343,3 +343,31 @@ def test_persistent_buffers_and_whole_numbers_come_with_the_weights(tmp_path: Pa
     safetensors_torch.save_file(source.state_dict(), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"weights: 1\.1\.running_mean in .* has shape \(5,\), the model's is \(8,\)"):
         wrap_under(SPECS[0], model := build(), adamw(model), batch, device=device, weights=tmp_path)
+
+
+def test_hooks_of_parameters_last(device: torch.device) -> None:
+    """Those that a module registers before and after a parameter is its own, and those of its caller."""
+    called = []
+
+    def noted(tensor: Tensor) -> None:
+        called.append(tuple(tensor.shape))
+
+    class Hooked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            bias = nn.Parameter(torch.zeros(8))
+            bias.register_hook(noted)
+            self.bias = bias
+            self.weight.register_hook(noted)
+
+    with protrain.empty_parameters():
+        last = nn.Linear(8, 8)
+        model = nn.Sequential(nn.Linear(8, 8), *(Hooked() for _ in range(3)), last)
+    last.weight.register_post_accumulate_grad_hook(noted)
+    removed = last.bias.register_hook(noted)
+    batch = (torch.ones(2, 8),)
+    wrapped, _ = wrap_under(SPECS[0], model, adamw(model), batch, device=device)
+    removed.remove()
+    called.clear()
+    wrapped(*batch).square().mean().backward()
+    assert sorted(called) == [(8,)] * 3 + [(8, 8)] * 4

@@ -108,6 +108,31 @@ def test_a_state_dict_is_a_copy_of_its_moment(make: Make, batches: list[Batch]) 
         assert not any((value == 7.0).all() for value in model.state_dict().values())
 
 
+def test_a_state_dict_is_nobody_elses(make: Make, batches: list[Batch]) -> None:
+    """What is written into one shows neither in the next nor in that of a part, also where one was interrupted."""
+    for spec in SPECS:
+        model, _ = make(spec)
+        first = model.state_dict()
+        expected = {name: value.clone() for name, value in first.items()}
+
+        def interrupt(*_: Any) -> None:
+            raise KeyError("interrupted")
+
+        stop = model.lm_head.register_state_dict_pre_hook(interrupt)
+        with pytest.raises(KeyError, match="interrupted"):
+            model.state_dict()
+        stop.remove()
+        for value in first.values():
+            value.numpy().fill(7)  # which no version tells
+        second = model.state_dict()
+        assert_same(second, expected)
+        part = model.transformer.h[0].state_dict()
+        for value in (*part.values(), model.transformer.wte.state_dict()["weight"]):
+            value.zero_()
+        assert_same(second, expected)
+        assert_same(model.state_dict(), expected)
+
+
 def test_tied_weights_are_one_tensor(make: Make, batches: list[Batch]) -> None:
     model, optimizer = make()
     LOOP.run(model, optimizer, batches[:1])
