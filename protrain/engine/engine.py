@@ -230,10 +230,10 @@ class Engine:
             self._abandon()
         self.refuse_while_whole("backward()")
         self.end_export(list(self.exported))
-        # Autograd lets go of it with the backward, however that ends.
         end = partial(self._end_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._backward = weakref.ref(end)
+        del end  # autograd alone has it, and lets go of it with the backward, however that ends
         self._accumulates = False
         self._order = self._training_order
         self.swaps.begin_backward()
