@@ -228,6 +228,7 @@ class Engine:
             if self._backward() is not None:  # this backward, or one around it
                 return
             self._abandon()
+            self.gradients.flush()  # what had come is added to, as autograd adds to .grad
         self.refuse_while_whole("backward()")
         self.end_export(list(self.exported))
         end = partial(self._end_backward)
@@ -281,13 +282,13 @@ class Engine:
             return
         if self._backward() is None or torch._C._current_graph_task_id() == -1:
             self._abandon()
+            self.gradients.abandon()
 
     def _abandon(self) -> None:
         self._backward = None
         unit, self._current = self._current, None
         if unit is not None:
             self.unbind(unit)
-        self.gradients.abandon()
 
     # -- saved tensors -------------------------------------------------------------------------------------------------
 
