@@ -251,12 +251,13 @@ class Engine:
             if self._backward() is not None:  # this backward, or one around it
                 return
             self._abandon()
+            self.gradients.flush()  # what had come is added to, as autograd adds to .grad
         self.refuse_while_whole("backward()")
         self.end_export(list(self.exported))
-        # Autograd lets go of it with the backward, however that ends.
         end = partial(self._end_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._backward = weakref.ref(end)
+        del end  # autograd alone has it, and lets go of it with the backward, however that ends
         self._accumulates = False
         self._order = self._training_order
         self.swaps.begin_backward()
@@ -304,13 +305,13 @@ class Engine:
             return
         if self._backward() is None or torch._C._current_graph_task_id() == -1:
             self._abandon()
+            self.gradients.abandon()
 
     def _abandon(self) -> None:
         self._backward = None
         unit, self._current = self._current, None
         if unit is not None:
             self.unbind(unit)
-        self.gradients.abandon()
 
     # -- saved tensors -------------------------------------------------------------------------------------------------
 

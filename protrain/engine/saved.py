@@ -126,7 +126,8 @@ class Frame:
 
     def rebuild(self, packed: Any) -> Tensor:
         """A kept tensor as it was."""
-        if packed.chunk is not None and packed.chunk.index in self.engine.updated_inside - self.updated:
+        updated = self.engine.updated_inside
+        if updated and packed.chunk is not None and packed.chunk.index in updated - self.updated:
             raise MisuseError(
                 f"backward through {self.unit.label} needs a weight that step_during_backward=True updated before, in "
                 "another backward() or as all its gradients had arrived: a detached weight gets none. Wrap with "

@@ -12,6 +12,7 @@ from tests.engine.harness import (
     SWAP,
     Batch,
     Spec,
+    Trainer,
     adamw,
     assert_same,
     default_loss,
@@ -79,19 +80,30 @@ def plain_step(device: torch.device) -> dict[str, Tensor]:
     return states(trained, optimizer)
 
 
+@pytest.mark.parametrize("at", ["leave.weight", "blocks.1.first.weight"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_another_backward_at_once(spec: Spec, device: torch.device) -> None:
-    model, failure = make(), Failure()
-    failure.on_gradient(model.leave.weight)
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device)
-    first, second = loss_of(wrapped, batches()[0]), loss_of(wrapped, batches()[1])
-    failure.raises = True
-    with pytest.raises(ArithmeticError, match="backward fails"):
-        first.backward()
-    failure.raises = False
-    second.backward()
-    optimizer.step()
-    assert_same(states(wrapped, optimizer), plain_step(device))
+def test_another_backward_at_once(spec: Spec, at: str, device: torch.device) -> None:
+    """It adds to what the one that raised has brought, the gradients of the unit in whose middle that was included."""
+
+    def run(model: nn.Module, optimizer: Trainer, failure: Failure) -> dict[str, Tensor]:
+        first, second = loss_of(model, batches()[0]), loss_of(model, batches()[1])
+        failure.raises = True
+        with pytest.raises(ArithmeticError, match="backward fails"):
+            first.backward()
+        failure.raises = False
+        second.backward()
+        optimizer.step()
+        return states(model, optimizer)
+
+    def failing() -> tuple[nn.Module, Failure]:
+        model, failure = make(), Failure()
+        failure.on_gradient(model.get_parameter(at))
+        return model, failure
+
+    model, failure = failing()
+    expected = run(*prepare_plain(model, adamw(model), device=device, dtype=torch.float32), failure)
+    model, failure = failing()
+    assert_same(run(*wrap_under(spec, model, adamw(model), batches()[0], device=device), failure), expected)
 
 
 @pytest.mark.parametrize("same_graph", [False, True], ids=["new-forward", "same-graph"])
