@@ -36,15 +36,17 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """Block i is chunk i."""
+    """Block i is chunk i; ``enter`` is told before it is called. (A hook on it would have its weights.)"""
 
     def __init__(self) -> None:
         super().__init__()
+        self.enter: Callable[[int], None] = lambda index: None
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            self.enter(index)
             x = layer(x)
         return x.square().mean()
 
@@ -83,7 +85,7 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gates]:
     gates.open_all()  # the worker must end
 
 
-def wrap_chain(n_buffer: int = 2, n_speculate: int = 0, **options: Any) -> tuple[nn.Module, ProTrainOptimizer]:
+def wrap_chain(n_buffer: int = 2, n_speculate: int = 0, **options: Any) -> tuple[Chain, ProTrainOptimizer]:
     model = Chain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     profile = protrain.profile(model, batch(), optimizer=optimizer, device="cpu", dtype=torch.float32)
@@ -136,8 +138,7 @@ def test_a_forward_waits_for_its_own_chunk_alone(gates: Gates, n_buffer: int, cl
         finished_at_entry.append(list(gates.finished))
         gates.open[index].set()
 
-    for index, layer in enumerate(model.get_submodule("layers").children()):
-        layer.register_forward_pre_hook(lambda *_, index=index: enter(index))
+    model.enter = enter
     loss = model(*batch(1))
     assert finished_at_entry == [list(range(index)) for index in range(BLOCKS)]
     assert gates.finished == list(range(BLOCKS)), "in the order in which the forward needs them"
@@ -228,8 +229,7 @@ def test_an_error_in_an_update_is_raised_where_the_chunk_is_needed(gates: Gates,
     gates.failing = failing
     gates.open_all()
     entered: list[int] = []
-    for index, layer in enumerate(model.get_submodule("layers").children()):
-        layer.register_forward_pre_hook(lambda *_, index=index: entered.append(index))
+    model.enter = entered.append
     model(*batch()).backward()
     optimizer.step()
     optimizer.zero_grad()
