@@ -23,7 +23,7 @@ _UNITS = {
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-_LEAST_MEMORY_BYTES = 64 * 1024  # of a number without a unit: less is meant in another unit
+_LEAST_MEMORY_BYTES = 1024  # of a number without a unit: less is meant in GiB
 
 
 def parse_bytes(value: int | float | str, *, name: str = "size") -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -34,6 +35,8 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     Raises:
         ValueError: The job cannot be done: model, data, memory, device or checkpoint; says which and what to change.
     """
+    if find_spec("matplotlib") is None:  # at the end of hours is too late
+        raise ValueError("the loss curve needs the package matplotlib: pip install 'protrain[hf]'")
     device = choose_device(job.device)
     dtype = choose_dtype(job.dtype, device)
     if job.threads is not None:

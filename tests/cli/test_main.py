@@ -199,6 +199,16 @@ def test_the_options_of_a_resumed_run_are_listed(capsys: pytest.CaptureFixture[s
     assert sorted(re.findall(r"`(--[\w-]+)`", listed)) == sorted(map(option, FREE))
 
 
+def test_what_the_end_of_a_run_needs_is_asked_for_at_its_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("protrain.cli.prepare.find_spec", lambda name: None)
+    status, _, err = run(capsys, "train", "--model", "tiny", "--device", "cpu", "--folder", str(tmp_path / "run"))
+    assert (status, len(err.splitlines())) == (2, 1), err
+    assert "the loss curve needs the package matplotlib: pip install 'protrain[hf]'" in err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_warning_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers, tensors = pytest.importorskip("transformers"), pytest.importorskip("safetensors.torch")
     config = transformers.LlamaConfig(

@@ -204,6 +204,71 @@ def test_weights_replace_those_of_a_model_in_memory(tmp_path: Path, wrapped: Cal
     assert_same({k: v.cpu() for k, v in model.state_dict().items()}, dict(reference.state_dict()))
 
 
+@pytest.mark.usefixtures("no_profile")
+def test_a_folder_that_is_missing_is_named(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"weights: there is no folder nothere$"):
+        wrapped(empty(), weights="nothere")
+    with pytest.raises(ValueError, match="are not downloaded: get one with `hf download meta-llama/Llama-2-7b "):
+        wrapped(empty(), weights="meta-llama/Llama-2-7b")
+
+
+def test_what_the_model_has_no_place_for_is_named_once(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
+    saved("gpt2", tmp_path, shards=False, prefix=True)
+    _rewrite(tmp_path, lambda tensors: tensors.update({f"score.{n}": torch.zeros(2) for n in range(5)}))
+    with pytest.warns(UserWarning, match="no place for") as caught:
+        wrapped(empty(), weights=tmp_path)
+    assert len(caught) == 1
+    words = "holds 5 tensors that GPT2LMHeadModel has no place for: score.0, score.1, score.2, .... Left out"
+    assert words in str(caught[0].message)
+
+
+@pytest.mark.filterwarnings("error:weights")
+@pytest.mark.parametrize(
+    "more",
+    [
+        "transformer.h.0.attn.bias",  # of which the model itself says that it may be there
+        "h.1.self_attn.rotary_emb.inv_freq",
+        "lm_head.weight",  # tied: a second name of the embedding
+    ],
+)
+def test_nothing_is_said_of_what_the_model_does_without(more: str, tmp_path: Path, wrapped: Callable[..., Any]) -> None:
+    saved("gpt2", tmp_path, shards=False, prefix=True)
+    _rewrite(tmp_path, lambda tensors: tensors.setdefault(more, torch.zeros(VOCABULARY, WIDTH)))
+    wrapped(empty(), weights=tmp_path)
+
+
+@pytest.mark.filterwarnings("error:weights")
+def test_files_that_the_index_does_not_name_are_not_the_models(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
+    reference = saved("llama", tmp_path, shards=True, prefix=True)
+    safetensors_torch.save_file({"layers.0.attention.wk": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    model, _ = wrapped(empty("llama"), weights=tmp_path)
+    assert_same({k: v.cpu() for k, v in model.state_dict().items()}, dict(reference.state_dict()))
+
+
+@pytest.mark.filterwarnings("error:weights")
+def test_persistent_buffers_and_whole_numbers_come_with_the_weights(tmp_path: Path, device: torch.device) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3)))
+        model.register_parameter("table", nn.Parameter(torch.arange(4), requires_grad=False))
+        model.register_buffer("passing", torch.zeros(3), persistent=False)
+        return model
+
+    source: Any = build()
+    source[1][1].running_mean += 3
+    source.table.data += 5
+    held = {**source.state_dict(), "passing": torch.ones(7)}  # of another size than the model makes it: not its own
+    safetensors_torch.save_file(held, tmp_path / "model.safetensors")
+    with protrain.empty_parameters():
+        model = build()
+    batch = (torch.randn(4, 8),)
+    wrapped, _ = wrap_under(SPECS[0], model, adamw(model), batch, device=device, weights=tmp_path)
+    assert_same({k: v.cpu() for k, v in wrapped.state_dict().items()}, source.state_dict())
+    source[1][1].running_mean = torch.zeros(5)
+    safetensors_torch.save_file(source.state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"weights: 1\.1\.running_mean in .* has shape \(5,\), the model's is \(8,\)"):
+        wrap_under(SPECS[0], model := build(), adamw(model), batch, device=device, weights=tmp_path)
+
+
 @pytest.fixture
 def no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with a folder shows before the model runs, which takes minutes where it is large."""
@@ -278,96 +343,3 @@ def test_a_missing_shard_is_noticed(tmp_path: Path, wrapped: Callable[..., Any])
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match=r"lacks \d+ of \d+ parameters"):
         wrapped(empty(), weights=tmp_path)
-
-
-@pytest.mark.usefixtures("no_profile")
-def test_a_folder_that_is_missing_is_named(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"weights: there is no folder nothere$"):
-        wrapped(empty(), weights="nothere")
-    with pytest.raises(ValueError, match="are not downloaded: get one with `hf download meta-llama/Llama-2-7b "):
-        wrapped(empty(), weights="meta-llama/Llama-2-7b")
-
-
-def test_what_the_model_has_no_place_for_is_named_once(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
-    saved("gpt2", tmp_path, shards=False, prefix=True)
-    _rewrite(tmp_path, lambda tensors: tensors.update({f"score.{n}": torch.zeros(2) for n in range(5)}))
-    with pytest.warns(UserWarning, match="no place for") as caught:
-        wrapped(empty(), weights=tmp_path)
-    assert len(caught) == 1
-    words = "holds 5 tensors that GPT2LMHeadModel has no place for: score.0, score.1, score.2, .... Left out"
-    assert words in str(caught[0].message)
-
-
-@pytest.mark.filterwarnings("error:weights")
-@pytest.mark.parametrize(
-    "more",
-    [
-        "transformer.h.0.attn.bias",  # of which the model itself says that it may be there
-        "h.1.self_attn.rotary_emb.inv_freq",
-        "lm_head.weight",  # tied: a second name of the embedding
-    ],
-)
-def test_nothing_is_said_of_what_the_model_does_without(more: str, tmp_path: Path, wrapped: Callable[..., Any]) -> None:
-    saved("gpt2", tmp_path, shards=False, prefix=True)
-    _rewrite(tmp_path, lambda tensors: tensors.setdefault(more, torch.zeros(VOCABULARY, WIDTH)))
-    wrapped(empty(), weights=tmp_path)
-
-
-@pytest.mark.filterwarnings("error:weights")
-def test_files_that_the_index_does_not_name_are_not_the_models(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
-    reference = saved("llama", tmp_path, shards=True, prefix=True)
-    safetensors_torch.save_file({"layers.0.attention.wk": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
-    model, _ = wrapped(empty("llama"), weights=tmp_path)
-    assert_same({k: v.cpu() for k, v in model.state_dict().items()}, dict(reference.state_dict()))
-
-
-@pytest.mark.filterwarnings("error:weights")
-def test_persistent_buffers_and_whole_numbers_come_with_the_weights(tmp_path: Path, device: torch.device) -> None:
-    def build() -> nn.Module:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3)))
-        model.register_parameter("table", nn.Parameter(torch.arange(4), requires_grad=False))
-        model.register_buffer("passing", torch.zeros(3), persistent=False)
-        return model
-
-    source: Any = build()
-    source[1][1].running_mean += 3
-    source.table.data += 5
-    held = {**source.state_dict(), "passing": torch.ones(7)}  # of another size than the model makes it: not its own
-    safetensors_torch.save_file(held, tmp_path / "model.safetensors")
-    with protrain.empty_parameters():
-        model = build()
-    batch = (torch.randn(4, 8),)
-    wrapped, _ = wrap_under(SPECS[0], model, adamw(model), batch, device=device, weights=tmp_path)
-    assert_same({k: v.cpu() for k, v in wrapped.state_dict().items()}, source.state_dict())
-    source[1][1].running_mean = torch.zeros(5)
-    safetensors_torch.save_file(source.state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"weights: 1\.1\.running_mean in .* has shape \(5,\), the model's is \(8,\)"):
-        wrap_under(SPECS[0], model := build(), adamw(model), batch, device=device, weights=tmp_path)
-
-
-def test_hooks_of_parameters_last(device: torch.device) -> None:
-    """Those that a module registers before and after a parameter is its own, and those of its caller."""
-    called = []
-
-    def noted(tensor: Tensor) -> None:
-        called.append(tuple(tensor.shape))
-
-    class Hooked(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(8, 8)
-            bias = nn.Parameter(torch.zeros(8))
-            bias.register_hook(noted)
-            self.bias = bias
-            self.weight.register_hook(noted)
-
-    with protrain.empty_parameters():
-        last = nn.Linear(8, 8)
-        model = nn.Sequential(nn.Linear(8, 8), *(Hooked() for _ in range(3)), last)
-    last.weight.register_post_accumulate_grad_hook(noted)
-    removed = last.bias.register_hook(noted)
-    batch = (torch.ones(2, 8),)
-    wrapped, _ = wrap_under(SPECS[0], model, adamw(model), batch, device=device)
-    removed.remove()
-    called.clear()
-    wrapped(*batch).square().mean().backward()
-    assert sorted(called) == [(8,)] * 3 + [(8, 8)] * 4
