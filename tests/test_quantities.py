@@ -47,13 +47,13 @@ def test_a_size_is_more_than_nothing(wrong: float | str) -> None:
         parse_bytes(wrong)
 
 
-@pytest.mark.parametrize("small", [0.5, 24, "24", " 0.5 ", 65535])
+@pytest.mark.parametrize("small", [0.5, 24, "24", " 0.5 ", 1023])
 def test_memory_in_another_unit_than_bytes_is_refused(small: float | str) -> None:
     with pytest.raises(ValueError, match=f"is bytes: write '{str(small).strip()}GiB'"):
         parse_memory(small, name="device_memory")
 
 
-@pytest.mark.parametrize(("text", "count"), [(65536, 65536), ("24KiB", 24 * 1024), ("100B", 100)])
+@pytest.mark.parametrize(("text", "count"), [(1024, 1024), ("24KiB", 24 * 1024), ("100B", 100)])
 def test_memory_is_as_small_as_it_says(text: int | str, count: int) -> None:
     assert parse_memory(text, name="device_memory") == count
 
