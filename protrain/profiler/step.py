@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +67,7 @@ class Step:
         weights: the stand-ins.
         device: where the step runs.
         measure: count memory, uses and operations; otherwise only take the times, undisturbed by that.
+        differentiating: what measuring found of that name.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Step:
         *,
         measure: bool,
         show: Callable[[str], None],
+        differentiating: Iterable[str] = (),
     ) -> None:
         self.segments: list[Segment] = []
         self.calls: list[str] = []  # units in the order of one forward
@@ -87,6 +89,7 @@ class Step:
         self.saved_between: set[StorageWeakRef] = set()  # what autograd keeps for operations outside blocks
         self.active: list[str] = []  # units being called, innermost last
         self.within: dict[str, set[str]] = {}  # unit -> units that were active when it was called
+        self.differentiating = set(differentiating)  # blocks whose forward makes graphs of gradients
         self.compiled = any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in blocks)
         self._model = model
         self._owned = owned
@@ -140,7 +143,7 @@ class Step:
         with torch.enable_grad(), set_checkpoint_early_stop(True):
             self._switch(None)
             saved = saved_tensors_hooks(self._note_saved, lambda tensor: tensor)
-            uses = Uses(self._weights.index, self.used)
+            uses = Uses(self._weights.index, self.used, self._differentiates)
             with uses if self._measure else nullcontext(), saved if self._measure else nullcontext():
                 output = self._model(*args, **kwargs)
                 loss = batches.loss_of(output)
@@ -182,7 +185,8 @@ class Step:
         if self._open_call is not None:
             self._open_call.state = "closed"
         self._held.clear()
-        if self._open.block is not None:
+        # On a GPU graphs of gradients are made by autograd's thread: their operations may come after all of this one's.
+        if self._open.block is not None and (self._forward or self._open.block not in self.differentiating):
             self._weights.empty(self._owned[self._open.block])
         self._inner.give_back()
         self._open = self._open_call = None
@@ -394,6 +398,9 @@ class Step:
     def _reached(self, unit: str, *, lasting: bool) -> None:
         self.within.setdefault(unit, set()).update(self.active)
         self._inner.reached(unit, self.active, lasting=lasting)
+
+    def _differentiates(self) -> None:
+        self.differentiating.update(path for path in self.active if path in self._block_paths)
 
     def used(self, index: int) -> None:
         """An operation takes the parameter ``index``: have it there, and note who used it."""

@@ -78,7 +78,17 @@ def profile(
             weights.random = target.type == "cuda"  # filling from the host again would take longer than the step
             for _ in range(2 if step.compiled else 1):  # the first of two compiles
                 rewind()
-                timed = Step(model, owned, blocks, weights, target, measure=False, show=tell("measuring times"))
+                show_times = tell("measuring times")
+                timed = Step(
+                    model,
+                    owned,
+                    blocks,
+                    weights,
+                    target,
+                    measure=False,
+                    show=show_times,
+                    differentiating=step.differentiating,
+                )
                 timed.run(args, kwargs)
         attention_ms: dict[AttentionCall, float] = {}
         if target.type != "meta":

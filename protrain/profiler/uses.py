@@ -16,18 +16,24 @@ _PLACES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backwa
 
 
 class Uses(TorchFunctionMode):
-    """Tells ``used`` of every operation that takes a parameter of ``index`` (by id), whoever calls it."""
+    """Tells ``used`` of every operation that takes a parameter of ``index`` (by id), whoever calls it.
 
-    def __init__(self, index: dict[int, int], used: Callable[[int], None]) -> None:
+    And calls ``differentiated`` where gradients are computed with a graph of their own.
+    """
+
+    def __init__(self, index: dict[int, int], used: Callable[[int], None], differentiated: Callable[[], None]) -> None:
         super().__init__()
         self._index = index
         self._used = used
+        self._differentiated = differentiated
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func``, with the parameters among its arguments filled."""
         kwargs = kwargs or {}
+        if func is torch.autograd.grad and kwargs.get("create_graph"):
+            self._differentiated()
         found = [self._index[id(tensor)] for tensor in tensors_in((args, kwargs)) if id(tensor) in self._index]
         if not found or func in _PLACES:
             return func(*args, **kwargs)

@@ -87,7 +87,7 @@ class Lazy(Block):
 
     def factor(self, x: Tensor) -> Tensor:
         if not self.ready:
-            self.register_buffer("average", torch.ones(WIDTH))
+            self.register_buffer("average", torch.ones(WIDTH, device=x.device))
             self.ready = True
         factor = self.average.clone()
         self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from tests.engine.harness import (
     wrap_under,
 )
 from tests.engine.residual import Block, Model, batches
-from tests.engine.test_second_derivatives import leave_device_thread_behind
+from tests.engine.test_second_derivatives import count_up, leave_device_thread_behind
 
 MODES = [Spec("none", "least", (mode,), small=True) for mode in (NONE, CKPT, SWAP, CKPT_SWAP)]
 
@@ -150,6 +152,22 @@ def test_blocks_that_compute_gradients(copy: bool, graph: bool, device: torch.de
     leave_device_thread_behind(device)
     make = partial(build, partial(Chain, partial(OwnGradient, copy=copy, graph=graph)))
     check_equal_to_plain(make, batches(3), device=device, specs=[*MODES, Spec("all", "least", (CKPT,))])
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_graph_of_gradients_may_be_of_another_thread(copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where autograd takes what that thread has made after all that this one has."""
+    monkeypatch.setattr(
+        "torch.autograd._engine_run_backward", partial(in_a_thread, torch.autograd.graph._engine_run_backward)
+    )
+    count_up()
+    make = partial(build, partial(Chain, partial(OwnGradient, copy=copy, graph=True)))
+    check_equal_to_plain(make, batches(3), device=torch.device("cpu"), specs=MODES)
+
+
+def in_a_thread(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work, *args, **kwargs).result()
 
 
 def test_blocks_that_compute_gradients_through_others_are_refused() -> None:

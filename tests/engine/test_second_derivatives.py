@@ -65,9 +65,14 @@ def leave_device_thread_behind(device: torch.device) -> None:
     thread counts for itself, so which of the two is ahead hangs on what ran in a process before, without us as well.
     """
     if device.type == "cuda":
-        ours = torch.zeros((), requires_grad=True)
-        for _ in range(50_000):
-            ours * 1.0
+        count_up()
+
+
+def count_up() -> None:
+    """This thread numbers its next operation above 50,000."""
+    ours = torch.zeros((), requires_grad=True)
+    for _ in range(50_000):
+        ours * 1.0
 
 
 def test_weights_that_they_hold_are_counted() -> None:

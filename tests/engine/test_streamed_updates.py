@@ -282,6 +282,9 @@ def test_threads_end_with_the_model(device: torch.device) -> None:
     gone = weakref.ref(optimizer)
     del model, wrapped, optimizer
     gc.collect()
+    deadline = time.monotonic() + 10  # autograd's thread of a GPU holds the backward until it has waited for us
+    while gone() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert gone() is None
     assert not any(thread.is_alive() for thread in threads)
 
