@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from protrain.planning import check, explain, search
-from protrain.planning.caution import IN_STEPS, cautious, host_share
+from protrain.planning.caution import UNKNOWN, cautious, host_share
 from protrain.profiler import ModelProfile
 from tests.planning.machines import H100
 from tests.planning.test_search import make_profile
@@ -26,14 +26,14 @@ def profile() -> ModelProfile:
 
 def test_nothing_but_the_host_is_slower() -> None:
     machine = replace(MACHINE, host_adam_weight_gparams=7.0)
-    share = (1 + 4.2 / 4.9) / 2 * IN_STEPS
+    share = (1 + 4.2 / 4.9) / 2
     adam, weights = 4.9 * share, 7.0 * share
     assert cautious(machine) == replace(machine, host_adam_gparams=adam, host_adam_weight_gparams=weights)
 
 
-def test_a_host_that_is_not_known_is_taken_for_steady() -> None:
-    assert host_share(replace(H100, host_adam_p20_gparams=None)) == IN_STEPS
-    assert host_share(replace(H100, host_adam_p20_gparams=2 * H100.host_adam_gparams)) == IN_STEPS
+def test_of_a_steady_host_all_counts_and_of_an_unknown_one_nearly_all() -> None:
+    assert host_share(replace(H100, host_adam_p20_gparams=1.01 * H100.host_adam_gparams)) == 1.0
+    assert host_share(replace(H100, host_adam_p20_gparams=None)) == UNKNOWN
 
 
 def test_a_slower_host_costs_little(profile: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,4 +53,4 @@ def test_what_is_predicted_is_for_the_machine_as_it_is(profile: ModelProfile) ->
     assert plan.step_ms < late.step_ms
     why = explain(plan, profile, MACHINE)
     assert why.cautious_ms == late.step_ms
-    assert "should the host update 10% more slowly" in str(why)
+    assert "should the host update 7% more slowly" in str(why)
