@@ -30,13 +30,13 @@ class Change(Record):
     knob: str
     step: int  # 1 or -1
     counts: tuple[int, ...]  # in the order of KNOBS
-    step_ms: float | None  # None: there is no such plan
-    device_bytes: int
-    host_bytes: int
-    device_over_bytes: int  # more than there is; 0: fits
-    host_over_bytes: int
-    impossible: str = ""  # why there is no such plan
+    impossible: str = ""  # why there is no such plan; then all that follows is missing
+    step_ms: float | None = None
     cautious_ms: float | None = None  # of a step on the slower host that plans are compared on
+    device_bytes: int = 0
+    host_bytes: int = 0
+    device_over_bytes: int = 0  # more than there is; 0: fits
+    host_over_bytes: int = 0
 
 
 class PlanModels:
@@ -94,11 +94,6 @@ def _turned(plan: Plan, models: PlanModels) -> Iterator[Change]:
                 knob=knob,
                 step=step,
                 counts=tuple(counts.values()),
-                step_ms=None,
-                device_bytes=0,
-                host_bytes=0,
-                device_over_bytes=0,
-                host_over_bytes=0,
                 impossible=impossible,
             )
             yield change if impossible else _effect(change, plan, models)
@@ -141,11 +136,6 @@ def _switched(
         knob=knob,
         step=-1 if getattr(plan, knob) else 1,
         counts=tuple(getattr(plan, name) for name in KNOBS),
-        step_ms=None,
-        device_bytes=0,
-        host_bytes=0,
-        device_over_bytes=0,
-        host_over_bytes=0,
         impossible=impossible,
     )
     if impossible:

@@ -11,9 +11,11 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -140,30 +142,46 @@ def profile(
 
 @contextmanager
 def _restored(model: nn.Module, device: torch.device) -> Iterator[Any]:
-    """Training mode inside; afterwards all flags and random states as before. Yields a rewind of the latter."""
-    flags = [(module, module.training) for module in model.modules()]
-    states = (random.getstate(), torch.get_rng_state())
+    """Training mode inside; afterwards modules' attributes and random states as before. Yields a rewind of these.
+
+    What an attribute refers to is put back, not what forward did to it: a list that has grown stays as it is.
+    """
+    before = _attributes(model)
+    values = {id(value): value for _, held in before for value in held.values()}.values()
+    generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
-    def rewind() -> None:
+    def put_back(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        for now, held in attributes:
+            if now.keys() != held.keys() or any(now[name] is not value for name, value in held.items()):
+                now.clear()
+                now.update(held)
+        for generator, state in generators:
+            generator.set_state(state)
         random.setstate(states[0])
-        torch.set_rng_state(states[1])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
 
     try:
         model.train()
+        training = _attributes(model)
         if device.type == "cuda":
             with torch.cuda.device(device):
-                yield rewind
+                yield partial(put_back, training)
         else:
-            yield rewind
+            yield partial(put_back, training)
     finally:
-        for module, flag in flags:
-            module.training = flag
-        rewind()
+        put_back(before)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the engine's chunks come next and want whole segments
+
+
+def _attributes(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each module's dictionary of attributes, and what is in it now."""
+    return [(vars(module), vars(module).copy()) for module in model.modules()]
 
 
 def _owned(model: nn.Module, units: list[str], blocks: list[str], weights: Weights) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,6 +95,41 @@ def test_nothing_is_left_behind(dtype: torch.dtype) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert torch.get_rng_state().equal(state)
     assert random.getstate() == python_state
+
+
+class _Lazy(nn.Module):
+    """Makes what it needs in its first forward, counts, and draws from a generator of its own and from numpy's."""
+
+    ready = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block(16) for _ in range(3))
+        self.generator = torch.Generator()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.register_buffer("average", torch.ones(16))
+            self.table = torch.ones(16)
+            self.ready = True
+        self.calls += 1
+        assert self.training
+        for layer in self.layers if self.calls % 2 else reversed(self.layers):
+            x = layer(x) * self.table
+        return x + torch.rand(16, generator=self.generator) * float(np.random.rand())
+
+
+def test_what_a_forward_makes_is_left_for_the_first_one() -> None:
+    model = _Lazy().eval()
+    attributes = [vars(module).copy() for module in model.modules()]
+    state, numpy_state = model.generator.get_state(), str(np.random.get_state(legacy=False))
+    traced = profile(model, (torch.randn(4, 16),))
+    assert [unit.name for unit in traced.units if unit.block is not None] == ["layers.0", "layers.1", "layers.2"]
+    assert [vars(module) for module in model.modules()] == attributes
+    assert not model._buffers
+    assert model.generator.get_state().equal(state)
+    assert str(np.random.get_state(legacy=False)) == numpy_state
 
 
 def test_a_recurrent_module_keeps_its_own_lists_of_weights() -> None:
