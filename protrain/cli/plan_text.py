@@ -29,9 +29,9 @@ def summary_text(
     device = "GPU" if hardware.device_type == "cuda" else "device"
     estimated = profile.device != hardware.device_type
     basis = "estimated from counted operations, nothing was run there" if estimated else "predicted"
-    slower = f"{format_ms(why.cautious_ms)} should the host update {1 - why.host_share:.0%} more slowly"
+    slower = why.on_slower_host()
     rows = [
-        ["step", f"{format_ms(plan.step_ms)}, {plan.tokens_per_s:,.0f} tokens/s ({basis}); {slower}"],
+        ["step", f"{format_ms(plan.step_ms)}, {plan.tokens_per_s:,.0f} tokens/s ({basis}){slower and '; '}{slower}"],
         [f"{device} memory", f"{format_bytes(plan.device_bytes)} of {format_bytes(why.device_limit_bytes)}"],
         ["host memory", f"{format_bytes(plan.host_bytes)} of {format_bytes(why.host_limit_bytes)}"],
         ["model states", _states(plan, device)],

@@ -58,10 +58,14 @@ class Buffer:
         self.free: Mark = streams.mark()  # the last kernel that read the content is done
         self._state = Residency.EMPTY
         self._storage = memory.untyped_storage()
-        self._references = self._count()  # while nothing is a view of the memory
+        self._references = self._count()
 
-    def has_views(self) -> bool:
-        """Whether any tensor shares the memory."""
+    def begin_use(self) -> None:
+        """Units begin to use the content."""
+        self._references = self._count()
+
+    def has_new_views(self) -> bool:
+        """Whether more tensors share the memory than when units began to use the content."""
         return self._count() > self._references
 
     def _count(self) -> int:
@@ -125,6 +129,8 @@ class BufferPool:
         if buffer.state is Residency.LOADING:
             self.streams.compute_waits(buffer.loaded)
             buffer.state = Residency.PRESENT
+        if not buffer.holders:
+            buffer.begin_use()
         buffer.holders += 1
         return buffer.memory
 
@@ -165,9 +171,9 @@ class BufferPool:
             self.streams.compute_reached(buffer.free)
 
     def outlived(self, chunk: Chunk) -> bool:
-        """Whether a view of ``chunk`` in its buffer is alive though no unit holds it: soon it shows another chunk."""
+        """Whether a view made while units held ``chunk`` is alive though none does: soon it shows another chunk."""
         buffer = self._by_chunk.get(chunk.index)
-        return buffer is not None and buffer.holders == 0 and buffer.has_views()
+        return buffer is not None and buffer.holders == 0 and buffer.has_new_views()
 
     def prefetch(self, chunks: list[Chunk], schedule: Schedule) -> None:
         """Fetch ahead, nearest first, while a buffer is free or holds what is needed later."""

@@ -159,7 +159,8 @@ class Engine:
     def _refuse_kept_views(self, unit: Unit) -> None:
         """MisuseError where a view of a weight is kept where the engine cannot see it: in backward it would be another.
 
-        What autograd saves it does see; what it cannot see counts as a user of the buffer's memory.
+        What autograd saves it does see. What it cannot see is a user of the buffer's memory that came while the unit
+        had it, and stays when the unit, with all that runs around it, is done.
         """
         if not any(map(self.buffers.outlived, unit.chunks)):
             return
@@ -186,9 +187,12 @@ class Engine:
             frame = Frame(self, unit)
             with saved_tensors_hooks(frame.pack, frame.unpack) if torch.is_grad_enabled() else nullcontext():
                 output = function(*args, **kwargs)
-            return self._out_of_buffers(output)
+            output = self._out_of_buffers(output)
         finally:
             self.unbind(unit)
+        if torch.is_grad_enabled():
+            self._refuse_kept_views(unit)
+        return output
 
     def _come_to(self, unit: Unit) -> None:
         self.refuse_while_whole(f"the forward of {unit.label}")
@@ -280,10 +284,14 @@ class Engine:
     def gradient_ready(self, index: int) -> None:
         """Autograd has accumulated the whole gradient of parameter ``index``."""
         self.begin_backward()
-        self.gradients.collect(self.members[index])
         if not self._accumulates:
-            self.backward_begins()
+            try:
+                self.backward_begins()
+            except BaseException:  # refused: nothing of this backward may be left for the next
+                self.gradients.discard(self.members[index])
+                raise
             self._accumulates = True
+        self.gradients.collect(self.members[index])
 
     def _leave_unit(self) -> None:
         unit, self._current = self._current, None

@@ -107,8 +107,12 @@ class Gradients:
         if gradient is not None and member.group >= 0:
             self.pending.append((member, gradient.detach()))
 
+    def discard(self, member: Member) -> None:
+        """Drop the gradient that autograd has just finished for ``member``."""
+        take_gradient(member.parameter)
+
     def abandon(self) -> None:
-        """Forget what a backward that raised has brought since the last :meth:`flush`."""
+        """Forget what a backward that raised has brought and no :meth:`flush` has stored."""
         self.pending.clear()
         for member in self.members:  # a hook that raised kept some from being collected
             take_gradient(member.parameter)

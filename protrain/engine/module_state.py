@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_not
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class BlockModules:
         self.modules = [*module.modules()]
         self.updated: set[tuple[nn.Module, str]] = set()  # large buffers that are copied before each run
         self.changing: set[nn.Module] = set()  # those whose plain attributes a forward changes
-        self.generators: list[torch.Generator] = []  # that they draw from
+        self._generators: set[tuple[nn.Module, str]] = set()  # where they have generators that they draw from
         self.watched: set[bool] = set()  # modes, training or not, in which a run was watched
         self._holding = [m._parameters for m in self.modules if m._parameters]
         self._own = [parameter for held in self._holding for parameter in held.values()]
@@ -47,9 +47,21 @@ class BlockModules:
         """What the modules hold now that the block is called."""
         watched = self.module.training not in self.watched
         if watched:
-            held = (value for module in self.modules for value in vars(module).values())
-            self.generators = [value for value in held if isinstance(value, torch.Generator)]
+            self.find_generators()
         return ModulesBefore(self, watched=watched)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """What they draw from now: the loop may have put others in their place."""
+        found = (vars(module).get(name) for module, name in self._generators)
+        return [value for value in found if isinstance(value, torch.Generator)]
+
+    def find_generators(self) -> None:
+        """Note where there are generators now."""
+        for module in self.modules:
+            self._generators.update(
+                (module, name) for name, v in vars(module).items() if isinstance(v, torch.Generator)
+            )
 
     def given_parameters(self) -> list[_Held]:
         """The parameters where they are not the modules' own."""
@@ -80,6 +92,23 @@ class _Table:
     version: int  # before the run
 
 
+class _Attributes(NamedTuple):
+    """The plain attributes of a module, and the names of all."""
+
+    plain: dict[str, Any]
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Attributes:
+        held = vars(module)
+        return cls({name: value for name, value in held.items() if type(value) in _PLAIN}, frozenset(held))
+
+    def among(self, module: nn.Module) -> dict[str, Any]:
+        """These and what else ``module`` has now, without what has been made since."""
+        others = {name: v for name, v in vars(module).items() if name in self.names and type(v) not in _PLAIN}
+        return others | self.plain
+
+
 class ModulesBefore:
     """What the modules of ``block`` held when its first run began."""
 
@@ -89,7 +118,7 @@ class ModulesBefore:
         modules = block.modules
         self._training = [module.training for module in modules]
         self._parameters = block.given_parameters()
-        self._given = [  # of those of the engine [Note: edits] takes care
+        self._given = [  # [Note: edits] takes care of those that are the engine's
             (parameter, _version(parameter))
             for _, held in self._parameters
             for parameter in held.values()
@@ -98,7 +127,7 @@ class ModulesBefore:
         self._copies: dict[int, _Copy] = {}  # by the id of the buffer
         self._tables: list[_Table] = []
         self._buffers = {module: self._without_copied(module) for module in modules if module._buffers}
-        self._plain = {m: _plain(m) for m in modules if watched or m._buffers or m in block.changing}
+        self._plain = {m: _Attributes.of(m) for m in modules if watched or m._buffers or m in block.changing}
 
     def _without_copied(self, module: nn.Module) -> dict[str, Any]:
         """The buffers of ``module``, with those that a forward may update copied."""
@@ -123,6 +152,7 @@ class ModulesBefore:
         if not self._watched:
             return
         self._block.watched.add(self._training[0])
+        self._block.find_generators()  # some are made when they are first needed
         tables = []
         for table in self._tables:
             copy = self._copies.get(id(table.buffer))
@@ -134,9 +164,9 @@ class ModulesBefore:
                 self._buffers[table.owner][table.name] = copy
         self._tables = tables
         self._copies.clear()
-        self._block.changing.update(module for module, plain in self._plain.items() if _plain(module) != plain)
+        self._block.changing.update(module for module, held in self._plain.items() if _Attributes.of(module) != held)
         kept = self._buffers.keys() | self._block.changing
-        self._plain = {module: plain for module, plain in self._plain.items() if module in kept}
+        self._plain = {module: held for module, held in self._plain.items() if module in kept}
 
     def given_changed(self) -> bool:
         """Whether a parameter that the engine doesn't manage is no longer what the first run was given."""
@@ -160,7 +190,7 @@ class ModulesBefore:
         held: list[_Held] = [
             *self._parameters,
             *((module._buffers, _with_copies(self._buffers.get(module, {}), made)) for module in with_buffers),
-            *((vars(module), _others(module) | plain) for module, plain in self._plain.items()),
+            *((vars(module), before.among(module)) for module, before in self._plain.items()),
         ]
         now = [(owner, owner.copy()) for owner, _ in held]
         training = [module.training for module in modules]
@@ -198,14 +228,6 @@ def _with_copies(held: dict[str, Any], made: dict[int, Tensor]) -> dict[str, Any
             value = made[id(value)]
         found[name] = value
     return found
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
-
-
-def _others(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if type(value) not in _PLAIN}
 
 
 def _version(tensor: Tensor) -> int:

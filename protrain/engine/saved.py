@@ -186,6 +186,7 @@ class CheckpointFrame(Frame):
             for tensor in self.attention.keep():
                 self.engine.ledger.hold(tensor)
         self.modules.over()
+        self.recomputed.clear()  # of a block that computes gradients itself: backward comes much later
         self._look_at_caches()
         return output
 

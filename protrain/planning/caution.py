@@ -20,7 +20,9 @@ UNKNOWN = 0.97  # where calibration did not tell how steady a host is: of most
 
 
 def host_share(hardware: HardwareProfile) -> float:
-    """The share of the host's rate that plans count on."""
+    """The share of the host's rate that plans count on; all of it where the device is the same processor."""
+    if hardware.device_type == "cpu":
+        return 1.0
     slow = hardware.host_adam_p20_gparams
     return UNKNOWN if slow is None else (1.0 + min(1.0, slow / hardware.host_adam_gparams)) / 2
 

@@ -53,15 +53,25 @@ class Explanation(Record):
     host_parts: dict[str, int]
     phases: tuple[Phase, ...]
     changes: tuple[Change, ...]
-    here: Plan | None  # a faster plan that fits as it is; None: this one is the fastest
+    here: Plan | None  # one that a search finds on this machine, and that is faster
     better: tuple[Better, ...]
 
     def table(self) -> str:
         """Everything as text."""
         tables = (self.memory_table(), self.phase_table(), self.knob_table(), self.better_table())
         step = f"{self.plan}: {format_ms(self.plan.step_ms)}, {self.tokens_per_s:,.0f} tokens/s"
-        step += f"; {format_ms(self.cautious_ms)} should the host update {1 - self.host_share:.0%} more slowly"
+        step += f"; {slower}" if (slower := self.on_slower_host()) else ""
         return "\n\n".join((step, *tables))
+
+    def on_slower_host(self) -> str:
+        """A step's time with the share of the host's rate that plans count on; "" where that is all of it."""
+        if not self._host_is_slower:
+            return ""
+        return f"{format_ms(self.cautious_ms)} should the host update {1 - self.host_share:.0%} more slowly"
+
+    @property
+    def _host_is_slower(self) -> bool:
+        return self.host_share < 0.995  # by 1% and more, as it is written
 
     def __str__(self) -> str:
         return self.table()
@@ -89,13 +99,13 @@ class Explanation(Record):
 
     def knob_table(self) -> str:
         """One step of each knob."""
-        slower = f"host {1 - self.host_share:.0%} slower"
-        rows = [["one more or less", "step time", slower, "device memory", "host memory", ""]]
+        slower = [f"host {1 - self.host_share:.0%} slower"] if self._host_is_slower else []
+        rows = [["one more or less", "step time", *slower, "device memory", "host memory", ""]]
         for change in self.changes:
             at = int(getattr(self.plan, change.knob))
             name = f"{change.knob} {at} -> {at + change.step}"
             if change.step_ms is None or change.cautious_ms is None:
-                rows.append([name, "-", "-", "-", "-", change.impossible])
+                rows.append([name, "-", *["-"] * len(slower), "-", "-", change.impossible])
                 continue
             over = [
                 f"{format_bytes(size)} too much {where} memory"
@@ -106,7 +116,7 @@ class Explanation(Record):
                 [
                     name,
                     f"{format_ms(change.step_ms)} ({format_change(change.step_ms, self.plan.step_ms)})",
-                    format_change(change.cautious_ms, self.cautious_ms),
+                    *[format_change(change.cautious_ms, self.cautious_ms)] * len(slower),
                     _signed(change.device_bytes - self.plan.device_bytes),
                     _signed(change.host_bytes - self.plan.host_bytes),
                     f"infeasible: {', '.join(over)}" if over else "",

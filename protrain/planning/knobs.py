@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,18 +53,21 @@ class PlanModels:
         *,
         step_during_backward: bool,
     ) -> None:
-        self.memory, on_slower = (
-            MemoryModel(
-                as_planned(profile, plan),
-                machine,
-                layout,
-                update_in_backward=step_during_backward,
-                early_weights=plan.early_weights,
-            )
-            for machine in (hardware, cautious(hardware))
+        self.memory = MemoryModel(
+            as_planned(profile, plan),
+            hardware,
+            layout,
+            update_in_backward=step_during_backward,
+            early_weights=plan.early_weights,
         )
         self.runtime = RuntimeModel(self.memory)
-        self.slower = RuntimeModel(on_slower)
+
+    @functools.cached_property
+    def slower(self) -> RuntimeModel:
+        """Of the slower machine."""
+        memory = copy.copy(self.memory)
+        memory.hardware = cautious(memory.hardware)
+        return RuntimeModel(memory)
 
 
 def changes_of(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, models: PlanModels) -> Iterator[Change]:

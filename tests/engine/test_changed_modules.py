@@ -131,6 +131,19 @@ class Dropping(Block):
         return torch.rand(WIDTH, generator=self.generator).to(x.device) * random.choice([0.5, 1.0, 2.0])
 
 
+class LateDropping(Block):
+    """Draws from a generator that is made when it is first needed, and another from time to time."""
+
+    generator: torch.Generator | None = None
+    calls = 0
+
+    def factor(self, x: Tensor) -> Tensor:
+        if self.generator is None or self.calls % 3 == 2:
+            self.generator = torch.Generator().manual_seed(self.calls)
+        self.calls += 1
+        return torch.rand(WIDTH, generator=self.generator).to(x.device)
+
+
 class Model(nn.Module):
     def __init__(self, block: type[Block]) -> None:
         super().__init__()
@@ -156,7 +169,7 @@ def profile(block: type[Block], device: torch.device) -> None:
     shared_profile(model, batches()[0], optimizer=adamw(model), device=device, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("block", [Averaging, Hidden, Lazy, Replaced, Counting, Dropping])
+@pytest.mark.parametrize("block", [Averaging, Hidden, Lazy, Replaced, Counting, Dropping, LateDropping])
 def test_what_forward_changes(block: type[Block], device: torch.device) -> None:
     profile(block, device)
     check_equal_to_plain(lambda: make(block), batches(4), device=device, specs=SPECS)

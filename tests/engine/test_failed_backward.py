@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain.errors import MisuseError
 from tests.engine.harness import (
     CKPT,
     NONE,
@@ -124,3 +125,20 @@ def test_the_same_backward_once_more(spec: Spec, device: torch.device, same_grap
     loss.backward()
     optimizer.step()
     assert_same(states(wrapped, optimizer), plain_step(device))
+
+
+def test_a_backward_that_is_refused_leaves_nothing(device: torch.device) -> None:
+    """float16: the loss must be scaled; what the unscaled one brought is not added to the next."""
+
+    def run(*, refused: bool) -> dict[str, Tensor]:
+        model = make()
+        wrapped, optimizer = wrap_under(SPECS[0], model, adamw(model), batches()[0], device=device, dtype=torch.float16)
+        loss = loss_of(wrapped, batches()[1])
+        if refused:
+            with pytest.raises(MisuseError, match="float16 needs a scaled loss"):
+                loss.backward(retain_graph=True)
+        optimizer.backward(loss)
+        optimizer.step()
+        return states(wrapped, optimizer)
+
+    assert_same(run(refused=True), run(refused=False))

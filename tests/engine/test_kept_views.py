@@ -61,6 +61,9 @@ def make(keeps: str) -> nn.Module:
         return model
 
 
+KEPT = r"1\.0 keeps a view of a weight \(1\.0\.linear\.weight, .*\) beyond its for"
+
+
 @pytest.mark.parametrize("keeps", ["nothing", "cycle"])
 def test_views_that_are_saved(keeps: str, device: torch.device) -> None:
     check_equal_to_plain(lambda: make(keeps), batches(3), device=device, specs=SPECS)
@@ -71,5 +74,33 @@ def test_views_that_are_saved(keeps: str, device: torch.device) -> None:
 def test_views_that_are_kept(keeps: str, spec: Spec, device: torch.device) -> None:
     model = make(keeps)
     wrapped, _ = wrap_under(spec, model, adamw(model), batches()[0], device=device)
-    with pytest.raises(MisuseError, match=r"1\.0 keeps a view of a weight \(1\.0\.linear\.weight, .*\) beyond its for"):
+    with pytest.raises(MisuseError, match=KEPT):
         wrapped(*batches()[0])
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_views_that_are_kept_beyond_hooks(by_hook: bool, device: torch.device) -> None:
+    """Hooks have the weights before and after forward: what they keep counts, and so does what forward keeps."""
+    kept: list[Tensor] = []
+
+    def hook(block: Any, *_: Any) -> None:
+        if by_hook:
+            kept.append(block.linear.weight[0])
+
+    model = make("nothing" if by_hook else "context")
+    wrapped, _ = wrap_under(Spec("none", "all", (NONE,)), model, adamw(model), batches()[0], device=device)
+    model.get_submodule("1.0").register_forward_hook(hook)
+    with pytest.raises(MisuseError, match=KEPT):
+        wrapped(*batches()[0])
+
+
+def test_a_view_from_an_evaluation_is_nobodys_fault(device: torch.device) -> None:
+    model = make("attribute")
+    wrapped, _ = wrap_under(SPECS[0], model, adamw(model), batches()[0], device=device)
+    with torch.no_grad():
+        wrapped(*batches()[0])
+    blocks: Any = model.get_submodule("1")
+    assert all(block.kept is not None for block in blocks)
+    for block in blocks:
+        block.keeps = "nothing"
+    wrapped(*batches()[0]).sum().backward()
