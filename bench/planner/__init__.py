@@ -3,6 +3,7 @@
 cases     models, batches and limits; those that the models were tuned on and those held out
 draw      plans drawn at random from all that fit
 worker    one process per case: wraps, trains a few steps under each plan, measures
+beside    several processes at once, for limits, where nothing is timed
 accuracy  predictions made anew from the recorded profiles, beside what was measured
 regret    the chosen plan against others on the same machine
 largest   the largest models of four families on the paper's machines, simulated: python -m bench.planner.largest

@@ -15,12 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import protrain
 from bench.planner import accuracy
+from bench.planner.beside import beside_each_other
 from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
 from bench.planner.picture import draw_scatter
 from bench.planner.results import CaseResult, Results
@@ -38,6 +40,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(arguments)
     failed: list[str] = []
+    if args.jobs < 1:
+        parser.error(f"--jobs: at least one case at a time, not {args.jobs}")
+    if args.jobs > 1 and args.kind != "limits":
+        parser.error("--jobs: cases beside each other slow each other down, and only --kind limits times nothing")
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
     if args.read is not None:
@@ -67,11 +73,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--read", type=Path, metavar="FOLDER", help="measure nothing: judge what lies in FOLDER")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases by name")
     parser.add_argument("--part", choices=("tuned", "held-out", "both"), default="both", help="(default: both)")
-    parser.add_argument("--host-memory", help="for a machine whose free memory is not all there is")
+    parser.add_argument("--host-memory", help="of each case, for a machine whose free memory is not all there is")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a plan (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the plans and limits drawn")
     parser.add_argument(
         "--traces", type=Path, metavar="FOLDER", help="for a trace of every plan, measured and predicted"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="cases at once, for --kind limits alone: it times nothing"
     )
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no plan after")
     return parser
@@ -85,27 +94,37 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
     elif detect(device).source != "measured":
         with Progress(enabled=True).stage("calibrating this machine first"):
             protrain.calibrate(device)
-    found, failed = [], []
+    found: list[CaseResult] = []
+    failed: list[str] = []
     results = Results(command=command, device=device_name(device), versions=versions(), cases=())
+    total_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**30
     with tempfile.TemporaryDirectory() as folder:
-        for index, case in enumerate(_chosen(args, device)):
-            if time.time() > until:
-                failed.append(f"{case.name}: not begun in time")
-                continue
-            source, out = Path(folder) / "case.json", Path(folder) / f"{index}.json"
-            case.save(source)
-            worker = [sys.executable, "-m", "bench.planner.worker", str(source), str(out), "--kind", args.kind]
-            options = ["--seed", str(args.seed), "--steps", str(args.steps), "--until", str(until)]
-            options += [] if args.traces is None else ["--traces", str(args.traces)]
-            status = subprocess.run([*worker, *options], check=False).returncode
-            if out.exists():
-                found.append(CaseResult.load(out))
-            if status != 0:
-                failed.append(f"{case.name}: exit status {status}")
-            results = Results(command=command, device=device_name(device), versions=versions(), cases=tuple(found))
+
+        def run(case: Case) -> tuple[CaseResult | None, str]:
+            return _run(case, Path(tempfile.mkdtemp(dir=folder)), args, until)
+
+        for _, (result, failure) in beside_each_other(
+            _chosen(args, device), run, jobs=args.jobs, device_bytes=total_bytes
+        ):
+            found += [] if result is None else [result]
+            failed += [failure] if failure else []
+            results = replace(results, cases=tuple(found))
             if args.out is not None:  # after every case, so that a run that is cut off leaves what it has
                 results.save(args.out / FILES[args.kind])
     return results, failed
+
+
+def _run(case: Case, folder: Path, args: argparse.Namespace, until: float) -> tuple[CaseResult | None, str]:
+    """What a process of its own found out about ``case``, and why it did not find out everything."""
+    if time.time() > until:
+        return None, f"{case.name}: not begun in time"
+    source, out = folder / "case.json", folder / "result.json"
+    case.save(source)
+    worker = [sys.executable, "-m", "bench.planner.worker", str(source), str(out), "--kind", args.kind]
+    options = ["--seed", str(args.seed), "--steps", str(args.steps), "--until", str(until)]
+    options += [] if args.traces is None else ["--traces", str(args.traces)]
+    status = subprocess.run([*worker, *options], check=False).returncode
+    return CaseResult.load(out) if out.exists() else None, f"{case.name}: exit status {status}" if status else ""
 
 
 def _chosen(args: argparse.Namespace, device: torch.device) -> list[Case]:

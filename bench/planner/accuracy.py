@@ -96,7 +96,9 @@ def limits_table(results: Sequence[CaseResult]) -> str:
     points = [(result, point) for result in results for point in result.points]
     failed = sum(bool(point.error) for _, point in points)
     lines = [f"{result.case.name}  {result.row(point)}" for result, point in points]
-    return "\n".join([*lines, "", f"{failed} of {len(points)} chosen plans ran out of memory"])
+    refused = sum(not result.points for result in results)
+    told = f"; for {refused} of {len(results)} cases nothing fits, and none was tried" if refused else ""
+    return "\n".join([*lines, "", f"{failed} of {len(points)} chosen plans ran out of memory{told}"])
 
 
 def _within(errors: list[float], limit: float) -> float:

@@ -60,6 +60,7 @@ def main() -> None:
     except PlanError as error:
         if args.kind != "limits":
             sys.exit(f"{case.name}: {error}")
+        result.save(args.out)
         print(f"{case.name}  nothing fits, and nothing was tried: {str(error).splitlines()[0]}", file=sys.stderr)
 
 

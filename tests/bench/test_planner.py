@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import torch
 import protrain
 from bench.planner.__main__ import FILES, main
 from bench.planner.accuracy import errors_of, limits_table, regret, regret_table
-from bench.planner.cases import CASES, REGRET, SMOKE, random_limits
+from bench.planner.beside import beside_each_other
+from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
 from bench.planner.descent import descend
 from bench.planner.draw import draw
 from bench.planner.measure import Point, build
@@ -168,3 +171,40 @@ def test_a_run_is_recorded_and_read_again(tmp_path: Path, capsys: pytest.Capture
     printed = capsys.readouterr().out
     assert "time_within_5" in printed
     assert results.cases[0].case.name in printed
+
+
+def test_cases_run_beside_each_other_as_far_as_their_limits_fit() -> None:
+    gib = 2**30
+    limits = ("9GiB", "3GiB", "3GiB", None, "6GiB", "1GiB")  # and one more each, of the process
+    cases = [replace(SMOKE[0], batch=number, device_memory=limit) for number, limit in enumerate(limits)]
+    taken = {case.batch: (10 * gib if case.device_memory is None else 0) for case in cases}
+    taken |= {0: 10 * gib, 1: 4 * gib, 2: 4 * gib, 4: 7 * gib, 5: 2 * gib}
+    lock, running, most = threading.Lock(), set[int](), {"bytes": 0, "jobs": 0}
+
+    def run(case: Case) -> int:
+        with lock:
+            running.add(case.batch)
+            most["bytes"] = max(most["bytes"], sum(taken[number] for number in running))
+            most["jobs"] = max(most["jobs"], len(running))
+        time.sleep(0.05)
+        with lock:
+            running.remove(case.batch)
+        return case.batch * 10
+
+    done = list(beside_each_other(cases, run, jobs=3, device_bytes=10 * gib))
+    assert sorted(result for _, result in done) == [0, 10, 20, 30, 40, 50]
+    assert all(result == 10 * case.batch for case, result in done)
+    assert most == {"bytes": 10 * gib, "jobs": 3}
+    with pytest.raises(SystemExit):
+        main(["--jobs", "2"])
+    with pytest.raises(SystemExit):
+        main(["--jobs", "0", "--kind", "limits"])
+
+
+def test_limits_count_what_was_refused_before_it_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = replace(SMOKE[0], device_memory="1MiB")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bench.planner.__main__.SMOKE", (*SMOKE, case))
+        assert main(["--kind", "limits", "--jobs", "2", "--steps", "1", "--out", str(tmp_path)]) == 0
+    assert "0 of 1 chosen plans ran out of memory; for 1 of 2 cases nothing fits" in capsys.readouterr().out
+    assert {len(result.points) for result in Results.load(tmp_path / FILES["limits"]).cases} == {0, 1}
