@@ -8,5 +8,6 @@ accuracy  predictions made anew from the recorded profiles, beside what was meas
 regret    the chosen plan against others on the same machine
 largest   the largest models of four families on the paper's machines, simulated: python -m bench.planner.largest
 layerwise what hooks on layers miss of a step's peak memory: python -m bench.planner.layerwise
+profile_time  how long a profile takes: python -m bench.planner.profile_time
 picture   the scatter plot
 """

@@ -1,0 +1,158 @@
+"""How long the profile takes that a plan is made from, of models larger than the device too.
+
+python -m bench.planner.profile_time --out bench/results/h100
+
+Each model is profiled ``--repeat`` times in a process of its own. The first time counts, as a user waits for it once:
+kernels are loaded, libraries make their handles, and the allocator has nothing yet. Blocks are not compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import shlex
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import protrain
+from bench.planner.output import put_out
+from protrain.cli.models import load_model
+from protrain.cli.summary import device_name, versions
+from protrain.planning.tables import aligned
+from protrain.records import Record
+
+FILE = "profile_time.json"
+GIB = 1024**3
+_PIECE_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Record):
+    """A model and what it is profiled with."""
+
+    shape: str
+    batch: int
+    sequence: int
+    on_host: bool  # weights in bf16 in ordinary host memory; otherwise there are none yet
+
+
+PROFILES = tuple(
+    Asked(shape=shape, batch=8, sequence=sequence, on_host=on_host)
+    for shape, sequence in (("llama-7b", 2048), ("gpt2-20b", 1024))
+    for on_host in (False, True)
+)
+SMOKE = (Asked(shape="tiny", batch=2, sequence=64, on_host=True),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Record):
+    """What one model's profiles took."""
+
+    asked: Asked
+    parameters: int
+    weight_bytes: int  # in the dtype of the profile
+    profile_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Record):
+    """A whole run."""
+
+    command: str
+    device: str
+    device_bytes: int
+    versions: dict[str, str]
+    profiled: tuple[Row, ...]
+
+    def table(self) -> str:
+        """For the terminal."""
+        lines = [("model", "parameters", "batch", "weights", "the first", "later")]
+        for row in self.profiled:
+            asked = row.asked
+            lines.append(
+                (
+                    asked.shape,
+                    f"{row.parameters / 1e9:.2f} B",
+                    f"{asked.batch} x {asked.sequence}",
+                    f"{row.weight_bytes / GIB:.0f} GiB {'on the host' if asked.on_host else 'to be, none yet'}",
+                    f"{row.profile_s[0]:.2f} s",
+                    ", ".join(f"{seconds:.2f} s" for seconds in row.profile_s[1:]),
+                )
+            )
+        return f"{aligned(lines)}\n{self.device}, {self.device_bytes / GIB:.0f} GiB"
+
+
+def profiled(asked: Asked, repeat: int) -> Row:
+    """Profile ``repeat`` times in this process."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    loaded = load_model(asked.shape)
+    if asked.on_host:
+        _fill(loaded.model)
+    ids = torch.randint(loaded.config.vocab_size, (asked.batch, asked.sequence))
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    seconds = []
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        protrain.profile(loaded.model, {"input_ids": ids, "labels": ids}, device=device, dtype=dtype)
+        seconds.append(time.perf_counter() - begin)
+    return Row(asked=asked, parameters=parameters, weight_bytes=parameters * dtype.itemsize, profile_s=tuple(seconds))
+
+
+def _fill(model: nn.Module) -> None:
+    """Give the parameters memory and random values, the same few over and over: drawing billions takes minutes."""
+    piece = torch.randn(_PIECE_ELEMENTS).mul_(0.02).bfloat16()
+    filled: dict[int, nn.Parameter] = {}  # tied ones are one
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in filled:
+                values = torch.empty(parameter.shape, dtype=torch.bfloat16)
+                for part in values.view(-1).split(_PIECE_ELEMENTS):
+                    part.copy_(piece[: part.numel()])
+                filled[id(parameter)] = nn.Parameter(values)
+            module._parameters[name] = filled[id(parameter)]
+
+
+def main(argv: list[str] | None = None, profiles: tuple[Asked, ...] | None = None) -> int:
+    """Run the command."""
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="bench.planner.profile_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
+    parser.add_argument("--repeat", type=int, default=3, help="profiles of each (default: 3)")
+    args = parser.parse_args(arguments)
+    if args.repeat < 1:
+        parser.error("--repeat must be 1 or more")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        print("no GPU here: a tiny model as a check that everything runs; the figures mean nothing", file=sys.stderr)
+    rows = []
+    for asked in profiles or (PROFILES if device.type == "cuda" else SMOKE):
+        print(f"{asked.shape}, {asked.batch} x {asked.sequence}", file=sys.stderr, flush=True)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            rows.append(process.submit(profiled, asked, args.repeat).result())
+    put_out(
+        Table(
+            command=f"python -m bench.planner.profile_time {shlex.join(arguments)}",
+            device=device_name(device),
+            device_bytes=protrain.hardware.detect(device).device_bytes,
+            versions=versions(),
+            profiled=tuple(rows),
+        ),
+        args.out,
+        FILE,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Profiles are timed with the weights that the command says, and the first one apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.planner import profile_time as command
+from protrain.cli.models import load_model
+
+
+def test_a_profile_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--repeat", "2", "--out", str(tmp_path)], command.SMOKE) == 0
+    [row] = command.Table.load(tmp_path / command.FILE).profiled
+    assert row.asked == command.SMOKE[0]
+    assert row.parameters == sum(parameter.numel() for parameter in load_model("tiny").model.parameters())
+    assert len(row.profile_s) == 2
+    assert min(row.profile_s) > 0
+    assert "tiny   0.00 B      2 x 64  0 GiB on the host" in capsys.readouterr().out
+
+
+def test_weights_on_the_host_are_filled_and_stay_tied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_PIECE_ELEMENTS", 1000)
+    model: Any = load_model("gpt2", layers=1).model
+    tied = model.lm_head.weight is model.transformer.wte.weight
+    command._fill(model)
+    assert tied
+    assert model.lm_head.weight is model.transformer.wte.weight
+    for parameter in model.parameters():
+        values = parameter.detach().view(-1)
+        assert parameter.device.type == "cpu"
+        assert torch.isfinite(values).all()
+        assert values.float().std() > 0.01
+        assert torch.equal(values[-1:], values[(values.numel() - 1) % 1000 :][:1]), "the same over and over"
+
+
+def test_it_is_profiled_at_least_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--repeat", "0"])
+    assert "--repeat must be 1 or more" in capsys.readouterr().err
