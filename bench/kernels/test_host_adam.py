@@ -67,7 +67,7 @@ def test_host_adam(recorder: Recorder, shape: str, implementation: str) -> None:
 
 def host_states(recorder: Recorder, elements: int, *, split_master: bool) -> tuple[States, Tensor]:
     """States of ``elements`` parameters in host memory mapped as the engine does, and room for an fp32 gradient."""
-    arena = Arena(pinned=False)
+    arena = Arena(torch.device("cpu"))
     # Drawn on the GPU where there is one: the host takes long to draw billions.
     drawn = States.random(elements, torch.bfloat16, recorder.device, split_master=split_master)
     return drawn.on_host(arena), arena.take(0 if split_master else elements, torch.float32)

@@ -90,7 +90,7 @@ def test_pack(recorder: Recorder, shape: str, direction: str, implementation: st
 def test_offload(recorder: Recorder, shape: str, implementation: str) -> None:
     """To pinned host memory and back, one direction after the other."""
     tensors = saved_activations(shape, recorder.device, whole=recorder.timed)
-    arena = Arena(pinned=recorder.device.type == "cuda")  # lives as long as the copies in it
+    arena = Arena(recorder.device)
     packed_bytes = PackPlan(tensors).packed_bytes
     run = _round_trip(tensors, arena, implementation)
 

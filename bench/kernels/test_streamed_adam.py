@@ -38,12 +38,12 @@ class Streamed:
 
     states: States
     staging: AdamStaging
-    arena: Arena  # unpins the states' memory when it goes
+    arena: Arena
 
     @classmethod
     def of(cls, recorder: Recorder, elements: int, *, split_master: bool) -> Streamed:
         """Random ones."""
-        arena = Arena(pinned=recorder.device.type == "cuda")
+        arena = Arena(recorder.device)
         drawn = States.random(elements, torch.bfloat16, recorder.device, split_master=split_master)
         states = drawn.on_host(arena)
         states.grad = drawn.grad

@@ -8,13 +8,11 @@ registration into another. torch's ``pin_memory`` rounds to powers of two and is
 from __future__ import annotations
 
 import mmap
-import weakref
 
 import torch
 from torch import Tensor
 
-from protrain.host_memory import map_host_memory
-from protrain.quantities import format_bytes
+from protrain.host_memory import HostMapping
 
 
 def aligned(count: int) -> int:
@@ -23,12 +21,22 @@ def aligned(count: int) -> int:
 
 
 class Arena:
-    """Host memory in a few large segments, handed out from the front and never given back one by one."""
+    """Host memory in a few large segments, handed out from the front and never given back one by one.
 
-    def __init__(self, *, pinned: bool) -> None:
-        self.pinned = pinned
+    Args:
+        device: what is taken is copied to and from it. Where that is a GPU it is pinned, and stays so as long as there
+            are tensors on it, with the arena or without ([Note: who unpins] in protrain/host_memory.py).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.total_bytes = 0
         self._segments: list[_Segment] = []
+
+    @property
+    def pinned(self) -> bool:
+        """Whether what is transferred is registered with the driver."""
+        return self._device.type == "cuda"
 
     @property
     def free_bytes(self) -> int:
@@ -56,7 +64,7 @@ class Arena:
             segment = self._segments[-1]
         piece = segment.take(count)
         if self.pinned and transferred:
-            segment.pin(piece)
+            segment.mapping.pin(piece, self._device)
         return piece[: elements * dtype.itemsize].view(dtype)
 
 
@@ -64,27 +72,10 @@ class _Segment:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.used_bytes = 0
-        self.memory = map_host_memory(size_bytes)
-        self._pinned: list[int] = []
-        weakref.finalize(self, _unpin, self._pinned)
+        self.mapping = HostMapping(size_bytes)
+        self.memory = self.mapping.tensor()
 
     def take(self, count: int) -> Tensor:
         piece = self.memory[self.used_bytes : self.used_bytes + count]
         self.used_bytes += count
         return piece
-
-    def pin(self, piece: Tensor) -> None:
-        status = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
-        if status != 0:
-            raise MemoryError(
-                f"cannot pin {format_bytes(piece.numel())} of host memory (CUDA error {status}); "
-                "pass a smaller host_memory"
-            )
-        self._pinned.append(piece.data_ptr())
-
-
-def _unpin(addresses: list[int]) -> None:
-    if addresses:
-        torch.cuda.synchronize()  # a copy may be on its way still
-    for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)

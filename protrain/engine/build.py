@@ -73,7 +73,7 @@ def build_engine(
     dtype = DTYPES[profile.dtype]
     layout = pack(profile, plan.chunk_elements)
     streams = streams_for(device)
-    arena = Arena(pinned=device.type == "cuda")
+    arena = Arena(device)
     first = plan.n_persist + plan.n_speculate
     candidates = [index for index in updated_chunks(profile, layout) if index >= first]
     streamed = streamed_chunks(candidates, plan.n_stream)
@@ -97,7 +97,7 @@ def build_engine(
         poison=debugging(),
     )
     worker = HostWorker(threads=host_threads)
-    streamer = Streamer(device, streams, arena, staging_bytes=streaming_bytes) if streamed else None
+    streamer = Streamer(device, streams, staging_bytes=streaming_bytes) if streamed else None
     stream_worker = HostWorker(threads=1, name="protrain-stream-worker") if streamed else None
     spare_device_bytes = device_bytes - plan.device_bytes
     gradients = Gradients(

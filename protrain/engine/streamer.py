@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from protrain.engine.arena import Arena
 from protrain.engine.chunks import Chunk, Piece
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.worker import Job
@@ -27,15 +26,13 @@ class Streamer:
     Args:
         device: of the engine. On the CPU the host's kernel does the work, on the thread that calls.
         streams: of the engine.
-        arena: where the states lie. It stays pinned until the last update that was asked for is done.
         staging_bytes: device memory that the states are copied through; 0: a kernel reaches into host memory.
     """
 
-    def __init__(self, device: torch.device, streams: Streams, arena: Arena, *, staging_bytes: int) -> None:
+    def __init__(self, device: torch.device, streams: Streams, *, staging_bytes: int) -> None:
         self.staging_bytes = staging_bytes
         self._device = device
         self._streams = streams
-        self._arena = arena
         self._staging = streams.adam_staging(staging_bytes) if staging_bytes else None
         self._done = streams.mark()
 

@@ -400,7 +400,7 @@ class _Interrupted(list[Any]):
 
 
 def test_a_region_given_back_while_another_is_taken_is_kept() -> None:
-    arena = Arena(pinned=False)
+    arena = Arena(torch.device("cpu"))
     slots = HostSlots(arena, Streams(), limit_bytes=0)
     free = slots._free = _Interrupted([(torch.zeros(256, dtype=torch.uint8), Mark())])
     assert slots.take(256)[0].numel() == 256

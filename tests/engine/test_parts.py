@@ -31,7 +31,7 @@ def assert_true(value: bool) -> None:
 
 
 def test_the_arena_is_exact_to_the_page() -> None:
-    page, arena = mmap.PAGESIZE, Arena(pinned=False)
+    page, arena = mmap.PAGESIZE, Arena(torch.device("cpu"))
     arena.reserve(3 * page)
     assert (arena.total_bytes, arena.free_bytes) == (3 * page, 3 * page)
     first, second = arena.take(1, torch.float32), arena.take(page // 2 + 1, torch.int16)
@@ -50,7 +50,7 @@ def test_the_arena_is_exact_to_the_page() -> None:
 
 
 def test_memory_that_the_system_does_not_have_is_an_error() -> None:
-    arena = Arena(pinned=False)
+    arena = Arena(torch.device("cpu"))
     with pytest.raises(MemoryError, match=r"cannot map 1024 TiB of host memory"):
         arena.reserve(1 << 50)
     assert arena.total_bytes == 0

@@ -1,0 +1,131 @@
+"""Host memory stays pinned until nobody can issue a copy to or from it any more: not its owner alone decides."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from protrain.engine.arena import Arena
+from protrain.engine.buffers import BufferPool
+from protrain.engine.chunks import Chunk
+from protrain.planning.plan import BlockMode
+from tests.engine import residual
+from tests.engine.harness import Spec, adamw, default_loss, wrap_under
+
+CUDA = torch.device("cuda")
+SPEC = Spec("none", "all", (BlockMode.NONE,))
+
+
+class Driver:
+    """Stands for the CUDA runtime's: knows what is registered, and what was done in which order."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.done: list[str] = []
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        self.registered[address] = size_bytes
+        return flags
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        self.done.append("unregister")
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    one = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: one)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: one.done.append(f"synchronize {device}"))
+    yield one
+    gc.collect()  # what is pinned by this driver is unpinned by it
+
+
+def test_memory_is_unpinned_when_the_last_tensor_on_it_is_gone(driver: Driver) -> None:
+    arena = Arena(CUDA)
+    arena.reserve(2**20)
+    first, second = arena.take(100, torch.float32), arena.take(100, torch.bfloat16)
+    unpinned = arena.take(100, torch.int16, transferred=False)
+    addresses = {first.data_ptr(), second.data_ptr()}
+    assert set(driver.registered) == addresses
+    part = second[50:]
+    del arena, first, second, unpinned
+    gc.collect()
+    assert set(driver.registered) == addresses, "somebody may still copy from what is left"
+    assert part.eq(0).all()
+    assert driver.done == []
+    del part
+    assert driver.registered == {}
+    assert driver.done == ["synchronize cuda", "unregister", "unregister"]
+
+
+def test_what_is_not_transferred_is_never_registered(driver: Driver) -> None:
+    arena = Arena(torch.device("cpu"))
+    arena.take(100, torch.float32)
+    del arena
+    assert driver.done == []
+
+
+def test_a_model_dropped_during_its_updates_stays_pinned_until_they_are_up(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that updates issues the uploads that the next forward would want, model or no model."""
+    monkeypatch.setattr(Arena, "pinned", property(lambda arena: True))
+    monkeypatch.setattr(Arena, "__init__", _for_cuda)
+    gate, uploads = threading.Event(), list[bool]()
+    step, upload = Chunk.step, BufferPool._upload
+
+    def late_step(chunk: Chunk, *args: object, **options: object) -> None:
+        assert gate.wait(20)
+        step(chunk, *args, **options)  # type: ignore[arg-type]
+
+    def watched_upload(pool: BufferPool, *args: object) -> None:
+        if gate.is_set():
+            chunk = args[1]
+            assert isinstance(chunk, Chunk)
+            uploads.append(_registered(chunk.current_weight, driver))
+        upload(pool, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Chunk, "step", late_step)
+    monkeypatch.setattr(BufferPool, "_upload", watched_upload)
+    data, model = residual.batches(1), residual.make()
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=torch.device("cpu"))
+    assert driver.registered
+    default_loss(wrapped, data[0]).backward()
+    optimizer.step()
+    # The collector waits for the updates, which are let go by then.
+    threading.Timer(0.3, gate.set).start()
+    del model, wrapped, optimizer
+    gc.collect()
+    assert len(uploads) > 1
+    assert all(uploads), "unpinned before it went up"
+    gc.collect()
+    assert driver.registered == {}
+
+
+def _for_cuda(arena: Arena, device: torch.device) -> None:
+    arena._device, arena.total_bytes, arena._segments = CUDA, 0, []
+
+
+def _registered(tensor: torch.Tensor, driver: Driver) -> bool:
+    address = tensor.data_ptr()
+    return any(start <= address < start + size for start, size in driver.registered.items())
+
+
+@pytest.mark.gpu
+def test_models_are_dropped_while_updates_and_uploads_are_on_their_way() -> None:
+    """On a GPU a copy from memory that is unpinned meanwhile would end the whole context."""
+    data = residual.batches(1)
+    for _ in range(20):
+        model = residual.make()
+        wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=CUDA, dtype=torch.bfloat16)
+        default_loss(wrapped, data[0]).backward()
+        optimizer.step()
+        del model, wrapped, optimizer
+        gc.collect()
+    torch.cuda.synchronize()
