@@ -73,7 +73,7 @@ def forbid_more(case: Case, device: torch.device) -> None:
     if case.device_memory is not None:
         total = torch.cuda.get_device_properties(device).total_memory
         limit = parse_bytes(case.device_memory, name="device_memory")
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), torch.cuda.current_device())
 
 
 def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, traced: Path | None = None) -> Point:

@@ -140,6 +140,7 @@ def main(argv: list[str] | None = None, profiles: tuple[Asked, ...] | None = Non
         print(f"{asked.shape}, {asked.batch} x {asked.sequence}", file=sys.stderr, flush=True)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
             rows.append(process.submit(profiled, asked, args.repeat).result())
+        print(", ".join(f"{seconds:.2f} s" for seconds in rows[-1].profile_s), file=sys.stderr, flush=True)
     put_out(
         Table(
             command=f"python -m bench.planner.profile_time {shlex.join(arguments)}",

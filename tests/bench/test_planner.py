@@ -19,7 +19,7 @@ from bench.planner.beside import beside_each_other
 from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
 from bench.planner.descent import descend
 from bench.planner.draw import draw
-from bench.planner.measure import Point, build
+from bench.planner.measure import Point, build, forbid_more
 from bench.planner.results import CaseResult, Results
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import MemoryModel, Plan, evaluate, pack
@@ -208,3 +208,15 @@ def test_limits_count_what_was_refused_before_it_was_tried(tmp_path: Path, capsy
         assert main(["--kind", "limits", "--jobs", "2", "--steps", "1", "--out", str(tmp_path)]) == 0
     assert "0 of 1 chosen plans ran out of memory; for 1 of 2 cases nothing fits" in capsys.readouterr().out
     assert {len(result.points) for result in Results.load(tmp_path / FILES["limits"]).cases} == {0, 1}
+
+
+@pytest.mark.gpu
+def test_the_allocator_refuses_what_a_case_does_not_allow() -> None:
+    device = torch.device("cuda")
+    try:
+        forbid_more(replace(SMOKE[0], device_memory="1GiB"), device)
+        torch.empty(2**29, dtype=torch.uint8, device=device)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**31, dtype=torch.uint8, device=device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, torch.cuda.current_device())
