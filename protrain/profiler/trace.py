@@ -8,6 +8,7 @@ any plan exists.
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_u
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.profiler.step import Segment, Step
 from protrain.profiler.weights import Weights
+
+_SUSTAINED_S = 1.0
+_MOST_STEPS = 4
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -78,20 +82,25 @@ def profile(
         timed = step
         if target.type != "meta":
             weights.random = target.type == "cuda"  # filling from the host again would take longer than the step
-            for _ in range(2 if step.compiled else 1):  # the first of two compiles
+
+            def timed_step() -> Step:
                 rewind()
-                show_times = tell("measuring times")
-                timed = Step(
+                once = Step(
                     model,
                     owned,
                     blocks,
                     weights,
                     target,
                     measure=False,
-                    show=show_times,
+                    show=tell("measuring times"),
                     differentiating=step.differentiating,
                 )
-                timed.run(args, kwargs)
+                once.run(args, kwargs)
+                return once
+
+            if step.compiled:
+                timed_step()  # compiles
+            timed = sustained(timed_step, seconds=_SUSTAINED_S if target.type == "cuda" else 0.0)
         attention_ms: dict[AttentionCall, float] = {}
         if target.type != "meta":
             calls = [call for use in step.blocks.values() for call in use.attention]
@@ -138,6 +147,20 @@ def profile(
             for segment, (duration, _) in zip(step.segments, durations, strict=True)
         ),
     )
+
+
+def sustained(step: Callable[[], Step], *, seconds: float) -> Step:
+    """The last of as many steps as take ``seconds``, though of no more than a few.
+
+    For a moment a GPU that was idle clocks higher than its power limit allows in training, where one step follows
+    another.
+    """
+    begin = time.perf_counter()
+    for _ in range(_MOST_STEPS - 1):
+        done = step()
+        if time.perf_counter() - begin >= seconds:
+            return done
+    return step()
 
 
 @contextmanager

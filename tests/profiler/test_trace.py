@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from protrain import profiler
 from protrain.profiler import ModelProfile
+from protrain.profiler.step import Step
+from protrain.profiler.trace import sustained
 
 profile = partial(profiler.profile, device="cpu")
 Builder = Callable[..., Any]
@@ -442,3 +444,31 @@ def test_recomputation_ends_with_the_last_saved_tensor() -> None:
         assert block.recompute_ms is not None
         assert 30.0 <= block.recompute_ms < 120.0
         assert block.backward_ms < 50.0
+
+
+def test_times_are_those_of_a_step_that_others_came_before() -> None:
+    made: list[int] = []
+
+    def step(pause_s: float) -> Any:
+        time.sleep(pause_s)
+        made.append(len(made))
+        return made[-1]
+
+    assert sustained(partial(step, 0.0), seconds=0.0) == 0, "on a CPU the first"
+    assert sustained(partial(step, 0.05), seconds=0.08) == 2, "the second of two"
+    assert sustained(partial(step, 0.0), seconds=10.0) == 6, "the last of four, however short they are"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_short_steps_are_timed_after_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[bool] = []
+    run = Step.run
+
+    def counted(step: Step, *args: Any) -> None:
+        runs.append(step._measure)
+        run(step, *args)
+
+    monkeypatch.setattr(Step, "run", counted)
+    found = profiler.profile(_Model(), _batch(), device="cuda")
+    assert runs == [True, False, False, False, False]
+    assert all(block.forward_ms > 0 for block in found.blocks)
