@@ -25,6 +25,7 @@ from protrain.errors import MisuseError
 from protrain.hardware import HardwareProfile
 from protrain.loss_scale import LossScale
 from protrain.planning.explain import Explanation
+from protrain.planning.host_rate import host_gparams
 from protrain.planning.plan import Plan
 
 
@@ -73,6 +74,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._device_bytes = device_bytes
         self.hardware = hardware
         self._clock = StepClock()
+        self._predicted_host_gparams: float | None = None
         engine.backward_begins = self._backward_begins
         engine.gradients_arrived = self._gradients_arrived
         engine.backward_ends = self._backward_ends
@@ -179,7 +181,17 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def report(self) -> Report:
         """Predicted and measured time and bytes so far."""
-        return make_report(self._engine, self._clock, self._updates.tally, self._device_bytes)
+        if self._predicted_host_gparams is None:
+            self._predicted_host_gparams = host_gparams(
+                self.plan, self._engine.profile, self.hardware, step_during_backward=self.step_during_backward
+            )
+        return make_report(
+            self._engine,
+            self._clock,
+            self._updates.tally,
+            device_bytes=self._device_bytes,
+            predicted_host_gparams=self._predicted_host_gparams,
+        )
 
     def explain(self) -> Explanation:
         """What limits the plan, what each of its numbers would change, and what more memory would buy."""

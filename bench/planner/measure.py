@@ -24,8 +24,6 @@ from protrain.quantities import parse_bytes
 from protrain.records import Record
 
 _CLIP_NORM = 1e6  # gradients are never that long: predictions are about steps that are not clipped
-_WHOLE_UPDATES = ("update", "early update", "deferred update")  # jobs of the host, by name
-_CONFIRMED_NS = 200_000  # less than this takes no update, but what finds that it was done early
 _WARM_UP = 2  # steps: the first has nothing to overlap with
 
 
@@ -38,9 +36,7 @@ class Point(Record):
     allocated_bytes: int  # the allocator's peak
     reserved_bytes: int  # the same with what fragmentation lost
     host_bytes: int  # of the host arena
-    host_gparams: (
-        float  # 1e9 parameters a second of the host's updates, as they ran beside the rest; 0: there were none
-    )
+    host_gparams: float  # of the report
     wrap_s: float
     error: str = ""
 
@@ -99,9 +95,7 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
         progress=False,
     )
     wrap_s = time.perf_counter() - start
-    worker, error = trainer._engine.worker, ""
-    updates: list[tuple[str, int, int]] = []
-    worker.times = updates
+    error = ""
     durations_ms: tuple[float, ...] = ()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -119,20 +113,10 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
         allocated_bytes=report.device_bytes,
         reserved_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else report.device_bytes,
         host_bytes=report.host_bytes,
-        host_gparams=_host_rate(updates, {str(chunk.index): chunk.elements for chunk in trainer._engine.chunks}),
+        host_gparams=report.host_gparams,
         wrap_s=wrap_s,
         error=error,
     )
-
-
-def _host_rate(times: list[tuple[str, int, int]], elements: dict[str, int]) -> float:
-    """Of the middle one of all whole updates that did anything. The first of a step also waits, the last few do not."""
-    rates = []
-    for name, start_ns, end_ns in times:
-        kind, _, chunk = name.rpartition(" ")
-        if kind in _WHOLE_UPDATES and end_ns - start_ns > _CONFIRMED_NS:
-            rates.append(elements[chunk] / (end_ns - start_ns))
-    return statistics.median(rates) if rates else 0.0
 
 
 def _train(

@@ -37,6 +37,8 @@ class Report(Record):
     fetches: int  # chunk uploads issued
     early_updates: int  # done inside backward before step() was called
     redone_updates: int  # of those that a clipped or otherwise unforeseen step had done again
+    host_gparams: float  # 1e9 parameters a second of whole updates on the host, beside all else; 0: there were none
+    predicted_host_gparams: float
 
     def rows(self) -> list[tuple[str, str]]:
         """Rows of the printed table: what belongs together in one, with units."""
@@ -48,6 +50,11 @@ class Report(Record):
                 f"(measured {format_change(self.step_ms, self.predicted_step_ms)})"
             )
         redone = f", {self.redone_updates:,} of them done again" if self.redone_updates else ""
+        on_host = "none"
+        if self.host_gparams:
+            on_host = f"{self.host_gparams:.2f} G parameters a second, predicted {self.predicted_host_gparams:.2f}"
+            if self.predicted_host_gparams:
+                on_host += f" (measured {format_change(self.host_gparams, self.predicted_host_gparams)})"
         return [
             ("plan", self.plan),
             ("steps", f"{self.steps:,}"),
@@ -62,6 +69,7 @@ class Report(Record):
             ),
             ("chunk uploads", f"{self.fetches:,}"),
             ("early updates", f"{self.early_updates:,}{redone}"),
+            ("AdamW on the host", on_host),
         ]
 
     def __str__(self) -> str:
@@ -85,7 +93,9 @@ class StepClock:
         self._last = now
 
 
-def make_report(engine: Engine, clock: StepClock, tally: Tally, device_bytes: int) -> Report:
+def make_report(
+    engine: Engine, clock: StepClock, tally: Tally, *, device_bytes: int, predicted_host_gparams: float
+) -> Report:
     """The report of ``engine``; ``device_bytes`` is what lies on the device for good."""
     if engine.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(engine.device)
@@ -103,4 +113,6 @@ def make_report(engine: Engine, clock: StepClock, tally: Tally, device_bytes: in
         fetches=engine.buffers.fetches,
         early_updates=tally.adopted + tally.redone,
         redone_updates=tally.redone,
+        host_gparams=tally.host_elements / tally.host_s / 1e9 if tally.host_s else 0.0,
+        predicted_host_gparams=predicted_host_gparams,
     )

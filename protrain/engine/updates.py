@@ -24,7 +24,9 @@ and sleeps until they are back. So whatever follows an update need not know who 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -41,11 +43,21 @@ from protrain_kernels import AdamScalars, adam_scalars
 
 @dataclass
 class Tally:
-    """How early updates have turned out. Written by the host worker."""
+    """How early updates have turned out, and how fast updates were. Written by the host worker."""
 
     as_supposed: bool = True  # the last step
     adopted: int = 0
     redone: int = 0
+    host_elements: int = 0  # that whole updates on the host went over
+    host_s: float = 0.0  # that they took, waits aside
+
+    @contextmanager
+    def counting(self, pieces: list[Piece]) -> Iterator[None]:
+        """The body updates ``pieces`` on the host, states and all."""
+        begin = time.perf_counter()
+        yield
+        self.host_s += time.perf_counter() - begin
+        self.host_elements += sum(part.stop - part.start for part, _ in pieces)
 
 
 @dataclass(eq=False)
@@ -144,6 +156,7 @@ class Updates:
         gradient = self._engine.gradients.host_gradient(chunk)
         scale = None if factor == 1.0 else torch.tensor([factor], dtype=torch.float32, device="cpu")
         threads, this_round, accumulation = self._engine.worker.threads, self._round, chunk.accumulation
+        tally = self.tally
 
         def on_host() -> None:  # of the engine nothing, as in _update
             if not early.dropped and not this_round.is_over():
@@ -152,7 +165,8 @@ class Updates:
                 chunk.offloaded.wait()
                 chunk.uploaded.wait()
                 early.version = chunk.version
-                chunk.step_aside(pieces, gradient, scale, threads=threads)
+                with tally.counting(pieces) if chunk.early_weight is None else nullcontext():
+                    chunk.step_aside(pieces, gradient, scale, threads=threads)
                 early.done = True
 
         what = "early update" if chunk.early_weight is None else "early weight"
@@ -268,10 +282,12 @@ class Updates:
     def _states_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Job:
         """What comes after an early weight that a step takes; nothing after another."""
         gradient, threads = self._engine.gradients.host_gradient(chunk), self._engine.worker.threads
+        tally = self.tally
 
         def on_host() -> None:
             if chunk.states_behind:
-                chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
+                with tally.counting(pieces):
+                    chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
                 chunk.states_behind = False  # the two weights have the same bits now
 
         return self._engine.worker.job(on_host, f"deferred update {chunk.index}")
@@ -290,7 +306,9 @@ class Updates:
             assert streamer is not None
             update = streamer.update
         else:
-            update = functools.partial(_update_on_host, threads=engine.worker.threads, ahead=self._ahead)
+            update = functools.partial(
+                _update_on_host, threads=engine.worker.threads, ahead=self._ahead, tally=self.tally
+            )
         return functools.partial(update, chunk, pieces, gradient, scale, chunk.accumulation)
 
     def _job(self, chunk: Chunk, work: Callable[[], None], name: str) -> Job:
@@ -357,6 +375,7 @@ def _update_on_host(
     *,
     threads: int,
     ahead: Ahead,
+    tally: Tally,
 ) -> None:
     if scale is not None:
         scale.ready.wait()
@@ -364,7 +383,8 @@ def _update_on_host(
         accumulation.wait()  # done, as it came before; but what failed to be added must not be taken for a gradient
     chunk.offloaded.wait()
     chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
-    chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads, between=ahead.take)
+    with tally.counting(pieces):
+        chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads, between=ahead.take)
 
 
 def _holds(early: _Early, pieces: list[Piece], factor: float, version: int) -> bool:

@@ -82,6 +82,14 @@ def counts(optimizer: ProTrainOptimizer) -> tuple[int, int]:
     return report.early_updates, report.redone_updates
 
 
+def updated_on_host(optimizer: ProTrainOptimizer) -> float:
+    """How often the report's rate counts the states in host memory."""
+    optimizer._engine.wait_for_updates()
+    tally = optimizer._updates.tally
+    assert optimizer.report().host_gparams == tally.host_elements / tally.host_s / 1e9
+    return tally.host_elements / sum(chunk.elements for chunk in optimizer._engine.chunks if not chunk.persistent)
+
+
 def clipping(max_norm: float | None, **options: Any) -> Run:
     return lambda model, optimizer, data: Loop(max_norm=max_norm, **options).run(model, optimizer, data)
 
@@ -93,11 +101,13 @@ def test_all_are_adopted_when_nothing_is_clipped(
 ) -> None:
     optimizer, n_chunks = trained(clipping(max_norm), device, dtype=dtype)
     assert counts(optimizer) == (STEPS * n_chunks, 0)
+    assert updated_on_host(optimizer) == STEPS
 
 
 def test_one_step_is_done_again_when_all_are_clipped(device: torch.device) -> None:
     optimizer, n_chunks = trained(clipping(1e-3), device)
     assert counts(optimizer) == (n_chunks, n_chunks)
+    assert updated_on_host(optimizer) == STEPS + 1
 
 
 def test_some_are_done_again_when_some_steps_are_clipped(device: torch.device) -> None:

@@ -18,23 +18,27 @@ REPORT = Report(
     fetches=24680,
     early_updates=30,
     redone_updates=2,
+    host_gparams=4.0,
+    predicted_host_gparams=5.0,
 )
 
 
 def test_a_printed_report_is_aligned_lines_with_units() -> None:
     assert str(REPORT).splitlines() == [
-        "plan            n_persist=1/4",
-        "steps           1,234",
-        "time of a step  2.04 s in the median, predicted 2 s (measured +2.0%)",
-        "device memory   3 GiB at its peak, predicted 4 GiB",
-        "host memory     20 MiB taken, predicted 21 MiB",
-        "chunk uploads   24,680",
-        "early updates   30, 2 of them done again",
+        "plan               n_persist=1/4",
+        "steps              1,234",
+        "time of a step     2.04 s in the median, predicted 2 s (measured +2.0%)",
+        "device memory      3 GiB at its peak, predicted 4 GiB",
+        "host memory        20 MiB taken, predicted 21 MiB",
+        "chunk uploads      24,680",
+        "early updates      30, 2 of them done again",
+        "AdamW on the host  4.00 G parameters a second, predicted 5.00 (measured -20.0%)",
     ]
     assert Report.from_json(REPORT.to_json()) == REPORT
 
 
 def test_a_step_that_was_not_measured_is_said_to_be_so() -> None:
-    lines = str(replace(REPORT, steps=1, step_ms=0.0, redone_updates=0)).splitlines()
+    lines = str(replace(REPORT, steps=1, step_ms=0.0, redone_updates=0, host_gparams=0.0)).splitlines()
     assert lines[2].endswith("not measured before two steps, predicted 2 s")
-    assert lines[-1].endswith(" 30")
+    assert lines[-2].endswith(" 30")
+    assert lines[-1].endswith(" none")

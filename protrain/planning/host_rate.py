@@ -1,0 +1,28 @@
+"""How fast the host updates in a step, beside all else that runs in it: what a report holds its own against."""
+
+from __future__ import annotations
+
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.explain import timeline_of
+from protrain.planning.layout import pack
+from protrain.planning.plan import Plan
+from protrain.planning.timeline import HOST
+from protrain.profiler.model_profile import ModelProfile
+
+_WHOLE = ("update", "early update", "deferred update")
+
+
+def host_gparams(
+    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
+) -> float:
+    """Predicted 1e9 parameters a second of the host's whole updates under ``plan``; 0 where it makes none."""
+    if hardware.device_type == "cpu":  # nothing runs beside them
+        return hardware.host_adam_gparams if plan.n_persist < plan.n_chunks else 0.0
+    chunks = pack(profile, plan.chunk_elements).chunks
+    elements, milliseconds = 0, 0.0
+    for operation in timeline_of(plan, profile, hardware, step_during_backward=step_during_backward).operations:
+        kind, _, chunk = operation.name.rpartition(" ")
+        if operation.lane == HOST and kind in _WHOLE:
+            elements += chunks[int(chunk)].elements
+            milliseconds += operation.end_ms - operation.start_ms
+    return elements / milliseconds / 1e6 if milliseconds else 0.0
