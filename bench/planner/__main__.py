@@ -82,7 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="cases at once, for --kind limits alone: it times nothing"
     )
-    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no plan after")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="begin no plan after; of --kind regret each case has its share",
+    )
     return parser
 
 
@@ -98,14 +104,17 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
     failed: list[str] = []
     results = Results(command=command, device=device_name(device), versions=versions(), cases=())
     total_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**30
+    cases = _chosen(args, device)
+    left = iter(range(len(cases), 0, -1))
     with tempfile.TemporaryDirectory() as folder:
 
         def run(case: Case) -> tuple[CaseResult | None, str]:
-            return _run(case, Path(tempfile.mkdtemp(dir=folder)), args, until)
+            # A descent may go on and on: each gets its share of what is left.
+            share = 1 / next(left) if args.kind == "regret" else 1.0
+            own_until = time.time() + (until - time.time()) * share
+            return _run(case, Path(tempfile.mkdtemp(dir=folder)), args, own_until)
 
-        for _, (result, failure) in beside_each_other(
-            _chosen(args, device), run, jobs=args.jobs, device_bytes=total_bytes
-        ):
+        for _, (result, failure) in beside_each_other(cases, run, jobs=args.jobs, device_bytes=total_bytes):
             found += [] if result is None else [result]
             failed += [failure] if failure else []
             results = replace(results, cases=tuple(found))

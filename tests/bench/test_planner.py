@@ -220,3 +220,20 @@ def test_the_allocator_refuses_what_a_case_does_not_allow() -> None:
             torch.empty(2**31, dtype=torch.uint8, device=device)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, torch.cuda.current_device())
+
+
+def test_cases_of_regret_share_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, limits = time.time(), list[float]()
+
+    def run(case: Case, folder: Path, args: Any, until: float) -> tuple[None, str]:
+        limits.append(until - begin)
+        return None, ""
+
+    monkeypatch.setattr("bench.planner.__main__._run", run)
+    monkeypatch.setattr("bench.planner.__main__.SMOKE", SMOKE * 4)
+    main(["--kind", "regret", "--time-limit", "1000"])
+    main(["--kind", "accuracy", "--time-limit", "1000"])
+    main(["--kind", "regret"])
+    # Nothing takes any time here, so that more is left for those that follow.
+    assert limits[:8] == pytest.approx([250, 1000 / 3, 500, 1000] + [1000] * 4, abs=20)
+    assert limits[8:] == [float("inf")] * 4
