@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
@@ -27,7 +29,8 @@ class HostMapping(mmap.mmap):
 
     A private mapping, because only that has huge pages wherever they may be advised; those of a shared one are another
     setting of the system, off by default, and without them placing takes several times as long. Forked processes (a
-    DataLoader's workers) do not inherit it: the first write after a fork would copy every page.
+    DataLoader's workers) do not inherit it: the first write after a fork would copy every page. So their own memory may
+    lie at these addresses, and there no mapping must ever end.
 
     Raises:
         MemoryError: the system has no such memory.
@@ -50,6 +53,7 @@ class HostMapping(mmap.mmap):
         pieces = mapped.tensor().split(_TOUCHED_BYTES)
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(_touch, pieces))
+        _mappings.add(mapped)
         return mapped
 
     def tensor(self) -> Tensor:
@@ -62,7 +66,7 @@ class HostMapping(mmap.mmap):
         Raises:
             MemoryError: the driver refuses.
         """
-        status = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+        status = register(piece, device)
         if status != 0:
             raise MemoryError(
                 f"cannot pin {format_bytes(piece.numel())} of host memory (CUDA error {status}); "
@@ -75,10 +79,34 @@ class HostMapping(mmap.mmap):
         pinned = getattr(self, "_pinned", [])  # there is none where the system refused
         if sys.is_finalizing():
             return
-        for device in {device for _, device in pinned}:
-            torch.cuda.synchronize(device)  # a copy may be on its way still
-        for address, _ in pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
+        try:
+            for device in {device for _, device in pinned}:
+                torch.cuda.synchronize(device)  # a copy may be on its way still
+        finally:  # the pages go in any case, and the driver must not take others at their addresses for pinned
+            for address, _ in pinned:
+                torch.cuda.cudart().cudaHostUnregister(address)
+
+
+_mappings: weakref.WeakSet[HostMapping] = weakref.WeakSet()
+
+
+def _keep_for_good() -> None:
+    for mapping in list(_mappings):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_for_good)
+
+
+def register(memory: Tensor, device: torch.device) -> int:
+    """Pin ``memory`` for copies to and from ``device``: the CUDA driver's answer, 0 where it did."""
+    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if status != 0:
+        # The driver keeps the error for whoever asks next: the launch of a kernel that isn't at fault.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)
+    return status
 
 
 def map_host_memory(size_bytes: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,3 +50,34 @@ def test_sizes_that_are_no_pages_and_nothing() -> None:
     assert map_host_memory(0).numel() == 0
     with pytest.raises(MemoryError, match="cannot map 1024 TiB of host memory"):
         map_host_memory(1 << 50)
+
+
+_FORKS = """
+import ctypes, gc, mmap, os
+from protrain.host_memory import HostMapping
+mapping, dropped = HostMapping(1 << 20), HostMapping(1 << 20)
+addresses = [one.tensor().data_ptr() for one in (mapping, dropped)]
+cycle = [dropped]
+cycle.append(cycle)
+gc.disable()
+del dropped, cycle  # nobody's, and not collected yet
+if os.fork() == 0:
+    libc = ctypes.CDLL(None)
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
+    fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
+    for address in addresses:  # free here: what the child maps may lie there
+        assert libc.mmap(address, 1 << 20, 3, fixed, -1, 0) == address
+    del mapping
+    gc.collect()
+    for address in addresses:
+        ctypes.memset(address, 1, 1 << 20)
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is forked is Linux's")
+def test_a_forked_process_never_unmaps_what_it_did_not_inherit() -> None:
+    found = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr

@@ -39,6 +39,7 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    gc.collect()  # what the real one has pinned it unpins
     one = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: one)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: one.done.append(f"synchronize {device}"))
@@ -62,6 +63,30 @@ def test_memory_is_unpinned_when_the_last_tensor_on_it_is_gone(driver: Driver) -
     del part
     assert driver.registered == {}
     assert driver.done == ["synchronize cuda", "unregister", "unregister"]
+
+
+def test_what_the_driver_refuses_is_not_taken_for_pinned(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(CUDA)
+    kept = arena.take(100, torch.float32)
+    monkeypatch.setattr(driver, "cudaHostRegister", lambda *_: 2)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch, "ones", lambda _, device: asked.append(device))
+    with pytest.raises(MemoryError, match=r"cannot pin 8 KiB of host memory \(CUDA error 2\)"):
+        arena.take(2000, torch.float32)
+    assert asked == [CUDA], "the driver keeps an error until somebody asks"
+    assert set(driver.registered) == {kept.data_ptr()}
+    del arena, kept
+    assert driver.done == ["synchronize cuda", "unregister"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_it_is_unpinned_though_the_device_has_failed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> None:
+        raise RuntimeError(f"a kernel failed on {device}")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    Arena(CUDA).take(100, torch.float32)
+    assert driver.done == ["unregister"]
 
 
 def test_what_is_not_transferred_is_never_registered(driver: Driver) -> None:

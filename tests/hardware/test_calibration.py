@@ -343,6 +343,22 @@ def test_an_interruption_ends_all() -> None:
     assert threading.enumerate() == before
 
 
+def test_a_thread_that_cannot_start_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, start = threading.enumerate(), threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def refuse_the_second(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_the_second)
+    with pytest.raises(RuntimeError, match="new thread"):
+        units_per_second([_naps("a"), _naps("b")], duration_s=60.0)
+    assert threading.enumerate() == before
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int16, torch.uint8])
 def test_what_is_measured_on_is_random(dtype: torch.dtype) -> None:
     tensor = random_tensor(3_000_001, dtype, CPU)

@@ -107,9 +107,9 @@ def units_per_second(activities: Sequence[Activity], *, duration_s: float) -> di
             barrier.abort()
 
     threads = [threading.Thread(target=work, args=(activity,), daemon=True) for activity in activities]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         with contextlib.suppress(threading.BrokenBarrierError):
             barrier.wait()
         begin = time.perf_counter()
@@ -121,7 +121,8 @@ def units_per_second(activities: Sequence[Activity], *, duration_s: float) -> di
         stop.set()
         barrier.abort()
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
     if failures:
         raise failures[0]
     # A unit that ends after the bell may have run while others had stopped.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from protrain.hardware.calibration.timing import durations_s, figure_of
 from protrain.hardware.profile import Figure
-from protrain.host_memory import map_host_memory
+from protrain.host_memory import map_host_memory, register
 
 CPU = torch.device("cpu")
 _RANDOM_BLOCK = 1 << 20  # elements that repeat: drawing gigabytes of random numbers would take longer than measuring
@@ -73,7 +73,7 @@ def pinned(*tensors: Tensor, device: torch.device) -> Iterator[bool]:
     accepted = True
     try:
         for tensor in tensors:
-            if not _register(tensor, device):
+            if register(tensor, device) != 0:
                 accepted = False
                 break
             registered.append(tensor.data_ptr())
@@ -82,15 +82,6 @@ def pinned(*tensors: Tensor, device: torch.device) -> Iterator[bool]:
         torch.cuda.synchronize(device)
         for address in registered:
             torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def _register(tensor: Tensor, device: torch.device) -> bool:
-    if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
-        return True
-    # The driver keeps the error for whoever asks next: the launch of a kernel that isn't at fault.
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device=device)
-    return False
 
 
 def pinning_gbps(size_bytes: int, device: torch.device) -> Figure:
