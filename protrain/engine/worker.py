@@ -14,6 +14,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+_PATIENCE_S = 10.0
+
 
 class Job:
     """A piece of host work that others can wait for. An error in it is raised in whoever waits.
@@ -82,17 +84,39 @@ class Job:
 class _WorkerThread(threading.Thread):
     """Told from others, as the collector may end a worker on the thread of any other."""
 
+    def __init__(self, jobs: queue.SimpleQueue[Job | None], name: str) -> None:
+        super().__init__(target=_serve, args=(jobs,), name=name, daemon=True)
+        self._jobs = jobs
+        _threads.add(self)
+
+    def end(self) -> None:
+        """Stop after what is queued."""
+        self._jobs.put(None)
+
+
+_threads: weakref.WeakSet[_WorkerThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A kernel that returned into a finalised interpreter would abort the process."""
+    threads = [thread for thread in _threads if thread.ident is not None]
+    for thread in threads:
+        thread.end()
+    for thread in threads:
+        thread.join()
+
 
 class HostWorker:
-    """One thread that runs jobs in order until closed. It ends with its owner."""
+    """One thread that runs jobs in order. It ends with its owner, after what is queued."""
 
     def __init__(self, *, threads: int, name: str = "protrain-host-worker") -> None:
         self.threads = threads  # that a kernel may use
         self.times: list[tuple[str, int, int]] | None = None  # (name, start, end in ns) of jobs, while they are wanted
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = _WorkerThread(target=_serve, args=(self._queue,), name=name, daemon=True)
+        self._thread = _WorkerThread(self._queue, name)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, _end, self._queue, self._thread)
+        weakref.finalize(self, _end, self._thread).atexit = False  # see _end_all
 
     def submit(self, work: Callable[[], None], name: str = "") -> Job:
         """Queue ``work`` behind everything submitted before."""
@@ -112,10 +136,6 @@ class HostWorker:
         """Block until everything submitted so far is done."""
         self.submit(lambda: None).wait()
 
-    def close(self) -> None:
-        """End the thread after what is queued."""
-        self._finalizer()
-
 
 def _timed(work: Callable[[], None], name: str, times: list[tuple[str, int, int]]) -> None:
     start = time.time_ns()
@@ -123,14 +143,15 @@ def _timed(work: Callable[[], None], name: str, times: list[tuple[str, int, int]
     times.append((name, start, time.time_ns()))
 
 
-def _end(jobs: queue.SimpleQueue[Job | None], thread: threading.Thread) -> None:
-    jobs.put(None)
-    # Joined at the interpreter's exit too: a kernel that returned into a finalised interpreter would abort the process.
-    # A worker must not wait: jobs of the one that ends may wait for its own.
-    if isinstance(threading.current_thread(), _WorkerThread):
-        atexit.register(thread.join)
-    else:
-        thread.join()
+def _end(thread: _WorkerThread) -> None:
+    """End ``thread``, and wait for it, so that memory is free when the collector has gone over a model.
+
+    Not for ever: the collector may run anywhere, also where the caller holds what a queued job waits for. Nor may a
+    worker wait: jobs of the one that ends may wait for its own.
+    """
+    thread.end()
+    if not isinstance(threading.current_thread(), _WorkerThread):
+        thread.join(_PATIENCE_S)
 
 
 def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:

@@ -74,7 +74,6 @@ def test_jobs_run_in_order_on_one_thread() -> None:
     assert len({thread for _, thread in done}) == 1
     assert done[0][1] != threading.get_ident()
     worker.submit(lambda: done.append((50, 0)))
-    worker.close()
     assert done[-1] == (50, 0), "close() does what is queued first"
     assert not worker._thread.is_alive()
 
@@ -166,13 +165,31 @@ def test_a_worker_that_collects_another_does_not_wait_for_it() -> None:
         assert not thread.is_alive()
 
 
-def test_the_interpreters_exit_waits_for_queued_work(tmp_path: Path) -> None:
+def test_the_collector_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run where its caller holds what a queued job waits for, as one kernel at a time compiles."""
+    monkeypatch.setattr("protrain.engine.worker._PATIENCE_S", 0.1)
+    compiling = threading.Lock()
+    worker = HostWorker(threads=1)
+    thread, job = worker._thread, worker.submit(lambda: assert_true(compiling.acquire(timeout=20)))
+    with compiling:
+        del worker
+        assert not job.done
+    job.wait()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_the_interpreters_exit_waits_for_queued_work(tmp_path: Path, dropped: bool) -> None:
     program = f"""
 import pathlib, time
+from protrain.engine import worker as module
 from protrain.engine.worker import HostWorker
+module._PATIENCE_S = 0.0
 worker = HostWorker(threads=1)
 worker.submit(lambda: time.sleep(0.3))
 worker.submit(lambda: pathlib.Path({str(tmp_path / "done")!r}).touch())
+{"del worker" if dropped else ""}
 """
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
