@@ -24,7 +24,7 @@ from protrain import batch as batches
 from protrain.chunked_loss import chunked_loss as chunked
 from protrain.compilation import compiled_blocks
 from protrain.engine.build import DTYPES, build_engine
-from protrain.engine.parameter import PresentParameter
+from protrain.engine.parameter import PresentParameter, has_moved
 from protrain.engine.weight_files import check_weights
 from protrain.errors import MisuseError, PlanError
 from protrain.hardware import HardwareProfile, detect
@@ -104,6 +104,12 @@ def wrap(
         raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if any(isinstance(parameter, PresentParameter) for parameter in model.parameters()):
         raise ValueError("the model is wrapped already: use the model and optimizer that protrain.wrap returned")
+    moved = [name for name, parameter in model.named_parameters() if has_moved(parameter)]
+    if moved and weights is None:
+        raise ValueError(
+            f"the weights of this model are gone, {moved[0]} among them: an earlier protrain.wrap failed after it had "
+            "moved them. Build the model again, or pass weights="
+        )
     check_supported(optimizer)
     batches.check(example_batch)
     target = _device(device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.engine.chunks import Member
+from protrain.engine.parameter import mark_moved
 from protrain.engine.values import write_master, write_weight
 from protrain.engine.weight_files import unmanaged, weight_sources
 
@@ -98,6 +99,7 @@ def _drop(member: Member) -> None:
             _keep_hooks(fresh, parameter)
             torch.utils.swap_tensors(parameter, fresh)
         parameter.data = weight.new_empty(()).expand(member.shape)
+    mark_moved(parameter)
 
 
 def _keep_hooks(target: Any, source: Any) -> None:

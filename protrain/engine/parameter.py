@@ -25,6 +25,7 @@ from protrain.trees import tensors_in
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine
 
+_MOVED = "protrain_moved"  # an attribute
 _RAW_DATA: Any = torch.Tensor.data
 _RAW_GRAD: Any = torch.Tensor.grad
 _RAW_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
@@ -196,8 +197,19 @@ def _place(parameter: Any) -> Any:
         return get_gradient_edge(parameter)
 
 
+def mark_moved(parameter: nn.Parameter) -> None:
+    """The value of ``parameter`` lies in a chunk, and nowhere else. Until it is managed that may still fail."""
+    vars(parameter)[_MOVED] = True
+
+
+def has_moved(parameter: nn.Parameter) -> bool:
+    """Whether the value went into a chunk of a wrap that failed afterwards, and is gone."""
+    return _MOVED in vars(parameter)
+
+
 def manage(parameter: nn.Parameter, handle: Handle) -> None:
     """Turn an ordinary parameter into a managed one."""
+    vars(parameter).pop(_MOVED, None)
     parameter.__class__ = PresentParameter
     assert isinstance(parameter, PresentParameter)
     parameter.protrain_handle = handle

@@ -67,10 +67,6 @@ class LateWorker(HostWorker):
             self._run_while(lambda: bool(self._jobs or self.followers))
         self.come_in()
 
-    @override
-    def close(self) -> None:
-        self._run_while(lambda: bool(self._jobs or self.followers))
-
     def run_until(self, job: Job) -> None:
         """Do everything up to ``job``, but not yet what follows it."""
         self._run_while(lambda: not job.done)

@@ -269,6 +269,31 @@ def test_persistent_buffers_and_whole_numbers_come_with_the_weights(tmp_path: Pa
         wrap_under(SPECS[0], model := build(), adamw(model), batch, device=device, weights=tmp_path)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()], ids=["memory", "ctrl-c"])
+def test_a_model_whose_wrap_failed_halfway_is_not_taken_for_one(
+    error: BaseException, batch: Batch, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference: Any = saved("gpt2", tmp_path, shards=False, prefix=True)
+    model: Any = type(reference).from_pretrained(tmp_path)
+
+    def fail(**_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("protrain.engine.build.BufferPool", fail)
+        with pytest.raises(type(error)):
+            wrap_under(SPECS[0], model, adamw(model), batch, device=device)
+    with pytest.raises(ValueError, match=r"gone, transformer\.wte\.weight among them: an earlier .* or pass weights="):
+        protrain.wrap(model, adamw(model), example_batch=batch, device=device, progress=False)
+    wrapped, _ = protrain.wrap(
+        model, adamw(model), example_batch=batch, device=device, dtype="float32", weights=tmp_path, progress=False
+    )
+    assert_same({k: v.cpu() for k, v in wrapped.state_dict().items()}, dict(reference.state_dict()))
+    again = type(reference).from_pretrained(tmp_path)
+    protrain.wrap(again, adamw(again), example_batch=batch, device=device, progress=False)
+    assert not any("protrain_moved" in vars(parameter) for parameter in (*model.parameters(), *again.parameters()))
+
+
 @pytest.fixture
 def no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with a folder shows before the model runs, which takes minutes where it is large."""
