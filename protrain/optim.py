@@ -108,6 +108,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             raise MisuseError(
                 "clip_grad_norm_ after updates began: wrap with step_during_backward=False to clip, which overlaps too"
             )
+        self._engine.streams.refuse_another()
         self._need_gradients("clip_grad_norm_()")
         norm = self._norm()
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -155,7 +156,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. ``set_to_none`` is accepted for compatibility: they are always None afterwards."""
         self._engine.abandon_backward()
-        self._forget_gradients()
+        with self._engine.streams.computing():
+            self._forget_gradients()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -2,12 +2,15 @@
 
 [Note: residency] A buffer's content goes through these states and no others:
 
-    EMPTY -> QUEUED     a chunk is assigned while its host update still runs; whoever finishes it issues the upload
-    EMPTY -> LOADING    a chunk is assigned and its upload issued
-    QUEUED -> LOADING   the update is done
+    EMPTY -> QUEUED     a chunk is assigned; where its host update still runs, whoever finishes it issues the upload
+    QUEUED -> LOADING   the upload is issued
     LOADING -> PRESENT  the compute stream was told to wait for the upload
     PRESENT -> EMPTY    evicted or out of date; only while no unit holds it
     QUEUED/LOADING -> EMPTY  given up before use; the next upload is ordered behind on the same stream
+
+[Note: interrupts] Ctrl-C may come between any two lines. So the buffer itself says what it holds: an entry of it in the
+table counts only where the buffer agrees. It is EMPTY until it is QUEUED, and that until its upload was issued: whoever
+needs it issues that then, a second time if need be.
 """
 
 from __future__ import annotations
@@ -36,7 +39,6 @@ class Residency(enum.Enum):
 LEGAL = frozenset(
     {
         (Residency.EMPTY, Residency.QUEUED),
-        (Residency.EMPTY, Residency.LOADING),
         (Residency.QUEUED, Residency.LOADING),
         (Residency.LOADING, Residency.PRESENT),
         (Residency.PRESENT, Residency.EMPTY),
@@ -107,7 +109,7 @@ class BufferPool:
         for buffer in self.buffers:
             streams.compute_reached(buffer.free)
         self._by_address = {buffer.memory.untyped_storage().data_ptr(): buffer for buffer in self.buffers}
-        self._by_chunk: dict[int, Buffer] = {}
+        self._by_chunk: dict[int, Buffer] = {}  # see _holding
         self._lock = threading.Lock()  # the update thread issues uploads too
         self._last: Mark = streams.mark()  # the last upload issued
         self.fetches = 0  # uploads issued: what tests and reports count
@@ -118,7 +120,7 @@ class BufferPool:
 
     def acquire(self, chunk: Chunk, schedule: Schedule) -> Tensor:
         """The weight of ``chunk`` on the device, kept there until ``release``. Blocks only for its own update."""
-        buffer = self._by_chunk.get(chunk.index)
+        buffer = self._holding(chunk.index)
         if buffer is None:
             buffer = self._free_buffer(schedule, needed_in=0)
             assert buffer is not None, "a unit needs more chunks at once than there are buffers"
@@ -140,7 +142,7 @@ class BufferPool:
         What is there is taken first, lest it be given up.
         """
         acquired: dict[int, Tensor] = {}
-        there_first = sorted(chunks, key=lambda chunk: chunk.index not in self._by_chunk)
+        there_first = sorted(chunks, key=lambda chunk: self._holding(chunk.index) is None)
         try:
             for chunk in there_first:
                 acquired[chunk.index] = self.acquire(chunk, schedule)
@@ -152,34 +154,44 @@ class BufferPool:
 
     def content(self, chunk: Chunk) -> Tensor:
         """The memory of the buffer that a unit holds ``chunk`` in."""
-        buffer = self._by_chunk[chunk.index]
+        buffer = self._holding(chunk.index)
+        assert buffer is not None
         assert buffer.holders > 0
         assert buffer.state is Residency.PRESENT
         return buffer.memory
 
     def held(self, chunk: Chunk) -> bool:
         """Whether any unit holds ``chunk``."""
-        buffer = self._by_chunk.get(chunk.index)
+        buffer = self._holding(chunk.index)
         return buffer is not None and buffer.holders > 0
 
     def release(self, chunk: Chunk) -> None:
         """End one ``acquire``."""
-        buffer = self._by_chunk[chunk.index]
+        buffer = self._holding(chunk.index)
+        assert buffer is not None
         assert buffer.holders > 0
-        buffer.holders -= 1
-        if buffer.holders == 0:
+        if buffer.holders == 1:
             self.streams.compute_reached(buffer.free)
+        buffer.holders -= 1
+
+    def release_all(self) -> bool:
+        """End every ``acquire`` that something which was interrupted has left; whether there was any."""
+        left = [buffer for buffer in self.buffers if buffer.holders]
+        for buffer in left:
+            self.streams.compute_reached(buffer.free)
+            buffer.holders = 0
+        return bool(left)
 
     def outlived(self, chunk: Chunk) -> bool:
         """Whether a view made while units held ``chunk`` is alive though none does: soon it shows another chunk."""
-        buffer = self._by_chunk.get(chunk.index)
+        buffer = self._holding(chunk.index)
         return buffer is not None and buffer.holders == 0 and buffer.has_new_views()
 
     def prefetch(self, chunks: list[Chunk], schedule: Schedule) -> None:
         """Fetch ahead, nearest first, while a buffer is free or holds what is needed later."""
         for index in schedule.upcoming():
             chunk = chunks[index]
-            if chunk.persistent or index in self._by_chunk:
+            if chunk.persistent or self._holding(index) is not None:
                 continue
             buffer = self._free_buffer(schedule, needed_in=schedule.next_use(index))
             if buffer is None:
@@ -188,7 +200,7 @@ class BufferPool:
 
     def invalidate(self, chunk: Chunk) -> None:
         """Forget the content of ``chunk``'s buffer: its weight is about to change."""
-        buffer = self._by_chunk.get(chunk.index)
+        buffer = self._holding(chunk.index)
         if buffer is not None:
             assert buffer.holders == 0, "a chunk is updated while a unit uses it"
             self._evict(buffer)
@@ -197,12 +209,20 @@ class BufferPool:
         """Whether all uploads issued so far are over."""
         return self._last.reached()
 
+    def _holding(self, index: int) -> Buffer | None:
+        """The buffer that chunk ``index`` is in, or on its way to."""
+        buffer = self._by_chunk.get(index)
+        if buffer is None or buffer.state is Residency.EMPTY or buffer.chunk is None or buffer.chunk.index != index:
+            return None
+        return buffer
+
     def _free_buffer(self, schedule: Schedule, *, needed_in: int) -> Buffer | None:
         """An empty buffer, or the one whose content is needed last and later than ``needed_in`` visits."""
         victim, latest = None, needed_in
         for buffer in self.buffers:
-            if buffer.chunk is None:
+            if buffer.state is Residency.EMPTY:
                 return buffer
+            assert buffer.chunk is not None
             if buffer.holders == 0:
                 use = schedule.next_use(buffer.chunk.index)
                 if use > latest:
@@ -213,29 +233,27 @@ class BufferPool:
 
     def _evict(self, buffer: Buffer) -> None:
         with self._lock:
-            assert buffer.chunk is not None
             if buffer.state is Residency.LOADING:
                 # Whatever comes next on the compute stream must not overtake the upload that nobody waited for.
                 self.streams.compute_waits(buffer.loaded)
-            del self._by_chunk[buffer.chunk.index]
-            buffer.chunk = buffer.awaited = None
             buffer.state = Residency.EMPTY
+            buffer.awaited = None
             if self.poison:
                 buffer.memory.fill_(float("nan"))
                 self.streams.compute_reached(buffer.free)
 
     def _assign(self, buffer: Buffer, chunk: Chunk) -> None:
         buffer.chunk = chunk
-        self._by_chunk[chunk.index] = buffer
-        buffer.state = Residency.QUEUED if chunk.update is not None else Residency.LOADING
         buffer.awaited = update = chunk.update
+        buffer.state = Residency.QUEUED
+        self._by_chunk[chunk.index] = buffer
         if update is None:
-            self._upload(buffer, chunk)
+            self._issue(buffer, None)
         else:
             update.when_done(lambda: self._issue(buffer, update))
 
     def _issue(self, buffer: Buffer, update: Job | None) -> None:
-        """Upload the chunk that is queued behind ``update``, once, whichever thread comes first.
+        """Upload the chunk that is queued behind ``update``, if any, once, whichever thread comes first.
 
         The thread that carries out updates may be so late that the chunk is queued behind the next one by then.
         """

@@ -116,14 +116,14 @@ class Engine:
     def begin_forward(self) -> None:
         """A forward of the whole model begins: plan the fetches for what follows."""
         self.streams.refuse_another()
-        self.abandon_backward()
+        self._let_go()
         self._fetch_for_forward(self._training_order if torch.is_grad_enabled() else self._inference_order)
 
     def begin_step(self) -> None:
         """A step begins. MisuseError where it cannot."""
         self.streams.refuse_another()
         self.refuse_while_whole("step()")
-        self.abandon_backward()
+        self._let_go()
         self.refuse_edits()
 
     def expect_forward(self) -> None:
@@ -302,10 +302,11 @@ class Engine:
             self.gradients_arrived(arrived)
 
     def _end_backward(self) -> None:
-        self._leave_unit()
-        self._backward = None
-        if self._accumulates:
-            self.backward_ends()
+        with self.streams.computing():  # autograd calls this on the stream that was current around backward()
+            self._leave_unit()
+            self._backward = None
+            if self._accumulates:
+                self.backward_ends()
 
     def abandon_backward(self) -> None:
         """Forget a backward that raised in the middle, so that what comes next starts clean."""
@@ -314,6 +315,15 @@ class Engine:
         if self._backward() is None or torch._C._current_graph_task_id() == -1:
             self._abandon()
             self.gradients.abandon()
+
+    def _let_go(self) -> None:
+        """Forget what raised in the middle, and whatever Ctrl-C left held in between: between steps nothing is."""
+        self.abandon_backward()
+        if self._backward is None and self.buffers.release_all():
+            for member in self.members:
+                member.bound = 0
+                if not member.chunk.persistent and member.index not in self.whole and member.index not in self.exported:
+                    release(member.parameter, self.placeholder)
 
     def _abandon(self) -> None:
         self._backward = None
@@ -392,7 +402,7 @@ class Engine:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Nothing of the engine runs inside: for reading and writing state from the host."""
-        self.abandon_backward()  # one that raised holds chunks still
+        self._let_go()
         self.wait_for_updates()
         self.streams.synchronize()
         self.refuse_edits()

@@ -168,12 +168,22 @@ class Moved:
         """Start to bring everything back to the device."""
         if self._fetched or not self._on_host:
             return
-        self._fetched = True
-        streams = self._engine.streams
-        allocated = streams.mark()
         missing = [storage for storage in self._storages.values() if storage.device is None]
         for storage in self._storages.values():
             storage.waiting = storage.users
+        try:
+            self._upload(missing)
+        except BaseException:  # memory ran out, or Ctrl-C: what has no content yet must not be taken for the tensor
+            self._engine.streams.upload_reached(self._fetch_done)
+            self._engine.streams.compute_waits(self._fetch_done)  # before the memory goes to somebody else
+            for storage in missing:
+                storage.device = None
+            raise
+        self._fetched = True
+
+    def _upload(self, missing: list[_Storage]) -> None:
+        streams = self._engine.streams
+        allocated = streams.mark()
         for storage in missing:
             storage.device = torch.empty(aligned(storage.size_bytes), dtype=torch.uint8, device=self._engine.device)
             self._engine.ledger.hold(storage.device)

@@ -92,7 +92,7 @@ def test_only_legal_transitions_are_possible() -> None:
         else:
             with pytest.raises(AssertionError, match=f"illegal buffer transition {before.value} -> {after.value}"):
                 buffer.state = after
-    assert len(LEGAL) == 7
+    assert len(LEGAL) == 6
 
 
 def test_a_buffer_is_kept_while_held_and_poisoned_when_given_up() -> None:

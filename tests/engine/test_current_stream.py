@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from protrain.engine.streams import CudaStreams
+from protrain.engine.chunks import Chunk
+from protrain.engine.gradients import Gradients
+from protrain.engine.streams import CudaStreams, Streams
 from protrain.errors import MisuseError
 from tests.engine.harness import CKPT, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make
@@ -45,5 +47,59 @@ def test_forward_and_step_on_another_stream_are_refused(device: torch.device, mo
             with another_stream(), pytest.raises(MisuseError, match=r"outside `with torch.cuda.stream\(...\)`"):
                 optimizer.step()
         optimizer.step()
+        results.append(states(wrapped, optimizer))
+    assert_same(results[1], results[0])
+
+
+def test_a_backward_ends_on_the_stream_that_copies_are_ordered_with(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd calls its end on the stream that was current around backward(), whatever forward ran on."""
+    computing = 0
+    flushed: list[int] = []
+    kind = CudaStreams if device.type == "cuda" else Streams
+    compute_stream, flush = kind.computing, Gradients.flush
+
+    @contextmanager
+    def counted(streams: Streams) -> Iterator[None]:
+        nonlocal computing
+        with compute_stream(streams):  # type: ignore[arg-type]
+            computing += 1
+            yield
+            computing -= 1
+
+    def watched(gradients: Gradients) -> list[Chunk]:
+        flushed.append(computing)
+        return flush(gradients)
+
+    monkeypatch.setattr(kind, "computing", counted)
+    monkeypatch.setattr(Gradients, "flush", watched)
+    model = make()
+    wrapped, optimizer = wrap_under(
+        Spec("some", "least", (CKPT,)), model, adamw(model), batches()[0], device=device, step_during_backward=True
+    )
+    default_loss(wrapped, batches()[0]).backward()
+    assert flushed[-1] == 1
+    optimizer.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inside", [False, True])
+def test_backward_alone_may_be_called_on_another_stream(inside: bool) -> None:
+    results = []
+    cuda = torch.device("cuda")
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        model = make(width=1024)
+        wrapped, optimizer = wrap_under(
+            Spec("some", "least", (CKPT,)), model, adamw(model), batches()[0], device=cuda, step_during_backward=inside
+        )
+        for batch in batches():
+            torch.manual_seed(1)
+            loss = default_loss(wrapped, batch)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
         results.append(states(wrapped, optimizer))
     assert_same(results[1], results[0])

@@ -1,0 +1,176 @@
+"""Ctrl-C, or no memory left, anywhere in forward and backward: after zero_grad() training goes on as if it hadn't been.
+
+Silence is the worst that can happen: a buffer that is taken for a chunk that never came up, say.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain.engine import swap
+from protrain.engine.buffers import BufferPool
+from protrain.optim import ProTrainOptimizer
+from tests.engine.harness import (
+    CKPT,
+    CKPT_SWAP,
+    NONE,
+    SWAP,
+    Spec,
+    adamw,
+    assert_same,
+    default_loss,
+    states,
+    wrap_under,
+)
+from tests.engine.residual import batches, make
+
+CPU = torch.device("cpu")
+DATA = batches(3)
+SPECS = (
+    Spec("none", "least", (NONE,), small=True),
+    Spec("none", "least", (CKPT, SWAP), small=True, early=True),
+    Spec("some", "least", (CKPT_SWAP, SWAP, NONE)),
+)
+POINTS = 8
+Wrapped = tuple[nn.Module, ProTrainOptimizer]
+
+
+def wrapped(spec: Spec) -> Wrapped:
+    model = make(width=16, depth=3)
+    return wrap_under(spec, model, adamw(model), DATA[0], device=CPU)
+
+
+def train(training: Wrapped, numbers: tuple[int, ...]) -> list[float]:
+    model, optimizer = training
+    losses = []
+    for number in numbers:
+        torch.manual_seed(number)
+        loss = default_loss(model, DATA[number])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def outcome(training: Wrapped) -> tuple[list[float], dict[str, Tensor]]:
+    return train(training, (1, 2)), states(*training)
+
+
+def undisturbed(spec: Spec) -> tuple[list[float], dict[str, Tensor]]:
+    training = wrapped(spec)
+    train(training, (0,))
+    return outcome(training)
+
+
+class _Calls:
+    """Counts calls of the engine's functions on this thread, and interrupts one."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.made, self.at = 0, at
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if "/protrain/engine/" in frame.f_code.co_filename:
+            self.made += 1
+            if self.made == self.at:
+                raise KeyboardInterrupt
+
+
+def interrupted(training: Wrapped, calls: _Calls) -> None:
+    """One forward and backward under ``calls``, then what a notebook's user does."""
+    torch.manual_seed(7)
+    before = sys.gettrace()
+    sys.settrace(calls)
+    try:
+        default_loss(training[0], DATA[1]).backward()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    training[1].zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer nobody sees it
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_training_goes_on_after_ctrl_c_anywhere(spec: Spec) -> None:
+    training = wrapped(spec)
+    train(training, (0,))
+    calls = _Calls()
+    interrupted(training, calls)
+    losses, expected = undisturbed(spec)
+    assert outcome(training)[0] == losses
+    assert calls.made > 500
+    for point in range(POINTS):
+        training = wrapped(spec)
+        train(training, (0,))
+        # Not at the same place of every unit.
+        interrupted(training, _Calls(at=1 + (calls.made * point // POINTS + 37 * point) % calls.made))
+        found, final = outcome(training)
+        assert found == losses, f"call {point} of {POINTS}"
+        assert_same(final, expected, where=f"call {point} of {POINTS}")
+
+
+@pytest.mark.parametrize("buffers", ["least", "middle"])
+@pytest.mark.parametrize("name", ["_issue", "_upload"])
+def test_a_chunk_that_never_came_up_is_not_taken_for_there(
+    buffers: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = Spec("none", buffers, (NONE,), small=True)
+    losses, expected = undisturbed(spec)
+    for at in (1, 2, 5):
+        training = wrapped(spec)
+        train(training, (0,))
+        training[1].state_dict()  # waits for updates: from now on the main thread issues
+        with monkeypatch.context() as patch:
+            patch.setattr(BufferPool, name, _failing(getattr(BufferPool, name), at, KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                train(training, (1,))
+        training[1].zero_grad()
+        assert train(training, (1, 2)) == losses
+        assert_same(states(*training), expected, where=f"{name} {at}")
+
+
+def test_out_of_memory_in_a_fetch_leaves_nothing_without_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph is kept, and backward is called again."""
+    norms = []
+    for at in (0, 1, 3, 5):
+        model, optimizer = wrapped(Spec("none", "least", (SWAP,)))
+        torch.manual_seed(3)
+        loss = default_loss(model, DATA[0])
+        if at:
+            with monkeypatch.context() as patch:
+                patch.setattr(swap, "torch", _Short(at))
+                with pytest.raises(torch.OutOfMemoryError):
+                    loss.backward(retain_graph=True)
+            optimizer.zero_grad()
+        loss.backward()
+        norms.append(optimizer.clip_grad_norm_(1e9).item())
+    assert norms == norms[:1] * 4
+
+
+class _Short:
+    """torch, whose ``empty`` fails at one of its calls."""
+
+    def __init__(self, at: int) -> None:
+        self.empty = _failing(torch.empty, at, torch.OutOfMemoryError("out of memory"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _failing(function: Callable[..., Any], at: int, error: BaseException) -> Callable[..., Any]:
+    calls = iter(range(1, sys.maxsize))
+
+    def call(*args: Any, **options: Any) -> Any:
+        if next(calls) == at:
+            raise error
+        return function(*args, **options)
+
+    return call
