@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--jobs: at least one case at a time, not {args.jobs}")
     if args.jobs > 1 and args.kind != "limits":
         parser.error("--jobs: cases beside each other slow each other down, and only --kind limits times nothing")
+    if args.jobs > 1 and args.host_memory is None:
+        parser.error("--jobs: say with --host-memory how much of the host's memory each case may take")
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
     if args.read is not None:

@@ -36,7 +36,7 @@ class Point(Record):
     allocated_bytes: int  # the allocator's peak
     reserved_bytes: int  # the same with what fragmentation lost
     host_bytes: int  # of the host arena
-    host_gparams: float  # of the report
+    host_gparams: float  # of the report: all updates over all time (the earliest records: of the middle update)
     wrap_s: float
     error: str = ""
 

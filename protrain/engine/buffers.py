@@ -174,13 +174,16 @@ class BufferPool:
             self.streams.compute_reached(buffer.free)
         buffer.holders -= 1
 
-    def release_all(self) -> bool:
-        """End every ``acquire`` that something which was interrupted has left; whether there was any."""
-        left = [buffer for buffer in self.buffers if buffer.holders]
-        for buffer in left:
-            self.streams.compute_reached(buffer.free)
-            buffer.holders = 0
-        return bool(left)
+    def anything_held(self) -> bool:
+        """Whether any unit holds any chunk."""
+        return any(buffer.holders for buffer in self.buffers)
+
+    def release_all(self) -> None:
+        """End every ``acquire`` that something which was interrupted has left."""
+        for buffer in self.buffers:
+            if buffer.holders:
+                self.streams.compute_reached(buffer.free)
+                buffer.holders = 0
 
     def outlived(self, chunk: Chunk) -> bool:
         """Whether a view made while units held ``chunk`` is alive though none does: soon it shows another chunk."""
@@ -212,9 +215,10 @@ class BufferPool:
     def _holding(self, index: int) -> Buffer | None:
         """The buffer that chunk ``index`` is in, or on its way to."""
         buffer = self._by_chunk.get(index)
-        if buffer is None or buffer.state is Residency.EMPTY or buffer.chunk is None or buffer.chunk.index != index:
+        if buffer is None or buffer._state is Residency.EMPTY:
             return None
-        return buffer
+        assert buffer.chunk is not None
+        return buffer if buffer.chunk.index == index else None
 
     def _free_buffer(self, schedule: Schedule, *, needed_in: int) -> Buffer | None:
         """An empty buffer, or the one whose content is needed last and later than ``needed_in`` visits."""

@@ -16,10 +16,12 @@ The step, in the order in which things happen:
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -319,11 +321,25 @@ class Engine:
     def _let_go(self) -> None:
         """Forget what raised in the middle, and whatever Ctrl-C left held in between: between steps nothing is."""
         self.abandon_backward()
-        if self._backward is None and self.buffers.release_all():
+        if self._backward is None and self.buffers.anything_held() and not self._runs_a_unit():
+            self.buffers.release_all()
             for member in self.members:
                 member.bound = 0
                 if not member.chunk.persistent and member.index not in self.whole and member.index not in self.exported:
                     release(member.parameter, self.placeholder)
+
+    def _runs_a_unit(self) -> bool:
+        """Whether this is called from a unit's forward (a hook saves the model, say). The stack knows.
+
+        A count of them would be wrong after Ctrl-C at the wrong moment.
+        """
+        codes = (Engine.run_unit.__code__, Engine.run_around.__code__)
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code in codes and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def _abandon(self) -> None:
         self._backward = None

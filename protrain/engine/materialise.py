@@ -98,8 +98,8 @@ def _drop(member: Member) -> None:
             vars(fresh).update(vars(parameter))
             _keep_hooks(fresh, parameter)
             torch.utils.swap_tensors(parameter, fresh)
+        mark_moved(parameter)
         parameter.data = weight.new_empty(()).expand(member.shape)
-    mark_moved(parameter)
 
 
 def _keep_hooks(target: Any, source: Any) -> None:

@@ -37,7 +37,7 @@ class Report(Record):
     fetches: int  # chunk uploads issued
     early_updates: int  # done inside backward before step() was called
     redone_updates: int  # of those that a clipped or otherwise unforeseen step had done again
-    host_gparams: float  # 1e9 parameters a second of whole updates on the host, beside all else; 0: there were none
+    host_gparams: float  # 1e9 parameters a second of the last whole updates on the host, beside all else; 0: none
     predicted_host_gparams: float
 
     def rows(self) -> list[tuple[str, str]]:
@@ -113,6 +113,12 @@ def make_report(
         fetches=engine.buffers.fetches,
         early_updates=tally.adopted + tally.redone,
         redone_updates=tally.redone,
-        host_gparams=tally.host_elements / tally.host_s / 1e9 if tally.host_s else 0.0,
+        host_gparams=_rate_of(tuple(tally.counted)),
         predicted_host_gparams=predicted_host_gparams,
     )
+
+
+def _rate_of(updates: tuple[tuple[int, float], ...]) -> float:
+    """1e9 elements a second of all of ``updates``, elements and seconds of each; 0 where there are none."""
+    seconds = sum(took for _, took in updates)
+    return sum(elements for elements, _ in updates) / seconds / 1e9 if seconds > 0 else 0.0

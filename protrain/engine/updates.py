@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ from protrain.engine.turns import Ahead, Once, Turn
 from protrain.engine.worker import HostWorker, Job
 from protrain_kernels import AdamScalars, adam_scalars
 
+_COUNTED_UPDATES = 2000
+
 
 @dataclass
 class Tally:
@@ -48,16 +51,24 @@ class Tally:
     as_supposed: bool = True  # the last step
     adopted: int = 0
     redone: int = 0
-    host_elements: int = 0  # that whole updates on the host went over
-    host_s: float = 0.0  # that they took, waits aside
+    # The last whole updates on the host: elements, and the seconds that they took.
+    counted: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_COUNTED_UPDATES))
 
     @contextmanager
-    def counting(self, pieces: list[Piece]) -> Iterator[None]:
-        """The body updates ``pieces`` on the host, states and all."""
+    def counting(self, pieces: list[Piece]) -> Iterator[Callable[[Callable[[], None]], None]]:
+        """The body updates ``pieces`` on the host, states and all; what it gets calls what does not count."""
+        aside_s = 0.0
+
+        def aside(work: Callable[[], None]) -> None:
+            nonlocal aside_s
+            begin = time.perf_counter()
+            work()
+            aside_s += time.perf_counter() - begin
+
         begin = time.perf_counter()
-        yield
-        self.host_s += time.perf_counter() - begin
-        self.host_elements += sum(part.stop - part.start for part, _ in pieces)
+        yield aside
+        elements = sum(part.stop - part.start for part, _ in pieces)
+        self.counted.append((elements, time.perf_counter() - begin - aside_s))
 
 
 @dataclass(eq=False)
@@ -383,8 +394,9 @@ def _update_on_host(
         accumulation.wait()  # done, as it came before; but what failed to be added must not be taken for a gradient
     chunk.offloaded.wait()
     chunk.uploaded.wait()  # a forward after the last gradient (an evaluation, say) may still read the weight
-    with tally.counting(pieces):
-        chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads, between=ahead.take)
+    on_host = None if scale is None else scale.on_host
+    with tally.counting(pieces) as aside:
+        chunk.step(pieces, gradient, on_host, threads=threads, between=functools.partial(aside, ahead.take))
 
 
 def _holds(early: _Early, pieces: list[Piece], factor: float, version: int) -> bool:

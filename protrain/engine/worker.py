@@ -37,6 +37,8 @@ class Job:
         """Have its turn come after everything queued before. Twice does no harm."""
         self._turns.put(self)
         self._queued = True
+        if _all_ended:  # at the interpreter's exit nobody else would
+            self.run()
 
     def run(self) -> None:
         """Do the work, then what waits for it. A job that was run ahead of its turn does nothing when that comes."""
@@ -95,6 +97,7 @@ class _WorkerThread(threading.Thread):
 
 
 _threads: weakref.WeakSet[_WorkerThread] = weakref.WeakSet()
+_all_ended = False
 
 
 @atexit.register
@@ -105,6 +108,8 @@ def _end_all() -> None:
         thread.end()
     for thread in threads:
         thread.join()
+    global _all_ended
+    _all_ended = True
 
 
 class HostWorker:

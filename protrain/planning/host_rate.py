@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.explain import timeline_of
-from protrain.planning.layout import pack
+from protrain.planning.layout import pack, streamed_chunks, updated_chunks
 from protrain.planning.plan import Plan
 from protrain.planning.timeline import HOST
 from protrain.profiler.model_profile import ModelProfile
@@ -16,9 +16,12 @@ def host_gparams(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
 ) -> float:
     """Predicted 1e9 parameters a second of the host's whole updates under ``plan``; 0 where it makes none."""
+    layout = pack(profile, plan.chunk_elements)
     if hardware.device_type == "cpu":  # nothing runs beside them
-        return hardware.host_adam_gparams if plan.n_persist < plan.n_chunks else 0.0
-    chunks = pack(profile, plan.chunk_elements).chunks
+        away = [chunk for chunk in updated_chunks(profile, layout) if chunk >= plan.n_persist]
+        candidates = [chunk for chunk in away if chunk >= plan.n_persist + plan.n_speculate]
+        return hardware.host_adam_gparams if len(away) > len(streamed_chunks(candidates, plan.n_stream)) else 0.0
+    chunks = layout.chunks
     elements, milliseconds = 0, 0.0
     for operation in timeline_of(plan, profile, hardware, step_during_backward=step_during_backward).operations:
         kind, _, chunk = operation.name.rpartition(" ")

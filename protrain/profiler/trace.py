@@ -150,7 +150,7 @@ def profile(
 
 
 def sustained(step: Callable[[], Step], *, seconds: float) -> Step:
-    """The last of as many steps as take ``seconds``, though of no more than a few.
+    """The last of as many steps as take ``seconds``, though of no more than a few; one that is longer is the first.
 
     For a moment a GPU that was idle clocks higher than its power limit allows in training, where one step follows
     another.

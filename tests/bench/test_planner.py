@@ -180,13 +180,15 @@ def test_cases_run_beside_each_other_as_far_as_their_limits_fit() -> None:
     taken = {case.batch: (10 * gib if case.device_memory is None else 0) for case in cases}
     taken |= {0: 10 * gib, 1: 4 * gib, 2: 4 * gib, 4: 7 * gib, 5: 2 * gib}
     lock, running, most = threading.Lock(), set[int](), {"bytes": 0, "jobs": 0}
+    together = threading.Barrier(3, timeout=20)
 
     def run(case: Case) -> int:
         with lock:
             running.add(case.batch)
             most["bytes"] = max(most["bytes"], sum(taken[number] for number in running))
             most["jobs"] = max(most["jobs"], len(running))
-        time.sleep(0.05)
+        if case.batch in (1, 2, 5):
+            together.wait()
         with lock:
             running.remove(case.batch)
         return case.batch * 10
@@ -195,8 +197,9 @@ def test_cases_run_beside_each_other_as_far_as_their_limits_fit() -> None:
     assert sorted(result for _, result in done) == [0, 10, 20, 30, 40, 50]
     assert all(result == 10 * case.batch for case, result in done)
     assert most == {"bytes": 10 * gib, "jobs": 3}
-    with pytest.raises(SystemExit):
-        main(["--jobs", "2"])
+    for wrong in (["--jobs", "2"], ["--jobs", "2", "--kind", "limits"]):
+        with pytest.raises(SystemExit):
+            main(wrong)
     with pytest.raises(SystemExit):
         main(["--jobs", "0", "--kind", "limits"])
 
@@ -205,7 +208,10 @@ def test_limits_count_what_was_refused_before_it_was_tried(tmp_path: Path, capsy
     case = replace(SMOKE[0], device_memory="1MiB")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bench.planner.__main__.SMOKE", (*SMOKE, case))
-        assert main(["--kind", "limits", "--jobs", "2", "--steps", "1", "--out", str(tmp_path)]) == 0
+        assert (
+            main(["--kind", "limits", "--jobs", "2", "--host-memory", "1GiB", "--steps", "1", "--out", str(tmp_path)])
+            == 0
+        )
     assert "0 of 1 chosen plans ran out of memory; for 1 of 2 cases nothing fits" in capsys.readouterr().out
     assert {len(result.points) for result in Results.load(tmp_path / FILES["limits"]).cases} == {0, 1}
 

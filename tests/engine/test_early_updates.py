@@ -85,9 +85,9 @@ def counts(optimizer: ProTrainOptimizer) -> tuple[int, int]:
 def updated_on_host(optimizer: ProTrainOptimizer) -> float:
     """How often the report's rate counts the states in host memory."""
     optimizer._engine.wait_for_updates()
-    tally = optimizer._updates.tally
-    assert optimizer.report().host_gparams == tally.host_elements / tally.host_s / 1e9
-    return tally.host_elements / sum(chunk.elements for chunk in optimizer._engine.chunks if not chunk.persistent)
+    elements, seconds = (sum(part) for part in zip(*optimizer._updates.tally.counted, strict=True))
+    assert optimizer.report().host_gparams == elements / seconds / 1e9
+    return elements / sum(chunk.elements for chunk in optimizer._engine.chunks if not chunk.persistent)
 
 
 def clipping(max_norm: float | None, **options: Any) -> Run:

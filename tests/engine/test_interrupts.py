@@ -155,6 +155,34 @@ def test_out_of_memory_in_a_fetch_leaves_nothing_without_content(monkeypatch: py
     assert norms == norms[:1] * 4
 
 
+@pytest.mark.parametrize("buffers", ["least", "all"])
+@pytest.mark.parametrize("where", ["before a block", "after a block", "inside a block"])
+def test_what_a_running_forward_holds_is_not_let_go(where: str, buffers: str) -> None:
+    """A hook that saves, or looks at the loss, runs while units hold chunks that no interrupt has left."""
+    model, optimizer = wrapped(Spec("none", buffers, (NONE,), small=True))
+    block: Any = model.get_submodule("blocks.1")
+    done: list[Any] = []
+
+    def act(*_: Any) -> None:
+        if not done:
+            done.append(model.state_dict())
+            done.append(optimizer.state_dict())
+            if buffers == "all":  # otherwise there is no room for a second unit's
+                with torch.no_grad():
+                    done.append(default_loss(model, DATA[2]))
+
+    if where == "before a block":
+        block.register_forward_pre_hook(act)
+    else:
+        (block if where == "after a block" else block.drop).register_forward_hook(act)
+    losses = train((model, optimizer), (0, 1, 2))
+    assert done
+    plain = wrapped(Spec("none", buffers, (NONE,), small=True))
+    if buffers == "least":  # what is drawn at random in the forward of the hook changes the rest
+        assert losses == train(plain, (0, 1, 2))
+        assert_same(states(model, optimizer), states(*plain))
+
+
 class _Short:
     """torch, whose ``empty`` fails at one of its calls."""
 

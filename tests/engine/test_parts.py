@@ -198,6 +198,19 @@ worker.submit(lambda: pathlib.Path({str(tmp_path / "done")!r}).touch())
     assert (tmp_path / "done").exists()
 
 
+def test_work_after_the_end_of_all_threads_is_done_at_once(tmp_path: Path) -> None:
+    """A handler of the user's for the interpreter's exit may come after ours, and save a checkpoint."""
+    program = f"""
+import atexit, pathlib
+atexit.register(lambda: worker.submit(lambda: pathlib.Path({str(tmp_path / "done")!r}).touch()).wait())
+from protrain.engine.worker import HostWorker
+worker = HostWorker(threads=1)
+"""
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+    assert (tmp_path / "done").exists()
+
+
 # -- loss scale --------------------------------------------------------------------------------------------------------
 
 

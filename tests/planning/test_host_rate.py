@@ -48,3 +48,6 @@ def test_on_a_cpu_nothing_runs_beside_it() -> None:
     assert rate(cpu) == 5.0
     n_chunks = evaluate(PROFILE, cpu, **COUNTS).n_chunks
     assert rate(replace(cpu, device_bytes=200 * GIB), n_persist=n_chunks, n_buffer=0) == 0.0
+    streamed: dict[str, Any] = {"n_persist": n_chunks - 2, "n_buffer": 2, "n_stream": 1}
+    assert rate(replace(cpu, device_bytes=200 * GIB), **streamed) == 5.0
+    assert rate(replace(cpu, device_bytes=200 * GIB), **{**streamed, "n_stream": 2}) == 0.0

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -446,17 +447,23 @@ def test_recomputation_ends_with_the_last_saved_tensor() -> None:
         assert block.backward_ms < 50.0
 
 
-def test_times_are_those_of_a_step_that_others_came_before() -> None:
-    made: list[int] = []
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.0, 1), (0.08, 2), (10.0, 4)],
+    ids=["on a CPU the first", "the second of two", "the last of four, however short they are"],
+)
+def test_times_are_those_of_a_step_that_others_came_before(
+    seconds: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = 0
 
-    def step(pause_s: float) -> Any:
-        time.sleep(pause_s)
-        made.append(len(made))
-        return made[-1]
+    def step() -> Any:
+        nonlocal made
+        made += 1
+        return made
 
-    assert sustained(partial(step, 0.0), seconds=0.0) == 0, "on a CPU the first"
-    assert sustained(partial(step, 0.05), seconds=0.08) == 2, "the second of two"
-    assert sustained(partial(step, 0.0), seconds=10.0) == 6, "the last of four, however short they are"
+    monkeypatch.setattr("protrain.profiler.trace.time", SimpleNamespace(perf_counter=lambda: 0.05 * made))
+    assert sustained(step, seconds=seconds) == made == expected
 
 
 @pytest.mark.gpu
