@@ -8,20 +8,18 @@ kernels are loaded, libraries make their handles, and the allocator has nothing 
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import shlex
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import protrain
-from bench.planner.output import put_out
+from bench.planner.output import put_out, repeating
 from protrain.cli.models import load_model
 from protrain.cli.summary import device_name, versions
 from protrain.planning.tables import aligned
@@ -124,14 +122,7 @@ def _fill(model: nn.Module) -> None:
 def main(argv: list[str] | None = None, profiles: tuple[Asked, ...] | None = None) -> int:
     """Run the command."""
     arguments = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="bench.planner.profile_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
-    parser.add_argument("--repeat", type=int, default=3, help="profiles of each (default: 3)")
-    args = parser.parse_args(arguments)
-    if args.repeat < 1:
-        parser.error("--repeat must be 1 or more")
+    args = repeating(arguments, prog="bench.planner.profile_time", about=__doc__, file=FILE, what="profiles", default=3)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         print("no GPU here: a tiny model as a check that everything runs; the figures mean nothing", file=sys.stderr)

@@ -9,7 +9,6 @@ the core down: how long a loop of ten million additions takes there stands besid
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import statistics
 import sys
@@ -17,13 +16,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from bench.planner.largest import profile_of
-from bench.planner.output import put_out
+from bench.planner.output import put_out, repeating
 from protrain.cli.models import load_model
 from protrain.cli.summary import versions
 from protrain.hardware import load
@@ -147,14 +145,7 @@ def searched(asked: Search, *, repeat: int) -> Row:
 def main(argv: list[str] | None = None, searches: tuple[Search, ...] = SEARCHES) -> int:
     """Run the command."""
     arguments = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="bench.planner.search_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
-    parser.add_argument("--repeat", type=int, default=5, help="searches of each (default: 5)")
-    args = parser.parse_args(arguments)
-    if args.repeat < 1:
-        parser.error("--repeat must be 1 or more")
+    args = repeating(arguments, prog="bench.planner.search_time", about=__doc__, file=FILE, what="searches", default=5)
     torch.set_num_threads(1)
     loops = [timed(_add)[0]]
     rows = []

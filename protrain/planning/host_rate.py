@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.explain import timeline_of
-from protrain.planning.layout import pack, streamed_chunks, updated_chunks
+from protrain.planning.layout import pack, updated_chunks
 from protrain.planning.plan import Plan
 from protrain.planning.timeline import HOST
 from protrain.profiler.model_profile import ModelProfile
@@ -18,14 +18,12 @@ def host_gparams(
     """Predicted 1e9 parameters a second of the host's whole updates under ``plan``; 0 where it makes none."""
     layout = pack(profile, plan.chunk_elements)
     if hardware.device_type == "cpu":  # nothing runs beside them
-        away = [chunk for chunk in updated_chunks(profile, layout) if chunk >= plan.n_persist]
-        candidates = [chunk for chunk in away if chunk >= plan.n_persist + plan.n_speculate]
-        return hardware.host_adam_gparams if len(away) > len(streamed_chunks(candidates, plan.n_stream)) else 0.0
-    chunks = layout.chunks
+        n_away = sum(chunk >= plan.n_persist for chunk in updated_chunks(profile, layout))
+        return hardware.host_adam_gparams if n_away > plan.n_stream else 0.0
     elements, milliseconds = 0, 0.0
     for operation in timeline_of(plan, profile, hardware, step_during_backward=step_during_backward).operations:
         kind, _, chunk = operation.name.rpartition(" ")
         if operation.lane == HOST and kind in _WHOLE:
-            elements += chunks[int(chunk)].elements
+            elements += layout.chunks[int(chunk)].elements
             milliseconds += operation.end_ms - operation.start_ms
     return elements / milliseconds / 1e6 if milliseconds else 0.0

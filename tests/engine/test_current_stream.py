@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -57,13 +58,13 @@ def test_a_backward_ends_on_the_stream_that_copies_are_ordered_with(
     """Autograd calls its end on the stream that was current around backward(), whatever forward ran on."""
     computing = 0
     flushed: list[int] = []
-    kind = CudaStreams if device.type == "cuda" else Streams
+    kind: Any = CudaStreams if device.type == "cuda" else Streams
     compute_stream, flush = kind.computing, Gradients.flush
 
     @contextmanager
     def counted(streams: Streams) -> Iterator[None]:
         nonlocal computing
-        with compute_stream(streams):  # type: ignore[arg-type]
+        with compute_stream(streams):
             computing += 1
             yield
             computing -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -105,16 +106,16 @@ def test_a_model_dropped_during_its_updates_stays_pinned_until_they_are_up(
     gate, uploads = threading.Event(), list[bool]()
     step, upload = Chunk.step, BufferPool._upload
 
-    def late_step(chunk: Chunk, *args: object, **options: object) -> None:
+    def late_step(chunk: Chunk, *args: Any, **options: Any) -> None:
         assert gate.wait(20)
-        step(chunk, *args, **options)  # type: ignore[arg-type]
+        step(chunk, *args, **options)
 
-    def watched_upload(pool: BufferPool, *args: object) -> None:
+    def watched_upload(pool: BufferPool, *args: Any) -> None:
         if gate.is_set():
             chunk = args[1]
             assert isinstance(chunk, Chunk)
             uploads.append(_registered(chunk.current_weight, driver))
-        upload(pool, *args)  # type: ignore[arg-type]
+        upload(pool, *args)
 
     monkeypatch.setattr(Chunk, "step", late_step)
     monkeypatch.setattr(BufferPool, "_upload", watched_upload)

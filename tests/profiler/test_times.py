@@ -1,0 +1,87 @@
+"""Times of a profile: of which step, without hiccups, and what of a block counts as computed again."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain import profiler
+from protrain.profiler.step import Step
+from protrain.profiler.trace import sustained
+from tests.profiler.test_trace import _batch, _Block, _Model
+
+
+class _Slow(_Block):
+    """A block that may be held up."""
+
+    held_up_s = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.held_up_s)
+        return super().forward(x)
+
+
+def test_a_hiccup_in_one_of_many_alike_blocks_is_not_believed() -> None:
+    blocks = [_Slow() for _ in range(5)]
+    blocks[2].held_up_s = 0.05
+    found = profiler.profile(nn.Sequential(*blocks), (torch.randn(4, 8),), device="cpu")
+    assert len(found.blocks) == 5
+    assert max(block.forward_ms for block in found.blocks) < 25.0
+
+
+def test_recomputation_ends_with_the_last_saved_tensor() -> None:
+    class Ending(_Block):
+        """Its last product saves nothing but its factors, which are there before it: it is not computed again."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.03)
+            hidden = torch.tanh(self.up(x))
+            y = self.down(hidden)
+            time.sleep(0.12)
+            return y
+
+    found = profiler.profile(nn.Sequential(*[Ending() for _ in range(3)]), (torch.randn(4, 8),), device="cpu")
+    for block in found.blocks:
+        assert block.forward_ms >= 150.0
+        assert block.recompute_ms is not None
+        assert 30.0 <= block.recompute_ms < 120.0
+        assert block.backward_ms < 50.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.0, 1), (0.08, 2), (10.0, 4)],
+    ids=["on a CPU the first", "the second of two", "the last of four, however short they are"],
+)
+def test_times_are_those_of_a_step_that_others_came_before(
+    seconds: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = 0
+
+    def step() -> Any:
+        nonlocal made
+        made += 1
+        return made
+
+    monkeypatch.setattr("protrain.profiler.trace.time", SimpleNamespace(perf_counter=lambda: 0.05 * made))
+    assert sustained(step, seconds=seconds) == made == expected
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_short_steps_are_timed_after_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[bool] = []
+    run = Step.run
+
+    def counted(step: Step, *args: Any) -> None:
+        runs.append(step._measure)
+        run(step, *args)
+
+    monkeypatch.setattr(Step, "run", counted)
+    found = profiler.profile(_Model(), _batch(), device="cuda")
+    assert runs == [True, False, False, False, False]
+    assert all(block.forward_ms > 0 for block in found.blocks)
