@@ -11,7 +11,7 @@ from torch import nn
 
 from protrain.engine.arena import Arena, aligned
 from protrain.engine.buffers import BufferPool
-from protrain.engine.chunks import held_states, make_chunks, make_members, size_bytes
+from protrain.engine.chunks import complete_chunks, held_states, make_chunks, make_members, size_bytes
 from protrain.engine.engine import Engine
 from protrain.engine.gradients import Gradients
 from protrain.engine.hooks import install
@@ -87,6 +87,7 @@ def build_engine(
     _move_the_rest(model, {id(parameter) for parameter in parameters}, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what initialising took
+    complete_chunks(chunks, layout, plan, dtype, device)
     away = [chunk for chunk in chunks if not chunk.persistent]
     buffers = BufferPool(
         n_buffer=plan.n_buffer if away else 0,

@@ -4,10 +4,11 @@ A chunk is a contiguous run of parameters in execution order, with all its state
 
     weight (16-bit or fp32) | master (int16 remainder for bf16, fp32 for fp16) | exp_avg | exp_avg_sq | grad
 
-A persistent chunk keeps all of them on the device, a non-persistent one keeps all of them in the host arena, and a
-frozen chunk has a weight only. Where a step has several batches there is an fp32 accumulator of their gradients as
-well, on the device in place of a gradient. Where chunks take turns in regions for their gradients
-(:mod:`protrain.engine.regions`) they have none of their own. Every length is a multiple of 128 elements.
+A persistent chunk keeps all of them on the device, weight and master in one piece of memory and the rest in another, a
+non-persistent one keeps all of them in the host arena, and a frozen chunk has a weight only. Where a step has several
+batches there is an fp32 accumulator of their gradients as well, on the device in place of a gradient. Where chunks take
+turns in regions for their gradients (:mod:`protrain.engine.regions`) they have none of their own. Every length is a
+multiple of 128 elements.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from protrain_kernels import (
 
 _STRETCH = 1 << 25  # elements, which the host updates in some 7 ms
 _TRANSFERRED = ("weight", "grad")  # the states of a non-persistent chunk that travel
+_VALUES = ("weight", "master")  # the states that initialising and loading write
 Piece = tuple[slice, AdamScalars]  # elements of a chunk, and what holds for them in a step
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
 
@@ -275,6 +277,8 @@ def make_chunks(
 ) -> list[Chunk]:
     """All chunks, states zeroed. The arena is reserved for the non-persistent ones in one piece.
 
+    Persistent ones have no more than their weights and masters until :func:`complete_chunks`.
+
     The first ``plan.n_speculate`` of those have room for a second copy of what an update writes, or with
     ``plan.early_weights`` of the weight alone. Of the ``streamed``, by index, the device reaches all states. Where
     gradients share regions chunks have no room for their own; the arena's piece has that of the regions.
@@ -292,18 +296,14 @@ def make_chunks(
     chunks = []
     for record in layout.chunks:
         persistent = record.index < plan.n_persist
-        states: dict[str, Tensor] = {}
         kinds = held_states(record, plan, dtype)
-        total = sum(record.elements * kind.itemsize for kind in kinds.values())
-        memory = torch.zeros(total, dtype=torch.uint8, device=device) if persistent else None
-        start = 0
-        for name, kind in kinds.items():
-            if memory is None:
-                transferred = name in _TRANSFERRED or record.index in streamed
-                states[name] = arena.take(record.elements, kind, transferred=transferred)
-            else:
-                states[name] = memory[start : start + record.elements * kind.itemsize].view(kind)
-                start += record.elements * kind.itemsize
+        if persistent:
+            states = _on_device(record, {name: kinds[name] for name in _VALUES if name in kinds}, device)
+        else:
+            states = {
+                name: arena.take(record.elements, kind, transferred=name in _TRANSFERRED or record.index in streamed)
+                for name, kind in kinds.items()
+            }
         spare = early_weight = None
         if record in early and plan.early_weights:
             early_weight = arena.take(record.elements, dtype)
@@ -335,6 +335,25 @@ def make_chunks(
             )
         )
     return chunks
+
+
+def complete_chunks(chunks: list[Chunk], layout: Layout, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
+    """Give the persistent chunks the rest of their states, zeroed.
+
+    Once the weights are in place: until then there is room for what making them takes.
+    """
+    for chunk, record in zip(chunks[: plan.n_persist], layout.chunks[: plan.n_persist], strict=True):
+        kinds = held_states(record, plan, dtype)
+        rest = _on_device(record, {name: kind for name, kind in kinds.items() if name not in _VALUES}, device)
+        chunk.exp_avg, chunk.exp_avg_sq = rest.get("exp_avg"), rest.get("exp_avg_sq")
+        chunk.grad, chunk.accumulator = rest.get("grad"), rest.get("accumulator")
+
+
+def _on_device(record: ChunkRecord, kinds: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
+    """States of ``kinds`` of the chunk of ``record``, zeroed, side by side."""
+    sizes = size_bytes(record, kinds)
+    parts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
+    return {name: part.view(kind) for (name, kind), part in zip(kinds.items(), parts, strict=True)}
 
 
 def make_members(

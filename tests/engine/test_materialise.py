@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from protrain.profiler.meter import CudaMeter, StorageMeter
 from tests.engine.harness import CKPT, NONE, Batch, Loop, Spec, adamw, assert_same, states, wrap_under
 from tests.engine.plain_loop import rounded
 
@@ -118,6 +119,29 @@ def test_a_torch_model_is_initialised_by_reset_parameters(device: torch.device) 
     assert (found["2.1.weight"] == 1).all()
     assert not found["2.1.bias"].any()
     assert len(set(Loop().run(wrapped, optimizer, [batch] * 3))) == 3
+
+
+def test_initialising_has_the_room_that_states_take_later(device: torch.device) -> None:
+    meter = CudaMeter(device) if device.type == "cuda" else StorageMeter()
+    taken: list[int] = []
+
+    class Layer(nn.Linear):
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            taken.append(meter.alive_bytes)
+
+    with protrain.empty_parameters():
+        model = nn.Sequential(*(Layer(256, 256) for _ in range(8)))
+    optimizer = adamw(model)
+    del taken[:]
+    with meter:
+        before = meter.alive_bytes
+        wrap_under(SPECS[2], model, optimizer, (torch.randn(4, 256),), device=device, dtype=torch.bfloat16)
+        after = meter.alive_bytes
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    assert len(taken) == 8
+    assert after - before >= 14 * elements  # weight, remainder of the master, both moments, gradient
+    assert max(taken) - before < 4 * elements + 16 * elements / 8  # weights and remainders, and one layer in fp32
 
 
 def test_frozen_parameters_and_groups_survive(batch: Batch, device: torch.device) -> None:
