@@ -11,7 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from statistics import median
 from typing import Any
@@ -30,6 +30,7 @@ from protrain.profiler.weights import Weights
 
 _SUSTAINED_S = 1.0
 _MOST_STEPS = 4
+_SPARE = 0.5  # of the free device memory, for weights that are used again
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -65,23 +66,53 @@ def profile(
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
     dtype = dtype or (torch.float32 if target.type == "cpu" else torch.bfloat16)
-    names = {value: name for name, value in DTYPES.items()}
-    if dtype not in names:
+    if dtype not in DTYPES.values():
         raise ValueError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, not {dtype}")
+    trace = partial(_traced, model, example_batch, optimizer, device=target, dtype=dtype, show=show)
+    spare_bytes = _spare_bytes(target)
+    if spare_bytes:
+        with suppress(torch.OutOfMemoryError):
+            return trace(spare_bytes=spare_bytes)
+        torch.cuda.empty_cache()
+    return trace(spare_bytes=0)
+
+
+def _spare_bytes(device: torch.device) -> int:
+    """Memory for weights that stay from one use to the next: enough is left for the activations of most models."""
+    if device.type != "cuda":
+        return 0
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(_SPARE * (free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)))
+
+
+def _traced(
+    model: nn.Module,
+    example_batch: Any,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    show: Callable[[str], None] | None,
+    spare_bytes: int,
+) -> ModelProfile:
+    names = {value: name for name, value in DTYPES.items()}
     blocks = find_blocks(model)
-    with _restored(model, target) as rewind, Weights(model, target, dtype) as weights:
+    with (
+        _restored(model, device) as rewind,
+        Weights(model, device, dtype, spare_bytes=spare_bytes) as weights,
+    ):
         owned = _owned(model, find_units(model, blocks), blocks, weights)
-        args, kwargs = batches.arguments(batches.to_device(example_batch, target))
+        args, kwargs = batches.arguments(batches.to_device(example_batch, device))
         args, kwargs = batches.cast_inputs(args, batches.training_arguments(model, kwargs), dtype)
 
         def tell(what: str) -> Callable[[str], None]:
             return lambda part: show(f"{what}, {part}") if show is not None else None
 
-        step = Step(model, owned, blocks, weights, target, measure=True, show=tell("measuring memory"))
+        step = Step(model, owned, blocks, weights, device, measure=True, show=tell("measuring memory"))
         step.run(args, kwargs)
         timed = step
-        if target.type != "meta":
-            weights.random = target.type == "cuda"  # filling from the host again would take longer than the step
+        if device.type != "meta":
+            weights.random = device.type == "cuda"  # filling from the host again would take longer than the step
 
             def timed_step() -> Step:
                 rewind()
@@ -90,7 +121,7 @@ def profile(
                     owned,
                     blocks,
                     weights,
-                    target,
+                    device,
                     measure=False,
                     show=tell("measuring times"),
                     differentiating=step.differentiating,
@@ -100,13 +131,13 @@ def profile(
 
             if step.compiled:
                 timed_step()  # compiles
-            timed = sustained(timed_step, seconds=_SUSTAINED_S if target.type == "cuda" else 0.0)
+            timed = sustained(timed_step, seconds=_SUSTAINED_S if device.type == "cuda" else 0.0)
         attention_ms: dict[AttentionCall, float] = {}
-        if target.type != "meta":
+        if device.type != "meta":
             calls = [call for use in step.blocks.values() for call in use.attention]
             tell("measuring times")("attention alone")
-            attention_ms = attention_times_ms(calls, target)
-    durations = _durations(timed.segments) if target.type != "meta" else [(0.0, 0.0)] * len(step.segments)
+            attention_ms = attention_times_ms(calls, device)
+    durations = _durations(timed.segments) if device.type != "meta" else [(0.0, 0.0)] * len(step.segments)
     if len(durations) != len(step.segments):
         raise ValueError(
             f"two identical steps of {type(model).__name__} called its blocks differently, so it cannot be profiled; "
@@ -118,7 +149,7 @@ def profile(
     return ModelProfile(
         model=type(model).__name__,
         dtype=names[dtype],
-        device=target.type,
+        device=device.type,
         batch_shapes=batches.shapes(example_batch),
         tokens=batches.tokens(example_batch),
         chunked_loss=is_chunked(model),

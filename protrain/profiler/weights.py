@@ -24,10 +24,11 @@ _STAGE_ELEMENTS = 16 * 1024**2
 class Weights:
     """The stand-ins of ``model``'s managed (floating-point) parameters, by index in definition order.
 
-    Use as a context manager: inside, the model holds the stand-ins; afterwards its own tensors, untouched.
+    Use as a context manager: inside, the model holds the stand-ins; afterwards its own tensors, untouched. The first
+    ``spare_bytes`` of what is emptied stay filled instead, as filling takes time.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype, *, spare_bytes: int = 0) -> None:
         self.originals = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
         self.resident: set[int] = set()  # filled until the end
         self.random = False  # fill with random values instead of the original's: the second, timing pass
@@ -35,6 +36,8 @@ class Weights:
         self._device = device
         self._dtype = dtype
         self._filled: set[int] = set()
+        self._spared: set[int] = set()
+        self._spare_bytes = spare_bytes
         self._meter: Meter | None = None
         self.stand_ins = [self._empty(parameter) for parameter in self.originals]
         self.index = {id(stand_in): index for index, stand_in in enumerate(self.stand_ins)}
@@ -61,12 +64,16 @@ class Weights:
             self._fill(wanted)
 
     def empty(self, indexes: Iterable[int]) -> None:
-        """Free the parameters ``indexes`` on the device, resident ones excepted."""
-        unwanted = [index for index in indexes if index in self._filled and index not in self.resident]
-        if not unwanted:
-            return
-        with self._aside():
-            self._drop(unwanted)
+        """Free the parameters ``indexes`` on the device, except resident ones and those that there is room for."""
+        unwanted = [index for index in indexes if index in self._filled and index not in self.resident | self._spared]
+        for index in unwanted:
+            if self.stand_ins[index].nbytes <= self._spare_bytes:
+                self._spare_bytes -= self.stand_ins[index].nbytes
+                self._spared.add(index)
+        unwanted = [index for index in unwanted if index not in self._spared]
+        if unwanted:
+            with self._aside():
+                self._drop(unwanted)
 
     def filled(self, index: int) -> bool:
         """Whether the parameter ``index`` is on the device."""
@@ -107,6 +114,7 @@ class Weights:
             module._buffers.clear()
             module._buffers.update(buffers)
         self._before.clear()
+        self._drop(list(self._filled))
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
