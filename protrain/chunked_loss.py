@@ -14,14 +14,14 @@ import functools
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from protrain.chunked_loss_on_meta import causal_lm_loss
+from protrain.replacing import replace_attributes
 
 _ROW_BYTES = 16  # a row of logits that is no multiple of these makes slow products
 _WIDE_ROW_BYTES = 128  # and is widened to a multiple of these
@@ -104,7 +104,7 @@ def widened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]
 
 
 def find_head(model: nn.Module, device: torch.device, *, on_meta: bool = False) -> nn.Linear:
-    """What makes the logits of ``model``, where :func:`chunked_loss` can take its place.
+    """What makes the logits of ``model``, where :func:`chunk_loss` can take its place.
 
     Raises:
         ValueError: Liger is not installed, the model is no causal language model of transformers, or there is no GPU.
@@ -128,9 +128,8 @@ def find_head(model: nn.Module, device: torch.device, *, on_meta: bool = False) 
     return head
 
 
-@contextmanager
-def chunked_loss(model: nn.Module, device: torch.device, *, on_meta: bool = False) -> Iterator[None]:
-    """Replace the loss of ``model``; undone when the body raises.
+def chunk_loss(model: nn.Module, device: torch.device, *, on_meta: bool = False) -> Callable[[], None]:
+    """Replace the loss of ``model``. Returns what undoes that.
 
     Whenever labels are given the output's ``logits`` have no elements.
 
@@ -145,26 +144,17 @@ def chunked_loss(model: nn.Module, device: torch.device, *, on_meta: bool = Fals
     head = find_head(model, device, on_meta=on_meta)
     kind: Any = model
     shared = _Head(kind, head, causal_lm_loss if on_meta else _liger())
-    patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-        (kind, "forward", _like(shared.model_forward, shared.run_model)),
-        (head, "forward", _like(shared.head_forward, shared.run_head)),
-        (kind, "_loss_function", shared.run_loss),
+    return replace_attributes(
+        [
+            (kind, "forward", _like(shared.model_forward, shared.run_model)),
+            (head, "forward", _like(shared.head_forward, shared.run_head)),
+            (kind, "_loss_function", shared.run_loss),
+        ]
     )
-    before = [(vars(owner), name, vars(owner).get(name)) for owner, name, _ in patches]
-    for owner, name, function in patches:
-        vars(owner)[name] = function
-    try:
-        yield
-    except BaseException:
-        for attributes, name, value in before:
-            attributes.pop(name)
-            if value is not None:
-                attributes[name] = value
-        raise
 
 
 def is_chunked(model: nn.Module) -> bool:
-    """Whether :func:`chunked_loss` replaced the loss of ``model``."""
+    """Whether :func:`chunk_loss` replaced the loss of ``model``."""
     return isinstance(getattr(vars(model).get("_loss_function"), "__self__", None), _Head)
 
 

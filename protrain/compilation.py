@@ -7,14 +7,14 @@ without a new compilation.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from protrain.compilation_on_meta import graphs_alone
+from protrain.replacing import replace_attributes
 
 # What torch.compile consists of takes longer to import than the rest of torch: only where something is compiled.
 
@@ -56,9 +56,8 @@ def _leave_alone(package: str) -> None:
     trace_rules.add(package)
 
 
-@contextmanager
-def compiled_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> Iterator[None]:
-    """Compile the forward of every one of ``blocks``; undone when the body raises.
+def compile_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> Callable[[], None]:
+    """Compile the forward of every one of ``blocks``. Returns what undoes that.
 
     With ``on_meta`` as far as the meta device can show what that does: see :mod:`protrain.compilation_on_meta`. What
     was compiled before is then compiled anew when it is used again: there is a limit to what is kept of one function,
@@ -68,15 +67,4 @@ def compiled_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> It
         torch.compiler.reset()
     _leave_alone("protrain")
     _leave_alone("protrain_kernels")
-    before = [vars(block).get("forward") for block in blocks]
-    for block in blocks:
-        vars(block)["forward"] = CompiledForward(block.forward, on_meta=on_meta)
-    try:
-        yield
-    except BaseException:
-        for block, forward in zip(blocks, before, strict=True):
-            if forward is None:
-                del vars(block)["forward"]
-            else:
-                vars(block)["forward"] = forward
-        raise
+    return replace_attributes([(block, "forward", CompiledForward(block.forward, on_meta=on_meta)) for block in blocks])

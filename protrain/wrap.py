@@ -7,13 +7,13 @@ model  --profile--> ModelProfile -----+
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +21,11 @@ import torch
 from torch import nn
 
 from protrain import batch as batches
-from protrain.chunked_loss import chunked_loss as chunked
-from protrain.compilation import compiled_blocks
 from protrain.engine.build import DTYPES, build_engine
 from protrain.engine.parameter import PresentParameter, has_moved
 from protrain.engine.weight_files import check_weights
 from protrain.errors import MisuseError, PlanError
+from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim import ProTrainOptimizer, check_supported
@@ -36,7 +35,7 @@ from protrain.planning.streaming import staging_bytes
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.cache import cached_profile
-from protrain.profiler.trace import parameter_records
+from protrain.profiler.trace import parameter_records, profile
 from protrain.progress import Progress
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -138,12 +137,12 @@ def wrap(
     hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
     if given is None and hardware.device_type == "cuda" and hardware.source != "measured":
         say.note(_NOT_CALIBRATED)
-    blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
-    with chunked(model, target) if chunked_loss else nullcontext(), compiled_blocks(blocks):
-        with say.stage("profiling the model") as show_stage:
-            model_profile = cached_profile(
-                model, example_batch, optimizer=optimizer, device=target, dtype=kind, show=show_stage
-            )
+    change = partial(change_forwards, model, target, compile=compile, chunked_loss=chunked_loss)
+    with ExitStack() as changes:
+        changes.callback(change())
+        model_profile = _profile(
+            model, example_batch, optimizer, device=target, dtype=kind, change=change, changes=changes, say=say
+        )
         model_profile = replace(model_profile, accumulation=accumulation)
         with say.stage("planning"):
             chosen = _plan(given, model_profile, hardware, step_during_backward=step_during_backward)
@@ -161,6 +160,7 @@ def wrap(
                 weights=os.fspath(weights) if weights is not None else None,
                 show=show,
             )
+        changes.pop_all()
     wrapped = ProTrainOptimizer(
         engine,
         optimizer,
@@ -246,6 +246,42 @@ def _host_threads(hardware: HardwareProfile) -> int:
     return max(1, min(hardware.host_adam_threads or hardware.cpu_threads - 2, hardware.cpu_threads))
 
 
+def _profile(
+    model: nn.Module,
+    example_batch: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    change: Callable[..., Callable[[], None]],
+    changes: ExitStack,
+    say: Progress,
+) -> ModelProfile:
+    """The measured profile, or where not even that fits the device, one that is counted.
+
+    A trace needs about what the smallest plan does, so that the search then says by how much the batch is too large, or
+    finds a plan that just fits.
+    """
+    with say.stage("profiling the model") as show:
+        try:
+            return cached_profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype, show=show)
+        except torch.OutOfMemoryError as error:
+            changes.close()
+            undo = change(on_meta=True)
+            try:
+                counted = profile(model, example_batch, optimizer=optimizer, device="meta", dtype=dtype, show=show)
+            except Exception:  # not every model can be traced without values
+                raise error from None
+            finally:
+                undo()
+            changes.callback(change())
+    say.note(
+        "the GPU has too little memory to run the model for its profile: memory is counted from shapes, and times are "
+        "estimated"
+    )
+    return counted
+
+
 def _plan(
     plan: Plan | None,
     profile: ModelProfile,
@@ -271,13 +307,13 @@ def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor
         with optimizer.accumulating():
             yield
 
-    @functools.wraps(model.zero_grad)
+    @wraps(model.zero_grad)
     def zero_grad(set_to_none: bool = True) -> None:
         optimizer.zero_grad(set_to_none)
 
     vars(model).update(no_sync=no_sync, zero_grad=zero_grad)
     for module in model.modules():
-        vars(module)["_apply"] = functools.partial(_refuse_to_move, module, sample)
+        vars(module)["_apply"] = partial(_refuse_to_move, module, sample)
 
 
 def _refuse_to_move(

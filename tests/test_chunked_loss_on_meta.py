@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import protrain
-from protrain.chunked_loss import chunked_loss
+from protrain.chunked_loss import chunk_loss
 from protrain.chunked_loss_on_meta import causal_lm_loss, piece_rows
 from protrain.hardware import load
 from protrain.planning import fingerprint, search
@@ -83,8 +83,8 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def _profile(model: nn.Module, batch: dict[str, Tensor], *, chunked: bool, dtype: torch.dtype) -> ModelProfile:
     if not chunked:
         return protrain.profile(model, batch, device="meta", dtype=dtype)
-    with chunked_loss(model, GPU, on_meta=True):
-        return protrain.profile(model, batch, device="meta", dtype=dtype)
+    chunk_loss(model, GPU, on_meta=True)
+    return protrain.profile(model, batch, device="meta", dtype=dtype)
 
 
 def _llama(vocabulary: int = 96, hidden: int = 32, layers: int = 3) -> nn.Module:
@@ -123,9 +123,9 @@ def test_a_step_takes_what_it_takes_with_ligers_function(
     batch["labels"][:, :3] = -100
     expected = tiny_model(family, words=words)(**batch).loss
     model = tiny_model(family, words=words)
-    with chunked_loss(model, torch.device("cpu")):
-        assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)  # it is the function
-        real = protrain.profile(model, batch, device="cpu", dtype=torch.float32)
+    chunk_loss(model, torch.device("cpu"))
+    assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)  # it is the function
+    real = protrain.profile(model, batch, device="cpu", dtype=torch.float32)
     meta = _profile(tiny_model(family, words=words), batch, chunked=True, dtype=torch.float32)
     outside = [[(s.phase, s.live_bytes, s.peak_bytes) for s in p.segments if s.block is None] for p in (meta, real)]
     assert outside[0] == outside[1]
@@ -173,8 +173,8 @@ def test_a_real_gpu_takes_what_the_meta_device_says(dtype: torch.dtype) -> None:
     batch = _batch(16, 512)
     batch["labels"] = torch.ones_like(batch["labels"])
     model = _llama(32000, 1024, layers=2)
-    with chunked_loss(model, GPU):
-        real = protrain.profile(model, batch, device="cuda", dtype=dtype)
+    chunk_loss(model, GPU)
+    real = protrain.profile(model, batch, device="cuda", dtype=dtype)
     meta = _profile(_llama(32000, 1024, layers=2), batch, chunked=True, dtype=dtype)
 
     def loss(profile: ModelProfile) -> tuple[int, int]:
@@ -231,7 +231,7 @@ def test_frozen_weights_have_no_gradient_here_either() -> None:
 
 def test_it_stands_in_for_nothing_that_could_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match="needs a CUDA GPU"), chunked_loss(_llama(), torch.device("cpu"), on_meta=True):
-        pass
-    with pytest.raises(ValueError, match="not with Sequential"), chunked_loss(nn.Sequential(), GPU, on_meta=True):
-        pass
+    with pytest.raises(ValueError, match="needs a CUDA GPU"):
+        chunk_loss(_llama(), torch.device("cpu"), on_meta=True)
+    with pytest.raises(ValueError, match="not with Sequential"):
+        chunk_loss(nn.Sequential(), GPU, on_meta=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,10 @@ import torch
 import protrain
 from bench.planner.cases import Case
 from protrain.cli.models import load_model
-from protrain.compilation import compiled_blocks
 from protrain.errors import BudgetError
+from protrain.forwards import change_forwards
 from protrain.planning import Plan
-from protrain.profiler import ModelProfile, find_blocks
+from protrain.profiler import ModelProfile
 from protrain.profiler.cache import cached_profile
 from protrain.quantities import parse_bytes
 from protrain.records import Record
@@ -56,12 +57,18 @@ def build(case: Case) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tenso
 
 
 def profiled(case: Case, device: torch.device) -> ModelProfile:
-    """The profile that wrapping makes its plan from."""
-    model, optimizer, batch = build(case)
-    paths = find_blocks(model) if case.compile else []
+    """The profile that wrapping makes its plan from: where the model does not even run, one that is counted."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with compiled_blocks([model.get_submodule(path) for path in paths]):
-        return cached_profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
+
+    def taken(*, on_meta: bool) -> ModelProfile:
+        model, optimizer, batch = build(case)
+        change_forwards(model, device, compile=case.compile, chunked_loss=False, on_meta=on_meta)
+        traced = torch.device("meta") if on_meta else device
+        return cached_profile(model, batch, optimizer=optimizer, device=traced, dtype=dtype)
+
+    with suppress(torch.OutOfMemoryError):
+        return taken(on_meta=False)
+    return taken(on_meta=True)
 
 
 def forbid_more(case: Case, device: torch.device) -> None:

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.train.task import Task
-from protrain.chunked_loss import chunked_loss
+from protrain.chunked_loss import chunk_loss
 from protrain.cli.models import fit_positions, load_model
-from protrain.compilation import compiled_blocks
+from protrain.compilation import compile_blocks
 from protrain.profiler import find_blocks
 
 
@@ -31,8 +31,7 @@ def replace_loss(model: nn.Module, task: Task, device: torch.device) -> None:
     Before anything is sharded: the head's own forward then computes it, inside the hooks that gather its weight.
     """
     if task.chunked_loss:
-        with chunked_loss(model, device):
-            pass
+        chunk_loss(model, device)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -64,8 +63,7 @@ def fill(model: Any, module: nn.Module, *, device: torch.device, dtype: torch.dt
 def shape_blocks(blocks: Sequence[nn.Module], *, compile: bool, checkpointed: Sequence[bool]) -> None:
     """Compile the forward of every block, as ProTrain does, and checkpoint those that are to be."""
     if compile:
-        with compiled_blocks(blocks):
-            pass
+        compile_blocks(blocks)
     for block, wanted in zip(blocks, checkpointed, strict=True):
         if wanted:
             # There is no dropout, so no random numbers to preserve.

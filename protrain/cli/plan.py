@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 import protrain
-from protrain.chunked_loss import chunked_loss
 from protrain.cli.job import DTYPES
 from protrain.cli.models import fit_positions, load_model
 from protrain.cli.options import (
@@ -29,12 +28,12 @@ from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timelin
 from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.prepare import adamw, choose_compile, choose_device, choose_dtype, choose_loss, parse_device
 from protrain.cli.shapes import SHAPES
-from protrain.compilation import compiled_blocks
+from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile, detect, load
 from protrain.planning import frontier, largest
 from protrain.planning.explain import timeline_of
 from protrain.planning.tables import format_ms
-from protrain.profiler import ModelProfile, find_blocks
+from protrain.profiler import ModelProfile
 from protrain.progress import Progress
 from protrain.quantities import parse_memory
 
@@ -133,28 +132,41 @@ def run_command(args: argparse.Namespace) -> None:
 def _profile(
     args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None, *, show: Callable[[str], None]
 ) -> ModelProfile:
+    """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
+    with suppress(torch.OutOfMemoryError):
+        return _traced(args, hardware, layers, elsewhere=args.hardware is not None, show=show)
+    return _traced(args, hardware, layers, elsewhere=True, show=show)
+
+
+def _traced(
+    args: argparse.Namespace,
+    hardware: HardwareProfile,
+    layers: int | None,
+    *,
+    elsewhere: bool,
+    show: Callable[[str], None],
+) -> ModelProfile:
     loaded = load_model(args.model, layers=layers)
     sequence = getattr(args, "sequence", loaded.sequence)
     fit_positions(loaded, sequence)
     ids = torch.zeros(args.batch, sequence, dtype=torch.int64)
     device = torch.device(hardware.device_type)
-    elsewhere = args.hardware is not None
-    chunked = choose_loss(getattr(args, "chunked_loss", None), device)
-    compiled = choose_compile(getattr(args, "compile", None), device)
-    blocks = [loaded.model.get_submodule(path) for path in find_blocks(loaded.model)] if compiled else []
-    with (
-        chunked_loss(loaded.model, device, on_meta=elsewhere) if chunked else nullcontext(),
-        compiled_blocks(blocks, on_meta=elsewhere),
-    ):
-        profile = protrain.profile(
-            loaded.model,
-            {"input_ids": ids, "labels": ids},
-            optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
-            # Another machine's times cannot be measured here: they follow from counted operations.
-            device=torch.device("meta") if elsewhere else device,
-            dtype=choose_dtype(args.dtype, device),
-            show=show,
-        )
+    change_forwards(
+        loaded.model,
+        device,
+        compile=choose_compile(getattr(args, "compile", None), device),
+        chunked_loss=choose_loss(getattr(args, "chunked_loss", None), device),
+        on_meta=elsewhere,
+    )
+    profile = protrain.profile(
+        loaded.model,
+        {"input_ids": ids, "labels": ids},
+        optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
+        # Another machine's times cannot be measured here: they follow from counted operations.
+        device=torch.device("meta") if elsewhere else device,
+        dtype=choose_dtype(args.dtype, device),
+        show=show,
+    )
     return replace(profile, accumulation=args.accumulation)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import protrain
-from protrain.compilation import CompiledForward, compiled_blocks
+from protrain.compilation import CompiledForward, compile_blocks
 from protrain.errors import PlanError
 from protrain.profiler.blocks import find_blocks
 from tests.engine.harness import FEW_PLANS, Loop, adamw, assert_same, plain_run, seeded, states, wrap_under
@@ -41,8 +41,8 @@ def test_compiled_blocks_have_the_bits_of_a_compiled_plain_model(
 
     def compiled() -> nn.Module:
         model = tiny_model(family)
-        with compiled_blocks([model.get_submodule(path) for path in find_blocks(model)]):
-            return model
+        compile_blocks([model.get_submodule(path) for path in find_blocks(model)])
+        return model
 
     expected, final = plain_run(compiled, batches, loop=loop, device=device, dtype=dtype)
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.compilation import compiled_blocks
+from protrain.compilation import compile_blocks
 from protrain.compilation_on_meta import graphs_alone
 from protrain.profiler import find_blocks, profile
 from protrain.profiler.meter import StorageMeter
@@ -82,8 +82,8 @@ def test_the_meta_device_knows_what_compiled_blocks_save(
     model, batch = tiny_model(family), tiny_batch()
     blocks = [model.get_submodule(path) for path in find_blocks(model)]
     plain = profile(model, batch, device="meta", dtype=torch.float32)
-    with compiled_blocks(blocks, on_meta=True):
-        found = profile(model, batch, device="meta", dtype=torch.float32)
+    compile_blocks(blocks, on_meta=True)
+    found = profile(model, batch, device="meta", dtype=torch.float32)
     assert (plain.compiled, found.compiled) == (False, True)
     truth = saved_by_block(model, batch)
     assert [block.saved_bytes for block in found.blocks] == truth
@@ -105,8 +105,8 @@ def test_what_the_compiler_leaves_behind_is_no_memory_of_the_step(
     thresholds = gc.get_threshold()
     gc.set_threshold(50, 3, 3)
     try:
-        with compiled_blocks(blocks, on_meta=True):
-            first, again = (profile(model, batch, device="meta", dtype=torch.float32) for _ in range(2))
+        compile_blocks(blocks, on_meta=True)
+        first, again = (profile(model, batch, device="meta", dtype=torch.float32) for _ in range(2))
     finally:
         gc.set_threshold(*thresholds)
     assert first.segments == again.segments

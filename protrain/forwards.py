@@ -1,0 +1,32 @@
+"""What ProTrain changes of the forwards of a model: blocks compiled, the loss made piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from protrain.chunked_loss import chunk_loss
+from protrain.compilation import compile_blocks
+from protrain.profiler.blocks import find_blocks
+
+
+def change_forwards(
+    model: nn.Module, device: torch.device, *, compile: bool, chunked_loss: bool, on_meta: bool = False
+) -> Callable[[], None]:
+    """Change ``model`` for training on ``device``, or with ``on_meta`` for a trace on the meta device alone.
+
+    Returns:
+        What undoes it.
+
+    Raises:
+        ValueError: as :func:`protrain.chunked_loss.find_head`; nothing is changed then.
+    """
+    blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
+    changes = ExitStack()
+    if chunked_loss:
+        changes.callback(chunk_loss(model, device, on_meta=on_meta))
+    changes.callback(compile_blocks(blocks, on_meta=on_meta))
+    return changes.close
