@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
+from bench.planner.descent import plan_key
 from bench.planner.results import CaseResult
 from protrain.records import Record
 
@@ -77,18 +80,31 @@ def regret_table(results: Sequence[CaseResult]) -> str:
         found = regret(result)
         if found is not None:
             share, best = found
-            compared = f"{share:+.1%} over the fastest of {len(result.points)}, {best}"
+            n_plans = len({plan_key(point.plan) for point in result.points})
+            compared = f"{share:+.1%} over the fastest of {n_plans}, {best}"
             lines.append(f"{result.case.name}: the chosen plan takes {compared}")
     return "\n".join(lines)
 
 
 def regret(result: CaseResult) -> tuple[float, str] | None:
-    """How much longer the chosen plan takes than the fastest that ran, and which that is; None where it failed."""
-    ran = [point for point in result.points if not point.error]
-    if not ran or result.points[0].error:
+    """How much longer the chosen plan takes than the fastest that ran, and which that is; None where it failed.
+
+    Where plans were measured again only these count, each with all steps of all its runs.
+    """
+    steps_ms: dict[tuple[int, ...], list[float]] = {}
+    runs: Counter[tuple[int, ...]] = Counter()
+    for point in result.points:
+        if not point.error:
+            steps_ms.setdefault(plan_key(point.plan), []).extend(point.step_ms)
+            runs[plan_key(point.plan)] += 1
+    if not runs or result.points[0].error:
         return None
-    best = min(ran, key=lambda point: point.median_ms)
-    return ran[0].median_ms / best.median_ms - 1, str(best.plan)
+    chosen = plan_key(result.points[0].plan)
+    repeated = [key for key, count in runs.items() if count > 1]
+    compared = repeated if len(repeated) > 1 else list(runs)
+    best = min(compared, key=lambda key: median(steps_ms[key]))
+    plan = next(point.plan for point in result.points if plan_key(point.plan) == best)
+    return median(steps_ms[chosen]) / median(steps_ms[best]) - 1, str(plan)
 
 
 def limits_table(results: Sequence[CaseResult]) -> str:

@@ -17,7 +17,7 @@ from bench.planner.__main__ import FILES, main
 from bench.planner.accuracy import errors_of, limits_table, regret, regret_table
 from bench.planner.beside import beside_each_other
 from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
-from bench.planner.descent import descend
+from bench.planner.descent import again, descend
 from bench.planner.draw import draw
 from bench.planner.measure import Point, build, forbid_more
 from bench.planner.results import CaseResult, Results
@@ -94,6 +94,30 @@ def test_regret_is_over_the_fastest_that_ran(profile: ModelProfile) -> None:
     assert regret(result) == (pytest.approx(0.05), str(plans[1]))
     assert "+5.0% over the fastest of 3" in regret_table([result])
     assert regret(replace(result, points=result.points[2:])) is None
+
+
+def test_plans_that_are_measured_again_count_with_all_their_runs(profile: ModelProfile) -> None:
+    plans = draw(profile, machine(2**28), 5, seed=0)
+    lucky = dict(zip(map(str, plans), (105.0, 100.0, 90.0, 95.0, 99.0), strict=True))
+    usual = lucky | {str(plans[2]): 110.0, str(plans[0]): 102.0}
+    first = [point(plan, lucky[str(plan)]) for plan in plans]
+    first.append(point(plans[1], 1.0, error="OutOfMemoryError"))
+
+    def measure(plan: Plan | None) -> Point:
+        assert plan is not None
+        return point(plan, usual[str(plan)])
+
+    repeated = list(again(first, measure, lambda: True))
+    assert [plans.index(one.plan) for one in repeated] == [0, 2, 3] * 3, "the chosen one and the two fastest"
+    assert [plans.index(one.plan) for one in again(first, measure, iter([True, True, False]).__next__)] == [0, 2]
+    assert list(again([replace(first[0], error="no"), *first[1:]], measure, lambda: True)) == []
+    result = CaseResult(case=SMOKE[0], hardware=machine(2**28), profile=profile, points=(*first, *repeated))
+    # Of the chosen one 105 once and 102 three times, with steps a tenth above and below.
+    assert regret(result) == (pytest.approx(102 / 95 - 1), str(plans[3]))
+    assert "+7.4% over the fastest of 5" in regret_table([result])
+    barely = regret(replace(result, points=(*first, repeated[0])))
+    assert barely is not None
+    assert barely[1] == str(plans[2]), "time was up before any other ran again"
 
 
 def test_descent_finds_the_fastest_neighbour(profile: ModelProfile) -> None:
