@@ -39,6 +39,28 @@ def check_supported(optimizer: torch.optim.Optimizer) -> None:
     check_options(optimizer.param_groups)
 
 
+def retire(optimizer: torch.optim.Optimizer) -> None:
+    """Have ``optimizer``, which was wrapped, refuse what would do nothing now, or save nothing, without a word.
+
+    Its param_groups stay live, and schedulers that were made with it keep working.
+    """
+
+    def refused(name: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise MisuseError(
+                f"{name}() of the optimizer that protrain.wrap was given, which has no gradients and no state any "
+                "more: use the optimizer that it returned"
+            )
+
+        return refuse
+
+    for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
+        vars(optimizer)[name] = refused(name)
+    refuse = refused("step")
+    # Not an attribute: schedulers replace that, and warn where someone else did.
+    optimizer.register_step_pre_hook(lambda caller, *_: None if isinstance(caller, ProTrainOptimizer) else refuse())
+
+
 class ProTrainOptimizer(torch.optim.Optimizer):
     """Adam(W) over the chunks of an engine, sharing the param_groups of the user's optimizer.
 

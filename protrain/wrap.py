@@ -28,7 +28,7 @@ from protrain.errors import MisuseError, PlanError
 from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
-from protrain.optim import ProTrainOptimizer, check_supported
+from protrain.optim import ProTrainOptimizer, check_supported, retire
 from protrain.planning import Plan, check, search
 from protrain.planning.mismatch import name_other_use, refuse_other_model, refuse_other_parameters
 from protrain.planning.streaming import staging_bytes
@@ -169,6 +169,7 @@ def wrap(
         hardware=hardware,
     )
     wrapped.adopt_state()
+    retire(optimizer)
     _extend(model, wrapped, engine.placeholder)
     return model, wrapped
 

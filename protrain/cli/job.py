@@ -76,6 +76,11 @@ class TrainJob(Record):
             raise ValueError(
                 "--step-during-backward updates before the norm is known: give --clip 0 as well, or drop it"
             )
+        if self.dtype == "float16" and self.step_during_backward:
+            raise ValueError(
+                "--step-during-backward does not go with --dtype float16, whose steps may be skipped: use bfloat16, or "
+                "drop it"
+            )
         if self.trace and self.steps < STEPS_WITH_TRACE:
             raise ValueError(f"--trace needs {STEPS_WITH_TRACE} steps, and --steps is {self.steps}")
         if self.warmup is not None and self.warmup > self.steps:

@@ -41,6 +41,8 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
         start(tmp_path, {})
     with pytest.raises(ValueError, match="give --clip 0"):
         start(tmp_path, {"model": "tiny", "step_during_backward": True})
+    with pytest.raises(ValueError, match="--step-during-backward does not go with --dtype float16"):
+        start(tmp_path, {"model": "tiny", "step_during_backward": True, "clip": 0.0, "dtype": "float16"})
     with pytest.raises(ValueError, match="--trace needs 5 steps, and --steps is 4"):
         start(tmp_path, {"model": "tiny", "steps": 4, "trace": "trace.json"})
     with pytest.raises(ValueError, match="--warmup 20 is longer than the run: give at most --steps, which is 10"):

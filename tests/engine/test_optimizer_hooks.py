@@ -50,6 +50,38 @@ def test_a_scheduler_that_was_made_before_wrapping_does_not_warn() -> None:
         scheduler.step()
 
 
+def test_the_optimizer_that_was_wrapped_says_which_one_to_use() -> None:
+    model = make()
+    inner = adamw(model)
+    before = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    model, optimizer = wrapped(inner, model)
+    after = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    batch = batches(1)[0]
+    default_loss(model, batch).backward()
+    expected = states(model, optimizer)
+    calls: dict[str, Any] = {
+        "step": inner.step,
+        "zero_grad": inner.zero_grad,
+        "state_dict": inner.state_dict,
+        "load_state_dict": lambda: inner.load_state_dict({}),
+        "add_param_group": lambda: inner.add_param_group({"params": [torch.zeros(1)]}),
+    }
+    for name, call in calls.items():
+        with pytest.raises(
+            MisuseError, match=rf"^{name}\(\) of the optimizer that protrain\.wrap was given.*it returned"
+        ):
+            call()
+    assert_same(states(model, optimizer), expected)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        before.step()
+        after.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [rate / 4 for rate in rates]
+    assert inner.param_groups is optimizer.param_groups
+
+
 def test_hooks_on_the_state_see_it_and_may_change_it() -> None:
     model = make()
     inner = adamw(model)
