@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def main() -> None:
         forbid_more(case, device)
     profile = profiled(case, device)
     hardware = detect(device, device_memory=case.device_memory, host_memory=case.host_memory)
+    hardware = replace(hardware, figures=())  # which no prediction needs, and a record would hold once for every case
     result = CaseResult(case=case, hardware=hardware, profile=profile, points=())
 
     def in_time(share: float = 1.0) -> bool:
