@@ -60,6 +60,11 @@ class RuntimeModel(Bounds):
         other._memory = self._memory.making_weights()
         return other
 
+    @property
+    def early_weights(self) -> bool:
+        """Whether early updates make weights alone."""
+        return self._memory.early_weights
+
     def step_ms(
         self,
         modes: Modes,

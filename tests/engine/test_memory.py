@@ -85,7 +85,8 @@ class DeviceMeter(StorageMeter):
 
 def resident(engine: Engine) -> list[Tensor]:
     """What lies on the device from step to step: one tensor of every storage."""
-    tensors = [chunk.weight for chunk in engine.chunks if chunk.persistent]
+    persistent = [chunk for chunk in engine.chunks if chunk.persistent]
+    tensors = [state for chunk in persistent for state in (chunk.weight, chunk.exp_avg) if state is not None]
     tensors += [chunk.accumulator for chunk in engine.chunks if chunk.accumulator is not None]
     tensors += [buffer.memory for buffer in engine.buffers.buffers]
     tensors += [tensor for tensor in vars(engine.gradients).values() if isinstance(tensor, Tensor)]

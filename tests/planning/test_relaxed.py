@@ -11,8 +11,8 @@ import pytest
 
 from protrain.planning import MemoryModel, RuntimeModel, block_modes, pack
 from protrain.planning.choices import Choices
-from protrain.planning.early_times import times_by_early
-from protrain.planning.relaxed import Relaxed
+from protrain.planning.early_times import takes_at_least, times_by_early
+from protrain.planning.relaxed import Relaxed, _Common
 from tests.planning.test_brute_force import N, as_measured, random_machine, random_profile
 
 SEEDS = range(12)
@@ -27,8 +27,17 @@ def drawn(seed: int, *, inside: bool, **changes: Any) -> tuple[MemoryModel, Runt
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_what_is_ruled_out_together_is_too_slow_one_by_one(inside: bool) -> None:
-    n_ruled_out = n_left = n_beyond_untouched = 0
+def test_what_is_ruled_out_together_is_too_slow_one_by_one(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_ruled_out = n_left = n_beyond_untouched = n_whatever_is_early = 0
+    always_takes = _Common.always_takes
+
+    def counted(common: _Common, limit_ms: float) -> bool:
+        nonlocal n_whatever_is_early
+        found = always_takes(common, limit_ms)
+        n_whatever_is_early += found
+        return found
+
+    monkeypatch.setattr(_Common, "always_takes", counted)
     for seed in SEEDS:
         memory, runtime = drawn(seed, inside=inside)
         n_blocks, n_chunks = len(memory.profile.blocks), len(memory.layout.chunks)
@@ -58,6 +67,24 @@ def test_what_is_ruled_out_together_is_too_slow_one_by_one(inside: bool) -> None
                         n_left += times[row] >= limit_ms
     assert n_ruled_out > n_left  # of those that are too slow
     assert n_beyond_untouched > n_ruled_out // 10
+    assert inside == (n_whatever_is_early == 0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_number_of_early_updates_counts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, runtime = drawn(seed, inside=False)
+    n_blocks, most = len(memory.profile.blocks), len(memory.layout.chunks)
+    modes, n_buffer = block_modes(n_blocks, 1, n_blocks - 1), memory.least_buffers(0)
+    least = min(runtime.step_ms(modes, 0, n_buffer, early) for early in range(most + 1))
+    for limit_ms in (least * (1 - 1e-6), least * (1 + 1e-6), least * 1.1):
+        assert takes_at_least(limit_ms, runtime, modes, 0, n_buffer, most) == (limit_ms < least)
+    common = _Common(runtime, modes, (0, n_buffer, most), least)
+    answers = [common.always_takes(least * 0.999) for _ in range(most + 3)]
+    assert answers == [False] * (most + 1) + [True] * 2, "not before as many were simulated"
+    monkeypatch.setattr(runtime, "step_ms", None)  # it is known now
+    assert common.always_takes(least * 0.9)
+    weights = runtime.making_weights()
+    assert not _Common(weights, modes, (0, n_buffer, -1), least).always_takes(0.0), "of weights alone it is never said"
 
 
 @pytest.mark.parametrize("seed", range(12))
