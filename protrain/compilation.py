@@ -59,12 +59,8 @@ def _leave_alone(package: str) -> None:
 def compile_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> Callable[[], None]:
     """Compile the forward of every one of ``blocks``. Returns what undoes that.
 
-    With ``on_meta`` as far as the meta device can show what that does: see :mod:`protrain.compilation_on_meta`. What
-    was compiled before is then compiled anew when it is used again: there is a limit to what is kept of one function,
-    and planning may look at many models.
+    With ``on_meta`` as far as the meta device can show what that does: see :mod:`protrain.compilation_on_meta`.
     """
-    if blocks and on_meta:
-        torch.compiler.reset()
     _leave_alone("protrain")
     _leave_alone("protrain_kernels")
     return replace_attributes([(block, "forward", CompiledForward(block.forward, on_meta=on_meta)) for block in blocks])

@@ -22,11 +22,12 @@ def change_forwards(
         What undoes it.
 
     Raises:
-        ValueError: as :func:`protrain.chunked_loss.find_head`; nothing is changed then.
+        ValueError: as :func:`protrain.chunked_loss.find_head`. Whatever is raised, nothing is changed then.
     """
     blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
-    changes = ExitStack()
-    if chunked_loss:
-        changes.callback(chunk_loss(model, device, on_meta=on_meta))
-    changes.callback(compile_blocks(blocks, on_meta=on_meta))
-    return changes.close
+    changes: ExitStack[None] = ExitStack()
+    with changes:
+        if chunked_loss:
+            changes.callback(chunk_loss(model, device, on_meta=on_meta))
+        changes.callback(compile_blocks(blocks, on_meta=on_meta))
+        return changes.pop_all().close

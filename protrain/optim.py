@@ -54,11 +54,16 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
 
         return refuse
 
-    for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
+    for name in ("zero_grad", "state_dict", "load_state_dict"):
         vars(optimizer)[name] = refused(name)
+    vars(optimizer)["add_param_group"] = _refuse_group
     refuse = refused("step")
     # Not an attribute: schedulers replace that, and warn where someone else did.
     optimizer.register_step_pre_hook(lambda caller, *_: None if isinstance(caller, ProTrainOptimizer) else refuse())
+
+
+def _refuse_group(_: dict[str, Any]) -> None:
+    raise MisuseError("parameters cannot be added after protrain.wrap: make the optimizer with all groups first")
 
 
 class ProTrainOptimizer(torch.optim.Optimizer):
@@ -347,9 +352,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed by wrapping; MisuseError afterwards."""
         if hasattr(self, "_engine"):
-            raise MisuseError(
-                "parameters cannot be added after protrain.wrap: make the optimizer with all groups first"
-            )
+            _refuse_group(param_group)
         super().add_param_group(param_group)
 
     # -- inside --------------------------------------------------------------------------------------------------------

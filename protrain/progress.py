@@ -17,6 +17,12 @@ _LONG_S = 20.0  # from here on what a stage is doing is of interest
 _BLINK_S = 1.0
 
 
+COUNTED = (
+    "the GPU has too little memory to run the model for its profile: memory is counted from shapes, and times are "
+    "estimated"
+)
+
+
 class Progress:
     """Prints the stages of a long call and how long each took; silent when not ``enabled``."""
 

@@ -36,7 +36,7 @@ from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.trace import parameter_records, profile
-from protrain.progress import Progress
+from protrain.progress import COUNTED, Progress
 
 Model = TypeVar("Model", bound=nn.Module)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -141,7 +141,15 @@ def wrap(
     with ExitStack() as changes:
         changes.callback(change())
         model_profile = _profile(
-            model, example_batch, optimizer, device=target, dtype=kind, change=change, changes=changes, say=say
+            model,
+            example_batch,
+            optimizer,
+            device=target,
+            device_bytes=hardware.device_bytes,
+            dtype=kind,
+            change=change,
+            changes=changes,
+            say=say,
         )
         model_profile = replace(model_profile, accumulation=accumulation)
         with say.stage("planning"):
@@ -253,6 +261,7 @@ def _profile(
     optimizer: torch.optim.Optimizer,
     *,
     device: torch.device,
+    device_bytes: int,
     dtype: torch.dtype,
     change: Callable[..., Callable[[], None]],
     changes: ExitStack,
@@ -265,7 +274,15 @@ def _profile(
     """
     with say.stage("profiling the model") as show:
         try:
-            return cached_profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype, show=show)
+            return cached_profile(
+                model,
+                example_batch,
+                optimizer=optimizer,
+                device=device,
+                dtype=dtype,
+                show=show,
+                device_bytes=device_bytes,
+            )
         except torch.OutOfMemoryError as error:
             changes.close()
             undo = change(on_meta=True)
@@ -276,10 +293,7 @@ def _profile(
             finally:
                 undo()
             changes.callback(change())
-    say.note(
-        "the GPU has too little memory to run the model for its profile: memory is counted from shapes, and times are "
-        "estimated"
-    )
+    say.note(COUNTED)
     return counted
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from bench.planner.descent import plan_key
+from bench.planner.measure import Point
 from bench.planner.results import CaseResult
 from protrain.records import Record
 
@@ -89,22 +89,20 @@ def regret_table(results: Sequence[CaseResult]) -> str:
 def regret(result: CaseResult) -> tuple[float, str] | None:
     """How much longer the chosen plan takes than the fastest that ran, and which that is; None where it failed.
 
-    Where plans were measured again only these count, each with all steps of all its runs.
+    Where plans were measured again only those count, and of them not the first run, by which they were picked.
     """
-    steps_ms: dict[tuple[int, ...], list[float]] = {}
-    runs: Counter[tuple[int, ...]] = Counter()
+    runs: dict[tuple[int, ...], list[Point]] = {}
     for point in result.points:
         if not point.error:
-            steps_ms.setdefault(plan_key(point.plan), []).extend(point.step_ms)
-            runs[plan_key(point.plan)] += 1
+            runs.setdefault(plan_key(point.plan), []).append(point)
     if not runs or result.points[0].error:
         return None
     chosen = plan_key(result.points[0].plan)
-    repeated = [key for key, count in runs.items() if count > 1]
-    compared = repeated if len(repeated) > 1 else list(runs)
-    best = min(compared, key=lambda key: median(steps_ms[key]))
-    plan = next(point.plan for point in result.points if plan_key(point.plan) == best)
-    return median(steps_ms[chosen]) / median(steps_ms[best]) - 1, str(plan)
+    again = {key: points[1:] for key, points in runs.items() if len(points) > 1}
+    compared = again if len(again) > 1 else runs
+    times = {key: median(ms for point in points for ms in point.step_ms) for key, points in compared.items()}
+    best = min(times, key=times.__getitem__)
+    return times[chosen] / times[best] - 1, str(runs[best][0].plan)
 
 
 def limits_table(results: Sequence[CaseResult]) -> str:

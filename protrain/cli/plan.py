@@ -34,7 +34,7 @@ from protrain.planning import frontier, largest
 from protrain.planning.explain import timeline_of
 from protrain.planning.tables import format_ms
 from protrain.profiler import ModelProfile
-from protrain.progress import Progress
+from protrain.progress import COUNTED, Progress
 from protrain.quantities import parse_memory
 
 _EXAMPLE = """example, for a machine that is elsewhere:
@@ -135,6 +135,7 @@ def _profile(
     """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
     with suppress(torch.OutOfMemoryError):
         return _traced(args, hardware, layers, elsewhere=args.hardware is not None, show=show)
+    Progress(enabled=True).note(COUNTED)
     return _traced(args, hardware, layers, elsewhere=True, show=show)
 
 
@@ -151,10 +152,13 @@ def _traced(
     fit_positions(loaded, sequence)
     ids = torch.zeros(args.batch, sequence, dtype=torch.int64)
     device = torch.device(hardware.device_type)
+    compiled = choose_compile(getattr(args, "compile", None), device)
+    if compiled and elsewhere:
+        torch.compiler.reset()  # there is a limit to what is kept of one function, and these may be many models
     change_forwards(
         loaded.model,
         device,
-        compile=choose_compile(getattr(args, "compile", None), device),
+        compile=compiled,
         chunked_loss=choose_loss(getattr(args, "chunked_loss", None), device),
         on_meta=elsewhere,
     )
@@ -166,6 +170,7 @@ def _traced(
         device=torch.device("meta") if elsewhere else device,
         dtype=choose_dtype(args.dtype, device),
         show=show,
+        device_bytes=hardware.device_bytes,
     )
     return replace(profile, accumulation=args.accumulation)
 

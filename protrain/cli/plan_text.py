@@ -28,7 +28,7 @@ def summary_text(
     plan = why.plan
     device = "GPU" if hardware.device_type == "cuda" else "device"
     estimated = profile.device != hardware.device_type
-    basis = "estimated from counted operations, nothing was run there" if estimated else "predicted"
+    basis = "estimated from counted operations, not measured" if estimated else "predicted"
     slower = why.on_slower_host()
     rows = [
         ["step", f"{format_ms(plan.step_ms)}, {plan.tokens_per_s:,.0f} tokens/s ({basis}){slower and '; '}{slower}"],

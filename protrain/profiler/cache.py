@@ -15,6 +15,7 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -43,19 +44,30 @@ def cached_profile(
     device: torch.device,
     dtype: torch.dtype,
     show: Callable[[str], None] | None = None,
+    device_bytes: int | None = None,
 ) -> ModelProfile:
     """As :func:`protrain.profile`, from the cache where it can be. The cache is for GPUs.
 
     On a CPU a profile is quick, and its times belong to what else the machine does at that moment.
     """
+    take = partial(
+        profile,
+        model,
+        example_batch,
+        optimizer=optimizer,
+        device=device,
+        dtype=dtype,
+        show=show,
+        device_bytes=device_bytes,
+    )
     if device.type != "cuda" or not keeps_measurements():
-        return profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype, show=show)
+        return take()
     path = folder() / f"{fingerprint(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)}.json"
     with contextlib.suppress(ValueError, OSError):  # missing, or of an earlier form: made anew
         found = ModelProfile.load(path)
         path.touch()
         return found
-    made = profile(model, example_batch, optimizer=optimizer, device=device, dtype=dtype, show=show)
+    made = take()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         made.save(path)

@@ -8,10 +8,11 @@ any plan exists.
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import Any
@@ -31,6 +32,7 @@ from protrain.profiler.weights import Weights
 _SUSTAINED_S = 1.0
 _MOST_STEPS = 4
 _SPARE = 0.5  # of the free device memory, for weights that are used again
+_OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED")
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -43,6 +45,7 @@ def profile(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     show: Callable[[str], None] | None = None,
+    device_bytes: int | None = None,
 ) -> ModelProfile:
     """Trace one training step of ``model`` on ``example_batch``.
 
@@ -56,6 +59,7 @@ def profile(
         device: "cuda", "cpu" or "meta" (shapes only: no times, nothing computed); default: CUDA where there is one.
         dtype: of the parameters; default bfloat16, on the CPU float32.
         show: called with what is being done, which may take minutes on a CPU.
+        device_bytes: half of which weights may fill so that they need not come again; default: what is free.
 
     Raises:
         ValueError: the batch is no mapping or tuple, nothing is trainable, or the model already checkpoints its layers.
@@ -69,20 +73,24 @@ def profile(
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, not {dtype}")
     trace = partial(_traced, model, example_batch, optimizer, device=target, dtype=dtype, show=show)
-    spare_bytes = _spare_bytes(target)
+    spare_bytes = _spare_bytes(target, device_bytes)
     if spare_bytes:
-        with suppress(torch.OutOfMemoryError):
+        try:
             return trace(spare_bytes=spare_bytes)
+        except RuntimeError as error:  # libraries have their own for what they allocate beside the allocator
+            if not _OUT_OF_MEMORY.search(str(error)):
+                raise
         torch.cuda.empty_cache()
     return trace(spare_bytes=0)
 
 
-def _spare_bytes(device: torch.device) -> int:
+def _spare_bytes(device: torch.device, device_bytes: int | None) -> int:
     """Memory for weights that stay from one use to the next: enough is left for the activations of most models."""
     if device.type != "cuda":
         return 0
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    return int(_SPARE * (free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)))
+    free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(_SPARE * min(free_bytes, free_bytes if device_bytes is None else device_bytes))
 
 
 def _traced(

@@ -65,7 +65,8 @@ class Weights:
 
     def empty(self, indexes: Iterable[int]) -> None:
         """Free the parameters ``indexes`` on the device, except resident ones and those that there is room for."""
-        unwanted = [index for index in indexes if index in self._filled and index not in self.resident | self._spared]
+        kept = self.resident | self._spared
+        unwanted = [index for index in indexes if index in self._filled and index not in kept]
         for index in unwanted:
             if self.stand_ins[index].nbytes <= self._spare_bytes:
                 self._spare_bytes -= self.stand_ins[index].nbytes

@@ -23,6 +23,7 @@ def shared_profile(
     device: torch.device,
     dtype: torch.dtype,
     show: Callable[[str], None] | None = None,
+    device_bytes: int | None = None,
 ) -> ModelProfile:
     """``protrain.profile`` of the first model that is like this one.
 

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from protrain.chunked_loss import is_chunked
 from protrain.cli.main import main
+from protrain.compilation import CompiledForward
 from protrain.errors import PlanError
+from protrain.forwards import change_forwards
 from tests.engine.harness import Batch, Loop, adamw, assert_same, plain_run, states
 from tests.engine.test_refusals import refused
 
@@ -57,6 +60,48 @@ def test_a_plan_that_just_fits_trains_as_ever(
     assert_same(states(model, optimizer), expected)
 
 
+@pytest.mark.parametrize("option", ["compile", "chunked_loss"])
+def test_what_is_changed_of_forwards_is_so_after_counting_too(
+    no_room: None,
+    tiny_model: Callable[..., nn.Module],
+    tiny_batch: Callable[..., Batch],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the loss, which is not computed here
+    if option == "chunked_loss":
+        pytest.importorskip("liger_kernel")
+    found = []
+
+    def build(model: nn.Module, *_: Any, **__: Any) -> None:
+        block = model.get_submodule("model.layers.0")
+        found.append((isinstance(block.forward, CompiledForward), is_chunked(model)))
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(sys.modules["protrain.wrap"], "build_engine", build)
+    model = tiny_model("llama")
+    refused(model, adamw(model), tiny_batch(), "far enough", RuntimeError, **{option: True})
+    assert found == [(option == "compile", option == "chunked_loss")]
+    torch._dynamo.reset()
+
+
+def test_forwards_are_as_before_when_changing_them_is_interrupted(
+    tiny_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("liger_kernel")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("protrain.forwards.compile_blocks", interrupted)
+    model = tiny_model("llama")
+    with pytest.raises(KeyboardInterrupt):
+        change_forwards(model, torch.device("cpu"), compile=True, chunked_loss=True)
+    assert not is_chunked(model)
+    assert "forward" not in vars(model)
+
+
 def test_what_cannot_be_counted_either_raises_the_first_error(no_room: None) -> None:
     class Choosing(nn.Module):
         def __init__(self) -> None:
@@ -83,7 +128,9 @@ def test_plans_of_the_command_too(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(protrain, "profile", first_runs_out)
     assert main(["plan", "tiny", "--device", "cpu", "--batch", "2", "--seq", "32"]) == 0
     assert devices == ["cpu", "meta"]
-    assert "n_persist" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "n_persist" in told.out
+    assert "memory is counted from shapes" in told.err
 
 
 @pytest.fixture

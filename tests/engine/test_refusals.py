@@ -52,7 +52,7 @@ def refused(
 ) -> Exception:
     """Wrapping raises ``kind`` with ``words``, and leaves model and optimizer as they were."""
     parameters = [(p, p.data_ptr(), p.detach().clone(), type(p)) for p in model.parameters()]
-    attributes = [set(vars(module)) for module in model.modules()]
+    attributes = [{name: id(value) for name, value in vars(module).items()} for module in model.modules()]
     arguments: Any = {"device": "cpu", "progress": False} | options
     with pytest.raises(kind, match=words) as caught:
         protrain.wrap(model, optimizer, example_batch=batch, **arguments)
@@ -62,7 +62,7 @@ def refused(
         assert type(parameter) is cls
         assert parameter.equal(value)
         assert parameter.grad is None
-    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert [{name: id(value) for name, value in vars(module).items()} for module in model.modules()] == attributes
     assert "\n" not in str(caught.value)
     return caught.value
 

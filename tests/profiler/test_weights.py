@@ -63,7 +63,7 @@ def test_a_profile_is_the_same_wherever_weights_stay(monkeypatch: pytest.MonkeyP
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for spare_bytes, most in ((0, 4), (300, 4), (10**9, 1)):
         fills.clear()
-        monkeypatch.setattr("protrain.profiler.trace._spare_bytes", lambda _, size=spare_bytes: size)
+        monkeypatch.setattr("protrain.profiler.trace._spare_bytes", lambda *_, size=spare_bytes: size)
         found.append(_timeless(profiler.profile(model, _batch(), device="cpu")))
         assert max(fills.values()) == most, "forward and backward of either step"
     assert found[0] == found[1] == found[2]
@@ -73,17 +73,24 @@ def test_a_profile_is_the_same_wherever_weights_stay(monkeypatch: pytest.MonkeyP
 def test_where_that_leaves_too_little_the_profile_is_taken_without(monkeypatch: pytest.MonkeyPatch) -> None:
     class Growing(_Model):
         failures = 1
+        error: Exception = torch.OutOfMemoryError("CUDA out of memory")
 
         def forward(self, ids: Tensor) -> Any:
             loss = super().forward(ids)
             if self.failures:
                 Growing.failures -= 1
-                raise torch.OutOfMemoryError("CUDA out of memory")
+                raise self.error
             return loss
 
-    monkeypatch.setattr("protrain.profiler.trace._spare_bytes", lambda _: 10**9)
+    monkeypatch.setattr("protrain.profiler.trace._spare_bytes", lambda *_: 10**9)
     profiler.profile(Growing(), _batch(), device="cpu")
     assert Growing.failures == 0
-    Growing.failures = 2
+    Growing.failures, Growing.error = 1, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling it")
+    profiler.profile(Growing(), _batch(), device="cpu")
+    assert Growing.failures == 0
+    Growing.failures, Growing.error = 1, RuntimeError("sizes do not match")
+    with pytest.raises(RuntimeError, match="sizes do not match"):
+        profiler.profile(Growing(), _batch(), device="cpu")
+    Growing.failures, Growing.error = 2, torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(torch.OutOfMemoryError):
         profiler.profile(Growing(), _batch(), device="cpu")
