@@ -15,7 +15,6 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,15 @@ def cached_profile(
 
     On a CPU a profile is quick, and its times belong to what else the machine does at that moment.
     """
-    take = partial(
-        profile,
+    keeps = device.type == "cuda" and keeps_measurements()
+    if keeps:
+        key = fingerprint(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)
+        path = folder() / f"{key}.json"
+        with contextlib.suppress(ValueError, OSError):  # missing, or of an earlier form: made anew
+            found = ModelProfile.load(path)
+            path.touch()
+            return found
+    made = profile(
         model,
         example_batch,
         optimizer=optimizer,
@@ -60,14 +66,13 @@ def cached_profile(
         show=show,
         device_bytes=device_bytes,
     )
-    if device.type != "cuda" or not keeps_measurements():
-        return take()
-    path = folder() / f"{fingerprint(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)}.json"
-    with contextlib.suppress(ValueError, OSError):  # missing, or of an earlier form: made anew
-        found = ModelProfile.load(path)
-        path.touch()
-        return found
-    made = take()
+    if keeps:
+        _keep(made, path)
+    return made
+
+
+def _keep(made: ModelProfile, path: Path) -> None:
+    """Save ``made``, and let the oldest go."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         made.save(path)
@@ -75,7 +80,6 @@ def cached_profile(
             old.unlink()
     except OSError as error:  # a home that cannot be written to costs time, nothing else
         say_unwritable(cache_folder(), error.strerror or type(error).__name__)
-    return made
 
 
 def folder() -> Path:

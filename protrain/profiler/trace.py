@@ -90,7 +90,7 @@ def _spare_bytes(device: torch.device, device_bytes: int | None) -> int:
         return 0
     free_bytes, _ = torch.cuda.mem_get_info(device)
     free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(_SPARE * min(free_bytes, free_bytes if device_bytes is None else device_bytes))
+    return int(_SPARE * min(free_bytes, device_bytes or free_bytes))
 
 
 def _traced(

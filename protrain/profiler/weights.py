@@ -66,12 +66,16 @@ class Weights:
     def empty(self, indexes: Iterable[int]) -> None:
         """Free the parameters ``indexes`` on the device, except resident ones and those that there is room for."""
         kept = self.resident | self._spared
-        unwanted = [index for index in indexes if index in self._filled and index not in kept]
-        for index in unwanted:
-            if self.stand_ins[index].nbytes <= self._spare_bytes:
-                self._spare_bytes -= self.stand_ins[index].nbytes
+        unwanted = []
+        for index in indexes:
+            if index not in self._filled or index in kept:
+                continue
+            size_bytes = self.stand_ins[index].nbytes
+            if size_bytes <= self._spare_bytes:
+                self._spare_bytes -= size_bytes
                 self._spared.add(index)
-        unwanted = [index for index in unwanted if index not in self._spared]
+            else:
+                unwanted.append(index)
         if unwanted:
             with self._aside():
                 self._drop(unwanted)
