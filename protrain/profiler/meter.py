@@ -112,6 +112,7 @@ class CudaMeter:
     """The caching allocator's statistics, less what was there before and what :meth:`managed` adds."""
 
     def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()  # there are no statistics to reset before
         self._device = device
         self._outside = torch.cuda.memory_allocated(device)  # before the step, and managed weights
         self._peak = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -122,6 +123,7 @@ def test_a_torch_model_is_initialised_by_reset_parameters(device: torch.device) 
 
 
 def test_initialising_has_the_room_that_states_take_later(device: torch.device) -> None:
+    gc.collect()  # what earlier tests left behind is not to go in the middle
     meter = CudaMeter(device) if device.type == "cuda" else StorageMeter()
     taken: list[int] = []
 
