@@ -10,9 +10,9 @@ from protrain.hardware.profile import HardwareProfile
 
 _STAGING_SLOTS = 2  # of AdamStaging: one is copied in while the other is copied out
 _STAGING_BYTES = 128 * 1024**2  # pieces of a state are some 20 MiB then, which reach the full rate of a copy engine
-# Bytes a parameter over the link, to the device and back; and when calibrated, with the gradient on the device.
+# Bytes a parameter over the link, to the device and back.
 _STREAMED_BYTES = {"bfloat16": (14, 12), "float16": (16, 14), "float32": (16, 12)}
-_CALIBRATED_BYTES = 12 + 12
+_CALIBRATED_DTYPE = "bfloat16"
 _STATE_BYTES = 18  # a parameter at most: a float16 weight and everything else in float32
 
 
@@ -26,9 +26,12 @@ def staging_bytes(hardware: HardwareProfile, chunk_elements: int) -> int:
 def streamed_rates(hardware: HardwareProfile, dtype: str) -> tuple[float, tuple[float, float]]:
     """1e9 parameters a second that the device alone updates in host memory, and GB/s to it and back.
 
-    Where calibration does not know, what the link allows. The limit is its traffic in both directions together.
+    Where calibration does not know, what the link allows. Other dtypes than calibration's move more bytes, and take as
+    much longer.
     """
     there, back = _STREAMED_BYTES[dtype]
-    gparams = hardware.streamed_adam_gparams or hardware.bidirectional_gbps / _CALIBRATED_BYTES
-    gparams *= _CALIBRATED_BYTES / (there + back)
+    gbps, calibrated = hardware.bidirectional_gbps, hardware.streamed_adam_gparams
+    if calibrated is not None:
+        gbps = calibrated * sum(_STREAMED_BYTES[_CALIBRATED_DTYPE])
+    gparams = gbps / (there + back)
     return gparams, (gparams * there, gparams * back)

@@ -16,7 +16,7 @@ from protrain.hardware.profile import Figure
 from protrain_kernels import AdamStaging, AdamStates, adam, adam_scalars, adam_weight, streamed_adam
 
 ADAM_BYTES = 26  # a parameter, bf16 with the split master
-_STREAMED_BYTES = 12  # a parameter, each way: the states without the gradient, which is on the device
+_STREAMED_BYTES = 14  # a parameter to the device, and 2 less back: the gradient stays
 _STREAMED_SHARE = 4  # of a chunk's parameters is streamed: a link is many times slower than memory
 _ENOUGH = 0.97  # of the best rate: more threads than reach it are better left to others
 STEP = adam_scalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
@@ -33,14 +33,14 @@ class AdamChunk:
     grad: Tensor
 
     @classmethod
-    def on(cls, device: torch.device, elements: int, *, grad_device: torch.device | None = None) -> AdamChunk:
-        """In memory of ``device``, with the gradient on another if given; ``elements`` is a multiple of 128."""
+    def on(cls, device: torch.device, elements: int) -> AdamChunk:
+        """In memory of ``device``; ``elements`` is a multiple of 128."""
         return cls(
             random_tensor(elements, torch.bfloat16, device),
             random_tensor(elements, torch.int16, device),
             random_tensor(elements, torch.float32, device),
             random_tensor(elements, torch.float32, device, positive=True),
-            random_tensor(elements, torch.bfloat16, device if grad_device is None else grad_device),
+            random_tensor(elements, torch.bfloat16, device),
         )
 
     @property
@@ -108,19 +108,20 @@ def best_threads(by_threads: dict[int, Figure]) -> int:
 
 
 class StreamedChunk:
-    """States in pinned host memory that the device updates over the link, in either way of ``streamed_adam``."""
+    """States and gradient in pinned host memory, as in a step, which the device updates over the link in either way."""
 
     def __init__(self, device: torch.device, elements: int) -> None:
         self.device = device
-        self.chunk = AdamChunk.on(CPU, max(128, elements // _STREAMED_SHARE // 128 * 128), grad_device=device)
+        self.chunk = AdamChunk.on(CPU, max(128, elements // _STREAMED_SHARE // 128 * 128))
         self._staging = AdamStaging(device)
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[bool]:
-        """Pin the states inside the context; whether that was possible."""
+        """Pin both inside the context; whether that was possible."""
         chunk = self.chunk
-        states = (chunk.weight, chunk.master, chunk.exp_avg, chunk.exp_avg_sq)
-        with pinned(*states, device=self.device) as accepted:
+        with pinned(
+            chunk.weight, chunk.master, chunk.exp_avg, chunk.exp_avg_sq, chunk.grad, device=self.device
+        ) as accepted:
             yield accepted
 
     def update(self, *, copies: bool) -> None:
