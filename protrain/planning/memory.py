@@ -5,12 +5,12 @@ that are streamed through for their update) plus the largest, over all stretches
 with every block checkpointed and what the plan's other modes keep on top:
 
     untouched block   its saved activations, from its forward until its backward
-    swapped block     its saved activations while they are on the way: in forward until the next block is done, in
+    swapped block     its saved activations while they are on the way: in forward until the next unit is done, in
                       backward from the block before it (in backward order) on
 
 and less what its modes take away:
 
-    recomputed from moved inputs   its inputs, from when the next block's forward is done until the backward of the
+    recomputed from moved inputs   its inputs, from when the next unit's forward is done until the backward of the
                                    block after it begins
     untouched or swapped           those of its inputs that none of its saved tensors holds, between its forward and
                                    its backward
@@ -294,7 +294,7 @@ class _Walk(NamedTuple):
     """The stretches of the trace and their neighbours, as columns; blocks by index, -1 for none."""
 
     block: NDArray[np.int64]  # 1-d, as the neighbours are
-    neighbour: NDArray[np.int64]  # forward: the block called last before; backward: whose backward comes next
+    neighbour: NDArray[np.int64]  # forward: the block before, if no unit lies between; backward: whose comes next
     forward: NDArray[np.bool_]
     live_bytes: Bytes
     peak_bytes: Bytes
@@ -326,6 +326,8 @@ def _walk(profile: ModelProfile) -> _Walk:
             # What it saves may be part of the most it uses at once: never count it twice.
             most = min(segment.peak_bytes + share[block], profile.blocks[block].forward_peak_bytes)
             keeping = max(share[block], most)
+        if block < 0 and order[max(0, index - 1)] is None:
+            before = -1  # a unit lies between, and with its end what the block moves is gone
         neighbour = before if forward else after
         sizes = (segment.live_bytes, segment.peak_bytes, keeping, share[block], unsaved[block], inputs[block])
         rows.append((block, neighbour, forward, *sizes, share[neighbour], inputs[neighbour]))

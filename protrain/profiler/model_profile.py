@@ -73,7 +73,7 @@ class BlockRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentRecord(Record):
-    """A stretch of the step between two block boundaries, with every block checkpointed.
+    """A stretch of the step between two boundaries of blocks or of units between them, with every block checkpointed.
 
     ``live_bytes`` is what is allocated when it starts and ``peak_bytes`` the most allocated above that while it runs,
     parameters of blocks and optimizer states excluded. In a block's backward segment the peak covers recomputation and

@@ -3,8 +3,8 @@
 The step is the user's own forward and backward, with each block under non-reentrant checkpointing, so that the trace
 needs the room of one block, whatever the model's size. A block's weights are on the device while its forward, or its
 recomputation and backward, run. Boundaries are the block's call in forward, and in backward the gradients of its
-outputs (start) and inputs (end). Between blocks the backward of each unit starts a stretch of its own: what the engine
-fetches for a block comes when the backward of the unit behind it begins.
+outputs (start) and inputs (end). Between blocks each unit ends a stretch in forward and starts one in backward: what
+the engine moves of a block is gone when the forward of the unit behind it is done, and comes when its backward begins.
 """
 
 from __future__ import annotations
@@ -247,6 +247,8 @@ class Step:
                 return
             popped = self.active.pop()
             assert popped == path, f"{popped} left as {path}"
+            if between and self._open is not None and self._open.block is None:
+                self._switch(None)
             if path in self._owned and path not in self._block_paths and not self._probing:
                 for tensor in tensors_in(output):
                     if tensor.grad_fn is not None:

@@ -80,6 +80,50 @@ def test_each_mode_costs_what_it_keeps(tiny_model: Builder, tiny_batch: Builder)
     assert memory.activations((CKPT,) * 3).swapped_bytes == 0
 
 
+def test_what_a_block_moves_is_there_until_the_next_unit_is_done() -> None:
+    """Another block right behind it, or a layer between the two that saves nothing to speak of."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.layers(x)
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.gain
+
+    class Model(nn.Module):
+        def __init__(self, between: type[nn.Module]) -> None:
+            super().__init__()
+            self.layers, self.between = nn.ModuleList(Block() for _ in range(3)), between()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = self.between(layer(x))
+            return x
+
+    def most_in_forward(between: type[nn.Module]) -> tuple[int, int]:
+        """For the first block, up to the end of the second, which is swapped too; and what a block saves."""
+        traced = profile(Model(between), (torch.randn(256, 64),))
+        assert len(traced.blocks) == 3
+        upto = next(at for at, segment in enumerate(traced.segments) if segment.block == 1) + 1
+        traced = replace(traced, segments=traced.segments[:upto])
+        peak = {mode: _model(traced).activations((mode, SWAP, CKPT)).peak_bytes for mode in (SWAP, CKPT)}
+        return peak[SWAP] - peak[CKPT], traced.blocks[0].saved_bytes
+
+    more, saved = most_in_forward(nn.Identity)
+    assert more == saved
+    more, saved = most_in_forward(Between)
+    assert more < saved / 4
+
+
 @pytest.mark.parametrize(
     ("dtype", "trainable", "frozen"), [("bfloat16", 14, 2), ("float16", 16, 2), ("float32", 16, 4)]
 )

@@ -269,8 +269,9 @@ def test_segments_alternate_and_grow_by_the_blocks_inputs() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*[_Block() for _ in range(4)]), nn.Linear(8, 8))
     traced = profile(model, (torch.randn(16, 8),))
     blocks = [segment.block for segment in traced.segments]
-    # In backward the loss, then the last layer's own stretch, in which what the last block needs is fetched.
-    assert blocks == [None, 0, None, 1, None, 2, None, 3, None, None, None, 3, 2, 1, 0, None]
+    # First and last layer end a stretch. In backward the loss, then the last layer's own one, in which what the last
+    # block needs is fetched.
+    assert blocks == [None, None, 0, None, 1, None, 2, None, 3, None, None, None, None, 3, 2, 1, 0, None]
     forward = [s for s in traced.segments if s.phase == "forward" and s.block is not None]
     growth = {b.live_bytes - a.live_bytes for a, b in pairwise(forward)}
     assert growth == {16 * 8 * 4} == {traced.blocks[0].input_bytes}
