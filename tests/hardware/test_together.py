@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import signal
 import threading
 import time
 
@@ -78,8 +79,12 @@ def test_an_interruption_ends_all() -> None:
         if len(runs) == 5:
             _thread.interrupt_main()
 
-    with pytest.raises(KeyboardInterrupt):
-        units_per_second([_naps("a"), Activity(name="b", run=interrupt)], duration_s=60.0)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            units_per_second([_naps("a"), Activity(name="b", run=interrupt)], duration_s=60.0)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert threading.enumerate() == before
 
 
