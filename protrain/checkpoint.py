@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +45,10 @@ _SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # a save that is not finish
 class StreamingOptimizer(Protocol):
     """What a checkpoint needs of the optimizer that :func:`protrain.wrap` returns."""
 
+    def trains(self, model: nn.Module) -> bool:
+        """Whether its parameters are those of ``model``."""
+        ...
+
     def parameter_names(self) -> list[str]:
         """Every managed parameter, in definition order."""
         ...
@@ -52,12 +57,20 @@ class StreamingOptimizer(Protocol):
         """CPU tensors of one parameter's state."""
         ...
 
+    def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
+        """ValueError where one parameter's state cannot be what has the shapes of ``tensors``."""
+        ...
+
     def import_parameter(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Set one parameter's state."""
         ...
 
     def scalar_state(self) -> dict[str, Any]:
         """Hyperparameters and loss scale, fit for JSON."""
+        ...
+
+    def check_scalar_state(self, state: dict[str, Any]) -> None:
+        """ValueError where :meth:`load_scalar_state` could not set ``state``."""
         ...
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
@@ -101,7 +114,7 @@ def save_checkpoint(
             extra state holds what JSON cannot, tensors of the last aside.
         OSError: The disk is full or not writable; earlier saves are intact, and nothing is left of this one.
     """
-    _check_wrapped(optimizer)
+    _check_wrapped(model, optimizer)
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
     root = Path(folder)
@@ -159,13 +172,14 @@ def load_checkpoint(
     """Load the newest save in ``folder``, or the save that ``folder`` itself is; returns its ``extra``.
 
     The state of ``model``, ``optimizer`` and ``scheduler`` and the random states of torch, CUDA, Python and numpy
-    become those of the save. Every file is checked against its recorded size and CRC-32 before anything is changed.
+    become those of the save. Every file is checked against its recorded size and CRC-32, and what it holds against
+    the model, before anything is changed.
 
     Raises:
-        ValueError: ``optimizer`` is not the wrapped one.
+        ValueError: ``optimizer`` is not the wrapped one, or not of ``model``.
         CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model.
     """
-    _check_wrapped(optimizer)
+    _check_wrapped(model, optimizer)
     save = _find_save(Path(folder))
     manifest = _read_manifest(save)
     _verify(save, manifest)
@@ -179,11 +193,22 @@ def load_checkpoint(
     modules, states = _with_extra_state(model), manifest.get("modules", {})
     _compare(save, "extra state of module", set(states), set(modules))
 
-    _load_buffers(save, model)
-    for file, entry in manifest["files"].items():
-        if entry["parameters"]:
-            _load_parameters(save / file, entry["parameters"], optimizer)
-    optimizer.load_scalar_state(decode(manifest["scalars"]))
+    buffers = _saved_buffers(save, model)
+    with_parameters = {save / file: entry["parameters"] for file, entry in manifest["files"].items()}
+    scalars = decode(manifest["scalars"])
+    try:
+        optimizer.check_scalar_state(scalars)
+    except ValueError as error:
+        raise CheckpointError(f"{save} is of another optimizer: {error}") from None
+    for file, parameters in with_parameters.items():
+        _check_parameters(file, parameters, optimizer)
+
+    with torch.no_grad():
+        for target, saved in buffers:
+            target.copy_(saved)
+    for file, parameters in with_parameters.items():
+        _load_parameters(file, parameters, optimizer)
+    optimizer.load_scalar_state(scalars)
     if scheduler is not None:
         scheduler.load_state_dict(decode(manifest["scheduler"]))
     _load_extra_state(save, modules, states, has_tensors=MODULES in manifest["files"])
@@ -197,11 +222,13 @@ def list_saves(folder: str | os.PathLike[str]) -> list[Path]:
     return sorted(saves, key=lambda path: int(path.name.partition("-")[0]))
 
 
-def _check_wrapped(optimizer: Any) -> None:
+def _check_wrapped(model: nn.Module, optimizer: Any) -> None:
     if not hasattr(optimizer, "scalar_state"):
         raise ValueError(
             f"optimizer must be the one that protrain.wrap returned, not a plain {type(optimizer).__name__}"
         )
+    if not optimizer.trains(model):
+        raise ValueError("optimizer is of another model: pass the two that protrain.wrap returned together")
 
 
 def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
@@ -266,8 +293,11 @@ def _read_manifest(save: Path) -> dict[str, Any]:
         raise CheckpointError(f"{save / MANIFEST} is damaged; {_remedy(save)}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise CheckpointError(f"{save / MANIFEST} has format {found}; this version reads format {FORMAT}")
+        what = f"has format {found}; this version reads format {FORMAT}" if found else "is damaged"
+        raise CheckpointError(f"{save / MANIFEST} {what}; {_remedy(save)}")
     missing = {"step", "files", "scalars", "scheduler", "extra", "random"} - set(manifest)
+    if not missing and not isinstance(manifest["files"], dict):
+        missing = {"files"}
     if missing:
         raise CheckpointError(f"{save / MANIFEST} lacks {min(missing)!r}; {_remedy(save)}")
     return manifest
@@ -298,8 +328,10 @@ def _compare(save: Path, what: str, saved: set[str], present: set[str]) -> None:
             )
 
 
-def _load_buffers(save: Path, model: nn.Module) -> None:
+def _saved_buffers(save: Path, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What ``model`` has of buffers and integer parameters, each with what becomes of it."""
     buffers, unmanaged = dict(model.named_buffers()), _unmanaged(model)
+    found = []
     with open_tensors(save / BUFFERS) as tensors:
         saved_names = set(tensors.keys())
         _compare(save, "buffer", saved_names - unmanaged.keys(), set(buffers))
@@ -311,8 +343,8 @@ def _load_buffers(save: Path, model: nn.Module) -> None:
                     f"{save} is of another model: buffer {name!r} is {saved.dtype} {list(saved.shape)} there "
                     f"and {target.dtype} {list(target.shape)} here"
                 )
-            with torch.no_grad():
-                target.copy_(saved)
+            found.append((target, saved))
+    return found
 
 
 def _load_extra_state(save: Path, modules: dict[str, nn.Module], states: dict[str, Any], *, has_tensors: bool) -> None:
@@ -324,16 +356,35 @@ def _load_extra_state(save: Path, modules: dict[str, nn.Module], states: dict[st
         module.set_extra_state(decode(states[name], found))
 
 
-def _load_parameters(file: Path, names: list[str], optimizer: StreamingOptimizer) -> None:
+def _check_parameters(file: Path, names: list[str], optimizer: StreamingOptimizer) -> None:
+    if not names:
+        return
     with open_tensors(file) as tensors:
-        kinds: dict[str, list[str]] = {}
-        keys = tensors.keys()
-        for key in keys:
-            kind, _, name = key.partition("/")
-            kinds.setdefault(name, []).append(kind)
-        for name in names:
-            state = {kind: tensors.get_tensor(f"{kind}/{name}") for kind in kinds[name]}
+        for name, kinds in _kinds(tensors).items():
             try:
-                optimizer.import_parameter(name, state)
+                optimizer.check_parameter(name, {kind: _shape_of(tensors, f"{kind}/{name}") for kind in kinds})
             except ValueError as error:
-                raise CheckpointError(f"{file} is of another model: {error}") from error
+                raise CheckpointError(f"{file} is of another model: {error}") from None
+
+
+def _load_parameters(file: Path, names: list[str], optimizer: StreamingOptimizer) -> None:
+    if not names:
+        return
+    with open_tensors(file) as tensors:
+        kinds = _kinds(tensors)
+        for name in names:
+            optimizer.import_parameter(name, {kind: tensors.get_tensor(f"{kind}/{name}") for kind in kinds[name]})
+
+
+def _kinds(tensors: Any) -> dict[str, list[str]]:
+    """What a file has of each parameter."""
+    kinds: dict[str, list[str]] = {}
+    for key in tensors.keys():  # noqa: SIM118 - it is no mapping
+        kind, _, name = key.partition("/")
+        kinds.setdefault(name, []).append(kind)
+    return kinds
+
+
+def _shape_of(tensors: Any, key: str) -> torch.Tensor:
+    """A tensor that has the shape of ``key`` and nothing else."""
+    return torch.empty(tensors.get_slice(key).get_shape(), device="meta")

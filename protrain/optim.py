@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from protrain.engine.chunks import Chunk, Member
 from protrain.engine.engine import Engine
@@ -66,6 +67,19 @@ def _refuse_group(_: dict[str, Any]) -> None:
     raise MisuseError("parameters cannot be added after protrain.wrap: make the optimizer with all groups first")
 
 
+@dataclass
+class _Asked:
+    """What was asked of the gradients of this step.
+
+    In an object of its own: wrappers of other libraries that take an optimizer's class as their own run its methods on
+    themselves, and what these set would be theirs alone.
+    """
+
+    scaled: bool = False  # this backward came through ProTrainOptimizer.backward
+    norm_squared: Tensor | None = None
+    coefficient: Tensor | None = None  # of clipping: 0-d fp32 on the device
+
+
 class ProTrainOptimizer(torch.optim.Optimizer):
     """Adam(W) over the chunks of an engine, sharing the param_groups of the user's optimizer.
 
@@ -86,18 +100,12 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         vars(self).update({name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")})
         self._wrapped = optimizer
         self._engine = engine
-        decoupled = [
-            isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
-            for group in self.param_groups
-        ]
-        self._updates = Updates(engine, self, decoupled)
+        self._updates = Updates(engine, self, decoupled=isinstance(optimizer, torch.optim.AdamW))
         self._groups = Groups(self.param_groups, engine.members)
         self._by_name = {member.name: member for member in engine.members}
         self.step_during_backward = step_during_backward
         self._loss_scale = LossScale() if engine.dtype is torch.float16 else None
-        self._scaled = False  # this backward came through self.backward
-        self._norm_squared: Tensor | None = None
-        self._coefficient: Tensor | None = None  # of clipping: 0-d fp32 on the device
+        self._asked = _Asked()
         self._device_bytes = device_bytes
         self.hardware = hardware
         self._clock = StepClock()
@@ -110,11 +118,11 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def backward(self, loss: Tensor) -> None:
         """``loss.backward()``, scaled for float16 so that small gradients don't vanish."""
-        self._scaled = True
+        self._asked.scaled = True
         try:
             (loss if self._loss_scale is None else loss.float() * self._loss_scale.use()).backward()
         finally:
-            self._scaled = False
+            self._asked.scaled = False
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -141,7 +149,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
         coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-        self._coefficient = coefficient if self._coefficient is None else self._coefficient * coefficient
+        before = self._asked.coefficient
+        self._asked.coefficient = coefficient if before is None else before * coefficient
         return norm
 
     @torch.no_grad()
@@ -298,6 +307,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._engine.weights_changed([member.chunk for member, _ in found])
         known.clear()
 
+    def trains(self, model: nn.Module) -> bool:
+        """Whether its parameters are those of ``model``, or of what that encloses."""
+        return {id(member.parameter) for member in self._engine.members} <= set(map(id, model.parameters()))
+
     def parameter_names(self) -> list[str]:
         """Names of all managed parameters, in definition order."""
         return list(self._by_name)
@@ -315,19 +328,24 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 return {"weight": read_weight(member)}
             return {"master": read_master(member), **export_state(member, self._updates.steps)}
 
-    def import_parameter(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Set what :meth:`export_parameter` returned. ValueError when the name or a shape is not this model's."""
+    def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
+        """ValueError where :meth:`import_parameter` could not set ``tensors``, of which shapes are enough."""
         member = self._by_name.get(name)
         if member is None:
             raise ValueError(f"the model has no parameter {name!r}: load a checkpoint of the same model")
-        self._engine.refuse_while_whole("import_parameter()")
         check_shapes(member, tensors)
+        if member.group < 0 and not {"weight", "master"} & set(tensors):
+            raise ValueError(f"there is neither a weight nor a master of {name}: load a whole checkpoint")
+
+    def import_parameter(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Set what :meth:`export_parameter` returned. ValueError when the name or a shape is not this model's."""
+        self._engine.refuse_while_whole("import_parameter()")
+        self.check_parameter(name, tensors)
+        member = self._by_name[name]
         with self._engine.quiet():
             if "weight" in tensors:
                 write_weight(member, tensors["weight"])
             elif member.group < 0:  # it was trained when it was saved
-                if "master" not in tensors:
-                    raise ValueError(f"there is neither a weight nor a master of {name}: load a whole checkpoint")
                 write_weight(member, tensors["master"])
             if member.group >= 0:
                 import_state(member, self._updates.steps, tensors)
@@ -338,12 +356,17 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {"param_groups": groups, "loss_scale": None if self._loss_scale is None else self._loss_scale.state()}
 
-    def load_scalar_state(self, state: dict[str, Any]) -> None:
-        """Set what :meth:`scalar_state` returned."""
+    def check_scalar_state(self, state: dict[str, Any]) -> None:
+        """ValueError where :meth:`load_scalar_state` could not set ``state``."""
         if len(state["param_groups"]) != len(self.param_groups):
             raise ValueError(
                 f"the state has {len(state['param_groups'])} parameter groups, this optimizer {len(self.param_groups)}"
             )
+        check_options(state["param_groups"])
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        """Set what :meth:`scalar_state` returned."""
+        self.check_scalar_state(state)
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group.update({key: tuple(value) if key == "betas" else value for key, value in saved.items()})
         if self._loss_scale is not None and state.get("loss_scale") is not None:
@@ -378,10 +401,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def _forget_gradients(self) -> None:
         self._engine.gradients.reset()
         self._updates.forget()
-        self._norm_squared = self._coefficient = None
+        self._asked.norm_squared = self._asked.coefficient = None
 
     def _backward_begins(self) -> None:
-        if self._loss_scale is not None and not self._scaled:
+        if self._loss_scale is not None and not self._asked.scaled:
             raise MisuseError(
                 "float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward(), and no "
                 "torch.amp.GradScaler"
@@ -399,11 +422,11 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._updates.backward_begins()
 
     def _gradients_arrived(self, chunks: list[Chunk]) -> None:
-        if self._coefficient is not None:  # it applies to all gradients of a step; autograd.grad brings none
+        if self._asked.coefficient is not None:  # it applies to all gradients of a step; autograd.grad brings none
             raise MisuseError(
                 "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
             )
-        self._norm_squared = None
+        self._asked.norm_squared = None
         gradients = self._engine.gradients
         if gradients.no_sync:
             return
@@ -427,19 +450,19 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._forget_gradients()
 
     def _sum_of_squares(self) -> Tensor:
-        if self._norm_squared is None:
-            self._norm_squared = self._engine.gradients.norm_squared()
-        return self._norm_squared
+        if self._asked.norm_squared is None:
+            self._asked.norm_squared = self._engine.gradients.norm_squared()
+        return self._asked.norm_squared
 
     def _norm(self) -> Tensor:
         norm = self._sum_of_squares().sqrt().float()
         if self._loss_scale is not None:
             norm = norm / self._loss_scale.used
-        return norm if self._coefficient is None else norm * self._coefficient
+        return norm if self._asked.coefficient is None else norm * self._asked.coefficient
 
     def _gradient_scale(self, unscaling: float) -> Scale | None:
         """What gradients are multiplied with: clipping, and ``unscaling`` for the loss scale."""
-        factor = self._coefficient
+        factor = self._asked.coefficient
         if self._loss_scale is not None:
             inverse = torch.full((), unscaling, dtype=torch.float32, device=self._engine.device)
             factor = inverse if factor is None else factor * inverse

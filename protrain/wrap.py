@@ -39,6 +39,8 @@ from protrain.profiler.trace import parameter_records, profile
 from protrain.progress import COUNTED, Progress
 
 Model = TypeVar("Model", bound=nn.Module)
+# Of other libraries too, whose import is not worth a look.
+_PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _NOT_CALIBRATED = (
@@ -230,12 +232,24 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
                 f"parameter {name} has a gradient already, which the first step would add to its own: call "
                 "optimizer.zero_grad() before protrain.wrap"
             )
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ValueError(f"buffer {name} is {buffer.layout}, which ProTrain cannot place: keep a dense one")
     for name, module in model.named_modules():
+        what = f"module {name or type(model).__name__!r}"
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"module {name or type(model).__name__!r} is a ScriptModule, whose weights cannot be moved: use the "
-                "module that it was made from, and compile=True"
+                f"{what} is a ScriptModule, whose weights cannot be moved: use the module that it was made from, and "
+                "compile=True"
             )
+        parallel = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _PARALLEL), None)
+        if parallel is not None:
+            raise ValueError(
+                f"{what} is a {parallel}, which waits for gradients that never come to it: ProTrain trains on one GPU, "
+                "so wrap the module inside, before or in place of that"
+            )
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(f"{what} makes sparse gradients, which AdamW does not take: build it with sparse=False")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) in held):
         raise ValueError("no parameter in the optimizer requires a gradient, so there is nothing to train")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ class PlainOptimizer:
         self.model = model
         self.inner = torch.optim.AdamW(model.parameters(), lr=learning_rate)
 
+    def trains(self, model: nn.Module) -> bool:
+        return model is self.model
+
     def parameter_names(self) -> list[str]:
         return [name for name, p in self.model.named_parameters() if p.is_floating_point()]
 
@@ -38,16 +42,23 @@ class PlainOptimizer:
         state = {kind: value.clone() for kind, value in self.inner.state[parameter].items()}
         return {"master": parameter.detach().clone(), **state}
 
-    def import_parameter(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
         parameter = self.model.get_parameter(name)
         if tensors["master"].shape != parameter.shape:
             raise ValueError(f"{name} has shape {list(parameter.shape)}")
+
+    def import_parameter(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        parameter = self.model.get_parameter(name)
         with torch.no_grad():
             parameter.copy_(tensors["master"])
         self.inner.state[parameter] = {kind: tensors[kind] for kind in tensors if kind != "master"}
 
     def scalar_state(self) -> dict[str, Any]:
         return {"groups": [{k: v for k, v in group.items() if k != "params"} for group in self.inner.param_groups]}
+
+    def check_scalar_state(self, state: dict[str, Any]) -> None:
+        if len(state["groups"]) != len(self.inner.param_groups):
+            raise ValueError(f"the state has {len(state['groups'])} groups")
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
         for group, saved in zip(self.inner.param_groups, state["groups"], strict=True):
@@ -214,6 +225,40 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     wider = make_model(0, width=16)
     with pytest.raises(CheckpointError, match=r"buffer '1.running_mean' is torch.float32 \[8\] there"):
         load_checkpoint(tmp_path, wider, PlainOptimizer(wider))
+
+
+@pytest.mark.parametrize("width", [6, 4])
+def test_a_save_of_another_model_changes_nothing(tmp_path: Path, width: int) -> None:
+    """The first layer is the same; then comes one of another width, or the optimizer has another group."""
+    saved = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    save_checkpoint(tmp_path, saved, PlainOptimizer(saved))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, width))
+    optimizer = PlainOptimizer(model)
+    if width == 4:
+        optimizer.inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    words = "of another model: .* shape" if width == 6 else "of another optimizer: the state has 1 groups"
+    with pytest.raises(CheckpointError, match=words):
+        load_checkpoint(tmp_path, model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_model_and_optimizer_belong_together(tmp_path: Path) -> None:
+    one, other = make_model(0), make_model(1)
+    with pytest.raises(ValueError, match="optimizer is of another model"):
+        save_checkpoint(tmp_path, one, PlainOptimizer(other))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("change", [{"format": None}, {"files": []}], ids=str)
+def test_a_damaged_manifest_has_a_remedy(tmp_path: Path, change: dict[str, Any]) -> None:
+    model, optimizer, _ = make_run(0)
+    for _ in range(2):
+        save_checkpoint(tmp_path, model, optimizer)
+    manifest = list_saves(tmp_path)[-1] / MANIFEST
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **change}))
+    with pytest.raises(CheckpointError, match=r"delete .*00002.* to go on from 00001"):
+        load_checkpoint(tmp_path, model, optimizer)
 
 
 class Counting(nn.Linear):

@@ -57,6 +57,11 @@ class Handle:
         """Whether the parameter has a gradient."""
         return self.engine.gradients.is_pending(self.index)
 
+    @property
+    def updated_inside(self) -> bool:
+        """Whether backward has used the gradient up, and the step is not over."""
+        return self.engine.members[self.index].chunk.index in self.engine.updated_inside
+
 
 def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
     handle = parameter.protrain_handle
@@ -84,7 +89,7 @@ class PresentParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """None while no gradient exists; MisuseError when one does, as it lives in a chunk.
+        """None while no gradient exists; MisuseError when one does, as it lives in a chunk or is used up already.
 
         A hook that was registered before protrain.wrap (``register_post_accumulate_grad_hook``) comes before that: it
         has the gradient of this backward, and may change it.
@@ -97,6 +102,11 @@ class PresentParameter(nn.Parameter):
                 f"the gradient of {handle.name} is kept in ProTrain's chunks, not in .grad: use "
                 "optimizer.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_, and "
                 "optimizer.backward(loss) in place of torch.amp.GradScaler"
+            )
+        if handle.updated_inside:
+            raise MisuseError(
+                f"the gradient of {handle.name} is gone: with step_during_backward=True its update was made inside "
+                "backward. To clip or read gradients wrap with step_during_backward=False"
             )
         return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -47,18 +48,15 @@ class StateHooks:
         by_parameter = {id(member.parameter): member for member in engine.members}
         for module in engine.model.modules():
             own = [by_parameter[id(p)] for p in module.parameters(recurse=False) if id(p) in by_parameter]
-            module.register_state_dict_pre_hook(
-                lambda module, prefix, keep_vars, own=own: self._begin(module, own, keep_vars)
-            )
-            module.register_state_dict_post_hook(
-                lambda module, state_dict, prefix, local_metadata, own=own: self._end_state_dict(module, own)
-            )
+            module.register_state_dict_pre_hook(partial(self._begin, own))
+            module.register_state_dict_post_hook(partial(self._end_state_dict, own))
             if not own:
                 continue
-            module.register_load_state_dict_pre_hook(
-                lambda module, state_dict, prefix, local_metadata, *rest, own=own: self._begin_load(own, local_metadata)
-            )
-            module.register_load_state_dict_post_hook(lambda module, incompatible, own=own: self._end(own))
+            module.register_load_state_dict_pre_hook(partial(self._begin_load, own))
+            module.register_load_state_dict_post_hook(partial(self._end_load, own))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.engine.members[0].parameter.__reduce_ex__(protocol)  # says what to do in place of pickling
 
     def export(self, index: int) -> Tensor:
         """A CPU copy of a weight; the same tensor for tied names of one state_dict, never that of another one."""
@@ -73,7 +71,7 @@ class StateHooks:
         write_weight(member, value)
         self.engine.weights_changed([member.chunk])
 
-    def _begin(self, module: nn.Module, members: list[Member], keep_vars: bool) -> None:
+    def _begin(self, members: list[Member], module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not self._open or module not in self._open[-1]._modules.values():  # or the one before was interrupted
             self._open.clear()
             self._copies.clear()
@@ -81,12 +79,20 @@ class StateHooks:
         if members and not keep_vars:
             self._enter(members)
 
-    def _end_state_dict(self, module: nn.Module, members: list[Member]) -> None:
+    def _end_state_dict(self, members: list[Member], module: nn.Module, *_: Any) -> None:
         if self._open and self._open[-1] is module:
             self._open.pop()
         self._end(members)
 
-    def _begin_load(self, members: list[Member], local_metadata: dict[str, Any]) -> None:
+    def _begin_load(
+        self,
+        members: list[Member],
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *_: Any,
+    ) -> None:
         if local_metadata.get("assign_to_params_buffers"):
             raise MisuseError("load_state_dict(assign=True) would take parameters out of ProTrain: use assign=False")
         self._enter(members)
@@ -98,6 +104,9 @@ class StateHooks:
                     self.engine.exported[member.index] = member
                     member.parameter.__class__ = _Exported
                     _Exported.hooks[id(member.parameter)] = self
+
+    def _end_load(self, members: list[Member], *_: Any) -> None:
+        self._end(members)
 
     def _end(self, members: list[Member]) -> None:
         self.engine.end_export(member.index for member in members)

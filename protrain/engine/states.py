@@ -19,7 +19,7 @@ def export_state(member: Member, steps: list[int]) -> dict[str, Tensor]:
 
     ``steps`` is how many each parameter has made.
     """
-    state = {"step": torch.tensor(float(steps[member.index]))}
+    state = {"step": torch.tensor(float(steps[member.index]), device="cpu")}
     state |= {name: read_state(member, name) for name in _STATES}
     if member.chunk.master is not None:
         state["master"] = read_master(member)

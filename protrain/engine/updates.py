@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -100,12 +100,12 @@ class _Early:
 class Updates:
     """Every update of one engine. The ``optimizer``'s param_groups are read anew at every step."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, decoupled: Sequence[bool]) -> None:
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, *, decoupled: bool) -> None:
         self.steps = [0] * len(engine.members)  # of each parameter: those without a gradient are skipped
         self.tally = Tally()
         self._engine = engine
         self._optimizer = optimizer  # its list of groups may be replaced
-        self._decoupled = decoupled
+        self._decoupled = decoupled  # whatever groups say
         self._early: dict[int, _Early] = {}  # by chunk
         self._round = _Round()
         self._begun_with: list[AdamScalars] | None = None  # hyperparameters at the last backward; None: wrong ones
@@ -373,7 +373,7 @@ class Updates:
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
             step=step,
-            decoupled=self._decoupled[group_index],
+            decoupled=self._decoupled or bool(group.get("decoupled_weight_decay")),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -215,6 +216,46 @@ def test_gradients_of_parameters_say_where_they_are(wrapped: Wrap, batch: Batch,
     assert_unharmed((model, optimizer), wrapped(spec), batch)
 
 
+@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
+def test_gradients_that_are_used_up_are_not_taken_for_none(wrapped: Wrap, batch: Batch, spec: Spec) -> None:
+    model, optimizer = wrapped(spec, step_during_backward=True)
+    model(**batch).loss.backward()
+    with pytest.raises(MisuseError, match=r"made inside backward\. To clip or read gradients wrap with step_during_"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_optimizer_in_the_guise_of_another(wrapped: Wrap, batch: Batch) -> None:
+    """Lightning's and Fabric's take the class of the one that they hold, and its methods with it."""
+
+    class Guise:
+        def __init__(self, optimizer: ProTrainOptimizer) -> None:
+            self._held = optimizer
+            self.__class__ = type("Guise", (type(self), type(optimizer)), {})
+
+        def step(self) -> None:
+            self._held.step()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._held, name)
+
+    found = []
+    for make in (lambda optimizer: optimizer, Guise):
+        model, optimizer = wrapped(MIXED, dtype=torch.float16)
+        used: Any = make(optimizer)
+        used.backward(model(**batch).loss)
+        used.clip_grad_norm_(1e-3)
+        with pytest.raises(MisuseError, match="clip once"):
+            used.backward(model(**batch).loss)
+        used.zero_grad()
+        used.backward(model(**batch).loss)
+        used.clip_grad_norm_(1e-3)
+        used.step()
+        found.append(states(model, optimizer))
+    assert_same(*found)
+
+
 OPERATIONS: dict[str, Callable[[nn.Parameter], Any]] = {
     "mul": lambda p: p * 2,
     "norm": lambda p: p.norm(),
@@ -256,6 +297,9 @@ def test_a_wrapped_model_stays_where_it_is(wrapped: Wrap, batch: Batch, spec: Sp
             move()
     assert model.to("cpu") is model
     assert model.float() is model
+    for whole in (model, nn.ModuleDict({"held": model})):
+        with pytest.raises(MisuseError, match=r"cannot be copied or pickled whole: use model.state_dict\(\)"):
+            torch.save(whole, io.BytesIO())
     with pytest.raises(MisuseError, match=r"cannot be copied or pickled whole: use model.state_dict\(\)"):
         copy.deepcopy(model)
     assert_unharmed((model, optimizer), wrapped(spec), batch)

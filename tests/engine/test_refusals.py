@@ -249,6 +249,22 @@ def test_scripted_modules(batch: Batch) -> None:
     )
 
 
+def test_sparse_tensors() -> None:
+    model: nn.Module = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused(model, optimizer, (torch.zeros(2, 2).long(),), "'0' makes sparse gradients.*sparse=False", ValueError)
+    model = nn.Linear(4, 4)
+    model.register_buffer("graph", torch.eye(4).to_sparse())
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused(model, optimizer, (torch.ones(2, 4),), "buffer graph is torch.sparse_coo.*a dense one", ValueError)
+
+
+def test_modules_that_exchange_gradients() -> None:
+    model = nn.DataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused(model, optimizer, (torch.ones(2, 4),), "is a DataParallel.*wrap the module inside", ValueError)
+
+
 def test_gradients_from_before(model: nn.Module, batch: Batch) -> None:
     optimizer = adamw(model)
     model(**batch).loss.backward()

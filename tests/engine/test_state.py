@@ -239,6 +239,43 @@ def test_the_loss_scale_is_part_of_the_state(make: Make, batches: list[Batch]) -
     adamw(nn.Linear(1, 1)).load_state_dict({**adamw(nn.Linear(1, 1)).state_dict(), "loss_scale": saved["loss_scale"]})
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_groups_say_how_weights_decay(loaded: bool) -> None:
+    """As torch's Adam: an option that may be set at any time, and comes with the state of an AdamW."""
+    x = torch.ones(4, 8)
+    given = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.01, weight_decay=0.5).state_dict()
+
+    def trained(*, wrapped: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.5)
+        if wrapped:
+            model, optimizer = protrain.wrap(model, optimizer, example_batch=(x,), device="cpu", progress=False)
+        for step in range(6):
+            if step == 3 and loaded:
+                own = optimizer.state_dict()
+                group = {**given["param_groups"][0], "params": own["param_groups"][0]["params"]}
+                optimizer.load_state_dict({**own, "param_groups": [group]})
+            elif step == 3:
+                optimizer.param_groups[0]["decoupled_weight_decay"] = True
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    expected, found = trained(wrapped=False), trained(wrapped=True)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_states_are_on_the_cpu_under_any_default_device(make: Make, batches: list[Batch]) -> None:
+    model, optimizer = make()
+    LOOP.run(model, optimizer, batches[:1])
+    with torch.device("meta"):
+        state = optimizer.state_dict()["state"][0]
+    assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+
+
 def test_imports_of_another_model_are_errors(make: Make) -> None:
     model, optimizer = make()
     with pytest.raises(ValueError, match="no parameter 'nowhere'"):
