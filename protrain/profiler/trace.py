@@ -7,17 +7,14 @@ any plan exists.
 
 from __future__ import annotations
 
-import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -26,6 +23,7 @@ from protrain.chunked_loss import is_chunked
 from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
 from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_units, refuse_own_checkpointing
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+from protrain.profiler.restored import restored
 from protrain.profiler.step import Segment, Step
 from protrain.profiler.weights import Weights
 
@@ -106,7 +104,7 @@ def _traced(
     names = {value: name for name, value in DTYPES.items()}
     blocks = find_blocks(model)
     with (
-        _restored(model, device) as rewind,
+        restored(model, device) as rewind,
         Weights(model, device, dtype, spare_bytes=spare_bytes) as weights,
     ):
         owned = _owned(model, find_units(model, blocks), blocks, weights)
@@ -200,50 +198,6 @@ def sustained(step: Callable[[], Step], *, seconds: float) -> Step:
         if time.perf_counter() - begin >= seconds:
             return done
     return step()
-
-
-@contextmanager
-def _restored(model: nn.Module, device: torch.device) -> Iterator[Any]:
-    """Training mode inside; afterwards modules' attributes and random states as before. Yields a rewind of these.
-
-    What an attribute refers to is put back, not what forward did to it: a list that has grown stays as it is.
-    """
-    before = _attributes(model)
-    values = {id(value): value for _, held in before for value in held.values()}.values()
-    generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
-    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def put_back(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        for now, held in attributes:
-            if now.keys() != held.keys() or any(now[name] is not value for name, value in held.items()):
-                now.clear()
-                now.update(held)
-        for generator, state in generators:
-            generator.set_state(state)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
-
-    try:
-        model.train()
-        training = _attributes(model)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                yield partial(put_back, training)
-        else:
-            yield partial(put_back, training)
-    finally:
-        put_back(before)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the engine's chunks come next and want whole segments
-
-
-def _attributes(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each module's dictionary of attributes, and what is in it now."""
-    return [(vars(module), vars(module).copy()) for module in model.modules()]
 
 
 def _owned(model: nn.Module, units: list[str], blocks: list[str], weights: Weights) -> dict[str, tuple[int, ...]]:

@@ -96,6 +96,34 @@ def test_nothing_is_left_behind(dtype: torch.dtype) -> None:
     assert random.getstate() == python_state
 
 
+def test_hooks_of_a_first_forward_are_registered_once() -> None:
+    """Models of transformers have some that collect hidden states and the router logits of an auxiliary loss."""
+
+    class Recording(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(_Block() for _ in range(3))
+            self.seen: list[Tensor] = []
+            self.hooked = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.hooked:
+                for layer in self.layers:
+                    layer.register_forward_hook(lambda module, args, output: self.seen.append(output))
+                self.hooked = True
+            self.seen.clear()
+            for layer in self.layers:
+                x = layer(x)
+            return torch.stack(self.seen).mean()
+
+    model, batch = Recording(), (torch.randn(4, 8),)
+    profile(model, batch)
+    assert not model.seen
+    assert not any(layer._forward_hooks for layer in model.layers)
+    model(*batch)
+    assert len(model.seen) == 3
+
+
 class _Lazy(nn.Module):
     """Makes what it needs in its first forward, counts, and draws from a generator of its own and from numpy's."""
 
