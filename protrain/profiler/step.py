@@ -104,7 +104,7 @@ class Step:
         self._meter: Meter | None = None
         self._open: Segment | None = None
         self._open_call: _Call | None = None
-        self._held: list[Tensor] = []  # gradients of the block whose backward runs
+        self._held: list[Tensor] = []  # gradients of the stretch that is open
         self._forward = True
         self._recomputing = False
         self._probing = False
@@ -260,7 +260,7 @@ class Step:
 
     def _take_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        if self._open_call is not None:  # the engine has them together until the block is done
+        if self._open is not None:  # the engine has them together until the unit is done
             self._held.append(parameter.grad)
         parameter.grad = None
 

@@ -188,6 +188,39 @@ def test_inputs_that_something_else_keeps_are_predicted() -> None:
     assert 1.0 <= optimizer.plan.device_bytes / peak_bytes <= 1.05
 
 
+class _ManyWeights(nn.Module):
+    """No blocks: one unit, all of whose gradients come in one stretch of backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index in range(16):
+            self.register_parameter(f"weight{index}", nn.Parameter(torch.randn(64, 64) * 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.parameters():
+            x = x + torch.tanh(x @ weight)
+        return x.square().mean()
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.GRU(64, 64, 3, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)[0]
+        return found.square().mean()
+
+
+@pytest.mark.parametrize(("make", "shape"), [(_ManyWeights, (4, 64)), (_Recurrent, (2, 12, 64))])
+def test_gradients_of_a_unit_that_is_no_block_are_predicted(make: type[nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    model, optimizer = wrap_under(Spec("none", "least", (NONE,)), model, adamw(model), (x,), device=CPU)
+    peak_bytes = peak_of_second_step(optimizer, lambda: model(x), [x])
+    assert 1.0 <= optimizer.plan.device_bytes / peak_bytes <= 1.2
+
+
 def peak_of_second_step(optimizer: ProTrainOptimizer, loss: Callable[[], Tensor], inputs: list[Tensor]) -> int:
     """Most bytes alive on the simulated device, with ``inputs`` there throughout."""
     meter = DeviceMeter(optimizer._engine)
