@@ -91,7 +91,12 @@ def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
 
 def training_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """``kwargs`` plus ``use_cache=False`` where ``model`` would otherwise keep key/value caches while training."""
-    if "use_cache" in kwargs or not getattr(getattr(model, "config", None), "use_cache", False):
+    config = getattr(model, "config", None)
+    parts = [
+        config,
+        *getattr(config, "__dict__", {}).values(),
+    ]  # of an encoder and a decoder, an image and a text model
+    if "use_cache" in kwargs or not any(getattr(part, "use_cache", False) is True for part in parts):
         return kwargs
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())

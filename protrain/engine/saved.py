@@ -174,7 +174,8 @@ class CheckpointFrame(Frame):
         # Lists and dictionaries are the model's, which may fill them further once this is over.
         self.function, (self.args, self.kwargs) = function, tree_map(self._as_given, (args, kwargs))
         for tensor in tensors_in((args, kwargs)):
-            self.engine.ledger.hold(tensor)
+            if not isinstance(tensor, nn.Parameter):  # which lies in a chunk
+                self.engine.ledger.hold(tensor)
         self.watched = watch(tensors_in((args, kwargs)))
         self.autocast = _autocast_state(self.engine.device.type)
         self.modules = self.unit.modules.called()

@@ -10,8 +10,8 @@ with every block checkpointed and what the plan's other modes keep on top:
 
 and less what its modes take away:
 
-    recomputed from moved inputs   its inputs, from when the next unit's forward is done until the backward of the
-                                   block after it begins
+    recomputed from moved inputs   its inputs that nothing outside blocks keeps, from when the next unit's forward is
+                                   done until the backward of the block after it begins
     untouched or swapped           those of its inputs that none of its saved tensors holds, between its forward and
                                    its backward
 
@@ -301,7 +301,7 @@ class _Walk(NamedTuple):
     keeping_bytes: Bytes  # the most at once in forward when the block keeps what it saves
     share_bytes: Bytes  # saved by one call of the block
     unsaved_input_bytes: Bytes  # of one call of the block
-    input_bytes: Bytes  # the same, saved or not
+    input_bytes: Bytes  # the same, saved or not, if moving it frees it
     neighbour_bytes: Bytes  # saved by one call of the neighbour, and its inputs
     neighbour_input_bytes: Bytes
 
@@ -309,7 +309,10 @@ class _Walk(NamedTuple):
 def _walk(profile: ModelProfile) -> _Walk:
     calls = Counter(segment.block for segment in profile.segments if segment.phase == "forward")
     share = {index: block.saved_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
-    inputs = {index: block.input_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
+    inputs = {
+        index: (block.input_bytes - block.held_input_bytes) // max(1, calls[index])
+        for index, block in enumerate(profile.blocks)
+    }
     unsaved = {index: block.unsaved_input_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
     share[-1] = inputs[-1] = unsaved[-1] = 0
     order = [segment.block for segment in profile.segments]

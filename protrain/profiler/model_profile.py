@@ -54,6 +54,7 @@ class BlockRecord(Record):
     forward_traffic_bytes: int = 0  # read and written by what is neither a product nor attention
     recompute_ms: float | None = None  # until the last saved tensor is there; None: not measured
     unsaved_input_bytes: int = 0  # of input_bytes, what only a checkpoint keeps; no more than saved_bytes
+    held_input_bytes: int = 0  # of input_bytes, what operations outside blocks keep: moving them frees nothing
     attention_bytes: int = 0  # of saved_bytes, what attention operators put out
     attention_flops: int = 0  # of forward_flops, those of the same operators
     attention_ms: float = 0.0  # that they take

@@ -271,20 +271,24 @@ def _blocks(
     for times in (forward, backward, recompute):
         for alike in kinds.values():
             times |= dict.fromkeys(alike, median(times[path] for path in alike))
+    own = {
+        path: {key: size for key, size in use.inputs.items() if shared[key] == 1} for path, use in step.blocks.items()
+    }
     return tuple(
         BlockRecord(
             name=path,
             saved_bytes=use.saved_bytes,
             saved_tensors=use.saved_tensors,
             forward_peak_bytes=use.forward_peak_bytes,
-            input_bytes=sum(size for key, size in use.inputs.items() if shared[key] == 1),
+            input_bytes=sum(own[path].values()),
+            held_input_bytes=sum(size for key, size in own[path].items() if key in step.saved_between),
             recompute_ms=recompute[path],
             unsaved_input_bytes=min(
                 use.saved_bytes,  # or a block would take less when it is not recomputed
                 sum(
                     size
-                    for key, size in use.inputs.items()
-                    if shared[key] == 1 and key not in use.saved_inputs and key not in step.saved_between
+                    for key, size in own[path].items()
+                    if key not in use.saved_inputs and key not in step.saved_between
                 ),
             ),
             output_bytes=use.output_bytes,

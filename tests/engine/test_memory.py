@@ -188,6 +188,61 @@ def test_inputs_that_something_else_keeps_are_predicted() -> None:
     assert 1.0 <= optimizer.plan.device_bytes / peak_bytes <= 1.05
 
 
+class _Rectified(nn.Module):
+    """What a block is given is kept by the operation before it, which saves what it puts out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def test_moved_inputs_that_something_else_keeps_stay_in_the_plan() -> None:
+    torch.manual_seed(0)
+    model: nn.Module = _Rectified()
+    x = torch.randn(512, 64)
+    model, optimizer = wrap_under(Spec("none", "least", (CKPT_SWAP,)), model, adamw(model), (x,), device=CPU)
+    peak_bytes = peak_of_second_step(optimizer, lambda: model(x), [x])
+    assert 0.99 <= optimizer.plan.device_bytes / peak_bytes <= 1.05
+
+
+class _Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x) @ weight)
+
+
+class _Giving(nn.Module):
+    """Hands a parameter of its own to every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(64))
+        self.layers = nn.ModuleList(_Given() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.weight)
+        return x.square().mean()
+
+
+def test_a_parameter_that_blocks_are_given_is_counted_once() -> None:
+    torch.manual_seed(0)
+    model: nn.Module = _Giving()
+    x = torch.randn(8, 64)
+    spec = Spec("none", "least", (CKPT, NONE, SWAP))
+    model, optimizer = wrap_under(spec, model, adamw(model), (x,), device=CPU)
+    model(x).backward()
+    assert optimizer.report().device_bytes <= optimizer.plan.device_bytes
+
+
 class _ManyWeights(nn.Module):
     """No blocks: one unit, all of whose gradients come in one stretch of backward."""
 

@@ -80,6 +80,11 @@ class _Cached(nn.Module):
 
 def test_caches_are_switched_off_unless_asked_for() -> None:
     assert batches.training_arguments(_Cached(), {"x": 1}) == {"x": 1, "use_cache": False}
+    composite = _Cached()
+    composite.config = SimpleNamespace(use_cache=False, text=SimpleNamespace(use_cache=True))
+    assert batches.training_arguments(composite, {"x": 1}) == {"x": 1, "use_cache": False}
+    composite.config.text.use_cache = False
+    assert batches.training_arguments(composite, {"x": 1}) == {"x": 1}
     assert batches.training_arguments(_Cached(), {"use_cache": True}) == {"use_cache": True}
     assert batches.training_arguments(nn.Linear(1, 1), {"x": 1}) == {"x": 1}
 
