@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from protrain.errors import not_downloaded
 
 _NAMED = 3  # tensors in a message
+_TRAINABLE = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types whose values are the weights themselves
 # Earlier releases of transformers saved these buffers in every layer; they are computed now.
 _FORMER_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
@@ -64,7 +65,7 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
     Only the files' headers are read, so that a folder of another model is found out before anything takes time.
 
     Raises:
-        ValueError: a file is missing or unreadable, or parameters are missing or of another shape.
+        ValueError: a file is missing or unreadable, or parameters are missing, quantized or of another shape.
     """
     try:
         from safetensors import SafetensorError, safe_open
@@ -73,6 +74,7 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
     prefix = getattr(model, "base_model_prefix", "") or ""
     managed = {id(p): name for name, p in model.named_parameters() if p.is_floating_point()}
     others = unmanaged(model)
+    quantizable = set(managed.values())
     shapes = {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *others.items())}
     aliases = [(alias, managed.get(id(p))) for alias, p in model.named_parameters(remove_duplicate=False)]
     wanted: dict[str, str] = {}
@@ -93,7 +95,13 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
                         continue
                     if name in found:
                         continue
-                    shape = tuple(tensors.get_slice(key).get_shape())
+                    stored = tensors.get_slice(key)
+                    dtype, shape = stored.get_dtype(), tuple(stored.get_shape())
+                    if name in quantizable and dtype not in _TRAINABLE:
+                        raise ValueError(
+                            f"weights: {key} in {file.name} is {dtype}: quantized weights cannot be trained; save the "
+                            "model in bfloat16 first"
+                        )
                     if shape != shapes[name]:
                         raise ValueError(
                             f"weights: {key} in {file.name} has shape {shape}, the model's is {shapes[name]}"

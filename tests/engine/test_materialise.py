@@ -351,6 +351,19 @@ def _other_shape(folder: Path) -> None:
     _rewrite(folder, lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(5, WIDTH)}))
 
 
+def _fp8(folder: Path) -> None:
+    _stored_as(folder, torch.float8_e4m3fn)
+
+
+def _int8(folder: Path) -> None:
+    _stored_as(folder, torch.int8)
+
+
+def _stored_as(folder: Path, dtype: torch.dtype) -> None:
+    name = "transformer.wpe.weight"
+    _rewrite(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+
+
 def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     file = folder / "model.safetensors"
     tensors = safetensors_torch.load_file(file)
@@ -366,6 +379,8 @@ def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
         (_truncate, "is no readable safetensors file"),
         (_garbage, "is no readable safetensors file"),
         (_without_one, r"lacks 1 of \d+ parameters, among them transformer\.h\.2\.ln_1\.bias"),
+        (_fp8, r"transformer\.wpe\.weight in model\.safetensors is F8_E4M3: quantized .*; save the model in bfloat16"),
+        (_int8, r"transformer\.wpe\.weight in model\.safetensors is I8: quantized weights cannot be trained"),
         (
             _other_shape,
             r"transformer\.wpe\.weight in model\.safetensors has shape \(5, 48\), the model's is \(32, 48\)",
