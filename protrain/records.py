@@ -73,7 +73,7 @@ class Record:
             data = json.loads(Path(path).read_text())
         except OSError as error:
             raise ValueError(f"cannot read {kind} from {name}: {error.strerror}{remedy}") from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # no text, no JSON, numbers or nesting without end
             raise ValueError(f"{name} is not {kind}, as it is not JSON: {error}{remedy}") from None
         if not cls._resembles(data):
             raise ValueError(f"{name} is not {kind}: {_looks_like(data)}{remedy}")
@@ -178,7 +178,10 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
             known = ", ".join(str(member.value) for member in hint)
             raise ValueError(f"{where} must be one of {known}, not {value!r}") from None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{where} must be a number that a float can hold") from None
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ValueError(f"{where} must be {hint.__name__}, not {value!r}")
     return value

@@ -90,6 +90,7 @@ def test_defaults_and_an_integer_for_a_float() -> None:
         ({"count": "3"}, r"Outer.count must be int, not '3'"),
         ({"count": 3.5}, r"Outer.count must be int, not 3.5"),
         ({"count": True}, r"Outer.count must be int, not True"),
+        ({"ratio": 10**400}, r"Outer.ratio must be a number that a float can hold"),
         ({"ratio": True}, r"Outer.ratio must be float, not True"),
         ({"ready": 1}, r"Outer.ready must be bool, not 1"),
         ({"name": None}, r"Outer.name must be str, not None"),
@@ -121,11 +122,14 @@ def test_a_missing_field_is_named() -> None:
     [
         (None, "cannot read Inner from .*record.json: No such file"),
         ("{", "record.json is not Inner, as it is not JSON: "),
+        ("[" * 100_000, "record.json is not Inner, as it is not JSON: "),
+        ('{"size_bytes": ' + "9" * 5000 + "}", "record.json is not Inner, as it is not JSON: "),
         ("[1]", "record.json is not Inner: it holds a JSON list$"),
         ("{}", "record.json is not Inner: it is empty$"),
         ('{"a": 1, "b": 2, "c": 3, "d": 4}', "record.json is not Inner: it holds 'a', 'b', 'c', ...$"),
         ('{"size_bytes": "5"}', "record.json is not Inner of this version of ProTrain: Inner.size_bytes must be int"),
     ],
+    ids=lambda text: str(text)[:20],
 )
 def test_a_wrong_file_is_named(text: str | None, words: str, tmp_path: Path) -> None:
     if text is not None:

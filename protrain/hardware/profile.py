@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any, Self
 
 from protrain.records import Record
 
@@ -42,6 +44,24 @@ class Contention(Record):
 
     activities: tuple[str, ...]
     shares: tuple[float, ...]  # in their order
+
+    def __post_init__(self) -> None:
+        if len(self.shares) != len(self.activities):
+            raise ValueError(f"Contention has {len(self.shares)} shares for {len(self.activities)} activities")
+        for share in self.shares:
+            if not 0 < share < math.inf:
+                raise ValueError(f"Contention.shares must be finite numbers above 0, not {share!r}")
+
+
+_RATES = (
+    *("matmul_tflops", "device_copy_gbps", "h2d_gbps", "d2h_gbps", "bidirectional_gbps", "host_dram_gbps"),
+    *("host_adam_gparams", "device_adam_gparams"),
+)
+_MEASURED_RATES = (
+    *("host_adam_weight_gparams", "host_adam_p20_gparams", "streamed_adam_gparams", "flatten_gbps", "pack_gbps"),
+    *("all_gather_gbps", "reduce_scatter_gbps"),
+)
+_MOST_BYTES = 2**63  # the planner computes with 64-bit integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +110,34 @@ class HardwareProfile(Record):
     processor: str = ""
     world_size: int = 1
 
+    def __post_init__(self) -> None:
+        """Times are bytes and operations over these figures: an impossible one would make nonsense of every plan."""
+        if self.device_type not in ("cuda", "cpu"):
+            raise ValueError(f"HardwareProfile.device_type must be cuda or cpu, not {self.device_type!r}")
+        for name in _RATES:
+            if not 0 < getattr(self, name) < math.inf:
+                raise _impossible(name, "a finite number above 0", getattr(self, name))
+        for name in _MEASURED_RATES:
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate < math.inf:
+                raise _impossible(name, "a finite number above 0, or null", rate)
+        if self.pinning_gbps is not None and not 0 <= self.pinning_gbps < math.inf:
+            raise _impossible("pinning_gbps", "a finite number of at least 0, or null", self.pinning_gbps)
+        for name in ("cpu_threads", "world_size"):
+            if getattr(self, name) < 1:
+                raise _impossible(name, "at least 1", getattr(self, name))
+        if self.host_adam_threads is not None and self.host_adam_threads < 1:
+            raise _impossible("host_adam_threads", "at least 1, or null", self.host_adam_threads)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """The profile in ``data``. ValueError also where its machine has no memory: only a search asks about that."""
+        profile = super().from_dict(data)
+        for name in ("device_bytes", "host_bytes"):
+            if not 0 < getattr(profile, name) < _MOST_BYTES:
+                raise _impossible(name, "above 0 and less than 2**63", getattr(profile, name))
+        return profile
+
     def share(self, activity: str, beside: Collection[str]) -> float:
         """What is left of the rate of ``activity`` while those ``beside`` it run as well: 1 where nothing is known.
 
@@ -110,3 +158,7 @@ class HardwareProfile(Record):
             for name, value in super().rows()
             if name not in ("contention", "figures", "warnings") and value not in ("None", "")
         ]
+
+
+def _impossible(name: str, needed: str, value: float) -> ValueError:
+    return ValueError(f"HardwareProfile.{name} must be {needed}, not {value!r}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +42,44 @@ def test_a_profile_is_loaded_from_a_file_or_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no hardware profile 'b300': give a JSON file, or one of a100, h100"):
         load("b300")
     assert shipped_names() == ["a100", "h100", "h200", "rtx3090"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"h2d_gbps": 0}, r"HardwareProfile\.h2d_gbps must be a finite number above 0, not 0\.0"),
+        ({"matmul_tflops": float("nan")}, r"HardwareProfile\.matmul_tflops must be a finite number above 0, not nan"),
+        ({"device_copy_gbps": float("inf")}, r"device_copy_gbps must be a finite number above 0, not inf"),
+        ({"host_adam_gparams": -1.5}, r"host_adam_gparams must be a finite number above 0, not -1\.5"),
+        ({"streamed_adam_gparams": 0.0}, r"streamed_adam_gparams must be a finite number above 0, or null, not 0\.0"),
+        ({"pinning_gbps": -1}, r"pinning_gbps must be a finite number of at least 0, or null, not -1\.0"),
+        ({"device_bytes": -1}, r"device_bytes must be above 0 and less than 2\*\*63, not -1"),
+        ({"host_bytes": 0}, r"host_bytes must be above 0 and less than 2\*\*63, not 0"),
+        ({"host_bytes": 10**20}, r"host_bytes must be above 0 and less than 2\*\*63, not 1"),
+        ({"cpu_threads": 0}, r"cpu_threads must be at least 1, not 0"),
+        ({"world_size": 0}, r"world_size must be at least 1, not 0"),
+        ({"host_adam_threads": 0}, r"host_adam_threads must be at least 1, or null, not 0"),
+        ({"device_type": "tpu"}, r"device_type must be cuda or cpu, not 'tpu'"),
+        (
+            {"contention": [{"activities": ["h2d"], "shares": [0]}]},
+            r"Contention\.shares must be finite numbers above 0",
+        ),
+        ({"contention": [{"activities": ["h2d"], "shares": []}]}, r"Contention has 0 shares for 1 activities"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_impossible_figure_is_named_with_its_file(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(load("h100").to_dict() | change))
+    with pytest.raises(ValueError, match=rf"mine\.json is not a hardware profile .*{words}.*; `protrain calibrate"):
+        load(path)
+
+
+def test_what_may_be_unknown_or_refused_is_possible() -> None:
+    profile = replace(load("h100"), pinning_gbps=0.0, streamed_adam_gparams=None, host_adam_threads=None)
+    assert HardwareProfile.from_json(profile.to_json()) == profile
+    with pytest.raises(ValueError, match="d2h_gbps must be"):
+        replace(profile, d2h_gbps=0.0)
 
 
 def test_sizes_are_read_and_can_be_overridden() -> None:
