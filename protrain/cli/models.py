@@ -97,22 +97,32 @@ def _from_folder(name: str, transformers: Any) -> LoadedModel:
         raise ValueError(f"{folder} holds no config.json: give a folder that save_pretrained wrote")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} holds no safetensors: save the weights with save_pretrained first")
+    # What the values of a file can raise has no end: checks of transformers, torch's own errors, a division by zero.
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         with protrain.empty_parameters():
             model = transformers.AutoModelForCausalLM.from_config(config)
-        tokenizer = None
-        if any((folder / file).exists() for file in _TOKENIZER_FILES):
+    except Exception as error:
+        said = _kind_and_message(error)
+        raise ValueError(f"{folder} is no causal language model that transformers can load: {said}") from error
+    tokenizer, codec = None, byte_codec()
+    if any((folder / file).exists() for file in _TOKENIZER_FILES):
+        try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{folder} is no causal language model that transformers can load: {error}") from error
-    codec = byte_codec() if tokenizer is None else tokenizer_codec(tokenizer)
+            codec = tokenizer_codec(tokenizer)
+        except Exception as error:
+            raise ValueError(f"the tokenizer of {folder} cannot be read: {_kind_and_message(error)}") from error
     if codec.vocabulary > config.vocab_size:
         raise ValueError(
             f"{folder} has {config.vocab_size} embeddings and its tokens need {codec.vocabulary}"
             + (": it brings no tokenizer, so text is read as bytes" if tokenizer is None else "")
         )
+    nothing = [name for name, parameter in model.named_parameters() if not parameter.numel()]
+    if nothing:
+        raise ValueError(f"{folder}: by its config.json {nothing[0]} has no elements")
     positions = getattr(config, "max_position_embeddings", None) or 1024
+    if positions < 2:  # each token is learnt from those before it
+        raise ValueError(f"{folder}: by its config.json the model has {positions} positions, and training needs 2")
     return LoadedModel(
         model=model,
         weights=folder,
@@ -121,6 +131,12 @@ def _from_folder(name: str, transformers: Any) -> LoadedModel:
         sequence=min(1024, positions),
         learning_rate=3e-5,
     )
+
+
+def _kind_and_message(error: Exception) -> str:
+    """What ``error`` says, after its kind unless that is one of whole sentences."""
+    text = str(error)
+    return text if text and isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
 
 
 def _transformers() -> Any:

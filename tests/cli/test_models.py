@@ -1,12 +1,15 @@
-"""How many tokens a model of the command line can be trained on."""
+"""Models of the command line: folders that are none, and how many tokens one can be trained on."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from protrain.cli.main import main
 from protrain.cli.models import fit_positions, load_model
 
 transformers = pytest.importorskip("transformers")
@@ -41,3 +44,55 @@ def test_trained_and_scaled_positions_end(scaled: bool, tmp_path: Path) -> None:
         loaded = load_model(str(tmp_path))
     with pytest.raises(ValueError, match=f"longer than the {positions} positions"):
         fit_positions(loaded, positions + 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved model of a few thousand parameters."""
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+    )
+    with torch.random.fork_rng(devices=[]):
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": "x"}, "StrictDataclassFieldValidationError: .*hidden_size.* expected int"),
+        ({"hidden_size": -16}, "RuntimeError: .*negative dimension"),
+        ({"hidden_size": 0}, r"by its config\.json model\..* has no elements"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError: "),
+        ({"dtype": "float99"}, "AttributeError: .*float99"),
+        ({"num_labels": "x"}, "TypeError: "),
+        ({"pad_token_id": 9999}, "AssertionError: Padding_idx must be within num_embeddings"),
+        ({"hidden_act": "zoo"}, "KeyError: 'zoo'$"),
+        ({"model_type": "zoo"}, "that transformers can load: The checkpoint you are trying to load"),
+        ({"max_position_embeddings": -5}, r"by its config\.json the model has -5 positions"),
+    ],
+    ids=str,
+)
+def test_a_bad_value_of_a_config_names_the_folder(change: dict[str, Any], words: str, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=rf"(?s)^{folder}.*{words}"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("command", [["plan"], ["train", "--model"]], ids=["plan", "train"])
+def test_a_config_that_is_no_object_is_one_line(
+    command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "config.json").write_text("5")
+    assert main([*command, str(folder), "--device", "cpu"]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("protrain: profiling")]
+    assert len(lines) == 1
+    assert f"{folder} is no causal language model that transformers can load: TypeError: " in lines[0]
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"version": "1.0", "model": {"type": "BPE"}}'])
+def test_a_broken_tokenizer_is_not_taken_for_a_broken_model(text: str, folder: Path) -> None:
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"^the tokenizer of {folder} cannot be read: \w"):
+        load_model(str(folder))
