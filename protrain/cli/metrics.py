@@ -122,13 +122,28 @@ class MetricsFile:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows up to the first line that is none: they are for reports alone, and must not stop a run.
+
+    Such a line is the last one of a process that was killed while it wrote it, or damage.
+    """
     rows = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break  # the process was killed while it wrote this line; every step after it is run again
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not _is_row(row):
+            break
+        rows.append(row)
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    """Whether ``row`` names its step and holds figures."""
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return False
+    losses = [row[name] for name in ("loss", "evaluation_loss") if name in row]
+    return all(isinstance(loss, int | float) for loss in losses)
 
 
 class ProgressLine:

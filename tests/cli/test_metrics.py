@@ -36,6 +36,29 @@ def test_a_resumed_file_forgets_steps_after_the_checkpoint_and_a_torn_line(tmp_p
     assert MetricsFile(tmp_path, resumed_step=0).rows == [], "a new run starts empty"
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"5",
+        b"[1]",
+        b"null",
+        b'"step"',
+        b"{}",
+        b'{"step": "2"}',
+        b'{"step": 2, "loss": "low"}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+    ids=lambda damage: repr(damage[:20]),
+)
+def test_a_damaged_line_ends_the_rows(damage: bytes, tmp_path: Path) -> None:
+    rows = [b'{"step": 1, "loss": 4.0}', damage, b'{"step": 3, "loss": 2.0}']
+    (tmp_path / METRICS_FILE).write_bytes(b"\n".join(rows))
+    resumed = MetricsFile(tmp_path, resumed_step=3)
+    assert resumed.rows == [{"step": 1, "loss": 4.0}]
+    assert json.loads((tmp_path / METRICS_FILE).read_text()) == resumed.rows[0]
+
+
 def test_times_leave_out_pauses_and_the_first_steps() -> None:
     times = StepTimes(skip=2)
     assert times.quantile(0.5) is None
