@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -27,7 +30,10 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status: 0, 1 for a failed run, 2 for what the user can mend, 130 for Ctrl-C."""
+    """Run one command; returns its exit status.
+
+    0, 1 for a failed run, 2 for what the user can mend, 130 for Ctrl-C, 141 where nobody reads the output any more.
+    """
     args = build_parser().parse_args(argv)
     try:
         with own_warnings_in_a_line():
@@ -35,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         return _failed(args.command, error, 2)
     except (FloatingPointError, MemoryError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _silence_unread_output():
+            return 128 + signal.SIGPIPE
         return _failed(args.command, error, 1)
     except InterruptedRun as error:
         return _failed(args.command, error, 128 + error.signal_number)
@@ -66,6 +74,24 @@ def own_warnings_in_a_line() -> Iterator[None]:
 
         warnings.showwarning = show
         yield
+
+
+def _silence_unread_output() -> bool:
+    """Whether the reader of standard output or error has gone, as `head` does.
+
+    What is still buffered for it then goes nowhere, or Python would complain of it at its exit.
+    """
+    unread = False
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # one that a test or a caller put there has no descriptor
+            poll = select.poll()
+            poll.register(stream.fileno(), 0)  # errors and hang-ups are reported unasked
+            if poll.poll(0):
+                unread = True
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+    return unread
 
 
 def _failed(command: str, error: Exception, status: int) -> int:

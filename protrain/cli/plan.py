@@ -21,6 +21,7 @@ from protrain.cli.options import (
     add_output_options,
     add_sequence_option,
     emit,
+    in_options,
     whole,
     writable_file,
 )
@@ -185,7 +186,7 @@ def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
             step_during_backward=args.step_during_backward,
         )
     title = f"the largest model of the width of {args.model} on {hardware.name}, {_loss(found.plan.chunked_loss)}"
-    emit(found, args, f"{title}\n{found.table()}{_about_loss(args, hardware)}")
+    emit(found, args, f"{title}\n{in_options(found.table())}{_about_loss(args, hardware)}")
 
 
 def _subject(profile: ModelProfile, hardware: HardwareProfile) -> str:
