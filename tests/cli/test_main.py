@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import torch
 from protrain.cli.job import FREE, option
 from protrain.cli.main import main
 from protrain.cli.options import in_options
-from protrain.hardware import HardwareProfile
+from protrain.hardware import HardwareProfile, load
 from protrain.planning import Plan
 from protrain_kernels.cache import say_unwritable
 
@@ -249,6 +251,38 @@ def test_a_plan_is_printed_as_a_table_or_json_and_written(tmp_path: Path, capsys
     plan = json.loads(text)
     assert plan["n_persist"] <= plan["n_chunks"]
     assert json.loads((tmp_path / "new" / "plan.json").read_text()) == plan
+
+
+def test_output_that_nobody_reads_ends_quietly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32", "--json"]) == 141
+        pipe.flush()  # as Python does at its exit
+    assert "Broken pipe" not in capsys.readouterr().err
+
+
+def test_another_pipe_that_broke_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("protrain.cli.plan.run_command", fail)
+    status, _, err = run(capsys, "plan", "tiny")
+    assert (status, err) == (1, "protrain plan: [Errno 32] Broken pipe\n")
+
+
+def test_an_impossible_machine_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(load("h100").to_dict() | {"h2d_gbps": 0}))
+    status, out, err = run(capsys, "plan", "tiny", "--hardware", str(path))
+    assert (status, out, len(err.splitlines())) == (2, "", 1), err
+    assert f"{path} is not a hardware profile" in err
+    assert "h2d_gbps must be a finite number above 0, not 0.0" in err
 
 
 def test_a_plan_file_drives_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -360,38 +358,6 @@ def test_the_largest_model_is_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not re.search("(device|host)_memory", text), "what the library calls the options"
     parameters = sum(parameter.numel() for parameter in load_model("tiny", layers=found.layers).model.parameters())
     assert found.parameters == parameters
-
-
-def test_output_that_nobody_reads_ends_quietly(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        assert main([*TINY, "--json"]) == 141
-        pipe.flush()  # as Python does at its exit
-    assert "Broken pipe" not in capsys.readouterr().err
-
-
-def test_another_pipe_that_broke_is_an_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: object) -> None:
-        raise BrokenPipeError(32, "Broken pipe")
-
-    monkeypatch.setattr("protrain.cli.plan.run_command", fail)
-    status, _, err = run(capsys, *TINY)
-    assert (status, err) == (1, "protrain plan: [Errno 32] Broken pipe\n")
-
-
-def test_an_impossible_machine_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(load("h100").to_dict() | {"h2d_gbps": 0}))
-    status, out, err = run(capsys, "plan", "tiny", "--hardware", str(path))
-    assert (status, out, len(err.splitlines())) == (2, "", 1), err
-    assert f"{path} is not a hardware profile" in err
-    assert "h2d_gbps must be a finite number above 0, not 0.0" in err
 
 
 def test_a_folder_has_one_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
