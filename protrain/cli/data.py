@@ -12,6 +12,7 @@ import shutil
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from numpy.typing import NDArray
 
 from protrain.cli.job import JOB_FILE
 
+DATA_FOLDER = "data"  # of a run
+_FILES = ("train.bin", "held_out.bin")
 _SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
 _PIECE_BYTES = 1024**2  # tokenised at once
 
@@ -75,7 +78,7 @@ def find_documents(path: str | os.PathLike[str] | None) -> list[Path]:
     What runs have left in ``path`` is no text: it grows while they train.
 
     Raises:
-        ValueError: ``path`` does not exist or holds no text file.
+        ValueError: ``path`` does not exist, is no regular file, or holds no text file.
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -88,6 +91,8 @@ def find_documents(path: str | os.PathLike[str] | None) -> list[Path]:
             if not _is_text(root):
                 raise ValueError(f"--data: {root} is no text, as it holds zero bytes; give a UTF-8 text file")
             return [root]
+        if root.exists() and not root.is_dir():
+            raise ValueError(f"--data: {root} is no regular file; give a UTF-8 text file or a folder of them")
         if not root.is_dir():
             raise ValueError(f"--data: {root} does not exist")
         files = [
@@ -122,13 +127,46 @@ def tokenize(
 
     Raises:
         ValueError: There are no tokens at all.
+        OSError: The disk is full or not writable; nothing is left of what was written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(np.uint16 if codec.vocabulary <= 2**16 else np.uint32)
     separator = np.array([] if codec.separator is None else [codec.separator], dtype)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        counts, crc32 = _write(documents, codec, folder, dtype, separator, held_out, progress)
+    except OSError as error:  # of writing: what cannot be read is a ValueError
+        for name in _FILES:
+            with suppress(OSError):
+                (folder / name).unlink()
+        raise OSError(
+            f"cannot write the tokens of the text to {folder}: {error.strerror or error}; make room there, or give "
+            "another --folder"
+        ) from None
+    if not counts.any():
+        where = documents[0] if len(documents) == 1 else documents[0].parent
+        raise ValueError(f"--data: {where} holds no text: it is empty")
+    return Tokens(
+        train=_mapped(folder / _FILES[0], dtype),
+        held_out=_mapped(folder / _FILES[1], dtype),
+        documents=len(documents),
+        unigram_entropy=_entropy(counts),
+        crc32=crc32,
+    )
+
+
+def _write(
+    documents: list[Path],
+    codec: Codec,
+    folder: Path,
+    dtype: np.dtype[Any],
+    separator: NDArray[Any],
+    held_out: float,
+    progress: Callable[[int], None],
+) -> tuple[NDArray[np.int64], int]:
+    """Write both files; returns how often each token is there, and the checksum of all."""
     counts = np.zeros(codec.vocabulary, np.int64)
     crc32 = 0
-    with open(folder / "train.bin", "wb+") as train, open(folder / "held_out.bin", "wb") as evaluation:
+    with open(folder / _FILES[0], "wb+") as train, open(folder / _FILES[1], "wb") as evaluation:
         for document in documents:
             start = train.tell()
             for piece in _pieces(document):
@@ -147,16 +185,7 @@ def tokenize(
             shutil.copyfileobj(train, evaluation)
             train.truncate(kept)
             train.seek(kept)
-    if not counts.any():
-        where = documents[0] if len(documents) == 1 else documents[0].parent
-        raise ValueError(f"--data: {where} holds no text: it is empty")
-    return Tokens(
-        train=_mapped(folder / "train.bin", dtype),
-        held_out=_mapped(folder / "held_out.bin", dtype),
-        documents=len(documents),
-        unigram_entropy=_entropy(counts),
-        crc32=crc32,
-    )
+    return counts, crc32
 
 
 def check_length(tokens: Tokens, *, sequence: int) -> None:
@@ -172,7 +201,9 @@ def training_batch(
     tokens: Tokens, *, seed: int, step: int, micro_batch: int, batch: int, sequence: int
 ) -> torch.Tensor:
     """Token ids, [batch, sequence] int64, drawn uniformly from the training part by (seed, step, micro_batch) alone."""
-    generator = np.random.Generator(np.random.Philox(key=[seed, step], counter=[0, 0, 0, micro_batch]))
+    # A list with a seed from 2**63 on would be rounded to floats.
+    key = np.array([seed, step], np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, micro_batch]))
     starts = generator.integers(0, len(tokens.train) - sequence, size=batch, endpoint=True)
     return _windows(tokens.train, starts, sequence)
 

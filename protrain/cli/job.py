@@ -11,6 +11,7 @@ from protrain.records import Record
 JOB_FILE = "job.json"
 DTYPES = ("bfloat16", "float16", "float32")
 
+MOST_SEED = 2**64 - 1  # that random generators take
 STEPS_WITH_TRACE = 5  # three that warm up, and the two traced
 
 # Options that may differ when a run is resumed: they change where things live and what is reported, never the weights.
@@ -32,6 +33,13 @@ FREE = frozenset(
         "save_model",
     }
 )
+
+
+_LEAST = {
+    **dict.fromkeys(("batch", "accumulation", "steps", "threads", "keep", "evaluation_batches", "log_every"), 1),
+    **dict.fromkeys(("warmup", "seed", "checkpoint_every", "evaluate_every", "sample_tokens"), 0),
+    "sequence": 2,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +80,13 @@ class TrainJob(Record):
     save_model: bool = True
 
     def __post_init__(self) -> None:
+        # Also of a job.json that was edited, which no option's type has seen.
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{option(name)} must be at least {least}, not {value}")
+        if self.seed > MOST_SEED:
+            raise ValueError(f"--seed must be at most {MOST_SEED}, not {self.seed}")
         if self.clip and self.step_during_backward:
             raise ValueError(
                 "--step-during-backward updates before the norm is known: give --clip 0 as well, or drop it"

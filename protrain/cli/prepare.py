@@ -14,7 +14,7 @@ import protrain
 from protrain.checkpoint import list_saves, load_checkpoint
 from protrain.chunked_loss import available as liger_installed
 from protrain.chunked_loss import find_head
-from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
+from protrain.cli.data import DATA_FOLDER, Codec, Tokens, check_length, find_documents, tokenize, training_batch
 from protrain.cli.job import JOB_FILE, TrainJob
 from protrain.cli.metrics import MetricsFile, ProgressLine
 from protrain.cli.models import LoadedModel, fit_positions, load_model
@@ -219,4 +219,4 @@ def _read(job: TrainJob, codec: Codec, folder: Path) -> Tokens:
             done += count
             line.update(done // 2**20, "", plain=False)
 
-        return tokenize(documents, codec, folder / "data", held_out=job.held_out, progress=progress)
+        return tokenize(documents, codec, folder / DATA_FOLDER, held_out=job.held_out, progress=progress)
