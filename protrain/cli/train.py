@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from protrain.cli import job as jobs
-from protrain.cli.job import DTYPES, TrainJob
+from protrain.cli.claim import claimed
+from protrain.cli.job import DTYPES, MOST_SEED, TrainJob
 from protrain.cli.loop import train
 from protrain.cli.options import (
     Parser,
@@ -62,7 +63,7 @@ def add_command(commands: Any) -> None:
         help="continue the run in --folder, with its options; only what never changes the weights may differ: "
         + ", ".join(sorted(map(jobs.option, jobs.FREE))),
     )
-    what.add_argument("--seed", type=whole(0), help=f"of weights, batches and sample {shown('seed')}")
+    what.add_argument("--seed", type=seed, help=f"of weights, batches and sample {shown('seed')}")
 
     steps = parser.add_argument_group("steps")
     steps.add_argument("--batch", type=whole(1), help=f"sequences in a batch {shown('batch')}")
@@ -128,6 +129,14 @@ def trace_file(text: str) -> str:
     return str(writable_file(text))
 
 
+def seed(text: str) -> int:
+    """An argparse type: a whole number that random generators take."""
+    value = whole(0)(text)
+    if value > MOST_SEED:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST_SEED}, not {value}")
+    return value
+
+
 def run_command(args: argparse.Namespace) -> None:
     """Run `protrain train`."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -137,18 +146,16 @@ def run_command(args: argparse.Namespace) -> None:
         )
     names = {field.name for field in fields(TrainJob)}
     given = {name: value for name, value in vars(args).items() if name in names}
-    if args.resume:
-        if not hasattr(args, "folder"):
-            raise ValueError("--resume needs the --folder of the run")
-        job, folder = jobs.resume(args.folder, given), args.folder
-    else:
-        folder = getattr(args, "folder", None) or _new_folder(given.get("model", ""))
-        job = jobs.start(folder, given)
-    if args.resume and (folder / SUMMARY_FILE).exists():  # the last file that a run writes
-        summary = TrainSummary.load(folder / SUMMARY_FILE)
-        Progress(enabled=True).note(f"nothing to resume: all {job.steps} steps of {folder} are done")
-    else:
-        summary = train(job, folder, resume=args.resume)
+    if args.resume and not hasattr(args, "folder"):
+        raise ValueError("--resume needs the --folder of the run")
+    folder = getattr(args, "folder", None) or _new_folder(given.get("model", ""))
+    with claimed(folder):
+        job = jobs.resume(folder, given) if args.resume else jobs.start(folder, given)
+        if args.resume and (folder / SUMMARY_FILE).exists():  # the last file that a run writes
+            summary = TrainSummary.load(folder / SUMMARY_FILE)
+            Progress(enabled=True).note(f"nothing to resume: all {job.steps} steps of {folder} are done")
+        else:
+            summary = train(job, folder, resume=args.resume)
     files = f"in {folder}: {', '.join(sorted(path.name for path in folder.iterdir() if not path.name.startswith('.')))}"
     emit(summary, args, "\n".join([summary.table(), "", files, summary.last_line()]))
 

@@ -1,0 +1,62 @@
+"""Input that used to fail late or without a name: seeds, pipes, edited jobs, full disks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from protrain.cli.data import byte_codec, find_documents, tokenize, training_batch
+from protrain.cli.job import JOB_FILE, MOST_SEED, TrainJob
+from protrain.cli.main import main
+
+
+def test_a_seed_that_no_generator_takes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--model", "tiny", "--folder", str(tmp_path / "run"), "--seed", str(MOST_SEED + 1)])
+    assert stop.value.code == 2
+    assert f"--seed: must be at most {MOST_SEED}, not {MOST_SEED + 1}" in capsys.readouterr().err
+
+
+def test_the_largest_seeds_draw_other_batches(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(map(chr, np.random.default_rng(0).integers(32, 126, 5000))))
+    tokens = tokenize([tmp_path / "text.txt"], byte_codec(), tmp_path / "data", held_out=0.0)
+    drawn = [
+        training_batch(tokens, seed=seed, step=step, micro_batch=0, batch=4, sequence=16).tolist()
+        for seed in (MOST_SEED, MOST_SEED - 1)
+        for step in (0, 1)
+    ]
+    assert all(drawn.count(batch) == 1 for batch in drawn)
+
+
+def test_text_that_is_no_regular_file_is_named_so(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/null"), tmp_path / "pipe"):
+        with pytest.raises(ValueError, match=f"--data: {path} is no regular file"):
+            find_documents(path)
+
+
+@pytest.mark.parametrize("name", ["batch", "accumulation", "steps", "keep", "log_every", "sequence"])
+def test_an_edited_job_is_checked(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    TrainJob(model="tiny").save(tmp_path / JOB_FILE)
+    job = json.loads((tmp_path / JOB_FILE).read_text())
+    (tmp_path / JOB_FILE).write_text(json.dumps({**job, name: 0}))
+    assert main(["train", "--resume", "--folder", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / JOB_FILE) in error
+    assert f"--{name.replace('_', '-')} must be at least" in error
+
+
+@pytest.mark.parametrize("name", ["train.bin", "held_out.bin"])
+def test_a_full_disk_is_named_and_gets_its_bytes_back(name: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text " * 100_000)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / name).symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"cannot write the tokens of the text to {folder}: No space left") as error:
+        tokenize([tmp_path / "text.txt"], byte_codec(), folder, held_out=0.5)
+    assert "make room there, or give another --folder" in str(error.value)
+    assert list(folder.iterdir()) == []
