@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import statistics
 import sys
+from pathlib import Path
 
 import torch
 
@@ -16,6 +18,7 @@ from protrain.progress import Progress
 
 MODEL_FOLDER = "model"
 SAMPLE_FILE = "sample.txt"
+WARMING_UP_STEPS = 5  # left out of reported times: allocators grow, caches fill
 _PROMPT_TOKENS = 32
 
 
@@ -37,6 +40,13 @@ def finish(run: Run, times: StepTimes) -> TrainSummary:
     summary = summarise(run, times, evaluation_loss)
     summary.save(folder / SUMMARY_FILE)
     return summary
+
+
+def discard_unfinished(folder: Path) -> None:
+    """Remove what an interrupted :func:`finish` was writing."""
+    shutil.rmtree(folder / f".{MODEL_FOLDER}.tmp", ignore_errors=True)
+    for path in folder.glob(f".{SUMMARY_FILE}.*.tmp"):
+        path.unlink()
 
 
 def sample(run: Run) -> str:
@@ -63,6 +73,10 @@ def sample(run: Run) -> str:
 def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> TrainSummary:
     """The figures of a run whose steps are all done."""
     job, losses = run.job, run.metrics.losses()
+    device_peak_bytes = run.device_peak_bytes
+    if not times.milliseconds:  # this process resumed at the end: sessions before it have seen the steps
+        times = _recorded_times(run)
+        device_peak_bytes = max([device_peak_bytes, *(row.get("device_bytes", 0) for row in run.metrics.rows)])
     step_ms = times.quantile(0.5)
     tokens_per_s = None if step_ms is None else run.tokens_per_step / step_ms * 1000
     report = run.optimizer.report()
@@ -89,11 +103,17 @@ def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> Trai
         tokens_per_s=tokens_per_s,
         parameter_tflops=None if tokens_per_s is None else 6 * run.parameters * tokens_per_s / 1e12,
         model_tflops=None if tokens_per_s is None else run.flops_per_token * tokens_per_s / 1e12,
-        device_peak_bytes=run.device_peak_bytes,
-        device_reserved_bytes=torch.cuda.max_memory_reserved(run.device) if cuda else run.device_peak_bytes,
+        device_peak_bytes=device_peak_bytes,
+        device_reserved_bytes=max(torch.cuda.max_memory_reserved(run.device) if cuda else 0, device_peak_bytes),
         predicted_device_bytes=report.predicted_device_bytes,
         host_bytes=report.host_bytes,
         predicted_host_bytes=report.predicted_host_bytes,
         process_peak_bytes=peak_resident_bytes(),
         plan=run.optimizer.plan,
     )
+
+
+def _recorded_times(run: Run) -> StepTimes:
+    times = StepTimes(skip=WARMING_UP_STEPS)
+    times.milliseconds = [row["step_ms"] for row in run.metrics.rows if row.get("step_ms") is not None]
+    return times

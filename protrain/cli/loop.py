@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import math
 import shlex
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 import protrain
 from protrain.cli.data import training_batch
-from protrain.cli.finish import finish
+from protrain.cli.finish import WARMING_UP_STEPS, discard_unfinished, finish
 from protrain.cli.job import STEPS_WITH_TRACE, TrainJob
 from protrain.cli.metrics import DelayedRead, ProgressLine, StepResult, StepTimes, resident_bytes, status_line
 from protrain.cli.prepare import prepare, schedule
 from protrain.cli.run import Run
+from protrain.cli.signals import Stopped, StopRequests, stop_requests
 from protrain.cli.summary import TrainSummary
+from protrain.progress import Progress
 
-_WARMING_UP_STEPS = 5  # left out of reported times: allocators grow, caches fill
 _TRACED_FROM = STEPS_WITH_TRACE - 2  # steps into the run
 
 
@@ -39,16 +38,24 @@ def train(job: TrainJob, folder: Path, *, resume: bool) -> TrainSummary:
 
     Raises:
         ValueError: The job cannot be done: model, data, memory, device or checkpoint; says which and what to change.
-        InterruptedRun: SIGINT or SIGTERM arrived; the run is saved.
+        InterruptedRun: SIGINT, SIGTERM or SIGHUP arrived; the run is saved.
         FloatingPointError: The loss is not a number.
     """
     run = prepare(job, folder, resume=resume)
     if job.trace and job.steps - run.step < STEPS_WITH_TRACE:
         raise ValueError(f"--trace needs {STEPS_WITH_TRACE} steps, and {job.steps - run.step} of {folder} are left")
-    times = StepTimes(skip=_WARMING_UP_STEPS)
-    line = ProgressLine("training", job.steps, done=run.step)
-    with stop_requests() as requested, line, ExitStack() as tracing:
-        if resume:
+    times = StepTimes(skip=WARMING_UP_STEPS)
+    with stop_requests() as requests:
+        saved_step = _steps(run, times, requests, resumed=resume)
+        return _finish(run, times, requests, saved_step)
+
+
+def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool) -> int:
+    """Every step that is left; returns the step of the newest save, 0 without one."""
+    job = run.job
+    saved_step = run.step
+    with ProgressLine("training", job.steps, done=run.step) as line, ExitStack() as tracing:
+        if resumed:
             line.note(f"resumed at step {run.step}")
         report = _reporter(run, times, line)
         delayed = DelayedRead(run.device)
@@ -64,7 +71,7 @@ def train(job: TrainJob, folder: Path, *, resume: bool) -> TrainSummary:
             # The step before is read here, while this one runs.
             report(delayed.take())
             delayed.put(run.step, loss, norm)
-            last, stop = run.step == job.steps, requested()
+            last, stop = run.step == job.steps, requests.received
             evaluate = not (last or stop) and job.evaluate_every and run.step % job.evaluate_every == 0
             save = stop or (job.checkpoint_every and (last or run.step % job.checkpoint_every == 0))
             if evaluate or save or last:
@@ -74,10 +81,27 @@ def train(job: TrainJob, folder: Path, *, resume: bool) -> TrainSummary:
                 run.evaluate()
             if save:
                 line.note(f"saved {run.save()}")
+                saved_step = run.step
             if stop:
-                again = f"protrain train --resume --folder {shlex.quote(str(folder))}"
-                raise InterruptedRun(stop, f"stopped at step {run.step} of {job.steps}; continue with: {again}")
-    return finish(run, times)
+                raise _interrupted(run, stop)
+    return saved_step
+
+
+def _finish(run: Run, times: StepTimes, requests: StopRequests, saved_step: int) -> TrainSummary:
+    """What follows the last step; interrupted there, the steps are kept, and resuming does the rest."""
+    try:
+        with requests.raised():
+            return finish(run, times)
+    except Stopped:
+        discard_unfinished(run.folder)
+        if saved_step != run.step:
+            Progress(enabled=True).note(f"saved {run.save()}")
+        raise _interrupted(run, requests.received) from None
+
+
+def _interrupted(run: Run, signal_number: int) -> InterruptedRun:
+    again = f"protrain train --resume --folder {shlex.quote(str(run.folder))}"
+    return InterruptedRun(signal_number, f"stopped at step {run.step} of {run.job.steps}; continue with: {again}")
 
 
 def _step(run: Run) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -105,6 +129,16 @@ def _step(run: Run) -> tuple[torch.Tensor, torch.Tensor | None]:
     return total, norm
 
 
+def _remedy(run: Run, step: int) -> str:
+    if step == 1:
+        dtype = str(run.dtype).removeprefix("torch.")
+        return (
+            ", before any update: the weights of --model are no usable numbers, or too large for --dtype, which is "
+            f"{dtype}; try --dtype float32, or another --model"
+        )
+    return "; lower --learning-rate, or lengthen --warmup"
+
+
 def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Callable[[StepResult | None], None]:
     """Turns a finished step into a row of metrics.jsonl and a progress line."""
     factor = schedule(run.job)
@@ -114,9 +148,7 @@ def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Callable[[StepR
         if result is None:
             return
         if not math.isfinite(result.loss):
-            raise FloatingPointError(
-                f"the loss is {result.loss} at step {result.step}; lower --learning-rate, or lengthen --warmup"
-            )
+            raise FloatingPointError(f"the loss is {result.loss} at step {result.step}{_remedy(run, result.step)}")
         step_ms = times.add(result.ended_s)
         tokens_per_s = None if step_ms is None else run.tokens_per_step / step_ms * 1000
         tflops = None if tokens_per_s is None else tokens_per_s * run.flops_per_token / 1e12
@@ -138,22 +170,3 @@ def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Callable[[StepR
         line.update(result.step, status, plain=plain)
 
     return report
-
-
-@contextmanager
-def stop_requests() -> Iterator[Callable[[], int]]:
-    """Yields a function that gives the signal which asked the run to stop, or 0; a second one stops at once."""
-    received = 0
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        nonlocal received
-        if received:
-            raise KeyboardInterrupt
-        received = number
-
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,244 @@
+"""Runs that are stopped, refused or resumed at an odd moment: nothing is lost, nothing is left, and it is said."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import protrain.cli.finish
+from protrain.checkpoint import list_saves
+from protrain.cli.claim import LOCK_FILE, claimed
+from protrain.cli.main import main
+from protrain.cli.signals import SIGNALS, Stopped, stop_requests
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 8
+
+
+def save_model(folder: Path, *, broken: bool = False) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    if broken:
+        model.model.norm.weight.data.fill_(float("nan"))
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model and a text."""
+    folder = tmp_path_factory.mktemp("stops")
+    save_model(folder / "source")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    return folder
+
+
+def arguments(workplace: Path, folder: Path, **more: Any) -> list[str]:
+    options: dict[str, Any] = {
+        "model": workplace / "source",
+        "data": workplace / "text.txt",
+        "folder": folder,
+        "device": "cpu",
+        "batch": 2,
+        "sequence": 32,
+        "steps": STEPS,
+        "checkpoint-every": 0,
+        "sample-tokens": 4,
+        "threads": 1,
+        **{name.replace("_", "-"): value for name, value in more.items()},
+    }
+    return ["train", *[part for name, value in options.items() for part in (f"--{name}", str(value))]]
+
+
+def test_a_second_process_in_a_folder_is_refused(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    with claimed(folder):
+        (folder / "data").mkdir()
+        for command in (arguments(workplace, folder), ["train", "--resume", "--folder", str(folder)]):
+            assert main(command) == 2
+            said = f"another process trains in {folder}: wait for it, or pick another --folder"
+            assert capsys.readouterr().err == f"protrain train: {said}\n"
+        assert sorted(path.name for path in folder.iterdir()) == [LOCK_FILE, "data"]
+    assert not folder.exists(), "no run came of it"
+
+
+def test_the_lock_of_a_killed_process_is_none(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).touch()
+    with claimed(tmp_path):
+        assert (tmp_path / LOCK_FILE).exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with claimed(tmp_path / "run"):
+        assert (tmp_path / "run").is_dir()
+
+
+def test_a_failed_start_leaves_what_was_there(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    for folder in (tmp_path / "deep" / "run", tmp_path / "mine"):
+        assert main(arguments(workplace, folder, data=tmp_path / "short.txt")) == 2
+        assert "fewer than one sequence" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "short.txt"]
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    import safetensors.torch
+
+    loaded: dict[str, torch.Tensor] = safetensors.torch.load_file(folder / "model" / "model.safetensors")
+    return loaded
+
+
+def test_a_run_that_is_stopped_after_its_last_step_is_saved(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(arguments(workplace, tmp_path / "whole")) == 0
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+
+        def export(target: Path, *_: Any, **__: Any) -> None:
+            (target.parent / ".model.tmp").mkdir()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+
+        patch.setattr(protrain.cli.finish, "save_pretrained", export)
+        capsys.readouterr()
+        assert main(arguments(workplace, folder)) == 143
+    said = f"stopped at step {STEPS} of {STEPS}; continue with: protrain train --resume --folder {folder}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"protrain train: {said}"
+    assert len(list_saves(folder / "checkpoints")) == 1
+    assert not {".model.tmp", "model", LOCK_FILE} & {path.name for path in folder.iterdir()}
+
+    # Again, in the middle of a forward: what is saved already is not saved again.
+    with monkeypatch.context() as patch:
+        mlp: Any = transformers.models.llama.modeling_llama.LlamaMLP
+        forward = mlp.forward
+
+        def interrupted_forward(self: Any, states: torch.Tensor) -> Any:
+            if states.shape[1] == 1:  # of a sample, token by token
+                os.kill(os.getpid(), signal.SIGINT)
+            return forward(self, states)
+
+        patch.setattr(mlp, "forward", interrupted_forward)
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+        try:
+            assert main(["train", "--resume", "--folder", str(folder)]) == 130
+        finally:
+            signal.signal(signal.SIGINT, handler)
+    assert len(list_saves(folder / "checkpoints")) == 1
+
+    assert main(["train", "--resume", "--folder", str(folder)]) == 0
+    expected, found = weights(tmp_path / "whole"), weights(folder)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # Times and peak are of the session that took the steps.
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["step_ms"] in [row.get("step_ms") for row in rows]
+    assert summary["tokens_per_s"] == pytest.approx(64 / summary["step_ms"] * 1000)
+    assert summary["device_peak_bytes"] == max(row.get("device_bytes", 0) for row in rows)
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    try:
+        with stop_requests() as requests:
+            for number in SIGNALS:
+                os.kill(os.getpid(), number)
+            assert requests.received == 0
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with stop_requests() as requests:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert requests.received == signal.SIGHUP
+            with pytest.raises(Stopped), requests.raised():
+                pytest.fail("a signal came before")
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_run_whose_terminal_is_closed_is_saved(workplace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    terminal, inside = os.openpty()
+
+    def own_the_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        fcntl.ioctl(inside, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from protrain.cli.main import main; sys.exit(main())",
+            *arguments(workplace, folder, steps=100000),
+        ],
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        start_new_session=True,
+        preexec_fn=own_the_terminal,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        os.close(inside)
+        os.set_blocking(terminal, False)
+        for _ in range(6000):
+            with suppress(BlockingIOError):
+                os.read(terminal, 2**16)  # a full terminal would hold the run up
+            path = folder / "metrics.jsonl"
+            if path.exists() and '"step": 3,' in path.read_text():
+                break
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.close(terminal)
+        assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
+    assert len(list_saves(folder / "checkpoints")) == 1
+
+
+def test_a_first_loss_that_is_no_number_is_not_of_the_learning_rate(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "broken", broken=True)
+    assert main(arguments(workplace, tmp_path / "run", model=tmp_path / "broken")) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "the loss is nan at step 1, before any update: the weights of --model" in error
+    assert "--dtype" in error
+    assert "--learning-rate" not in error
