@@ -1,6 +1,6 @@
 """Compiles the Triton kernels' variants ahead of time, for GPUs that this machine need not have, and inspects the code.
 
-    python -m protrain_kernels.compile                  every target
+    python -m protrain_kernels.compile                  every target, on all cores
     python -m protrain_kernels.compile --target sm_90   one of them
     python -m protrain_kernels.compile --every          every combination of a launch's choices, in minutes a target
 
@@ -12,13 +12,17 @@ status is 1 when a variant fails.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from itertools import groupby, islice
+from multiprocessing import get_context
 from typing import Any
 
 import triton
@@ -103,27 +107,42 @@ def _resource_usage(cubin: bytes) -> dict[str, str]:
     return dict(re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text))
 
 
-def compile_all(targets: Iterable[str], *, only: str = "", every: bool = False) -> bool:
-    """Compile and inspect the variants whose name starts with ``only``, printing a row each. Whether all are sound."""
+def compile_all(targets: Iterable[str], *, only: Sequence[str] = ("",), every: bool = False, jobs: int = 1) -> bool:
+    """Compile and inspect the variants that ``only`` names, printing a row each. Whether all are sound.
+
+    Args:
+        targets: Names out of :data:`TARGETS`.
+        only: What a variant's name may start with.
+        every: Every combination of a launch's choices.
+        jobs: Processes beside each other.
+    """
     sound = True
-    chosen = [variant for variant in variants(every=every) if variant.name.startswith(only)]
-    width = max(len(variant.name) for variant in chosen)
+    chosen = [number for number, variant in enumerate(variants(every=every)) if variant.name.startswith(tuple(only))]
+    names = [variant.name for variant in variants(every=every)]
+    width = max(len(names[number]) for number in chosen)
+    tasks = [(target, number, every) for target in targets for number in chosen]
     print(f"triton {triton.__version__}")
     print(f"{'kernel':<{width}}  target  seconds  verdict")
-    for target in targets:
-        for variant in chosen:
-            start = time.perf_counter()
-            try:
-                compiled = triton.compile(
-                    variant.source(TARGETS[target].backend), target=TARGETS[target], options=variant.options
-                )
-                found = defects(variant, compiled)
-            except Exception as error:  # whatever a compiler raises is this row's verdict, and the next row still runs
-                found = [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
-            seconds = time.perf_counter() - start
-            print(f"{variant.name:<{width}}  {target:<6}  {seconds:7.2f}  {'; '.join(found) or 'ok'}", flush=True)
+    # Started anew, not forked: torch and LLVM have threads by now.
+    with ProcessPoolExecutor(jobs, get_context("spawn")) if jobs > 1 else nullcontext() as pool:
+        verdicts = pool.map(_inspected, tasks) if pool else map(_inspected, tasks)
+        for (target, number, _), (found, seconds) in zip(tasks, verdicts, strict=True):
+            print(f"{names[number]:<{width}}  {target:<6}  {seconds:7.2f}  {'; '.join(found) or 'ok'}", flush=True)
             sound = sound and not found
     return sound
+
+
+def _inspected(task: tuple[str, int, bool]) -> tuple[list[str], float]:
+    """The defects of a target's variant, by its number, and the seconds that it took."""
+    target, number, every = task
+    variant = next(islice(variants(every=every), number, None))
+    start = time.perf_counter()
+    try:
+        source = variant.source(TARGETS[target].backend)
+        found = defects(variant, triton.compile(source, target=TARGETS[target], options=variant.options))
+    except Exception as error:  # whatever a compiler raises is this row's verdict, and the next row still runs
+        found = [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
+    return found, time.perf_counter() - start
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,14 +153,26 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="example: python -m protrain_kernels.compile --target sm_90 --only adam",
     )
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="one target; may be repeated")
-    parser.add_argument("--only", default="", metavar="PREFIX", help="only variants whose name starts so")
+    parser.add_argument(
+        "--only", action="append", metavar="PREFIX", help="only variants whose name starts so; may be repeated"
+    )
     parser.add_argument("--every", action="store_true", help="every combination, not a choice: minutes a target")
+    parser.add_argument("--jobs", type=_jobs, default=os.cpu_count() or 1, help="processes (one a core)")
     options = parser.parse_args(arguments)
-    if not any(variant.name.startswith(options.only) for variant in variants(every=options.every)):
-        parser.error(f"no variant starts with {options.only!r}")
+    names = [variant.name for variant in variants(every=options.every)]
+    for prefix in options.only or ():
+        if not any(name.startswith(prefix) for name in names):
+            parser.error(f"no variant starts with {prefix!r}")
     if knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set, and the interpreter has no machine code: unset it")
-    return 0 if compile_all(options.target or TARGETS, only=options.only, every=options.every) else 1
+    targets = options.target or TARGETS
+    return 0 if compile_all(targets, only=options.only or [""], every=options.every, jobs=options.jobs) else 1
+
+
+def _jobs(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes: give 1 or more")
+    return int(text)
 
 
 if __name__ == "__main__":

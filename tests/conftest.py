@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -112,6 +113,13 @@ def tiny_batch() -> Callable[..., dict[str, torch.Tensor]]:
         return {"input_ids": tokens, "labels": tokens.clone()}
 
     return build
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """Wrapping collects garbage, which would go through all that the libraries made when they were imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -19,14 +18,12 @@ os.environ.setdefault(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_collections() -> None:
-    """Wrapping collects garbage, which would go through all that the libraries made when they were imported."""
+def imports() -> None:
+    """What would be imported in the middle of a test, which counts allocations or collections."""
     transformers = pytest.importorskip("transformers")
     assert transformers.AutoModelForCausalLM is not None  # imported at its first use
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(False)  # imports torch's compiler at its first call
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)  # of engine tests alone

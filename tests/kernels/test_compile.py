@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from protrain_kernels.compile import main
 from protrain_kernels.variants import variants
 
 
@@ -22,13 +23,29 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
-def test_every_variant_is_sound(target: str) -> None:
-    done = _python("-m", "protrain_kernels.compile", "--target", target)
+def test_the_fullest_variant_of_each_kernel_is_sound(target: str) -> None:
+    """All of them, some 50 seconds a target, are for ``make kernels``."""
+    everything = [*variants()]
+    assert len({variant.name for variant in everything}) == len(everything) > 40
+    fullest = {variant.kernel: variant.name for variant in everything}  # the last of each
+    assert len(fullest) == 9
+    only = [argument for name in fullest.values() for argument in ("--only", name)]
+    done = _python("-m", "protrain_kernels.compile", "--target", target, "--jobs", "1", *only)
     assert done.returncode == 0, done.stdout + done.stderr
-    names = [variant.name for variant in variants()]
-    assert len(set(names)) == len(names) > 40
-    for name in names:
+    for name in fullest.values():
         assert any(line.startswith(f"{name} ") and line.endswith("  ok") for line in done.stdout.splitlines()), name
+
+
+def test_variants_are_compiled_beside_each_other() -> None:
+    """A row each, in order, whoever compiled it."""
+    arguments = ["--target", "sm_90", "--only", "join", "--only", "sum_of_squares"]
+    alone, beside = (_python("-m", "protrain_kernels.compile", *arguments, "--jobs", jobs) for jobs in ("1", "2"))
+    assert alone.returncode == beside.returncode == 0, alone.stderr + beside.stderr
+    rows = [[line.split() for line in done.stdout.splitlines()[2:]] for done in (alone, beside)]
+    for row in rows[0] + rows[1]:
+        del row[-2]  # seconds
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 1 + 3
 
 
 def test_defects_are_found() -> None:
@@ -36,6 +53,7 @@ def test_defects_are_found() -> None:
     script = """
 import dataclasses, triton
 from protrain_kernels.compile import TARGETS, defects
+from protrain_kernels.compile import main
 from protrain_kernels.variants import variants
 variant = next(variants())
 for target in ("sm_90", "gfx942"):
@@ -62,7 +80,12 @@ def test_launches_find_their_variants_among_the_compiled() -> None:
     assert done.stdout.splitlines() == ["launched: " + " ".join(f"{name}_kernel" for name in kernels.split())]
 
 
-def test_a_bad_argument_is_one_clear_line() -> None:
-    done = _python("-m", "protrain_kernels.compile", "--only", "nothing")
-    assert done.returncode == 2
-    assert "no variant starts with 'nothing'" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--only", "nothing"], "no variant starts with 'nothing'"), (["--jobs", "0"], "'0' is no number of processes")],
+)
+def test_a_bad_argument_is_one_clear_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
