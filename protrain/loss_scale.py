@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _INITIAL = 2.0**16
@@ -16,13 +18,19 @@ class LossScale:
     def __init__(self) -> None:
         self.scale = _INITIAL  # of the next backward
         self.used = _INITIAL  # of the last backward, whose gradients step() applies
+        self.is_used = False  # by the backward that runs
         self.finite_steps = 0
         self.skipped = 0
 
-    def use(self) -> float:
-        """The factor on the loss of a backward that begins."""
+    @contextmanager
+    def for_backward(self) -> Iterator[float]:
+        """The factor on the loss of a backward that runs inside."""
         self.used = self.scale
-        return self.scale
+        self.is_used = True
+        try:
+            yield self.scale
+        finally:
+            self.is_used = False
 
     def update(self, finite: bool) -> bool:
         """Note whether this step's gradients are finite. Returns whether to apply them."""

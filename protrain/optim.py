@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from protrain.clipping import Clipping
 from protrain.engine.chunks import Chunk, Member
 from protrain.engine.engine import Engine
 from protrain.engine.groups import Groups, check_options
@@ -67,19 +67,6 @@ def _refuse_group(_: dict[str, Any]) -> None:
     raise MisuseError("parameters cannot be added after protrain.wrap: make the optimizer with all groups first")
 
 
-@dataclass
-class _Asked:
-    """What was asked of the gradients of this step.
-
-    In an object of its own: wrappers of other libraries that take an optimizer's class as their own run its methods on
-    themselves, and what these set would be theirs alone.
-    """
-
-    scaled: bool = False  # this backward came through ProTrainOptimizer.backward
-    norm_squared: Tensor | None = None
-    coefficient: Tensor | None = None  # of clipping: 0-d fp32 on the device
-
-
 class ProTrainOptimizer(torch.optim.Optimizer):
     """Adam(W) over the chunks of an engine, sharing the param_groups of the user's optimizer.
 
@@ -105,7 +92,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._by_name = {member.name: member for member in engine.members}
         self.step_during_backward = step_during_backward
         self._loss_scale = LossScale() if engine.dtype is torch.float16 else None
-        self._asked = _Asked()
+        self._clipping = Clipping(engine, self._loss_scale, refused=step_during_backward)
         self._device_bytes = device_bytes
         self.hardware = hardware
         self._clock = StepClock()
@@ -118,11 +105,11 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def backward(self, loss: Tensor) -> None:
         """``loss.backward()``, scaled for float16 so that small gradients don't vanish."""
-        self._asked.scaled = True
-        try:
-            (loss if self._loss_scale is None else loss.float() * self._loss_scale.use()).backward()
-        finally:
-            self._asked.scaled = False
+        if self._loss_scale is None:
+            loss.backward()
+            return
+        with self._loss_scale.for_backward() as scale:
+            (loss.float() * scale).backward()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -139,19 +126,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             raise ValueError(f"norm_type must be 2.0, not {norm_type!r}")
         if not float(max_norm) > 0:
             raise ValueError(f"max_norm must be a positive number, not {max_norm!r}")
-        if self.step_during_backward:
-            raise MisuseError(
-                "clip_grad_norm_ after updates began: wrap with step_during_backward=False to clip, which overlaps too"
-            )
-        self._engine.streams.refuse_another()
-        self._need_gradients("clip_grad_norm_()")
-        norm = self._norm()
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
-        coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-        before = self._asked.coefficient
-        self._asked.coefficient = coefficient if before is None else before * coefficient
-        return norm
+        return self._clipping.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -176,11 +151,12 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             return result
         self._need_gradients("step()")
         self._check_hyperparameters()
-        if self._loss_scale is not None and not self._loss_scale.update(bool(torch.isfinite(self._sum_of_squares()))):
+        factor = self._clipping.coefficient()
+        if self._loss_scale is not None and not self._loss_scale.update(self._clipping.is_finite()):
             self._clock.tick(updated=False)
             return result
         used = 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used
-        self._updates.step(self._gradient_scale(used), supposed=used)
+        self._updates.step(self._gradient_scale(factor, used), supposed=used)
         self._end_step()
         return result
 
@@ -401,10 +377,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def _forget_gradients(self) -> None:
         self._engine.gradients.reset()
         self._updates.forget()
-        self._asked.norm_squared = self._asked.coefficient = None
+        self._clipping.reset()
 
     def _backward_begins(self) -> None:
-        if self._loss_scale is not None and not self._asked.scaled:
+        if self._loss_scale is not None and not self._loss_scale.is_used:
             raise MisuseError(
                 "float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward(), and no "
                 "torch.amp.GradScaler"
@@ -422,11 +398,11 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._updates.backward_begins()
 
     def _gradients_arrived(self, chunks: list[Chunk]) -> None:
-        if self._asked.coefficient is not None:  # it applies to all gradients of a step; autograd.grad brings none
+        if self._clipping.has_begun:  # it applies to all gradients of a step; autograd.grad brings none
             raise MisuseError(
                 "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
             )
-        self._asked.norm_squared = None
+        self._clipping.gradients_arrived()
         gradients = self._engine.gradients
         if gradients.no_sync:
             return
@@ -449,20 +425,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._updates.backward_ends()
         self._forget_gradients()
 
-    def _sum_of_squares(self) -> Tensor:
-        if self._asked.norm_squared is None:
-            self._asked.norm_squared = self._engine.gradients.norm_squared()
-        return self._asked.norm_squared
-
-    def _norm(self) -> Tensor:
-        norm = self._sum_of_squares().sqrt().float()
-        if self._loss_scale is not None:
-            norm = norm / self._loss_scale.used
-        return norm if self._asked.coefficient is None else norm * self._asked.coefficient
-
-    def _gradient_scale(self, unscaling: float) -> Scale | None:
-        """What gradients are multiplied with: clipping, and ``unscaling`` for the loss scale."""
-        factor = self._asked.coefficient
+    def _gradient_scale(self, factor: Tensor | None, unscaling: float) -> Scale | None:
+        """What gradients are multiplied with: ``factor`` of clipping, and ``unscaling`` for the loss scale."""
         if self._loss_scale is not None:
             inverse = torch.full((), unscaling, dtype=torch.float32, device=self._engine.device)
             factor = inverse if factor is None else factor * inverse

@@ -15,7 +15,8 @@ def test_it_falls_as_far_as_it_must() -> None:
         warnings.simplefilter("error")
         for _ in range(28):
             assert not scale.update(finite=False)
-    assert scale.use() == 2.0**-12
+    with scale.for_backward() as factor:
+        assert factor == 2.0**-12
     assert scale.update(finite=True)
     assert scale.skipped == 28
 
@@ -26,4 +27,5 @@ def test_a_loss_that_no_scale_helps_is_named() -> None:
         scale.update(finite=False)
     with pytest.warns(UserWarning, match="41 steps were skipped.*train in bfloat16"):
         scale.update(finite=False)
-    assert scale.use() == 2.0**-24
+    with scale.for_backward() as factor:
+        assert factor == 2.0**-24

@@ -112,6 +112,9 @@ class Engine:
         self.backward_begins: Callable[[], None] = lambda: None
         self.gradients_arrived: Callable[[list[Chunk]], None] = lambda chunks: None
         self.backward_ends: Callable[[], None] = lambda: None
+        # What is asked of the gradient of one parameter; see protrain.clipping.
+        self.gradient_norm: Callable[[int], Tensor]
+        self.multiply_gradient: Callable[[int, Tensor | float], None]
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

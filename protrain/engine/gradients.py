@@ -154,10 +154,21 @@ class Gradients:
 
     def norm_squared(self) -> Tensor:
         """Sum of squares of all present gradients: fp64, 0-d, on the device."""
+        self._complete_partials()
+        return self.partials.double().sum()
+
+    def sums_of_squares(self) -> dict[int, Tensor]:
+        """The same of each gradient, by parameter."""
+        self._complete_partials()
+        indices = [member.index for member in self.members if member.group >= 0]
+        sizes = [tiles(self.members[index].numel) for index in indices]
+        # Squares are positive: the 1-norm is their sum.
+        return dict(zip(indices, torch._foreach_norm(self.partials.double().split(sizes), 1), strict=True))
+
+    def _complete_partials(self) -> None:
         on_host = [m for m in self.members if m.group >= 0 and m.chunk.accumulator_on_host]
         if on_host:
             self._sum_host_accumulators(on_host)
-        return self.partials.double().sum()
 
     def device_gradient(self, chunk: Chunk) -> Tensor:
         """The gradient of a persistent chunk on the device, for its update at once; may lie in the staging memory."""

@@ -4,7 +4,7 @@ A parameter keeps its identity: the optimizer's groups, the module and the autog
 changes is its data and its class:
 
 - :class:`PresentParameter`: its data is a view of a chunk on the device. Everything works, except that gradients are
-  not in ``.grad`` but in the chunk, so reading one that exists raises with the remedy.
+  not in ``.grad`` but in the chunk: what is there instead knows its norm and takes a factor.
 - :class:`ReleasedParameter`: its data is one NaN element expanded to its shape, so shape, dtype and device stay true
   and cost nothing. Any operation on it raises an error that names the parameter and the remedy.
 """
@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from protrain.engine.kept_gradient import KeptGradient
+from protrain.engine.metadata import METADATA
 from protrain.errors import MisuseError
 from protrain.trees import tensors_in
 
@@ -89,7 +91,7 @@ class PresentParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """None while no gradient exists; MisuseError when one does, as it lives in a chunk or is used up already.
+        """None while no gradient exists, a stand-in while it lies in a chunk; MisuseError when it is used up already.
 
         A hook that was registered before protrain.wrap (``register_post_accumulate_grad_hook``) comes before that: it
         has the gradient of this backward, and may change it.
@@ -98,11 +100,7 @@ class PresentParameter(nn.Parameter):
             return arriving
         handle = self.protrain_handle
         if handle.gradient_pending:
-            raise MisuseError(
-                f"the gradient of {handle.name} is kept in ProTrain's chunks, not in .grad: use "
-                "optimizer.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_, and "
-                "optimizer.backward(loss) in place of torch.amp.GradScaler"
-            )
+            return KeptGradient.of(handle, self.shape)
         if handle.updated_inside:
             raise MisuseError(
                 f"the gradient of {handle.name} is gone: with step_during_backward=True its update was made inside "
@@ -116,6 +114,8 @@ class PresentParameter(nn.Parameter):
             _set_raw_grad(self, value)
             return
         handle = self.protrain_handle
+        if isinstance(value, KeptGradient) and value.protrain_handle is handle and handle.gradient_pending:
+            return  # parameter.grad *= factor
         if value is not None:
             raise MisuseError(f"the gradient of {handle.name} is kept in ProTrain's chunks and cannot be assigned")
         if handle.gradient_pending:
@@ -137,35 +137,15 @@ class PresentParameter(nn.Parameter):
     __repr__: Any = _describe
 
 
-# What is true of a parameter wherever its data is.
-_GETTERS = """
-    shape dtype device requires_grad is_leaf ndim layout grad_fn is_cuda is_cpu is_meta is_sparse is_sparse_csr
-    is_quantized is_mkldnn is_nested output_nr names itemsize nbytes is_xla is_mps is_xpu is_hpu is_vulkan is_ipu
-    is_maia is_mtia retains_grad _backward_hooks _version
-"""
-_METHODS = """
-    size numel nelement dim ndimension element_size is_floating_point is_complex is_signed get_device type
-    __len__ is_contiguous is_shared is_inference
-"""
-
-
-def _metadata() -> frozenset[Any]:
-    found = [getattr(torch.Tensor, name).__get__ for name in _GETTERS.split() if hasattr(torch.Tensor, name)]
-    found += [getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)]
-    return frozenset([*found, torch.is_floating_point, torch.numel, torch.is_complex])
-
-
 class ReleasedParameter(PresentParameter):
     """A managed parameter whose data is elsewhere: metadata works, everything else raises."""
-
-    allowed: ClassVar[frozenset[Any]] = _metadata()
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Let metadata through; name the parameter and the remedy for anything else."""
-        if func in cls.allowed:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is torch.autograd.grad:

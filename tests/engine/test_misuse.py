@@ -202,11 +202,8 @@ def test_gradients_of_parameters_say_where_they_are(wrapped: Wrap, batch: Batch,
         assert parameter.grad is None
         parameter.grad = None
     model(**batch).loss.backward()
-    with pytest.raises(MisuseError, match=r"model.embed_tokens.weight .*use optimizer.clip_grad_norm_\(max_norm\) in"):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for name, parameter in model.named_parameters():
-        with pytest.raises(MisuseError, match=f"{name} is kept in ProTrain's chunks"):
-            assert parameter.grad is None
+        assert parameter.grad is not None
         with pytest.raises(MisuseError, match=f"{name} is kept in ProTrain's chunks and cannot be assigned"):
             parameter.grad = torch.zeros(parameter.shape)
         with pytest.raises(MisuseError, match=rf"call optimizer.zero_grad\(\) to clear the gradient of {name}"):

@@ -216,12 +216,14 @@ worker = HostWorker(threads=1)
 
 def test_the_loss_scale_grows_and_halves_within_its_bounds() -> None:
     scale = LossScale()
-    assert scale.use() == 2.0**16
+    with scale.for_backward() as factor:
+        assert factor == 2.0**16
     assert all(scale.update(True) for _ in range(1999))
     assert scale.scale == 2.0**16
     assert scale.update(True)
     assert (scale.scale, scale.used) == (2.0**17, 2.0**16), "what was used is not what comes next"
-    assert scale.use() == 2.0**17
+    with scale.for_backward() as factor:
+        assert factor == 2.0**17
     assert not scale.update(False)
     assert (scale.scale, scale.used, scale.finite_steps, scale.skipped) == (2.0**16, 2.0**17, 0, 1)
     for _ in range(40):

@@ -1,0 +1,131 @@
+"""What is asked of the gradients of a step before it is made: their norm, and what they are multiplied by.
+
+[Note: torch's own clipping] ``.grad`` is a stand-in (:mod:`protrain.engine.kept_gradient`) that answers what
+``torch.nn.utils.clip_grad_norm_`` asks: the norm of each gradient, then to multiply each by one and the same factor.
+The update has one factor for all, so every gradient must have got it by the time of ``step()``. The norm of norms that
+torch makes in fp32 is not that of all squares at once to the last bit, but like that the same under every plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protrain.engine.engine import Engine
+from protrain.errors import MisuseError
+from protrain.loss_scale import LossScale
+
+
+class Clipping:
+    """The norm and the factor of one step's gradients; reset by ``zero_grad``.
+
+    An object of its own: wrappers of other libraries that take an optimizer's class as their own run its methods on
+    themselves, and what these set would be theirs alone.
+    """
+
+    def __init__(self, engine: Engine, loss_scale: LossScale | None, *, refused: bool) -> None:
+        self._engine = engine
+        self._loss_scale = loss_scale
+        self._refused = refused  # updates are made inside backward
+        self._norm_squared: Tensor | None = None
+        self._norms: dict[int, Tensor] = {}
+        self._coefficient: Tensor | None = None  # 0-d fp32 on the device
+        self._multiplied: list[tuple[Any, Tensor, set[int]]] = []  # factor, what it was, parameters that got it
+        engine.gradient_norm = self.gradient_norm
+        engine.multiply_gradient = self.multiply_gradient
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a factor is known, which holds for all gradients of the step."""
+        return self._coefficient is not None or bool(self._multiplied)
+
+    def reset(self) -> None:
+        """Forget everything: there are no gradients."""
+        self.gradients_arrived()
+        self._coefficient = None
+        self._multiplied = []
+
+    def gradients_arrived(self) -> None:
+        """Norms are those of other gradients now."""
+        self._norm_squared = None
+        self._norms = {}
+
+    def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Multiply by what brings the norm to ``max_norm`` at most. Returns the norm before: 0-d fp32 on the device."""
+        self._check("clip_grad_norm_()")
+        norm = self._unscaled(self._sum_of_squares())
+        coefficient = self.coefficient()
+        norm = norm if coefficient is None else norm * coefficient
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
+        self._multiply(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
+        return norm
+
+    def is_finite(self) -> bool:
+        """Whether all gradients are. Waits for the device."""
+        return bool(torch.isfinite(self._sum_of_squares()))
+
+    def coefficient(self) -> Tensor | None:
+        """What all gradients are multiplied by: 0-d fp32 on the device. MisuseError where some are and others not."""
+        present = self._engine.gradients.present
+        for _, _, indices in self._multiplied:
+            missing = [m.name for m in self._engine.members if present[m.index] and m.index not in indices]
+            if missing:
+                raise MisuseError(
+                    f"{len(indices)} gradients were multiplied by a factor and {len(missing)} were not, among them "
+                    f"that of {missing[0]}: ProTrain multiplies all or none. Clip all of the model's parameters at "
+                    "once, or clear the gradients with optimizer.zero_grad()"
+                )
+        for _, value, _ in self._multiplied:
+            self._multiply(value)
+        self._multiplied = []
+        return self._coefficient
+
+    def gradient_norm(self, index: int) -> Tensor:
+        """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: 0-d fp32 on the device."""
+        self._check("the norm of a gradient", index)
+        if not self._norms:
+            self._norms = self._engine.gradients.sums_of_squares()
+        norm = self._unscaled(self._norms[index])
+        for factor in (self._coefficient, *(value for _, value, got in self._multiplied if index in got)):
+            norm = norm if factor is None else norm * factor
+        return norm
+
+    def multiply_gradient(self, index: int, factor: Tensor | float) -> None:
+        """``.grad.mul_(factor)`` of parameter ``index``; a number, or 0-d."""
+        self._check("to multiply a gradient", index)
+        for known, _, indices in self._multiplied:
+            if index not in indices and (known is factor or (isinstance(known, float) and known == factor)):
+                indices.add(index)
+                return
+        if isinstance(factor, Tensor):
+            value = factor.detach().to(self._engine.device, torch.float32, copy=True)
+        else:
+            factor = float(factor)
+            value = torch.full((), factor, dtype=torch.float32, device=self._engine.device)
+        self._multiplied.append((factor, value, {index}))
+
+    def _sum_of_squares(self) -> Tensor:
+        if self._norm_squared is None:
+            self._norm_squared = self._engine.gradients.norm_squared()
+        return self._norm_squared
+
+    def _multiply(self, factor: Tensor) -> None:
+        self._coefficient = factor if self._coefficient is None else self._coefficient * factor
+
+    def _unscaled(self, squares: Tensor) -> Tensor:
+        norm = squares.sqrt().float()
+        return norm if self._loss_scale is None else norm / self._loss_scale.used
+
+    def _check(self, what: str, index: int | None = None) -> None:
+        if self._refused:
+            raise MisuseError(
+                "clip_grad_norm_ after updates began: wrap with step_during_backward=False to clip, which overlaps too"
+            )
+        self._engine.streams.refuse_another()
+        present = self._engine.gradients.present
+        if not (any(present) if index is None else present[index]):
+            name = "gradients" if index is None else f"the gradient of {self._engine.members[index].name}"
+            raise MisuseError(f"{what} without {name}: call loss.backward() first")

@@ -1,0 +1,259 @@
+"""What stands in ``.grad`` answers torch's own clipping, under every plan alike, and nothing else in silence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain.errors import MisuseError
+from protrain.optim import ProTrainOptimizer
+from tests.engine.harness import (
+    CKPT,
+    FEW_PLANS,
+    NONE,
+    Spec,
+    adamw,
+    assert_same,
+    default_loss,
+    states,
+    wrap_under,
+)
+from tests.engine.residual import batches, make
+
+OFFLOADED = Spec("none", "least", (CKPT,))
+RESIDENT = Spec("all", "least", (NONE,))
+Wrapped = tuple[nn.Module, ProTrainOptimizer]
+Clip = Callable[[nn.Module, ProTrainOptimizer], Any]
+
+
+def wrapped_under(spec: Spec, device: torch.device, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Wrapped:
+    model = make()
+    return wrap_under(spec, model, adamw(model), batches()[0], device=device, dtype=dtype, **options)
+
+
+def train(wrapped: Wrapped, clip: Clip, *, accumulate: int = 1) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms and final states of a few steps."""
+    model, optimizer = wrapped
+    torch.manual_seed(1)
+    found = []
+    for number, batch in enumerate(batches(8), start=1):
+        optimizer.backward(default_loss(model, batch))
+        if number % accumulate == 0:
+            found.append(float(clip(model, optimizer)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found, states(model, optimizer)
+
+
+def by_torch(model: nn.Module, optimizer: ProTrainOptimizer) -> Tensor:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def by_its_parts(model: nn.Module, optimizer: ProTrainOptimizer) -> Tensor:
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
+    return norm
+
+
+def by_loops(model: nn.Module, optimizer: ProTrainOptimizer) -> Tensor:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    factor = torch.clamp(0.05 / (norm + 1e-6), max=1.0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= factor
+    return norm
+
+
+@pytest.mark.parametrize("clip", [by_torch, by_its_parts, by_loops])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float32, {"accumulate": 2}),
+        (torch.bfloat16, {"accumulate": 2, "tight": True}),  # sums in host memory
+        (torch.float16, {}),
+    ],
+    ids=str,
+)
+def test_torchs_own_clipping_gives_the_same_bits_under_every_plan(
+    clip: Clip, dtype: torch.dtype, options: dict[str, Any], device: torch.device
+) -> None:
+    accumulate, tight = options.get("accumulate", 1), options.get("tight", False)
+    ours, _ = train(
+        wrapped_under(RESIDENT, device, dtype),
+        lambda _, optimizer: optimizer.clip_grad_norm_(0.05),
+        accumulate=accumulate,
+    )
+    found = [
+        train(wrapped_under(spec, device, dtype, tight=tight), clip, accumulate=accumulate)
+        for spec in (RESIDENT, *FEW_PLANS)
+    ]
+    norms, final = found[0]
+    assert norms == pytest.approx(ours, rel=1e-3, nan_ok=True)
+    assert max(norms) > 0.1, "nothing was clipped"
+    for other, others in found[1:]:
+        assert repr(other) == repr(norms)
+        assert_same(others, final)
+
+
+@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
+def test_each_norm_is_that_of_the_gradient(spec: Spec, device: torch.device) -> None:
+    plain = make().to(device)
+    torch.manual_seed(1)
+    default_loss(plain, tuple(value.to(device) for value in batches()[0])).backward()
+    model, optimizer = wrapped_under(spec, device, torch.float32)
+    torch.manual_seed(1)
+    default_loss(model, batches()[0]).backward()
+    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert expected.grad is not None
+        gradient = parameter.grad
+        assert gradient is not None
+        assert gradient.shape == parameter.shape
+        assert gradient.dtype == parameter.dtype
+        assert gradient.device == parameter.device
+        assert name in repr(gradient)
+        for norm in (gradient.norm(), gradient.norm(2), torch.norm(gradient), torch.linalg.vector_norm(gradient)):
+            torch.testing.assert_close(norm, expected.grad.norm(), rtol=1e-5, atol=1e-8)
+        assert torch.linalg.vector_norm(gradient, 2.0, dtype=torch.float64).dtype is torch.float64
+    optimizer.clip_grad_norm_(0.01)
+    norms = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(float(norms.norm()), 0.01, rtol=1e-4, atol=0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_a_factor_is_that_of_the_loss(factor: Any, device: torch.device) -> None:
+    """Half of the loss has half the gradients, to the bit."""
+    if isinstance(factor, Tensor):
+        factor = factor.to(device)
+
+    def halve(model: nn.Module, _: ProTrainOptimizer) -> int:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor)
+        return 0
+
+    def run(scale: float, spec: Spec, after: Clip) -> dict[str, Tensor]:
+        model, optimizer = wrapped_under(spec, device)
+        torch.manual_seed(1)
+        for batch in batches(4):
+            (default_loss(model, batch) * scale).backward()
+            after(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        return states(model, optimizer)
+
+    expected = run(0.5, RESIDENT, lambda *_: 0)
+    for spec in (RESIDENT, OFFLOADED):
+        assert_same(run(1.0, spec, halve), expected)
+
+
+def test_gradients_of_others_are_clipped_with_them(device: torch.device) -> None:
+    model, optimizer = wrapped_under(OFFLOADED, device)
+    other = nn.Parameter(torch.ones(3, device=device))
+    default_loss(model, batches()[0]).backward()
+    (other * torch.tensor([3.0, 0.0, 4.0], device=device)).sum().backward()
+    alone = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    norm = torch.nn.utils.clip_grad_norm_([*model.parameters(), other], 1.0)
+    torch.testing.assert_close(float(norm), (alone**2 + 25) ** 0.5, rtol=1e-5, atol=0)
+    torch.testing.assert_close(float(other.grad.norm()), 5 / float(norm), rtol=1e-4, atol=0)  # type: ignore[union-attr]
+    left = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(left, alone / float(norm), rtol=1e-4, atol=0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
+def test_all_gradients_are_multiplied_or_none(spec: Spec, device: torch.device) -> None:
+    found = []
+    for misused in (False, True):
+        model, optimizer = wrapped_under(spec, device)
+        first, *_ = model.parameters()
+        for batch in batches(2):
+            torch.manual_seed(1)
+            default_loss(model, batch).backward()
+            if misused:
+                torch.nn.utils.clip_grad_norm_([first], 1e-3)
+                for use in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):  # noqa: B023
+                    with pytest.raises(MisuseError, match=r"1 gradients were multiplied by a factor and \d+ were not"):
+                        use()
+                optimizer.zero_grad()
+                torch.manual_seed(1)
+                default_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(states(model, optimizer))
+    assert_same(*found)
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
+    "zero_": lambda g: g.zero_(),
+    "add": lambda g: g + 1,
+    "norm": lambda g: g.norm(1),
+    "vector_norm": lambda g: torch.linalg.vector_norm(g, float("inf")),
+    "norm of rows": lambda g: g.norm(dim=0),
+    "mul_": lambda g: g.mul_(torch.ones(g.shape)),
+    "clamp_": lambda g: torch.nn.utils.clip_grad_value_([g], 1.0) or g.clamp_(-1, 1),
+    "isfinite": lambda g: torch.isfinite(g).all(),
+    "detach": lambda g: g.detach(),
+    "clone": lambda g: g.clone(),
+    "item": lambda g: g.flatten()[0].item(),
+    "copy": copy.deepcopy,
+    "foreach": lambda g: torch._foreach_add_([g], 1.0),
+    "foreach norm": lambda g: torch._foreach_norm([g], float("inf")),
+    "unscale": lambda g: torch._amp_foreach_non_finite_check_and_unscale_([g], torch.zeros(1), torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_anything_else_names_the_parameter_and_the_remedy(operation: str, device: torch.device) -> None:
+    model, optimizer = wrapped_under(OFFLOADED, device)
+    default_loss(model, batches()[0]).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        with pytest.raises(MisuseError, match=rf"gradient of {name} is kept.*optimizer\.zero_grad\(\)"):
+            OPERATIONS[operation](parameter.grad)
+    optimizer.step()
+
+
+def test_a_gradient_that_is_used_up_has_no_norm(device: torch.device) -> None:
+    model, optimizer = wrapped_under(OFFLOADED, device)
+    parameter = next(model.parameters())
+    default_loss(model, batches()[0]).backward()
+    gradient = parameter.grad
+    assert gradient is not None
+    optimizer.step()
+    optimizer.zero_grad()
+    assert parameter.grad is None
+    for use in (gradient.norm, lambda: gradient.mul_(0.5)):
+        with pytest.raises(MisuseError, match=r"without the gradient of .*: call loss\.backward\(\) first"):
+            use()
+    with pytest.raises(MisuseError, match="cannot be assigned"):
+        parameter.grad = gradient
+
+
+def test_no_factor_once_updates_have_begun(device: torch.device) -> None:
+    model, optimizer = wrapped_under(OFFLOADED, device, step_during_backward=True)
+    no_sync: Any = model.no_sync
+    with no_sync():
+        default_loss(model, batches()[0]).backward()
+    with pytest.raises(MisuseError, match="wrap with step_during_backward=False"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    default_loss(model, batches()[1]).backward()
+    optimizer.step()
+
+
+def test_backward_after_a_factor_is_refused(device: torch.device) -> None:
+    model, optimizer = wrapped_under(OFFLOADED, device)
+    default_loss(model, batches()[0]).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(MisuseError, match=r"clip once, after the last backward\(\)"):
+        default_loss(model, batches()[1]).backward()
+    optimizer.zero_grad()
+    default_loss(model, batches()[1]).backward()
+    optimizer.step()
