@@ -157,13 +157,13 @@ class Gradients:
         self._complete_partials()
         return self.partials.double().sum()
 
-    def sums_of_squares(self) -> dict[int, Tensor]:
-        """The same of each gradient, by parameter."""
+    def sums_of_squares(self) -> tuple[list[int], Tensor]:
+        """The same of each gradient: numbers of the parameters that are trained, and as many sums."""
         self._complete_partials()
         indices = [member.index for member in self.members if member.group >= 0]
-        sizes = [tiles(self.members[index].numel) for index in indices]
+        parts = self.partials.double().split([tiles(self.members[index].numel) for index in indices])
         # Squares are positive: the 1-norm is their sum.
-        return dict(zip(indices, torch._foreach_norm(self.partials.double().split(sizes), 1), strict=True))
+        return indices, torch.stack(torch._foreach_norm(parts, 1))
 
     def _complete_partials(self) -> None:
         on_host = [m for m in self.members if m.group >= 0 and m.chunk.accumulator_on_host]
