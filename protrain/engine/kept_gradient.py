@@ -21,6 +21,8 @@ from protrain.trees import tensors_in
 if TYPE_CHECKING:
     from protrain.engine.parameter import Handle
 
+_DATA: Any = Tensor.data
+
 
 class KeptGradient(Tensor):
     """Stands for the gradient of one parameter, with its shape, type and device."""
@@ -109,6 +111,9 @@ def _all_multiplied(tensors: Iterable[Tensor], other: Any) -> Any:
 
 
 _HANDLED: dict[Any, Callable[..., Any]] = {
+    # On their way to a norm: parameter.grad.detach().data.norm(2)
+    Tensor.detach: lambda tensor: tensor,
+    _DATA.__get__: lambda tensor, *_: tensor,
     torch.linalg.vector_norm: _norm,
     torch.linalg.norm: _norm,
     torch.norm: _norm,
