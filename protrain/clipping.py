@@ -63,6 +63,19 @@ class Clipping:
         self._multiply(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
         return norm
 
+    def need_gradients(self, what: str, index: int | None = None) -> None:
+        """MisuseError where there are none for ``what``, or none of parameter ``index``, or some were set to None."""
+        gradients, members = self._engine.gradients, self._engine.members
+        if not (any(gradients.present) if index is None else gradients.present[index]):
+            name = "gradients" if index is None else f"the gradient of {members[index].name}"
+            raise MisuseError(f"{what} without {name}: call loss.backward() first")
+        if gradients.forgotten:
+            raise MisuseError(
+                f"{what} after .grad of {len(gradients.forgotten)} parameters was set to None, of "
+                f"{members[min(gradients.forgotten)].name} among them, and that of others was not: clear all of them, "
+                "as optimizer.zero_grad() does, and set requires_grad=False for what is not to be trained"
+            )
+
     def is_finite(self) -> bool:
         """Whether all gradients are. Waits for the device."""
         return bool(torch.isfinite(self._sum_of_squares()))
@@ -127,7 +140,4 @@ class Clipping:
                 "clip_grad_norm_ after updates began: wrap with step_during_backward=False to clip, which overlaps too"
             )
         self._engine.streams.refuse_another()
-        present = self._engine.gradients.present
-        if not (any(present) if index is None else present[index]):
-            name = "gradients" if index is None else f"the gradient of {self._engine.members[index].name}"
-            raise MisuseError(f"{what} without {name}: call loss.backward() first")
+        self.need_gradients(what, index)

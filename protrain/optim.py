@@ -100,6 +100,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         engine.backward_begins = self._backward_begins
         engine.gradients_arrived = self._gradients_arrived
         engine.backward_ends = self._backward_ends
+        engine.forget_gradient = self._forget_gradient
 
     # -- the training step ---------------------------------------------------------------------------------------------
 
@@ -144,12 +145,12 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         vars(self._wrapped)["_opt_called"] = True  # what schedulers that were made with it look for
         if self.step_during_backward:
             if not self._engine.updated_inside:
-                self._need_gradients("step()")
+                self._clipping.need_gradients("step()")
                 raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
             self._engine.updated_inside.clear()
             self._end_step()
             return result
-        self._need_gradients("step()")
+        self._clipping.need_gradients("step()")
         self._check_hyperparameters()
         factor = self._clipping.coefficient()
         if self._loss_scale is not None and not self._loss_scale.update(self._clipping.is_finite()):
@@ -365,9 +366,13 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def _trainable(self) -> Iterable[Member]:
         return (member for member in self._engine.members if member.group >= 0)
 
-    def _need_gradients(self, what: str) -> None:
-        if not any(self._engine.gradients.present):
-            raise MisuseError(f"{what} without gradients: call loss.backward() first")
+    def _forget_gradient(self, index: int) -> None:
+        gradients = self._engine.gradients
+        if not gradients.present[index]:
+            raise MisuseError(f"backward brings the gradient of {self._engine.members[index].name} just now")
+        gradients.forgotten.add(index)
+        if not gradients.pending and len(gradients.forgotten) == sum(gradients.present):
+            self.zero_grad()
 
     def _check_hyperparameters(self) -> None:
         self._groups.check(self.param_groups)
@@ -402,6 +407,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             raise MisuseError(
                 "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
             )
+        if self._engine.gradients.forgotten:
+            self._clipping.need_gradients("backward()")
         self._clipping.gradients_arrived()
         gradients = self._engine.gradients
         if gradients.no_sync:

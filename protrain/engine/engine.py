@@ -112,7 +112,8 @@ class Engine:
         self.backward_begins: Callable[[], None] = lambda: None
         self.gradients_arrived: Callable[[list[Chunk]], None] = lambda chunks: None
         self.backward_ends: Callable[[], None] = lambda: None
-        # What is asked of the gradient of one parameter; see protrain.clipping.
+        # What is asked of the gradient of one parameter; see protrain.optim and protrain.clipping.
+        self.forget_gradient: Callable[[int], None]
         self.gradient_norm: Callable[[int], Tensor]
         self.multiply_gradient: Callable[[int, Tensor | float], None]
 

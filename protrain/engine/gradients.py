@@ -64,6 +64,7 @@ class Gradients:
         self.poison = poison
         self.pending: list[tuple[Member, Tensor]] = []
         self.present = [False] * len(members)  # has a gradient since zero_grad
+        self.forgotten: set[int] = set()  # of these, those whose .grad was set to None
         self.no_sync = False  # the current backward only accumulates (model.no_sync)
         self.delivered: set[int] = set()  # members whose gradient came in this backward
         self._tile_offsets, n_tiles = [], 0
@@ -99,7 +100,8 @@ class Gradients:
 
     def is_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient that step() has not been told to forget."""
-        return self.present[index] or any(member.index == index for member, _ in self.pending)
+        stored = self.present[index] and index not in self.forgotten
+        return stored or any(member.index == index for member, _ in self.pending)
 
     def collect(self, member: Member) -> None:
         """Take the gradient that autograd has just finished for ``member``."""
@@ -150,6 +152,7 @@ class Gradients:
             regions.give_all_back()
         self.pending.clear()
         self.present = [False] * len(self.members)
+        self.forgotten.clear()
         self.partials.zero_()
 
     def norm_squared(self) -> Tensor:

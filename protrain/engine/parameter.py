@@ -119,7 +119,7 @@ class PresentParameter(nn.Parameter):
         if value is not None:
             raise MisuseError(f"the gradient of {handle.name} is kept in ProTrain's chunks and cannot be assigned")
         if handle.gradient_pending:
-            raise MisuseError(f"call optimizer.zero_grad() to clear the gradient of {handle.name}")
+            handle.engine.forget_gradient(handle.index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PresentParameter:
         raise MisuseError(

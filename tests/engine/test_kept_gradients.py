@@ -260,3 +260,46 @@ def test_backward_after_a_factor_is_refused(device: torch.device) -> None:
     optimizer.zero_grad()
     default_loss(model, batches()[1]).backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
+def test_all_gradients_are_set_to_none_or_no_others(spec: Spec, device: torch.device) -> None:
+    def run(clear: Callable[[nn.Module, ProTrainOptimizer], Any]) -> dict[str, Tensor]:
+        model, optimizer = wrapped_under(spec, device)
+        torch.manual_seed(1)
+        for batch in batches(4):
+            default_loss(model, batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            clear(model, optimizer)  # a backward that counts for nothing
+            default_loss(model, batch).backward()
+            optimizer.step()
+            clear(model, optimizer)
+            assert all(parameter.grad is None for parameter in model.parameters())
+        return states(model, optimizer)
+
+    def set_to_none(model: nn.Module, optimizer: ProTrainOptimizer) -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def misuse(model: nn.Module, optimizer: ProTrainOptimizer) -> None:
+        first, *others = model.parameters()
+        if first.grad is not None:
+            first.grad = None
+            assert first.grad is None
+            assert all(other.grad is not None for other in others)
+            with pytest.raises(MisuseError, match=r"step\(\) after \.grad of 1 parameters was set to None, of enter"):
+                optimizer.step()
+            state = torch.get_rng_state()
+            with pytest.raises(
+                MisuseError, match=r"backward\(\) after (\.grad of 1 parameters|clip_grad_norm_)"
+            ):
+                default_loss(model, batches()[0]).backward()
+            torch.set_rng_state(state)
+            with pytest.raises(MisuseError, match=r"clip_grad_norm_\(\) after \.grad of 1 parameters"):
+                optimizer.clip_grad_norm_(1.0)
+        optimizer.zero_grad()
+
+    expected = run(lambda _, optimizer: optimizer.zero_grad())
+    assert_same(run(set_to_none), expected)
+    if device.type == "cpu":  # whose generator is put back
+        assert_same(run(misuse), expected)
