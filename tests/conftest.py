@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-# Two pytest workers share two cores; more threads than cores would only slow both.
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+# Of this process, and of those that tests start: where threads of a loop wait for a core that another test has, small
+# operations take milliseconds.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 # Read when a kernel is decorated, so it must stand before the first import of one.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -21,12 +21,6 @@ TASK = Task(model="tiny", layers=2, batch=2, sequence=64, steps=4, warm_up=1)
 ONE = Contestant(kind="fsdp2")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For workers: threads that wait for a core which another process has make each of these small steps seconds."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.mark.parametrize(
     ("name", "contestant"),
     [

@@ -290,9 +290,7 @@ def test_all_gradients_are_set_to_none_or_no_others(spec: Spec, device: torch.de
             with pytest.raises(MisuseError, match=r"step\(\) after \.grad of 1 parameters was set to None, of enter"):
                 optimizer.step()
             state = torch.get_rng_state()
-            with pytest.raises(
-                MisuseError, match=r"backward\(\) after (\.grad of 1 parameters|clip_grad_norm_)"
-            ):
+            with pytest.raises(MisuseError, match=r"backward\(\) after (\.grad of 1 parameters|clip_grad_norm_)"):
                 default_loss(model, batches()[0]).backward()
             torch.set_rng_state(state)
             with pytest.raises(MisuseError, match=r"clip_grad_norm_\(\) after \.grad of 1 parameters"):

@@ -418,7 +418,7 @@ _TRAINING = """
 def _trained(environment: dict[str, str]) -> dict[str, str]:
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(_TRAINING)],
-        env={**environment, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+        env={**environment, "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -28,7 +28,7 @@ def _free_port() -> int:
 def _calibrate_in_two(tmp_path: Path, *options: str) -> list[tuple[str, str]]:
     """Standard output and error of each process."""
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    environment = {**os.environ, **world, "PROTRAIN_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **world, "PROTRAIN_CACHE": str(tmp_path / "cache")}
     argv = [sys.executable, "-c", _COMMAND, "calibrate", "--device", "cpu", "--seconds", "0.3", *options]
     processes = [
         subprocess.Popen(
