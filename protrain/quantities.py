@@ -24,12 +24,15 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 _LEAST_MEMORY_BYTES = 1024  # of a number without a unit: less is meant in GiB
+_TOO_MANY_BYTES = 1024**6  # the planner's arrays are of 64 bits, and what it adds to a size must fit them too
 
 
 def parse_bytes(value: int | float | str, *, name: str = "size") -> int:
     """Bytes in ``value``: a number of bytes, or text like ``"24GiB"``. ValueError names ``name`` otherwise."""
     size, _ = _read(value, name)
-    if not 1 <= size < float("inf"):
+    if size >= _TOO_MANY_BYTES:
+        raise ValueError(f"{name} must be less than 1048576 TiB, like '24GiB', not {value!r}")
+    if not size >= 1:  # nor a NaN
         raise ValueError(f"{name} must be more than 0 bytes, like '24GiB', not {value!r}")
     return int(size)
 

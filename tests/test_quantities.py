@@ -26,6 +26,7 @@ from protrain.quantities import format_bytes, parse_bytes, parse_memory
         ("24G", 24 * 1024**3),
         ("0.5TiB", 512 * 1024**3),
         ("1TB", 10**12),
+        ("1000000TiB", 10**6 * 1024**4),
     ],
 )
 def test_bytes_are_read(text: int | float | str, count: int) -> None:
@@ -41,10 +42,17 @@ def test_what_is_no_size_is_named(wrong: Any) -> None:
     assert repr(wrong) in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", [0, -5, "0GiB", "0.5B", float("inf"), float("nan")])
+@pytest.mark.parametrize("wrong", [0, -5, "0GiB", "0.5B", float("nan")])
 def test_a_size_is_more_than_nothing(wrong: float | str) -> None:
     with pytest.raises(ValueError, match="size must be more than 0 bytes, like '24GiB', not "):
         parse_bytes(wrong)
+
+
+@pytest.mark.parametrize("wrong", [2**64, 2**60, "1048576TiB", "9" * 400, 1e300, float("inf")])
+def test_a_size_that_64_bits_cannot_add_to_is_refused(wrong: float | str) -> None:
+    with pytest.raises(ValueError, match=r"device_memory must be less than .* TiB, like '24GiB', not ") as caught:
+        parse_memory(wrong, name="device_memory")
+    assert repr(wrong) in str(caught.value)
 
 
 @pytest.mark.parametrize("small", [0.5, 24, "24", " 0.5 ", 1023])
