@@ -16,12 +16,10 @@ fp32, so that it loads under any plan.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,15 +28,13 @@ from torch import nn
 
 from protrain.errors import CheckpointError
 from protrain.json_values import decode, encode
+from protrain.manifest import find_save, list_saves, read_manifest, verify_files, write_manifest
 from protrain.random_state import random_state, set_random_state
-from protrain.tensor_files import TensorWriter, file_crc32, open_tensors, sync_directory, write_tensors
+from protrain.tensor_files import TensorWriter, open_tensors, sync_directory, write_tensors
 
-FORMAT = 1
-MANIFEST = "checkpoint.json"
 BUFFERS = "buffers.safetensors"
 MODULES = "modules.safetensors"
 _ADDED = ("extra state of module", "integer parameter")  # what the first checkpoints of this format do not hold
-_SAVE = re.compile(r"(\d{5,})-step-(\d+)")
 _SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # a save that is not finished, or being deleted
 
 
@@ -129,7 +125,6 @@ def save_checkpoint(
     scratch.mkdir()
     tensors: dict[str, torch.Tensor] = {}
     manifest: dict[str, Any] = {
-        "format": FORMAT,
         "scalars": encode(optimizer.scalar_state(), "the optimizer's scalar state"),
         "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state"),
         "extra": encode(extra, "extra"),
@@ -142,10 +137,7 @@ def save_checkpoint(
     try:
         files, step = _write_tensors(scratch, model, optimizer, tensors)
         manifest |= {"step": step, "files": files}
-        with open(scratch / MANIFEST, "w") as file:
-            json.dump(manifest, file)
-            file.flush()
-            os.fsync(file.fileno())
+        write_manifest(scratch, manifest)
     except OSError:  # a full disk gets back what this save took of it
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -180,9 +172,9 @@ def load_checkpoint(
         CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model.
     """
     _check_wrapped(model, optimizer)
-    save = _find_save(Path(folder))
-    manifest = _read_manifest(save)
-    _verify(save, manifest)
+    save = find_save(Path(folder))
+    manifest = read_manifest(save)
+    verify_files(save, manifest)
     names = optimizer.parameter_names()
     saved_names = {name for entry in manifest["files"].values() for name in entry["parameters"]}
     _compare(save, "parameter", saved_names, set(names))
@@ -214,12 +206,6 @@ def load_checkpoint(
     _load_extra_state(save, modules, states, has_tensors=MODULES in manifest["files"])
     set_random_state(manifest["random"])
     return decode(manifest["extra"])
-
-
-def list_saves(folder: str | os.PathLike[str]) -> list[Path]:
-    """The complete saves in ``folder``, oldest first; empty when there is none."""
-    saves = [path for path in Path(folder).glob("*") if _SAVE.fullmatch(path.name) and path.is_dir()]
-    return sorted(saves, key=lambda path: int(path.name.partition("-")[0]))
 
 
 def _check_wrapped(model: nn.Module, optimizer: Any) -> None:
@@ -264,58 +250,6 @@ def _write_tensors(
     for file in writer.files:
         files[file.name] = {"bytes": file.bytes, "crc32": file.crc32, "parameters": list(file.owners)}
     return files, step
-
-
-def _find_save(folder: Path) -> Path:
-    if (folder / MANIFEST).exists():
-        return folder
-    saves = list_saves(folder)
-    if not saves:
-        what = "holds no checkpoint" if folder.is_dir() else "does not exist"
-        raise CheckpointError(f"{folder} {what}; give the folder that save_checkpoint wrote to")
-    return saves[-1]
-
-
-def _remedy(save: Path) -> str:
-    """What to do about the damaged ``save``: the one before it, when there is one."""
-    older = [other for other in list_saves(save.parent) if other.name < save.name]
-    if older:
-        return f"delete {save} to go on from {older[-1].name}, or load that folder"
-    return "there is no older save beside it"
-
-
-def _read_manifest(save: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((save / MANIFEST).read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {save / MANIFEST}: {error.strerror}; {_remedy(save)}") from None
-    except ValueError:
-        raise CheckpointError(f"{save / MANIFEST} is damaged; {_remedy(save)}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        what = f"has format {found}; this version reads format {FORMAT}" if found else "is damaged"
-        raise CheckpointError(f"{save / MANIFEST} {what}; {_remedy(save)}")
-    missing = {"step", "files", "scalars", "scheduler", "extra", "random"} - set(manifest)
-    if not missing and not isinstance(manifest["files"], dict):
-        missing = {"files"}
-    if missing:
-        raise CheckpointError(f"{save / MANIFEST} lacks {min(missing)!r}; {_remedy(save)}")
-    return manifest
-
-
-def _verify(save: Path, manifest: dict[str, Any]) -> None:
-    """Every file is there, has its size, and has its bytes: before any state is changed."""
-    for name, entry in manifest["files"].items():
-        if not (save / name).is_file():
-            raise CheckpointError(f"{save / name} is missing; {_remedy(save)}")
-        size = (save / name).stat().st_size
-        if size != entry["bytes"]:
-            raise CheckpointError(f"{save / name} has {size} bytes instead of {entry['bytes']}; {_remedy(save)}")
-    names = list(manifest["files"])
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        for name, crc32 in zip(names, pool.map(lambda name: file_crc32(save / name), names), strict=True):
-            if crc32 != manifest["files"][name]["crc32"]:
-                raise CheckpointError(f"{save / name} is damaged: its checksum differs; {_remedy(save)}")
 
 
 def _compare(save: Path, what: str, saved: set[str], present: set[str]) -> None:

@@ -19,8 +19,9 @@ import pytest
 import torch
 from torch import nn
 
-from protrain.checkpoint import MANIFEST, list_saves, load_checkpoint, save_checkpoint
+from protrain.checkpoint import load_checkpoint, save_checkpoint
 from protrain.errors import CheckpointError
+from protrain.manifest import MANIFEST, list_saves
 from protrain.tensor_files import TensorWriter
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.checkpoint import list_saves, load_checkpoint
+from protrain.checkpoint import load_checkpoint
 from protrain.chunked_loss import available as liger_installed
 from protrain.chunked_loss import find_head
 from protrain.cli.data import DATA_FOLDER, Codec, Tokens, check_length, find_documents, tokenize, training_batch
@@ -20,6 +20,7 @@ from protrain.cli.metrics import MetricsFile, ProgressLine
 from protrain.cli.models import LoadedModel, fit_positions, load_model
 from protrain.cli.run import CHECKPOINTS, Run
 from protrain.engine.weight_files import weight_sources
+from protrain.manifest import list_saves
 from protrain.planning import Plan
 from protrain.planning.mismatch import refuse_other_parameters
 from protrain.profiler.blocks import find_blocks

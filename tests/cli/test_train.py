@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.checkpoint import list_saves
 from protrain.cli.data import byte_codec, evaluation_batches, tokenize
 from protrain.cli.main import main
+from protrain.manifest import list_saves
 from protrain.planning import Plan
 
 transformers = pytest.importorskip("transformers")

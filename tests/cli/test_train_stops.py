@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import protrain.cli.finish
-from protrain.checkpoint import list_saves
 from protrain.cli.claim import LOCK_FILE, claimed
 from protrain.cli.main import main
 from protrain.cli.signals import SIGNALS, Stopped, stop_requests
+from protrain.manifest import list_saves
 
 transformers = pytest.importorskip("transformers")
 

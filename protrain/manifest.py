@@ -1,0 +1,85 @@
+"""The manifest of a save: which files it has, how many bytes and which CRC-32 each, and what else is no tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from protrain.errors import CheckpointError
+from protrain.tensor_files import file_crc32
+
+FORMAT = 1
+MANIFEST = "checkpoint.json"
+_SAVE = re.compile(r"(\d{5,})-step-(\d+)")
+
+
+def list_saves(folder: str | os.PathLike[str]) -> list[Path]:
+    """The complete saves in ``folder``, oldest first; empty when there is none."""
+    saves = [path for path in Path(folder).glob("*") if _SAVE.fullmatch(path.name) and path.is_dir()]
+    return sorted(saves, key=lambda path: int(path.name.partition("-")[0]))
+
+
+def find_save(folder: Path) -> Path:
+    """``folder`` where it is a save, else the newest one in it. CheckpointError where there is none."""
+    if (folder / MANIFEST).exists():
+        return folder
+    saves = list_saves(folder)
+    if not saves:
+        what = "holds no checkpoint" if folder.is_dir() else "does not exist"
+        raise CheckpointError(f"{folder} {what}; give the folder that save_checkpoint wrote to")
+    return saves[-1]
+
+
+def write_manifest(save: Path, manifest: dict[str, Any]) -> None:
+    """Write ``manifest``, whose format is added, and flush it to the disk."""
+    with open(save / MANIFEST, "w") as file:
+        json.dump({"format": FORMAT, **manifest}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(save: Path) -> dict[str, Any]:
+    """What :func:`write_manifest` was given. CheckpointError where it cannot be read or is damaged."""
+    try:
+        manifest = json.loads((save / MANIFEST).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {save / MANIFEST}: {error.strerror}; {_remedy(save)}") from None
+    except ValueError:
+        raise CheckpointError(f"{save / MANIFEST} is damaged; {_remedy(save)}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        what = f"has format {found}; this version reads format {FORMAT}" if found else "is damaged"
+        raise CheckpointError(f"{save / MANIFEST} {what}; {_remedy(save)}")
+    missing = {"step", "files", "scalars", "scheduler", "extra", "random"} - set(manifest)
+    if not missing and not isinstance(manifest["files"], dict):
+        missing = {"files"}
+    if missing:
+        raise CheckpointError(f"{save / MANIFEST} lacks {min(missing)!r}; {_remedy(save)}")
+    return manifest
+
+
+def verify_files(save: Path, manifest: dict[str, Any]) -> None:
+    """CheckpointError unless every file is there, has its size, and has its bytes."""
+    for name, entry in manifest["files"].items():
+        if not (save / name).is_file():
+            raise CheckpointError(f"{save / name} is missing; {_remedy(save)}")
+        size = (save / name).stat().st_size
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{save / name} has {size} bytes instead of {entry['bytes']}; {_remedy(save)}")
+    names = list(manifest["files"])
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for name, crc32 in zip(names, pool.map(lambda name: file_crc32(save / name), names), strict=True):
+            if crc32 != manifest["files"][name]["crc32"]:
+                raise CheckpointError(f"{save / name} is damaged: its checksum differs; {_remedy(save)}")
+
+
+def _remedy(save: Path) -> str:
+    """What to do about the damaged ``save``: the one before it, when there is one."""
+    older = [other for other in list_saves(save.parent) if other.name < save.name]
+    if older:
+        return f"delete {save} to go on from {older[-1].name}, or load that folder"
+    return "there is no older save beside it"
