@@ -46,14 +46,20 @@ def read_manifest(save: Path) -> dict[str, Any]:
     """What :func:`write_manifest` was given. CheckpointError where it cannot be read or is damaged."""
     try:
         manifest = json.loads((save / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{save / MANIFEST} is missing; {_remedy(save)}") from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {save / MANIFEST}: {error.strerror}; {_remedy(save)}") from None
+        raise _unreadable(save / MANIFEST, error) from None
     except ValueError:
         raise CheckpointError(f"{save / MANIFEST} is damaged; {_remedy(save)}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        what = f"has format {found}; this version reads format {FORMAT}" if found else "is damaged"
-        raise CheckpointError(f"{save / MANIFEST} {what}; {_remedy(save)}")
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if isinstance(found, int) and found > FORMAT:
+        raise CheckpointError(
+            f"{save / MANIFEST} has format {found}, and this version of ProTrain reads format {FORMAT}: "
+            "load it with the version that wrote it, or a newer one"
+        )
+    if found != FORMAT:
+        raise CheckpointError(f"{save / MANIFEST} is damaged; {_remedy(save)}")
     missing = {"step", "files", "scalars", "scheduler", "extra", "random"} - set(manifest)
     if not missing and not isinstance(manifest["files"], dict):
         missing = {"files"}
@@ -65,16 +71,33 @@ def read_manifest(save: Path) -> dict[str, Any]:
 def verify_files(save: Path, manifest: dict[str, Any]) -> None:
     """CheckpointError unless every file is there, has its size, and has its bytes."""
     for name, entry in manifest["files"].items():
-        if not (save / name).is_file():
-            raise CheckpointError(f"{save / name} is missing; {_remedy(save)}")
-        size = (save / name).stat().st_size
+        try:
+            size = (save / name).stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{save / name} is missing; {_remedy(save)}") from None
+        except OSError as error:
+            raise _unreadable(save / name, error) from None
         if size != entry["bytes"]:
             raise CheckpointError(f"{save / name} has {size} bytes instead of {entry['bytes']}; {_remedy(save)}")
     names = list(manifest["files"])
     with ThreadPoolExecutor(max_workers=4) as pool:
-        for name, crc32 in zip(names, pool.map(lambda name: file_crc32(save / name), names), strict=True):
+        for name, crc32 in zip(names, pool.map(lambda name: _crc32(save / name), names), strict=True):
             if crc32 != manifest["files"][name]["crc32"]:
                 raise CheckpointError(f"{save / name} is damaged: its checksum differs; {_remedy(save)}")
+
+
+def _crc32(path: Path) -> int:
+    try:
+        return file_crc32(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Of a file that is there, whose bytes may well be whole: no reason to delete it."""
+    return CheckpointError(
+        f"cannot read {path}: {error.strerror}; its contents may be whole: check its permissions and its disk"
+    )
 
 
 def _remedy(save: Path) -> str:
