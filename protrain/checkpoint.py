@@ -108,23 +108,13 @@ def save_checkpoint(
     Raises:
         ValueError: ``optimizer`` is not the wrapped one, ``keep`` is below 1, or ``scheduler``, ``extra`` or a module's
             extra state holds what JSON cannot, tensors of the last aside.
-        OSError: The disk is full or not writable; earlier saves are intact, and nothing is left of this one.
+        OSError: The disk is full or not writable; earlier saves are intact, and no part of this one is left.
     """
     _check_wrapped(model, optimizer)
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    for leftover in root.glob(".*.tmp"):
-        if _SCRATCH.fullmatch(leftover.name) and leftover.is_dir():
-            shutil.rmtree(leftover)
-    saves = list_saves(root)
-    serial = int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
-
-    scratch = root / f".{serial:05d}.tmp"
-    scratch.mkdir()
     tensors: dict[str, torch.Tensor] = {}
-    manifest: dict[str, Any] = {
+    manifest: dict[str, Any] = {  # first of all: what it cannot keep leaves no trace on the disk
         "scalars": encode(optimizer.scalar_state(), "the optimizer's scalar state"),
         "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state"),
         "extra": encode(extra, "extra"),
@@ -134,17 +124,25 @@ def save_checkpoint(
         },
         "random": random_state(),
     }
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(".*.tmp"):
+        if _SCRATCH.fullmatch(leftover.name) and leftover.is_dir():
+            shutil.rmtree(leftover)
+    saves = list_saves(root)
+    serial = int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
+    scratch = root / f".{serial:05d}.tmp"
+    scratch.mkdir()
     try:
         files, step = _write_tensors(scratch, model, optimizer, tensors)
-        manifest |= {"step": step, "files": files}
-        write_manifest(scratch, manifest)
-    except OSError:  # a full disk gets back what this save took of it
+        write_manifest(scratch, {**manifest, "step": step, "files": files})
+        sync_directory(scratch)
+        target = root / f"{serial:05d}-step-{step}"
+        os.rename(scratch, target)
+        sync_directory(root)
+    except BaseException:  # a full disk gets back what this save took of it, and Ctrl-C leaves nothing half done
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    sync_directory(scratch)
-    target = root / f"{serial:05d}-step-{step}"
-    os.rename(scratch, target)
-    sync_directory(root)
 
     for old in [*saves, target][:-keep]:
         # Renamed first: a half-deleted save must never look like a save.

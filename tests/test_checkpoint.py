@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import nn
 
+import protrain.checkpoint
 from protrain.checkpoint import load_checkpoint, save_checkpoint
 from protrain.errors import CheckpointError
 from protrain.manifest import MANIFEST, list_saves
@@ -241,6 +242,23 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_save(tmp_path: Path) -> Non
     load_checkpoint(tmp_path, model, optimizer)
 
 
+@pytest.mark.parametrize("failing", ["write_tensors", "write_manifest", "sync_directory"])
+@pytest.mark.parametrize("error", [OSError, ValueError, KeyboardInterrupt])
+def test_a_save_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, error: type[BaseException]
+) -> None:
+    model, optimizer, _ = make_run(0)
+    earlier = save_checkpoint(tmp_path, model, optimizer)
+
+    def fail(*_: Any) -> None:
+        raise error("failed")
+
+    monkeypatch.setattr(protrain.checkpoint, failing, fail)
+    with pytest.raises(error, match="failed"):
+        save_checkpoint(tmp_path, model, optimizer)
+    assert list(tmp_path.iterdir()) == [earlier]
+
+
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     model, optimizer, _ = make_run(0)
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
@@ -343,8 +361,8 @@ def test_extra_state_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
         if isinstance(module, Counting):
             module.state = {1, 2}
     with pytest.raises(ValueError, match=r"the extra state of module '0' holds a set; a checkpoint keeps .*tensors"):
-        save_checkpoint(tmp_path, model, optimizer)
-    assert list_saves(tmp_path) == []
+        save_checkpoint(tmp_path / "run", model, optimizer)
+    assert not list(tmp_path.iterdir())
 
 
 def test_types_that_no_file_holds_are_named(tmp_path: Path) -> None:
@@ -352,6 +370,7 @@ def test_types_that_no_file_holds_are_named(tmp_path: Path) -> None:
     model.register_buffer("waves", torch.zeros(3, dtype=torch.complex128))
     with pytest.raises(ValueError, match=r"waves is torch\.complex128, which safetensors files cannot hold"):
         save_checkpoint(tmp_path, model, optimizer)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_older_checkpoints_lack_is_named_where_the_model_has_it(tmp_path: Path) -> None:
@@ -377,7 +396,7 @@ def test_state_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_p
     model, optimizer, _ = make_run(0)
     with pytest.raises(ValueError, match="extra holds a Tensor"):
         save_checkpoint(tmp_path, model, optimizer, extra={"tensor": torch.ones(1)})
-    assert list_saves(tmp_path) == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_are_bounded_and_a_parameter_is_never_split(tmp_path: Path) -> None:
