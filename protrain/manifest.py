@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,10 @@ def find_save(folder: Path) -> Path:
 
 
 def write_manifest(save: Path, manifest: dict[str, Any]) -> None:
-    """Write ``manifest``, whose format is added, and flush it to the disk."""
+    """Write ``manifest``, with its format and its own CRC-32, and flush it to the disk."""
+    whole = {"format": FORMAT, **manifest}
     with open(save / MANIFEST, "w") as file:
-        json.dump({"format": FORMAT, **manifest}, file)
+        json.dump({**whole, "crc32": _own_crc32(whole)}, file)
         file.flush()
         os.fsync(file.fileno())
 
@@ -60,6 +62,9 @@ def read_manifest(save: Path) -> dict[str, Any]:
         )
     if found != FORMAT:
         raise CheckpointError(f"{save / MANIFEST} is damaged; {_remedy(save)}")
+    crc32 = manifest.pop("crc32", None)  # the first saves of this format have none
+    if crc32 not in (None, _own_crc32(manifest)):
+        raise CheckpointError(f"{save / MANIFEST} is damaged: its checksum differs; {_remedy(save)}")
     missing = {"step", "files", "scalars", "scheduler", "extra", "random"} - set(manifest)
     if not missing and not isinstance(manifest["files"], dict):
         missing = {"files"}
@@ -84,6 +89,11 @@ def verify_files(save: Path, manifest: dict[str, Any]) -> None:
         for name, crc32 in zip(names, pool.map(lambda name: _crc32(save / name), names), strict=True):
             if crc32 != manifest["files"][name]["crc32"]:
                 raise CheckpointError(f"{save / name} is damaged: its checksum differs; {_remedy(save)}")
+
+
+def _own_crc32(manifest: dict[str, Any]) -> int:
+    """Of what a manifest says, not of how it is written."""
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def _crc32(path: Path) -> int:

@@ -304,15 +304,38 @@ def test_model_and_optimizer_belong_together(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def _rewrite(save: Path, *without: str, **changes: Any) -> None:
+    """Give the manifest of ``save`` other entries, and no checksum: as the first saves."""
+    manifest = {**json.loads((save / MANIFEST).read_text()), **changes}
+    without = (*without, "crc32")
+    (save / MANIFEST).write_text(json.dumps({key: manifest[key] for key in manifest if key not in without}))
+
+
 @pytest.mark.parametrize("change", [{"format": None}, {"files": []}], ids=str)
 def test_a_damaged_manifest_has_a_remedy(tmp_path: Path, change: dict[str, Any]) -> None:
     model, optimizer, _ = make_run(0)
     for _ in range(2):
         save_checkpoint(tmp_path, model, optimizer)
-    manifest = list_saves(tmp_path)[-1] / MANIFEST
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **change}))
+    _rewrite(list_saves(tmp_path)[-1], **change)
     with pytest.raises(CheckpointError, match=r"delete .*00002.* to go on from 00001"):
         load_checkpoint(tmp_path, model, optimizer)
+
+
+def test_a_manifest_with_another_digit_is_damaged(tmp_path: Path) -> None:
+    model, optimizer, scheduler = make_run(0)
+    extra = {"zero": -0.0, "none": float("nan"), 7: "µ", "least": 5e-324, "large": 10**30}  # what JSON may write anew
+    for _ in range(2):
+        save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, extra=extra)
+    assert str(load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)) == str(extra)
+    older, newer = (save / MANIFEST for save in list_saves(tmp_path))
+    text = newer.read_text()
+    assert '"lr": 0.01,' in text
+    newer.write_text(text.replace('"lr": 0.01,', '"lr": 0.81,'))
+    with pytest.raises(CheckpointError, match=r"checkpoint.json is damaged: its checksum differs; delete .* 00001"):
+        load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
+    assert optimizer.inner.param_groups[0]["lr"] == 0.01
+    _rewrite(older.parent)
+    load_checkpoint(older.parent, model, optimizer, scheduler=scheduler)
 
 
 class Counting(nn.Linear):
@@ -377,16 +400,13 @@ def test_what_older_checkpoints_lack_is_named_where_the_model_has_it(tmp_path: P
     """The first of them held neither extra state nor parameters that are no floating-point numbers."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     save = save_checkpoint(tmp_path, model, PlainOptimizer(model))
-    manifest = json.loads((save / MANIFEST).read_text())
-    del manifest["modules"]
-    (save / MANIFEST).write_text(json.dumps(manifest))
+    _rewrite(save, "modules")
     load_checkpoint(tmp_path, model, PlainOptimizer(model))
     counting, optimizer = make_counting()
     before = {name: value.clone() for name, value in counting.named_parameters()}
     with pytest.raises(CheckpointError, match=r"or of a version that .*: it lacks the extra state of module '0'"):
         load_checkpoint(tmp_path, counting, optimizer)
-    manifest["modules"] = {"0": None, "1.0": None}
-    (save / MANIFEST).write_text(json.dumps(manifest))
+    _rewrite(save, modules={"0": None, "1.0": None})
     with pytest.raises(CheckpointError, match=r"it lacks the integer parameter '0\.order', which the model has"):
         load_checkpoint(tmp_path, counting, optimizer)
     assert all(value.equal(before[name]) for name, value in counting.named_parameters())
