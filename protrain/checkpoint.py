@@ -29,7 +29,7 @@ from torch import nn
 from protrain.errors import CheckpointError
 from protrain.json_values import decode, encode
 from protrain.manifest import find_save, list_saves, read_manifest, verify_files, write_manifest
-from protrain.random_state import random_state, set_random_state
+from protrain.random_state import check_random_state, random_state, set_random_state
 from protrain.tensor_files import TensorWriter, open_tensors, sync_directory, write_tensors
 
 BUFFERS = "buffers.safetensors"
@@ -192,6 +192,11 @@ def load_checkpoint(
         raise CheckpointError(f"{save} is of another optimizer: {error}") from None
     for file, parameters in with_parameters.items():
         _check_parameters(file, parameters, optimizer)
+    try:
+        check_random_state(manifest["random"])
+    except ValueError as error:
+        remedy = "load another save, or this one with the versions of torch and numpy that wrote it"
+        raise CheckpointError(f"{save} holds {error}; {remedy}") from None
 
     with torch.no_grad():
         for target, saved in buffers:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import base64
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-
-from protrain.errors import CheckpointError
 
 
 def random_state() -> dict[str, Any]:
@@ -29,26 +28,40 @@ def random_state() -> dict[str, Any]:
     }
 
 
+def check_random_state(state: dict[str, Any]) -> None:
+    """ValueError where :func:`set_random_state` could not set ``state``: sets it in generators made for that."""
+    _set(
+        state,
+        torch.Generator().set_state,
+        lambda cuda, device: torch.Generator(f"cuda:{device}").set_state(cuda),
+        random.Random().setstate,
+        np.random.RandomState().set_state,
+    )
+
+
 def set_random_state(state: dict[str, Any]) -> None:
     """Set what :func:`random_state` returned; CUDA devices beyond those of the save keep theirs."""
+    _set(state, torch.set_rng_state, torch.cuda.set_rng_state, random.setstate, np.random.set_state)
+
+
+def _set(
+    state: dict[str, Any],
+    set_torch: Callable[[torch.Tensor], Any],
+    set_cuda: Callable[[torch.Tensor, int], Any],
+    set_python: Callable[[tuple[Any, ...]], None],
+    set_numpy: Callable[[tuple[Any, ...]], None],
+) -> None:
     try:
-        torch.set_rng_state(_tensor(state["torch"]))
+        set_torch(_tensor(state["torch"]))
         for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(_tensor(text), device)
+            set_cuda(_tensor(text), device)
         version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
+        set_python((version, tuple(words), gauss))
         saved = state["numpy"]
-        np.random.set_state(
-            (
-                saved["bit_generator"],
-                np.array(saved["key"], np.uint32),
-                saved["pos"],
-                saved["has_gauss"],
-                saved["gauss"],
-            )
-        )
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the checkpoint's random state cannot be restored: {error}") from error
+        key = np.array(saved["key"], np.uint32)
+        set_numpy((saved["bit_generator"], key, saved["pos"], saved["has_gauss"], saved["gauss"]))
+    except (LookupError, OverflowError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"random states that cannot be set: {error}") from error
 
 
 def _text(state: torch.Tensor) -> str:

@@ -26,6 +26,7 @@ import protrain.checkpoint
 from protrain.checkpoint import load_checkpoint, save_checkpoint
 from protrain.errors import CheckpointError
 from protrain.manifest import MANIFEST, list_saves
+from protrain.random_state import random_state
 from protrain.tensor_files import TensorWriter
 
 
@@ -336,6 +337,27 @@ def test_a_manifest_with_another_digit_is_damaged(tmp_path: Path) -> None:
     assert optimizer.inner.param_groups[0]["lr"] == 0.01
     _rewrite(older.parent)
     load_checkpoint(older.parent, model, optimizer, scheduler=scheduler)
+
+
+@pytest.mark.parametrize("generator", ["torch", "python", "numpy"])
+def test_random_states_are_checked_before_anything_changes(tmp_path: Path, generator: str) -> None:
+    model, optimizer, _ = make_run(0)
+    save = save_checkpoint(tmp_path, model, optimizer)
+    states = json.loads((save / MANIFEST).read_text())["random"]
+    version, words, gauss = states["python"]
+    cut = {
+        "torch": states["torch"][:400],
+        "python": [version, words[:5], gauss],
+        "numpy": {**states["numpy"], "key": states["numpy"]["key"][:5]},
+    }
+    _rewrite(save, random={**states, generator: cut[generator]})
+    other, other_optimizer, _ = make_run(1)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    drawn = random_state()
+    with pytest.raises(CheckpointError, match=f"{save} holds random states that cannot be set: .*; load another save"):
+        load_checkpoint(tmp_path, other, other_optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    assert random_state() == drawn
 
 
 class Counting(nn.Linear):
