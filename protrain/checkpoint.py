@@ -280,8 +280,22 @@ def _saved_buffers(save: Path, model: nn.Module) -> list[tuple[torch.Tensor, tor
                     f"{save} is of another model: buffer {name!r} is {saved.dtype} {list(saved.shape)} there "
                     f"and {target.dtype} {list(target.shape)} here"
                 )
-            found.append((target, saved))
+            found.append(_once(save, name, target, saved))
     return found
+
+
+def _once(save: Path, name: str, target: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both without the repetitions that ``target`` has from ``expand``: torch writes to no element twice."""
+    if 0 not in target.stride():
+        return target, saved
+    first = tuple(slice(1) if stride == 0 else slice(None) for stride in target.stride())
+    repeated = saved[first].expand_as(saved).clone(memory_format=torch.contiguous_format)
+    if not repeated.view(torch.uint8).equal(saved.view(torch.uint8)):  # the bytes, as NaN is not equal to itself
+        raise CheckpointError(
+            f"{save} has several values in buffer {name!r}, which is one value repeated by expand() here: give it "
+            "memory of its own with .contiguous() where the model makes it"
+        )
+    return target[first], saved[first]
 
 
 def _load_extra_state(save: Path, modules: dict[str, nn.Module], states: dict[str, Any], *, has_tensors: bool) -> None:

@@ -339,6 +339,35 @@ def test_a_manifest_with_another_digit_is_damaged(tmp_path: Path) -> None:
     load_checkpoint(older.parent, model, optimizer, scheduler=scheduler)
 
 
+def make_expanded(row: list[float]) -> tuple[nn.Module, PlainOptimizer]:
+    model = nn.Linear(4, 4)
+    model.register_buffer("row", torch.tensor(row))
+    model.register_buffer("mask", model.get_buffer("row").expand(2, 3, len(row)))
+    model.register_buffer("last", model.get_buffer("row")[-1].expand(4))
+    return model, PlainOptimizer(model)
+
+
+def test_expanded_buffers_are_restored_and_stay_views(tmp_path: Path) -> None:
+    model, optimizer = make_expanded([1.0, float("nan"), -0.0])
+    save_checkpoint(tmp_path, model, optimizer)
+    other, other_optimizer = make_expanded([0.0, 0.0, 0.0])
+    load_checkpoint(tmp_path, other, other_optimizer)
+    for name in ("row", "mask", "last"):
+        assert str(other.get_buffer(name)) == str(model.get_buffer(name))
+    other.get_buffer("row").fill_(5.0)
+    assert (other.get_buffer("mask") == 5.0).all()
+
+
+def test_a_buffer_with_less_room_than_the_save_needs_is_named(tmp_path: Path) -> None:
+    model, optimizer = make_expanded([1.0, 2.0])
+    model.register_buffer("mask", torch.arange(12.0).view(2, 3, 2))
+    save_checkpoint(tmp_path, model, optimizer)
+    other, other_optimizer = make_expanded([0.0, 0.0])
+    with pytest.raises(CheckpointError, match=r"several values in buffer 'mask', .*: give it memory of its own"):
+        load_checkpoint(tmp_path, other, other_optimizer)
+    assert other.get_buffer("row").tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("generator", ["torch", "python", "numpy"])
 def test_random_states_are_checked_before_anything_changes(tmp_path: Path, generator: str) -> None:
     model, optimizer, _ = make_run(0)
