@@ -117,6 +117,7 @@ def save_checkpoint(
     manifest: dict[str, Any] = {  # first of all: what it cannot keep leaves no trace on the disk
         "scalars": encode(optimizer.scalar_state(), "the optimizer's scalar state"),
         "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state"),
+        "scheduler_class": None if scheduler is None else _class_of(scheduler),
         "extra": encode(extra, "extra"),
         "modules": {
             name: encode(module.get_extra_state(), f"the extra state of module {name!r}", tensors)
@@ -176,9 +177,8 @@ def load_checkpoint(
     names = optimizer.parameter_names()
     saved_names = {name for entry in manifest["files"].values() for name in entry["parameters"]}
     _compare(save, "parameter", saved_names, set(names))
-    if (scheduler is None) != (manifest["scheduler"] is None):
-        has, needs = ("no ", "one was given") if scheduler is not None else ("a ", "none was given")
-        raise CheckpointError(f"{save} holds {has}scheduler state and {needs}; pass the scheduler it was saved with")
+    scheduler_state, extra = decode(manifest["scheduler"]), decode(manifest["extra"])
+    _check_scheduler(save, manifest.get("scheduler_class"), scheduler_state, scheduler)
 
     modules, states = _with_extra_state(model), manifest.get("modules", {})
     _compare(save, "extra state of module", set(states), set(modules))
@@ -205,10 +205,10 @@ def load_checkpoint(
         _load_parameters(file, parameters, optimizer)
     optimizer.load_scalar_state(scalars)
     if scheduler is not None:
-        scheduler.load_state_dict(decode(manifest["scheduler"]))
+        scheduler.load_state_dict(scheduler_state)
     _load_extra_state(save, modules, states, has_tensors=MODULES in manifest["files"])
     set_random_state(manifest["random"])
-    return decode(manifest["extra"])
+    return extra
 
 
 def _check_wrapped(model: nn.Module, optimizer: Any) -> None:
@@ -262,6 +262,35 @@ def _compare(save: Path, what: str, saved: set[str], present: set[str]) -> None:
             older = ", or of a version that did not save these" if what in _ADDED and verb == "lacks" else ""
             raise CheckpointError(
                 f"{save} is of another model{older}: it {verb} the {what} {min(names)!r}, which {other}"
+            )
+
+
+def _class_of(scheduler: Any) -> str:
+    """Its name, and those of what it is made of: ``SequentialLR(LinearLR, CosineAnnealingLR)``."""
+    name, parts = type(scheduler).__name__, getattr(scheduler, "_schedulers", None)
+    return f"{name}({', '.join(map(_class_of, parts))})" if isinstance(parts, list | tuple) else name
+
+
+def _check_scheduler(
+    save: Path, saved_class: str | None, state: dict[str, Any] | None, scheduler: Scheduler | None
+) -> None:
+    """CheckpointError unless ``state`` is of a scheduler like ``scheduler``, which would take over any other's too."""
+    remedy = "pass the scheduler it was saved with"
+    if scheduler is None or state is None:
+        if scheduler is not state:
+            has, needs = ("no ", "one was given") if state is None else ("a ", "none was given")
+            raise CheckpointError(f"{save} holds {has}scheduler state and {needs}; {remedy}")
+        return
+    present_class = _class_of(scheduler)
+    if saved_class is not None and saved_class != present_class:
+        raise CheckpointError(f"{save} holds the state of a {saved_class}, not of a {present_class}; {remedy}")
+    if saved_class is None:  # a save that does not tell; which private state there is depends on the version of torch
+        keys = {key for key in {*state} ^ {*scheduler.state_dict()} if not str(key).startswith("_")}
+        if keys:
+            key = min(keys, key=str)
+            has = "has" if key in state else "lacks"
+            raise CheckpointError(
+                f"{save} holds the state of another scheduler than a {present_class}: it {has} {key!r}; {remedy}"
             )
 
 

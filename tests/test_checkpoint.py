@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as schedulers
 
 import protrain.checkpoint
 from protrain.checkpoint import load_checkpoint, save_checkpoint
@@ -149,6 +150,58 @@ def test_nothing_of_others_is_deleted(tmp_path: Path) -> None:
     for use in (save_checkpoint, load_checkpoint):
         with pytest.raises(ValueError, match=r"the one that protrain\.wrap returned, not a plain AdamW"):
             use(tmp_path, model, plain)
+
+
+def _sequential(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda inner: schedulers.SequentialLR(inner, [schedulers.ConstantLR(inner), then(inner)], [2])
+
+
+def _steps(inner: Any) -> Any:
+    return schedulers.StepLR(inner, 2)
+
+
+def _lambda(inner: Any) -> Any:
+    return schedulers.LambdaLR(inner, lambda step: 1 / (step + 1))
+
+
+def _exponential(inner: Any) -> Any:
+    return schedulers.ExponentialLR(inner, 0.9)
+
+
+def _one_cycle(inner: Any) -> Any:
+    return schedulers.OneCycleLR(inner, 0.1, total_steps=9)
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "tells", "words"),
+    [
+        (_steps, _lambda, True, "a StepLR, not of a LambdaLR"),
+        (_lambda, _sequential(_steps), True, r"a LambdaLR, not of a SequentialLR\(ConstantLR, StepLR\)"),
+        (_lambda, _one_cycle, True, "a LambdaLR, not of a OneCycleLR"),
+        (_sequential(_steps), _sequential(_exponential), True, r".*, StepLR\), not of a .*, ExponentialLR\)"),
+        (_sequential(_lambda), _sequential(_lambda), True, ""),
+        (_steps, _lambda, False, "another scheduler than a LambdaLR: it has 'gamma'"),
+        (_lambda, _sequential(_steps), False, r"another scheduler than a SequentialLR\(.*: it has 'base_lrs'"),
+        (_lambda, _one_cycle, False, "another scheduler than a OneCycleLR: it lacks 'cycle_momentum'"),
+        (_sequential(_lambda), _sequential(_lambda), False, ""),
+    ],
+)
+def test_another_scheduler_is_refused(tmp_path: Path, saved: Any, given: Any, tells: bool, words: str) -> None:
+    """By its class where the save tells that, which the first ones do not."""
+    model, optimizer, _ = make_run(0)
+    save = save_checkpoint(tmp_path, model, optimizer, scheduler=saved(optimizer.inner))
+    if not tells:
+        _rewrite(save, "scheduler_class")
+    other, other_optimizer, _ = make_run(1)
+    scheduler = given(other_optimizer.inner)
+    if not words:
+        load_checkpoint(tmp_path, other, other_optimizer, scheduler=scheduler)
+        return
+    before, position = other.state_dict()["0.weight"].clone(), scheduler.state_dict()
+    with pytest.raises(CheckpointError, match=f"{save} holds the state of {words}.*; pass the scheduler it was saved"):
+        load_checkpoint(tmp_path, other, other_optimizer, scheduler=scheduler)
+    assert other.state_dict()["0.weight"].equal(before)
+    assert scheduler.state_dict() == position
 
 
 def test_an_older_save_loads_by_its_own_folder(tmp_path: Path) -> None:
