@@ -329,9 +329,12 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._engine.weights_changed([member.chunk])
 
     def scalar_state(self) -> dict[str, Any]:
-        """Everything else: hyperparameters of the groups and the loss scale, as JSON values."""
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"param_groups": groups, "loss_scale": None if self._loss_scale is None else self._loss_scale.state()}
+        """Everything else: hyperparameters of the groups, whose they are, and the loss scale, as JSON values."""
+        return {
+            "param_groups": [{key: group[key] for key in group if key != "params"} for group in self.param_groups],
+            "parameters": self._groups.names(self.param_groups),
+            "loss_scale": None if self._loss_scale is None else self._loss_scale.state(),
+        }
 
     def check_scalar_state(self, state: dict[str, Any]) -> None:
         """ValueError where :meth:`load_scalar_state` could not set ``state``."""
@@ -340,6 +343,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 f"the state has {len(state['param_groups'])} parameter groups, this optimizer {len(self.param_groups)}"
             )
         check_options(state["param_groups"])
+        self._groups.check_names(self.param_groups, state.get("parameters", []))  # the first states have none
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
         """Set what :meth:`scalar_state` returned."""

@@ -61,6 +61,24 @@ class Groups:
             )
         self._known = [list(parameters) for parameters in found]  # in another order
 
+    def names(self, groups: Sequence[dict[str, Any]]) -> list[list[str]]:
+        """Names of the parameters of each group, without those that are none of the model's."""
+        return [[self._names[id(p)] for p in group["params"] if id(p) in self._names] for group in groups]
+
+    def check_names(self, groups: Sequence[dict[str, Any]], saved: Sequence[Iterable[str]]) -> None:
+        """ValueError where a parameter has another group in ``saved``, whose options would become those of others.
+
+        One that was in no group, or is in none now, has no options to mix up.
+        """
+        before = {name: index for index, names in enumerate(saved) for name in names}
+        for index, names in enumerate(self.names(groups)):
+            for name in names:
+                if before.get(name, index) != index:
+                    raise ValueError(
+                        f"{name} is in group {before[name]} of its param_groups, and in group {index} here: make the "
+                        "optimizer with the groups of the save, in their order"
+                    )
+
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
 
