@@ -198,11 +198,11 @@ def load_checkpoint(
         remedy = "load another save, or this one with the versions of torch and numpy that wrote it"
         raise CheckpointError(f"{save} holds {error}; {remedy}") from None
 
+    for file, parameters in with_parameters.items():  # first, as full_parameters() refuses them
+        _load_parameters(file, parameters, optimizer)
     with torch.no_grad():
         for target, saved in buffers:
             target.copy_(saved)
-    for file, parameters in with_parameters.items():
-        _load_parameters(file, parameters, optimizer)
     optimizer.load_scalar_state(scalars)
     if scheduler is not None:
         scheduler.load_state_dict(scheduler_state)

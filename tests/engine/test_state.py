@@ -494,6 +494,19 @@ def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
     assert [group["weight_decay"] for group in same_optimizer.param_groups] == [0.0, 0.1]
 
 
+def test_a_load_inside_full_parameters_changes_nothing(tmp_path: Path) -> None:
+    model, optimizer = _in_groups("weight", "bias")
+    model.register_buffer("count", torch.zeros(()))
+    protrain.save_checkpoint(tmp_path, model, optimizer)
+    model.get_buffer("count").fill_(5.0)
+    with (
+        pytest.raises(MisuseError, match=r"inside `with protrain.full_parameters\(...\)`"),
+        protrain.full_parameters(model),
+    ):
+        protrain.load_checkpoint(tmp_path, model, optimizer)
+    assert model.get_buffer("count") == 5.0
+
+
 def test_values_that_say_more_than_a_weight_holds_become_the_master(device: torch.device) -> None:
     data = residual.batches(1)
     model = residual.make()
