@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.errors import CheckpointError, MisuseError
+from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
@@ -450,61 +450,6 @@ def test_what_cannot_work_says_so(make: Make, batches: list[Batch]) -> None:
         with pytest.raises(MisuseError, match=r"use model.state_dict\(\)"):
             pickle.dumps(model.lm_head)
         assert len(LOOP.run(model, optimizer, batches[:2])) == 4
-
-
-def test_what_is_frozen_now_has_the_weights_it_was_trained_to(device: torch.device, tmp_path: Path) -> None:
-    data = residual.batches(3)
-    model = residual.make()
-    wrapped, optimizer = wrap_under(Spec("none", "least", (NONE,)), model, adamw(model), data[0], device=device)
-    Loop().run(wrapped, optimizer, data)
-    protrain.save_checkpoint(tmp_path, wrapped, optimizer)
-    expected = {name: value.clone() for name, value in wrapped.state_dict().items()}
-    frozen = residual.make()
-    frozen.get_submodule("blocks.1").requires_grad_(False)
-    again, other = wrap_under(Spec("none", "least", (NONE,)), frozen, adamw(frozen), data[0], device=device)
-    protrain.load_checkpoint(tmp_path, again, other)
-    assert_same(dict(again.state_dict()), expected)
-
-
-def _in_groups(*groups: str) -> tuple[nn.Module, Any]:
-    """A wrapped model, of whose parameters each group has those of a name; only "weight" decays."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    of_kind = [[value for name, value in model.named_parameters() if name.endswith(kind)] for kind in groups]
-    decays = [0.1 if kind == "weight" else 0.0 for kind in groups]
-    optimizer = torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in zip(of_kind, decays, strict=True)])
-    return protrain.wrap(model, optimizer, example_batch=(torch.ones(4, 8),), device="cpu", progress=False)
-
-
-def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
-    """Their options would become those of other parameters."""
-    model, optimizer = _in_groups("weight", "bias")
-    save = protrain.save_checkpoint(tmp_path, model, optimizer)
-    other, other_optimizer = _in_groups("bias", "weight")
-    before = {name: value.clone() for name, value in other.state_dict().items()}
-    words = f"{save} is of another optimizer: 0.bias is in group 1 of its param_groups, and in group 0 here: make the"
-    with pytest.raises(CheckpointError, match=words):
-        protrain.load_checkpoint(tmp_path, other, other_optimizer)
-    assert_same(dict(other.state_dict()), before)
-    assert [group["weight_decay"] for group in other_optimizer.param_groups] == [0.0, 0.1]
-    same, same_optimizer = _in_groups("weight", "bias")
-    protrain.load_checkpoint(tmp_path, same, same_optimizer)
-    scalars = other_optimizer.scalar_state()
-    del scalars["parameters"]  # as in the first saves
-    same_optimizer.load_scalar_state(scalars)
-    assert [group["weight_decay"] for group in same_optimizer.param_groups] == [0.0, 0.1]
-
-
-def test_a_load_inside_full_parameters_changes_nothing(tmp_path: Path) -> None:
-    model, optimizer = _in_groups("weight", "bias")
-    model.register_buffer("count", torch.zeros(()))
-    protrain.save_checkpoint(tmp_path, model, optimizer)
-    model.get_buffer("count").fill_(5.0)
-    with (
-        pytest.raises(MisuseError, match=r"inside `with protrain.full_parameters\(...\)`"),
-        protrain.full_parameters(model),
-    ):
-        protrain.load_checkpoint(tmp_path, model, optimizer)
-    assert model.get_buffer("count") == 5.0
 
 
 def test_values_that_say_more_than_a_weight_holds_become_the_master(device: torch.device) -> None:

@@ -1,0 +1,118 @@
+"""Runs on torch's own optimizer, to save and load, and saves with another manifest."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from protrain.manifest import MANIFEST
+
+
+class PlainOptimizer:
+    """torch.optim.AdamW behind the streaming interface: what a wrapped optimizer does, without chunks."""
+
+    def __init__(self, model: nn.Module, learning_rate: float = 1e-2) -> None:
+        self.model = model
+        self.inner = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+
+    def trains(self, model: nn.Module) -> bool:
+        return model is self.model
+
+    def parameter_names(self) -> list[str]:
+        return [name for name, p in self.model.named_parameters() if p.is_floating_point()]
+
+    def export_parameter(self, name: str) -> dict[str, torch.Tensor]:
+        parameter = self.model.get_parameter(name)
+        state = {kind: value.clone() for kind, value in self.inner.state[parameter].items()}
+        return {"master": parameter.detach().clone(), **state}
+
+    def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
+        parameter = self.model.get_parameter(name)
+        if tensors["master"].shape != parameter.shape:
+            raise ValueError(f"{name} has shape {list(parameter.shape)}")
+
+    def import_parameter(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        parameter = self.model.get_parameter(name)
+        with torch.no_grad():
+            parameter.copy_(tensors["master"])
+        self.inner.state[parameter] = {kind: tensors[kind] for kind in tensors if kind != "master"}
+
+    def scalar_state(self) -> dict[str, Any]:
+        return {"groups": [{k: v for k, v in group.items() if k != "params"} for group in self.inner.param_groups]}
+
+    def check_scalar_state(self, state: dict[str, Any]) -> None:
+        if len(state["groups"]) != len(self.inner.param_groups):
+            raise ValueError(f"the state has {len(state['groups'])} groups")
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        for group, saved in zip(self.inner.param_groups, state["groups"], strict=True):
+            group.update(saved)
+
+
+def make_model(seed: int, width: int = 8) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 2))
+
+
+def train(model: nn.Module, optimizer: PlainOptimizer, scheduler: Any, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        # draws from all three generators, so that a resumed run needs every one of them
+        batch = torch.randn(16, 4) + random.random() + float(np.random.rand())
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.inner.step()
+        optimizer.inner.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def make_run(seed: int) -> tuple[nn.Sequential, PlainOptimizer, Any]:
+    model = make_model(seed)
+    optimizer = PlainOptimizer(model)
+    # Milestones are a Counter with whole numbers as keys, which JSON alone would turn into text.
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer.inner, milestones=[3, 7], gamma=0.5)
+    return model, optimizer, scheduler
+
+
+def rewrite(save: Path, *without: str, **changes: Any) -> None:
+    """Give the manifest of ``save`` other entries, and no checksum: as the first saves."""
+    manifest = {**json.loads((save / MANIFEST).read_text()), **changes}
+    without = (*without, "crc32")
+    (save / MANIFEST).write_text(json.dumps({key: manifest[key] for key in manifest if key not in without}))
+
+
+def make_expanded(row: list[float]) -> tuple[nn.Module, PlainOptimizer]:
+    model = nn.Linear(4, 4)
+    model.register_buffer("row", torch.tensor(row))
+    model.register_buffer("mask", model.get_buffer("row").expand(2, 3, len(row)))
+    model.register_buffer("last", model.get_buffer("row")[-1].expand(4))
+    return model, PlainOptimizer(model)
+
+
+class Counting(nn.Linear):
+    """Has state of every kind that a module may have."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.order = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.state: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def make_counting() -> tuple[nn.Sequential, PlainOptimizer]:
+    model = nn.Sequential(Counting(), nn.Sequential(Counting()))
+    return model, PlainOptimizer(model)
