@@ -164,11 +164,12 @@ def load_checkpoint(
 
     The state of ``model``, ``optimizer`` and ``scheduler`` and the random states of torch, CUDA, Python and numpy
     become those of the save. Every file is checked against its recorded size and CRC-32, and what it holds against
-    the model, before anything is changed.
+    ``model``, ``optimizer`` and ``scheduler``, before anything is changed.
 
     Raises:
         ValueError: ``optimizer`` is not the wrapped one, or not of ``model``.
-        CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model.
+        CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model,
+            optimizer or scheduler.
     """
     _check_wrapped(model, optimizer)
     save = find_save(Path(folder))
