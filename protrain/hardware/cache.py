@@ -1,8 +1,8 @@
 """The user's calibrated profiles: one file for each machine that was measured, found again by what the machine is.
 
 They lie in ProTrain's cache, under ``hardware``. A home may serve unlike machines, and a driver may change: a profile
-counts only where GPU, driver, torch, number of processes, processor and cores are those that it was measured with. A
-file that can't be read any more, or of an earlier form, counts as absent.
+counts only where GPU, driver, torch, number of processes, processor and cores are those that it was measured with, in
+the way that calibration measures now. A file that can't be read any more, or of an earlier form, counts as absent.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from protrain.hardware.nvml import driver_version
 from protrain.hardware.profile import HardwareProfile
 from protrain_kernels.cache import cache_folder, keeps_measurements, say_unwritable
 
+# Raised where a figure comes to mean something else, so that older profiles are measured again.
+# 2: streamed updates read their gradients from host memory, as in a step.
+_METHOD = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -32,6 +36,7 @@ class Machine:
     world_size: int
     processor: str
     cpu_threads: int
+    method: int
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:
@@ -43,6 +48,7 @@ class Machine:
             world_size=world_size(),
             processor=processor_name(),
             cpu_threads=usable_cores(),
+            method=_METHOD,
         )
 
     @property

@@ -109,6 +109,7 @@ class HardwareProfile(Record):
     torch_version: str = ""
     processor: str = ""
     world_size: int = 1
+    method: int = 1  # of measuring; see protrain.hardware.cache
 
     def __post_init__(self) -> None:
         """Times are bytes and operations over these figures: an impossible one would make nonsense of every plan."""
@@ -156,7 +157,7 @@ class HardwareProfile(Record):
         return [
             (name, value)
             for name, value in super().rows()
-            if name not in ("contention", "figures", "warnings") and value not in ("None", "")
+            if name not in ("contention", "figures", "warnings", "method") and value not in ("None", "")
         ]
 
 

@@ -53,6 +53,7 @@ def test_detect_goes_by_what_was_calibrated_last(cache: Path) -> None:
         {"world_size": 2},
         {"processor": "another"},
         {"cpu_threads": 1024},
+        {"method": 1},
     ],
     ids=lambda changed: next(iter(changed)),
 )
