@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _BAR_WIDTH = 24
 _CLEAR = "\r\033[K"  # a terminal's line
@@ -23,6 +25,56 @@ COUNTED = (
 )
 
 
+class StandardError(io.TextIOBase):
+    """Standard error as it is now; its reader may leave, as `tee` does and a terminal that is closed.
+
+    What is said there is for people alone and must not end a training run: once nobody reads it, it goes nowhere.
+    """
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr  # None in a process without one
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Of the stream."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return self._stream is not None and self._stream.isatty()
+
+    def write(self, text: str) -> int:
+        """Write ``text``, or let it be."""
+        if self._stream is not None:
+            try:
+                self._stream.write(text)
+            except OSError as error:
+                self._failed(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or let it be."""
+        if self._stream is not None:
+            try:
+                self._stream.flush()
+            except OSError as error:
+                self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        if isinstance(error, BlockingIOError):  # its reader is slow, not gone
+            return
+        with suppress(OSError, ValueError):  # one that a test or a caller put there has no descriptor
+            descriptor = self._stream.fileno()
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)  # for what is still buffered too, or Python would complain of it at its exit
+            os.close(nowhere)
+
+
+def say(text: str, *, end: str = "\n") -> None:
+    """Write ``text`` to standard error, where somebody reads that."""
+    print(text, end=end, file=StandardError(), flush=True)
+
+
 class Progress:
     """Prints the stages of a long call and how long each took; silent when not ``enabled``."""
 
@@ -32,7 +84,7 @@ class Progress:
     def note(self, text: str) -> None:
         """A line by itself."""
         if self.enabled:
-            print(f"protrain: {text}", file=sys.stderr, flush=True)
+            say(f"protrain: {text}")
 
     @contextmanager
     def stage(self, what: str) -> Iterator[Callable[[str], None]]:
@@ -44,7 +96,7 @@ class Progress:
         if not self.enabled:
             yield lambda part: None
             return
-        live = sys.stderr.isatty()
+        live = StandardError().isatty()
         start = time.perf_counter()
         doing = ""
         done = threading.Event()
@@ -61,10 +113,10 @@ class Progress:
                 line = f"protrain: {said} {doing if past_s >= _LONG_S else ''}".rstrip()
                 if live:
                     line = f"{_CLEAR}{line[: shutil.get_terminal_size().columns - 1]}"
-                print(line, end="" if live else "\n", file=sys.stderr, flush=True)
+                say(line, end="" if live else "\n")
 
         if live:
-            print(f"protrain: {what} ...", end="", file=sys.stderr, flush=True)
+            say(f"protrain: {what} ...", end="")
         speaker = threading.Thread(target=go_on_saying, name="protrain-progress", daemon=True)
         speaker.start()
         try:
@@ -73,15 +125,11 @@ class Progress:
             done.set()
             speaker.join()
             if live:
-                print(_CLEAR, end="", file=sys.stderr, flush=True)
+                say(_CLEAR, end="")
             raise
         done.set()
         speaker.join()
-        print(
-            f"{_CLEAR if live else ''}protrain: {what}: {time.perf_counter() - start:.1f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{_CLEAR if live else ''}protrain: {what}: {time.perf_counter() - start:.1f} s")
 
     @contextmanager
     def bar(self, what: str) -> Iterator[Callable[[str, float], None]]:
@@ -89,14 +137,14 @@ class Progress:
 
         A terminal shows a bar while the body runs; elsewhere one line says at the end how long it took.
         """
-        live = self.enabled and sys.stderr.isatty()
+        live = self.enabled and StandardError().isatty()
 
         def show(part: str, done: float) -> None:
             if live:
                 full = round(_BAR_WIDTH * done)
                 line = f"protrain: {what} [{'#' * full}{'.' * (_BAR_WIDTH - full)}] {100 * done:3.0f}% {part}"
                 columns = shutil.get_terminal_size().columns
-                print(f"{_CLEAR}{line[: columns - 1]}", end="", file=sys.stderr, flush=True)
+                say(f"{_CLEAR}{line[: columns - 1]}", end="")
 
         start = time.perf_counter()
         show("", 0.0)
@@ -104,9 +152,9 @@ class Progress:
             yield show
         finally:
             if live:
-                print(_CLEAR, end="", file=sys.stderr, flush=True)
+                say(_CLEAR, end="")
         if self.enabled:
-            print(f"protrain: {what}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+            say(f"protrain: {what}: {time.perf_counter() - start:.1f} s")
 
 
 def _pauses() -> Iterator[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import re
 import sys
 import threading
@@ -129,6 +130,22 @@ def test_a_short_stage_is_one_line_and_a_silent_one_none(capsys: pytest.CaptureF
     with pytest.raises(ValueError, match="no plan"), progress.Progress(enabled=True).stage("planning"):
         raise ValueError("no plan")
     assert not any(thread.name == "protrain-progress" for thread in threading.enumerate())
+
+
+def test_what_nobody_reads_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    with open(writer, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        os.close(reader)
+        with progress.Progress(enabled=True).stage("planning"):
+            progress.Progress(enabled=True).note("something")
+        print("also what others write", file=pipe)
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        progress.say("to a disk without room")
+    monkeypatch.setattr(sys, "stderr", None)
+    with progress.Progress(enabled=True).stage("planning"):
+        progress.say("in a process without standard error")
 
 
 def test_a_profile_says_what_it_does(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from protrain.cli.prepare import choose_device
 from protrain.hardware.cache import Machine, cached
 from protrain.hardware.calibration import FULL_SECONDS, calibrate_twice, differences, report
 from protrain.hardware.profile import HardwareProfile
-from protrain.progress import Progress
+from protrain.progress import Progress, say
 from protrain_kernels.cache import keeps_measurements
 
 _EXAMPLE = """example:
@@ -66,8 +65,8 @@ def run_command(args: argparse.Namespace) -> None:
         return
     emit(hardware, args, report(hardware))
     if args.repeat_check:
-        _say(_repeated(differences(before, hardware)))
-    _say(_kept(hardware, device))
+        say(f"protrain: {_repeated(differences(before, hardware))}")
+    say(f"protrain: {_kept(hardware, device)}")
 
 
 def _repeated(lines: list[str]) -> str:
@@ -82,7 +81,3 @@ def _kept(hardware: HardwareProfile, device: torch.device) -> str:
             return "the profile was not kept, as PROTRAIN_CACHE=0 says"
         return f"the profile was not kept: {Machine.of(device).path} cannot be written; PROTRAIN_CACHE names the folder"
     return f"kept in {Machine.of(device).path}"
-
-
-def _say(text: str) -> None:
-    print(f"protrain: {text}", file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ import protrain_kernels
 from protrain.cli import bench, calibrate, plan, train
 from protrain.cli.loop import InterruptedRun
 from protrain.cli.options import Parser, in_options
+from protrain.progress import say
 
 
 def build_parser() -> Parser:
@@ -32,7 +33,7 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status.
 
-    0, 1 for a failed run, 2 for what the user can mend, 130 for Ctrl-C, 141 where nobody reads the output any more.
+    0, 1 for a failed run, 2 for what the user can mend, 130 for Ctrl-C, 141 where nobody reads the results any more.
     """
     args = build_parser().parse_args(argv)
     try:
@@ -41,13 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         return _failed(args.command, error, 2)
     except (FloatingPointError, MemoryError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and _silence_unread_output():
+        if isinstance(error, BrokenPipeError) and _silence_unread_results():
             return 128 + signal.SIGPIPE
         return _failed(args.command, error, 1)
     except InterruptedRun as error:
         return _failed(args.command, error, 128 + error.signal_number)
     except KeyboardInterrupt:
-        print(f"protrain {args.command}: interrupted", file=sys.stderr)
+        say(f"protrain {args.command}: interrupted")
         return 130
     return 0
 
@@ -68,7 +69,7 @@ def own_warnings_in_a_line() -> Iterator[None]:
             line: str | None = None,
         ) -> None:
             if category in (UserWarning, RuntimeWarning) and any(Path(filename).is_relative_to(path) for path in ours):
-                print(f"protrain: {in_options(str(message))}", file=sys.stderr, flush=True)
+                say(f"protrain: {in_options(str(message))}")
             else:
                 shown(message, category, filename, lineno, file, line)
 
@@ -76,25 +77,23 @@ def own_warnings_in_a_line() -> Iterator[None]:
         yield
 
 
-def _silence_unread_output() -> bool:
-    """Whether the reader of standard output or error has gone, as `head` does.
+def _silence_unread_results() -> bool:
+    """Whether the reader of standard output has gone, as `head` does.
 
     What is still buffered for it then goes nowhere, or Python would complain of it at its exit.
     """
-    unread = False
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # one that a test or a caller put there has no descriptor
-            poll = select.poll()
-            poll.register(stream.fileno(), 0)  # errors and hang-ups are reported unasked
-            if poll.poll(0):
-                unread = True
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, stream.fileno())
-                os.close(nowhere)
-    return unread
+    with suppress(OSError, ValueError):  # one that a test or a caller put there has no descriptor
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups are reported unasked
+        if poll.poll(0):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+            return True
+    return False
 
 
 def _failed(command: str, error: Exception, status: int) -> int:
     text = " ".join(in_options(str(error)).split()) or type(error).__name__
-    print(f"protrain {command}: {text}", file=sys.stderr)
+    say(f"protrain {command}: {text}")
     return status

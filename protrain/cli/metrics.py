@@ -9,10 +9,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import torch
 
+from protrain.progress import StandardError, say
 from protrain.quantities import format_bytes
 
 METRICS_FILE = "metrics.jsonl"
@@ -153,7 +154,7 @@ class ProgressLine:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._console = Console(stderr=True)
+        self._console = Console(file=cast(TextIO, StandardError()))
         self._live = self._console.is_terminal
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -179,14 +180,14 @@ class ProgressLine:
         """Show ``status``; outside a terminal only when ``plain`` asks for a line."""
         self._progress.update(self._task, completed=done, status=status)
         if plain and not self._live:
-            print(f"{self._description} {done}/{self._total} {status}", file=sys.stderr, flush=True)
+            say(f"{self._description} {done}/{self._total} {status}")
 
     def note(self, text: str) -> None:
         """A line that stays."""
         if self._live:
             self._progress.console.print(text, highlight=False)
         else:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
 
 def status_line(

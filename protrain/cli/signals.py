@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ONE_REQUEST_S = 1.0  # signals no further apart ask once: a wrapper hands on what its process group got already
 
 
 class Stopped(KeyboardInterrupt):
@@ -16,22 +17,26 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopRequests:
-    """The signals that came; the second one stops at once."""
+    """The signals that came; asked a second time the run stops at once."""
 
     def __init__(self) -> None:
         self.received = 0  # the first signal, or 0
+        self._last_s = 0.0  # when the newest one came
         self._raises = False
-        self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """The handler."""
-        if number == signal.SIGHUP:
-            self._leave_closed_terminals()
-        if self.received:
-            raise KeyboardInterrupt
-        self.received = number
-        if self._raises:
+        now_s = time.monotonic()
+        since_last_s, self._last_s = now_s - self._last_s, now_s
+        first = not self.received
+        if not first and since_last_s < _ONE_REQUEST_S:
+            return
+        self.received = self.received or number
+        if self._raises:  # once more where the first was swallowed, as finalizers swallow what is raised in them
             raise Stopped
+        # A terminal closes once: both the kernel and its shell tell of that, and nobody asks again by it.
+        if not first and number != signal.SIGHUP:
+            raise KeyboardInterrupt
 
     @contextmanager
     def raised(self) -> Iterator[None]:
@@ -43,14 +48,6 @@ class StopRequests:
             yield
         finally:
             self._raises = False
-
-    def _leave_closed_terminals(self) -> None:
-        """What cannot be written to a terminal that is gone must not stop the save."""
-        for descriptor in self._terminals:
-            if not os.isatty(descriptor):
-                nowhere = os.open(os.devnull, os.O_RDWR)
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
 
 
 @contextmanager

@@ -19,9 +19,10 @@ import pytest
 import torch
 
 import protrain.cli.finish
+import protrain.cli.loop
 from protrain.cli.claim import LOCK_FILE, claimed
 from protrain.cli.main import main
-from protrain.cli.signals import SIGNALS, Stopped, stop_requests
+from protrain.cli.signals import SIGNALS, Stopped, StopRequests, stop_requests
 from protrain.manifest import list_saves
 
 transformers = pytest.importorskip("transformers")
@@ -167,7 +168,7 @@ def test_a_run_that_is_stopped_after_its_last_step_is_saved(
     expected, found = weights(tmp_path / "whole"), weights(folder)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     # Times and peak are of the session that took the steps.
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(folder)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["step_ms"] in [row.get("step_ms") for row in rows]
     assert summary["tokens_per_s"] == pytest.approx(64 / summary["step_ms"] * 1000)
@@ -191,6 +192,68 @@ def test_an_ignored_signal_stays_ignored() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_request_to_stop_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("protrain.cli.signals.time.monotonic", lambda: now_s)
+    for number in SIGNALS:
+        requests = StopRequests()
+        requests.receive(number, None)
+        for _ in range(3):  # a wrapper hands it on as well, or bash tells of the terminal that the kernel told of
+            now_s += 0.9
+            requests.receive(number, None)
+        now_s += 1.1
+        requests.receive(signal.SIGHUP, None)
+        now_s += 1.1
+        with pytest.raises(KeyboardInterrupt) as stop:
+            requests.receive(signal.SIGTERM, None)
+        assert stop.type is KeyboardInterrupt, "at once, without a save"
+        assert requests.received == number
+
+
+def test_a_stop_that_a_finalizer_swallowed_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("protrain.cli.signals.time.monotonic", lambda: now_s)
+    requests = StopRequests()
+    with requests.raised():
+        with suppress(Stopped):  # as Python does in __del__ and callbacks of weak references
+            requests.receive(signal.SIGTERM, None)
+        requests.receive(signal.SIGTERM, None)
+        now_s += 1.1
+        with pytest.raises(Stopped):
+            requests.receive(signal.SIGINT, None)
+    assert requests.received == signal.SIGTERM
+
+
+def test_a_run_that_nobody_reads_goes_on_and_is_saved_when_stopped(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    reader, writer = os.pipe()
+    taken = 0
+
+    def step(run: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken == 2:  # Ctrl-C ends `tee` as well, and the next lines go nowhere
+            os.close(reader)
+        if taken == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take_step(run)
+
+    take_step = protrain.cli.loop._step
+    monkeypatch.setattr(protrain.cli.loop, "_step", step)
+    with open(writer, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        assert main(arguments(workplace, folder, log_every=1)) == 143
+        print("what Python says at its exit", file=pipe)
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4]
+    assert len(list_saves(folder / "checkpoints")) == 1
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_whose_terminal_is_closed_is_saved(workplace: Path, tmp_path: Path) -> None:
@@ -227,6 +290,7 @@ def test_a_run_whose_terminal_is_closed_is_saved(workplace: Path, tmp_path: Path
             assert process.poll() is None
             time.sleep(0.01)
         os.close(terminal)
+        process.send_signal(signal.SIGHUP)  # as bash does, right after the kernel
         assert process.wait(timeout=60) == 128 + signal.SIGHUP
     finally:
         process.kill()
