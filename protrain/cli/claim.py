@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from protrain.cli.data import DATA_FOLDER
-from protrain.cli.job import JOB_FILE
+from protrain.cli.files import LOCK_FILE, UNFINISHED_DATA
 
-LOCK_FILE = ".lock"  # hidden, so that neither text nor lists of results hold it
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -21,20 +19,18 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 def claimed(folder: Path) -> Iterator[None]:
     """Hold ``folder``, made if missing, against other processes. The system lets go for a process that is killed.
 
-    Where there is no run in the end, what came to be here is removed.
+    Where no run came of it, what it made is removed.
 
     Raises:
         ValueError: Another process trains there.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    had_data = (folder / DATA_FOLDER).exists()
     lock = _lock(folder)
     try:
         yield
     finally:
-        if not (folder / JOB_FILE).exists() and not had_data:
-            shutil.rmtree(folder / DATA_FOLDER, ignore_errors=True)
+        shutil.rmtree(folder / UNFINISHED_DATA, ignore_errors=True)
         with suppress(OSError):  # while it is held: who opened it before sees that it is another file by then
             (folder / LOCK_FILE).unlink()
         with suppress(OSError):  # also for children that have a copy of it

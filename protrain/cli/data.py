@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protrain.cli.job import JOB_FILE
+from protrain.cli.files import JOB_FILE
 
-DATA_FOLDER = "data"  # of a run
 _FILES = ("train.bin", "held_out.bin")
 _SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
 _PIECE_BYTES = 1024**2  # tokenised at once

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from protrain.cli.files import JOB_FILE, PLAN_FILE, RESULTS
 from protrain.records import Record
 
-JOB_FILE = "job.json"
 DTYPES = ("bfloat16", "float16", "float32")
 
 MOST_SEED = 2**64 - 1  # that random generators take
-STEPS_WITH_TRACE = 5  # three that warm up, and the two traced
 
 # Options that may differ when a run is resumed: they change where things live and what is reported, never the weights.
 FREE = frozenset(
@@ -24,7 +25,6 @@ FREE = frozenset(
         "step_during_backward",
         "threads",
         "checkpoint_every",
-        "trace",
         "keep",
         "evaluate_every",
         "evaluation_batches",
@@ -76,7 +76,6 @@ class TrainJob(Record):
     evaluation_batches: int = 8
     sample_tokens: int = 200  # 0: none
     log_every: int = 10
-    trace: str | None = None
     save_model: bool = True
 
     def __post_init__(self) -> None:
@@ -96,8 +95,6 @@ class TrainJob(Record):
                 "--step-during-backward does not go with --dtype float16, whose steps may be skipped: use bfloat16, or "
                 "drop it"
             )
-        if self.trace and self.steps < STEPS_WITH_TRACE:
-            raise ValueError(f"--trace needs {STEPS_WITH_TRACE} steps, and --steps is {self.steps}")
         if self.warmup is not None and self.warmup > self.steps:
             raise ValueError(
                 f"--warmup {self.warmup} is longer than the run: give at most --steps, which is {self.steps}"
@@ -113,6 +110,16 @@ class TrainJob(Record):
         return min(20, self.steps // 5) if self.warmup is None else self.warmup
 
 
+def is_run(folder: Path) -> bool:
+    """Whether ``folder`` holds a run. A job.json of others is none, one that was edited or is of another version is."""
+    try:
+        options = json.loads((folder / JOB_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    own = {field.name for field in fields(TrainJob)}
+    return isinstance(options, dict) and 2 * len(own & options.keys()) > len(own)
+
+
 def option(name: str) -> str:
     """The command-line spelling of a field."""
     return "--no-model" if name == "save_model" else "--" + name.replace("_", "-")
@@ -122,10 +129,18 @@ def start(folder: Path, given: dict[str, Any]) -> TrainJob:
     """The job of a new run in ``folder``.
 
     Raises:
-        ValueError: ``folder`` holds a run already, or the model is missing.
+        ValueError: ``folder`` holds a run already, or what a run would overwrite, or the model is missing.
     """
-    if (folder / JOB_FILE).exists():
+    if is_run(folder):
         raise ValueError(f"{folder} holds a run already: continue it with --resume, or give another --folder")
+    own = [name for name in RESULTS if os.path.lexists(folder / name)]
+    if PLAN_FILE in own and Path(given.get("plan", "")).resolve() == (folder / PLAN_FILE).resolve():
+        own.remove(PLAN_FILE)  # which the run writes as it is
+    if own:
+        raise ValueError(
+            f"{folder} holds {', '.join(own)}, which is of no run and would be overwritten: give another --folder, or "
+            "move that"
+        )
     if given.get("data") is not None and folder.resolve() == Path(given["data"]).resolve():
         raise ValueError(f"--folder {folder} is the folder of the text: give another, or the run would lie in its text")
     if "model" not in given:

@@ -14,43 +14,54 @@ import torch
 import protrain
 from protrain.cli.data import training_batch
 from protrain.cli.finish import WARMING_UP_STEPS, discard_unfinished, finish
-from protrain.cli.job import STEPS_WITH_TRACE, TrainJob
+from protrain.cli.job import TrainJob
 from protrain.cli.metrics import DelayedRead, ProgressLine, StepResult, StepTimes, resident_bytes, status_line
-from protrain.cli.prepare import prepare, schedule
+from protrain.cli.prepare import keep, prepare, schedule
 from protrain.cli.run import Run
-from protrain.cli.signals import Stopped, StopRequests, stop_requests
+from protrain.cli.signals import Stopped, StopRequests
 from protrain.cli.summary import TrainSummary
 from protrain.progress import Progress
 
-_TRACED_FROM = STEPS_WITH_TRACE - 2  # steps into the run
+_STEPS_WITH_TRACE = 5  # three that warm up, and the two traced
+_TRACED_FROM = _STEPS_WITH_TRACE - 2  # steps into the run
 
 
 class InterruptedRun(Exception):
-    """The run was told to stop and has saved itself."""
+    """The run was told to stop and did, without a loss."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
         self.signal_number = signal_number
 
 
-def train(job: TrainJob, folder: Path, *, resume: bool) -> TrainSummary:
-    """Train as ``job`` says and leave everything in ``folder``.
+def train(
+    job: TrainJob, folder: Path, requests: StopRequests, *, resume: bool, trace: str | None = None
+) -> TrainSummary:
+    """Train as ``job`` says and leave everything in ``folder``; two steps are traced into the file ``trace``.
 
     Raises:
         ValueError: The job cannot be done: model, data, memory, device or checkpoint; says which and what to change.
-        InterruptedRun: SIGINT, SIGTERM or SIGHUP arrived; the run is saved.
+        InterruptedRun: SIGINT, SIGTERM or SIGHUP arrived; the run is saved, or had not begun.
         FloatingPointError: The loss is not a number.
     """
-    run = prepare(job, folder, resume=resume)
-    if job.trace and job.steps - run.step < STEPS_WITH_TRACE:
-        raise ValueError(f"--trace needs {STEPS_WITH_TRACE} steps, and {job.steps - run.step} of {folder} are left")
+    if trace and job.steps < _STEPS_WITH_TRACE:
+        raise ValueError(f"--trace needs {_STEPS_WITH_TRACE} steps, and --steps is {job.steps}")
+    try:
+        with requests.raised():
+            run = prepare(job, folder, resume=resume)
+    except Stopped:
+        raise InterruptedRun(requests.received, f"stopped before a step was taken: {folder} is as it was") from None
+    if trace and job.steps - run.step < _STEPS_WITH_TRACE:
+        raise ValueError(
+            f"--trace needs {_STEPS_WITH_TRACE} steps, and {job.steps - run.step} of {folder} are left: leave it out"
+        )
+    keep(run, resumed=resume)
     times = StepTimes(skip=WARMING_UP_STEPS)
-    with stop_requests() as requests:
-        saved_step = _steps(run, times, requests, resumed=resume)
-        return _finish(run, times, requests, saved_step)
+    saved_step = _steps(run, times, requests, resumed=resume, trace=trace)
+    return _finish(run, times, requests, saved_step)
 
 
-def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool) -> int:
+def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool, trace: str | None) -> int:
     """Every step that is left; returns the step of the newest save, 0 without one."""
     job = run.job
     saved_step = run.step
@@ -61,13 +72,13 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool)
         delayed = DelayedRead(run.device)
         first_step = run.step
         while run.step < job.steps:
-            if job.trace and run.step == first_step + _TRACED_FROM:
-                tracing.enter_context(protrain.trace(run.optimizer, job.trace))
+            if trace and run.step == first_step + _TRACED_FROM:
+                tracing.enter_context(protrain.trace(run.optimizer, trace))
             loss, norm = _step(run)
-            if job.trace and run.step == first_step + _TRACED_FROM + 2:
+            if trace and run.step == first_step + _TRACED_FROM + 2:
                 tracing.close()
                 times.pause()
-                line.note(f"steps {run.step - 1} and {run.step} traced: {job.trace}")
+                line.note(f"steps {run.step - 1} and {run.step} traced: {trace}")
             # The step before is read here, while this one runs.
             report(delayed.take())
             delayed.put(run.step, loss, norm)
@@ -88,15 +99,17 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool)
 
 
 def _finish(run: Run, times: StepTimes, requests: StopRequests, saved_step: int) -> TrainSummary:
-    """What follows the last step; interrupted there, the steps are kept, and resuming does the rest."""
+    """What follows the last step; where that ends early, the steps are kept, and resuming does the rest."""
     try:
         with requests.raised():
             return finish(run, times)
-    except Stopped:
+    except (Stopped, Exception) as error:
         discard_unfinished(run.folder)
         if saved_step != run.step:
             Progress(enabled=True).note(f"saved {run.save()}")
-        raise _interrupted(run, requests.received) from None
+        if isinstance(error, Stopped):
+            raise _interrupted(run, requests.received) from None
+        raise
 
 
 def _interrupted(run: Run, signal_number: int) -> InterruptedRun:

@@ -13,11 +13,9 @@ from typing import Any, TextIO, cast
 
 import torch
 
+from protrain.cli.files import CURVE_FILE, METRICS_FILE
 from protrain.progress import StandardError, say
 from protrain.quantities import format_bytes
-
-METRICS_FILE = "metrics.jsonl"
-CURVE_FILE = "loss.png"
 
 
 @dataclass(frozen=True)
@@ -107,12 +105,18 @@ class MetricsFile:
         self.rows: list[dict[str, Any]] = []
         if resumed_step and self._path.exists():
             self.rows = [row for row in _read_rows(self._path) if row["step"] <= resumed_step]
-        scratch = self._path.with_suffix(".tmp")
-        scratch.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        os.replace(scratch, self._path)
+        self._has_others = True  # the file may hold other rows than these
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append ``row``, which names its step."""
+        """Append ``row``, which names its step; in place of the last one where that is the same anew."""
+        if self.rows and (self.rows[-1]["step"], self.rows[-1].keys()) == (row["step"], row.keys()):
+            self.rows.pop()  # a run that was stopped after its last step evaluates that again
+            self._has_others = True
+        if self._has_others:
+            scratch = self._path.with_suffix(".tmp")
+            scratch.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+            os.replace(scratch, self._path)
+            self._has_others = False
         self.rows.append(row)
         with open(self._path, "a") as file:
             file.write(json.dumps(row) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,11 +15,12 @@ import protrain
 from protrain.checkpoint import load_checkpoint
 from protrain.chunked_loss import available as liger_installed
 from protrain.chunked_loss import find_head
-from protrain.cli.data import DATA_FOLDER, Codec, Tokens, check_length, find_documents, tokenize, training_batch
-from protrain.cli.job import JOB_FILE, TrainJob
+from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
+from protrain.cli.files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, UNFINISHED_DATA
+from protrain.cli.job import TrainJob
 from protrain.cli.metrics import MetricsFile, ProgressLine
 from protrain.cli.models import LoadedModel, fit_positions, load_model
-from protrain.cli.run import CHECKPOINTS, Run
+from protrain.cli.run import Run
 from protrain.engine.weight_files import weight_sources
 from protrain.manifest import list_saves
 from protrain.planning import Plan
@@ -27,11 +29,9 @@ from protrain.profiler.blocks import find_blocks
 from protrain.profiler.trace import parameter_records
 from protrain.progress import Progress
 
-PLAN_FILE = "plan.json"
-
 
 def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
-    """Everything up to the first step.
+    """Everything up to the first step; :func:`keep` makes a run of it.
 
     Raises:
         ValueError: The job cannot be done: model, data, memory, device or checkpoint; says which and what to change.
@@ -53,7 +53,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     refuse_early(loaded, plain, plan, dtype, device, chunked=chunked)
     if loaded.weights is not None and loaded.tokenizer is None:
         Progress(enabled=True).note(f"{loaded.weights} brings no tokenizer: text is read as bytes")
-    tokens = _read(job, loaded.codec, folder)
+    tokens = _read(job, loaded.codec, folder / (DATA_FOLDER if resume else UNFINISHED_DATA))
     check_length(tokens, sequence=sequence)
 
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
@@ -82,9 +82,6 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         if extra["data_crc32"] != tokens.crc32:
             raise ValueError(f"the data changed since {folder} was saved; restore it, or start another --folder")
         step = extra["step"]
-    # Written once everything that can be wrong has been seen, so that a failed start leaves no run behind.
-    job.save(folder / JOB_FILE)
-    optimizer.plan.save(folder / PLAN_FILE)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     return Run(
@@ -102,6 +99,14 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         metrics=MetricsFile(folder, resumed_step=step),
         step=step,
     )
+
+
+def keep(run: Run, *, resumed: bool) -> None:
+    """Let the folder be that of ``run``: once everything that can be wrong has been seen."""
+    run.job.save(run.folder / JOB_FILE)  # first, as the others are a run's only beside it
+    if not resumed:
+        os.rename(run.folder / UNFINISHED_DATA, run.folder / DATA_FOLDER)
+    run.optimizer.plan.save(run.folder / PLAN_FILE)
 
 
 def refuse_early(
@@ -220,4 +225,4 @@ def _read(job: TrainJob, codec: Codec, folder: Path) -> Tokens:
             done += count
             line.update(done // 2**20, "", plain=False)
 
-        return tokenize(documents, codec, folder / DATA_FOLDER, held_out=job.held_out, progress=progress)
+        return tokenize(documents, codec, folder, held_out=job.held_out, progress=progress)

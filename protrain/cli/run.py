@@ -10,11 +10,10 @@ import torch
 
 from protrain.checkpoint import save_checkpoint
 from protrain.cli.data import Tokens, evaluation_batches
+from protrain.cli.files import CHECKPOINTS
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import MetricsFile
 from protrain.cli.models import LoadedModel, attention_flops_per_token
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass

@@ -11,8 +11,6 @@ import torch
 from protrain.planning.plan import Plan
 from protrain.records import Record
 
-SUMMARY_FILE = "summary.json"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSummary(Record):

@@ -11,6 +11,7 @@ from typing import Any
 
 from protrain.cli import job as jobs
 from protrain.cli.claim import claimed
+from protrain.cli.files import SUMMARY_FILE
 from protrain.cli.job import DTYPES, MOST_SEED, TrainJob
 from protrain.cli.loop import train
 from protrain.cli.options import (
@@ -27,7 +28,8 @@ from protrain.cli.options import (
     writable_folder,
 )
 from protrain.cli.shapes import SHAPES
-from protrain.cli.summary import SUMMARY_FILE, TrainSummary
+from protrain.cli.signals import stop_requests
+from protrain.cli.summary import TrainSummary
 from protrain.progress import Progress
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
@@ -149,13 +151,13 @@ def run_command(args: argparse.Namespace) -> None:
     if args.resume and not hasattr(args, "folder"):
         raise ValueError("--resume needs the --folder of the run")
     folder = getattr(args, "folder", None) or _new_folder(given.get("model", ""))
-    with claimed(folder):
+    with stop_requests() as requests, claimed(folder):
         job = jobs.resume(folder, given) if args.resume else jobs.start(folder, given)
-        if args.resume and (folder / SUMMARY_FILE).exists():  # the last file that a run writes
+        if args.resume and (folder / SUMMARY_FILE).exists():
             summary = TrainSummary.load(folder / SUMMARY_FILE)
             Progress(enabled=True).note(f"nothing to resume: all {job.steps} steps of {folder} are done")
         else:
-            summary = train(job, folder, resume=args.resume)
+            summary = train(job, folder, requests, resume=args.resume, trace=getattr(args, "trace", None))
     files = f"in {folder}: {', '.join(sorted(path.name for path in folder.iterdir() if not path.name.startswith('.')))}"
     emit(summary, args, "\n".join([summary.table(), "", files, summary.last_line()]))
 

@@ -19,7 +19,7 @@ from protrain.cli.data import (
     tokenizer_codec,
     training_batch,
 )
-from protrain.cli.job import JOB_FILE
+from protrain.cli.files import JOB_FILE
 
 
 def make_tokens(folder: Path, text: str, held_out: float = 0.1) -> Tokens:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from protrain.cli.job import JOB_FILE, TrainJob, resume, start
+from protrain.cli.files import JOB_FILE, LOCK_FILE, PLAN_FILE, RESULTS, UNFINISHED_DATA
+from protrain.cli.job import TrainJob, resume, start
 
 
 def test_a_resumed_run_takes_its_own_options_and_new_placement(tmp_path: Path) -> None:
@@ -27,6 +28,25 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         start(tmp_path, {"model": "tiny"})
 
 
+@pytest.mark.parametrize("name", RESULTS)
+def test_what_a_run_would_overwrite_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"{tmp_path} holds {name}, which is of no run .*: give another --folder"):
+        start(tmp_path, {"model": "tiny"})
+
+
+def test_a_plan_may_lie_where_the_run_writes_it(tmp_path: Path) -> None:
+    (tmp_path / PLAN_FILE).touch()
+    start(tmp_path, {"model": "tiny", "plan": str(tmp_path / PLAN_FILE)})
+
+
+def test_what_a_killed_start_leaves_is_in_nobody_s_way(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).touch()
+    (tmp_path / UNFINISHED_DATA).mkdir()
+    (tmp_path / UNFINISHED_DATA / "train.bin").touch()
+    start(tmp_path, {"model": "tiny"})
+
+
 def test_a_learning_rate_of_nothing_is_one() -> None:
     assert TrainJob(model="tiny", learning_rate=0.0).peak_learning_rate(0.003) == 0.0
     assert TrainJob(model="tiny").peak_learning_rate(0.003) == 0.003
@@ -43,7 +63,5 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
         start(tmp_path, {"model": "tiny", "step_during_backward": True})
     with pytest.raises(ValueError, match="--step-during-backward does not go with --dtype float16"):
         start(tmp_path, {"model": "tiny", "step_during_backward": True, "clip": 0.0, "dtype": "float16"})
-    with pytest.raises(ValueError, match="--trace needs 5 steps, and --steps is 4"):
-        start(tmp_path, {"model": "tiny", "steps": 4, "trace": "trace.json"})
     with pytest.raises(ValueError, match="--warmup 20 is longer than the run: give at most --steps, which is 10"):
         start(tmp_path, {"model": "tiny", "steps": 10, "warmup": 20})

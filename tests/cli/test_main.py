@@ -96,6 +96,10 @@ def test_help_shows_a_real_example(command: str, capsys: pytest.CaptureFixture[s
         (["plan", "tiny", "--device", "cpu", "--out", "file.txt/plan.json"], "--out: "),
         (["calibrate", "--device", "cpu", "--out", "folder"], "--out: folder is a folder"),
         (["train", "--model", "tiny", "--device", "cpu", "--out", "file.txt/summary.json"], "file.txt is no folder"),
+        (
+            ["train", "--model", "tiny", "--device", "cpu", "--steps", "4", "--trace", "trace.json"],
+            "--trace needs 5 steps, and --steps is 4",
+        ),
         (["train", "--model", "tiny", "--device", "cpu", "--trace", "folder"], "--trace: folder is a folder"),
         (["train", "--model", "tiny", "--device", "cpu", "--folder", "file.txt"], "--folder: file.txt is a file"),
         (["plan", "tiny", "--device", "cpu", "--picture", "folder"], "--picture: folder is a folder"),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from protrain.cli.files import METRICS_FILE
 from protrain.cli.metrics import (
-    METRICS_FILE,
     DelayedRead,
     MetricsFile,
     StepTimes,
@@ -56,7 +56,18 @@ def test_a_damaged_line_ends_the_rows(damage: bytes, tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).write_bytes(b"\n".join(rows))
     resumed = MetricsFile(tmp_path, resumed_step=3)
     assert resumed.rows == [{"step": 1, "loss": 4.0}]
-    assert json.loads((tmp_path / METRICS_FILE).read_text()) == resumed.rows[0]
+    resumed.add({"step": 4, "loss": 1.0})
+    assert [json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()] == [1, 4]
+
+
+def test_a_step_that_is_evaluated_again_has_one_row(tmp_path: Path) -> None:
+    for evaluation_loss in (3.0, 2.0):
+        file = MetricsFile(tmp_path, resumed_step=1)
+        if not file.rows:
+            file.add({"step": 1, "loss": 4.0})
+        file.add({"step": 1, "evaluation_loss": evaluation_loss})
+    rows = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert rows == file.rows == [{"step": 1, "loss": 4.0}, {"step": 1, "evaluation_loss": 2.0}]
 
 
 def test_times_leave_out_pauses_and_the_first_steps() -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from protrain.cli.data import byte_codec, find_documents, tokenize, training_batch
-from protrain.cli.job import JOB_FILE, MOST_SEED, TrainJob
+from protrain.cli.files import JOB_FILE
+from protrain.cli.job import MOST_SEED, TrainJob
 from protrain.cli.main import main
 
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,13 @@ from typing import Any
 import pytest
 import torch
 
+import protrain
 import protrain.cli.finish
 import protrain.cli.loop
-from protrain.cli.claim import LOCK_FILE, claimed
+import protrain.cli.run
+from protrain.cli.claim import claimed
+from protrain.cli.files import LOCK_FILE, UNFINISHED_DATA
+from protrain.manifest import list_saves
 from protrain.cli.main import main
 from protrain.cli.signals import SIGNALS, Stopped, StopRequests, stop_requests
 from protrain.manifest import list_saves
@@ -81,12 +86,12 @@ def test_a_second_process_in_a_folder_is_refused(
 ) -> None:
     folder = tmp_path / "run"
     with claimed(folder):
-        (folder / "data").mkdir()
+        (folder / UNFINISHED_DATA).mkdir()
         for command in (arguments(workplace, folder), ["train", "--resume", "--folder", str(folder)]):
             assert main(command) == 2
             said = f"another process trains in {folder}: wait for it, or pick another --folder"
             assert capsys.readouterr().err == f"protrain train: {said}\n"
-        assert sorted(path.name for path in folder.iterdir()) == [LOCK_FILE, "data"]
+        assert sorted(path.name for path in folder.iterdir()) == [UNFINISHED_DATA, LOCK_FILE]
     assert not folder.exists(), "no run came of it"
 
 
@@ -117,6 +122,47 @@ def test_a_failed_start_leaves_what_was_there(
         assert "fewer than one sequence" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "short.txt"]
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_what_is_there_is_not_overwritten(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(workplace / "source", tmp_path / "model")
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert main(arguments(workplace, Path(), model="model")) == 2
+    said = (
+        ". holds checkpoints, model, which is of no run and would be overwritten: give another --folder, or move that"
+    )
+    assert capsys.readouterr().err == f"protrain train: {said}\n"
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_start_that_is_stopped_leaves_nothing(
+    number: signal.Signals,
+    workplace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrap(*_: Any, **__: Any) -> None:
+        assert (folder / UNFINISHED_DATA / "train.bin").exists()
+        assert not (folder / "data").exists(), "a killed start would leave what looks like the user's own"
+        os.kill(os.getpid(), number)
+        pytest.fail("not stopped")
+
+    folder = tmp_path / "run"
+    monkeypatch.setattr(protrain, "wrap", wrap)
+    before = signal.signal(number, signal.default_int_handler)  # a shell may have it ignored
+    try:
+        assert main(arguments(workplace, folder)) == 128 + number
+    finally:
+        signal.signal(number, before)
+    said = f"protrain train: stopped before a step was taken: {folder} is as it was"
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    assert list(tmp_path.iterdir()) == []
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -169,10 +215,45 @@ def test_a_run_that_is_stopped_after_its_last_step_is_saved(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     # Times and peak are of the session that took the steps.
     rows = metrics(folder)
+    assert [row["step"] for row in rows if "evaluation_loss" in row] == [STEPS]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["step_ms"] in [row.get("step_ms") for row in rows]
     assert summary["tokens_per_s"] == pytest.approx(64 / summary["step_ms"] * 1000)
     assert summary["device_peak_bytes"] == max(row.get("device_bytes", 0) for row in rows)
+
+
+def test_a_trace_is_of_one_start_and_a_failed_end_keeps_the_steps(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, traced, again = tmp_path / "run", tmp_path / "trace.json", ["train", "--resume", "--folder"]
+    with monkeypatch.context() as patch:
+
+        def step(run: Any) -> Any:
+            if run.step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return take_step(run)
+
+        take_step = protrain.cli.loop._step
+        patch.setattr(protrain.cli.loop, "_step", step)
+        assert main(arguments(workplace, folder, trace=traced)) == 143
+    assert traced.exists()
+    job = (folder / "job.json").read_bytes()
+    capsys.readouterr()
+    assert main([*again, str(folder), "--keep", "3", "--trace", str(traced)]) == 2
+    said = f"protrain train: --trace needs 5 steps, and 2 of {folder} are left: leave it out"
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    assert (folder / "job.json").read_bytes() == job
+
+    with monkeypatch.context() as patch:
+
+        def evaluate(run: Any) -> None:
+            raise MemoryError("no room for an evaluation")
+
+        patch.setattr(protrain.cli.run.Run, "evaluate", evaluate)
+        assert main([*again, str(folder)]) == 1
+    assert "no room for an evaluation" in capsys.readouterr().err
+    assert [path.name.rpartition("-")[2] for path in list_saves(folder / "checkpoints")] == ["6", str(STEPS)]
+    assert main([*again, str(folder)]) == 0
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
