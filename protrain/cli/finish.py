@@ -72,6 +72,7 @@ def sample(run: Run) -> str:
 def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> TrainSummary:
     """The figures of a run whose steps are all done."""
     job, losses = run.job, run.metrics.losses()
+    last_losses = [loss for step, loss in losses.items() if step > job.steps - max(job.steps // 10, 1)]
     device_peak_bytes = run.device_peak_bytes
     if not times.milliseconds:  # this process resumed at the end: sessions before it have seen the steps
         times = _recorded_times(run)
@@ -92,8 +93,8 @@ def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> Trai
         accumulation=job.accumulation,
         tokens_per_step=run.tokens_per_step,
         steps=job.steps,
-        initial_loss=losses[0],
-        final_loss=statistics.fmean(losses[-max(len(losses) // 10, 1) :]),
+        initial_loss=losses.get(1),
+        final_loss=statistics.fmean(last_losses) if last_losses else None,
         evaluation_loss=evaluation_loss,
         unigram_entropy=run.tokens.unigram_entropy,
         step_ms=step_ms,

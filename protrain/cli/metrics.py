@@ -121,9 +121,9 @@ class MetricsFile:
         with open(self._path, "a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def losses(self) -> list[float]:
-        """Training losses in order of steps."""
-        return [row["loss"] for row in self.rows if "loss" in row]
+    def losses(self) -> dict[int, float]:
+        """The training loss of each step, in order; of damaged lines there is none."""
+        return {row["step"]: row["loss"] for row in self.rows if "loss" in row}
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
@@ -147,8 +147,10 @@ def _is_row(row: Any) -> bool:
     """Whether ``row`` names its step and holds figures."""
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return False
-    losses = [row[name] for name in ("loss", "evaluation_loss") if name in row]
-    return all(isinstance(loss, int | float) for loss in losses)
+    return all(
+        isinstance(value, int | float) or (value is None and name not in ("loss", "evaluation_loss"))
+        for name, value in row.items()
+    )
 
 
 class ProgressLine:

@@ -29,8 +29,8 @@ class TrainSummary(Record):
     accumulation: int
     tokens_per_step: int
     steps: int
-    initial_loss: float  # of the first step
-    final_loss: float  # mean of the last tenth of the steps
+    initial_loss: float | None  # of the first step; None where metrics.jsonl was damaged
+    final_loss: float | None  # mean of the last tenth of the steps
     evaluation_loss: float | None  # on the held-out part, at the end
     unigram_entropy: float  # of the data, nats a token: the loss of a model that ignores context
     step_ms: float | None  # median
@@ -56,8 +56,9 @@ class TrainSummary(Record):
         """Initial and final loss, tokens/s and the plan, in one line."""
         held_out = "" if self.evaluation_loss is None else f", held out {self.evaluation_loss:.3f}"
         speed = "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
+        first, last = ("-" if loss is None else f"{loss:.3f}" for loss in (self.initial_loss, self.final_loss))
         return (
-            f"loss {self.initial_loss:.3f} -> {self.final_loss:.3f} (unigram entropy {self.unigram_entropy:.3f}"
+            f"loss {first} -> {last} (unigram entropy {self.unigram_entropy:.3f}"
             f"{held_out}), {speed} tokens/s, plan {self.plan}"
         )
 

@@ -30,7 +30,7 @@ def test_a_resumed_file_forgets_steps_after_the_checkpoint_and_a_torn_line(tmp_p
     resumed = MetricsFile(tmp_path, resumed_step=2)
     resumed.add({"step": 3, "loss": 30.0})
     resumed.add({"step": 3, "evaluation_loss": 1.0})
-    assert resumed.losses() == [1.0, 2.0, 30.0]
+    assert resumed.losses() == {1: 1.0, 2: 2.0, 3: 30.0}
     lines = (tmp_path / METRICS_FILE).read_text().splitlines()
     assert [json.loads(line) for line in lines] == resumed.rows
     assert MetricsFile(tmp_path, resumed_step=0).rows == [], "a new run starts empty"
@@ -46,6 +46,8 @@ def test_a_resumed_file_forgets_steps_after_the_checkpoint_and_a_torn_line(tmp_p
         b"{}",
         b'{"step": "2"}',
         b'{"step": 2, "loss": "low"}',
+        b'{"step": 2, "loss": null}',
+        b'{"step": 2, "loss": 1.0, "step_ms": "fast"}',
         b"\xff\xfe",
         b"[" * 100_000,
     ],
