@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from protrain.cli.files import JOB_FILE
+from protrain.cli.job import is_run
 
 _FILES = ("train.bin", "held_out.bin")
 _SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
@@ -71,10 +72,10 @@ def tokenizer_codec(tokenizer: Any) -> Codec:
     )
 
 
-def find_documents(path: str | os.PathLike[str] | None) -> list[Path]:
+def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = None) -> list[Path]:
     """Text files of ``path`` (a file, or a folder searched to its depth), or Python's own sources when it is None.
 
-    What runs have left in ``path`` is no text: it grows while they train.
+    What runs have left in ``path`` is no text: it grows while they train. The folder ``but`` will be that of one.
 
     Raises:
         ValueError: ``path`` does not exist, is no regular file, or holds no text file.
@@ -99,7 +100,9 @@ def find_documents(path: str | os.PathLike[str] | None) -> list[Path]:
             for file in sorted(root.rglob("*"))
             if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
         ]
-        runs = {file.parent for file in files if file.name == JOB_FILE}
+        runs = {file.parent for file in files if file.name == JOB_FILE and is_run(file.parent)}
+        if but is not None and but.resolve().is_relative_to(root.resolve()):
+            runs.add(root / but.resolve().relative_to(root.resolve()))
         files = [file for file in files if not runs.intersection(file.parents)]
     texts = [file for file in files if _is_text(file)]
     if not texts:

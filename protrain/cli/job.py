@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from protrain.cli.files import JOB_FILE, PLAN_FILE, RESULTS
+from protrain.cli.options import LEAST_SEQUENCE, misfit
+from protrain.cli.shapes import SHAPES
+from protrain.quantities import parse_memory
 from protrain.records import Record
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-MOST_SEED = 2**64 - 1  # that random generators take
+# What options may be, ends included: floats for the options that need not be whole. Also of a job.json that was edited.
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("batch", "accumulation", "steps", "threads", "keep", "evaluation_batches", "log_every"), (1, inf)),
+    **dict.fromkeys(("warmup", "checkpoint_every", "evaluate_every", "sample_tokens"), (0, inf)),
+    "sequence": (LEAST_SEQUENCE, inf),
+    "seed": (0, 2**64 - 1),  # that random generators take
+    "learning_rate": (0.0, 10.0),
+    "min_learning_rate": (0.0, 1.0),
+    "weight_decay": (0.0, 10.0),
+    "clip": (0.0, 1e9),
+    "held_out": (0.0, 0.5),
+}
 
 # Options that may differ when a run is resumed: they change where things live and what is reported, never the weights.
 FREE = frozenset(
@@ -33,13 +48,6 @@ FREE = frozenset(
         "save_model",
     }
 )
-
-
-_LEAST = {
-    **dict.fromkeys(("batch", "accumulation", "steps", "threads", "keep", "evaluation_batches", "log_every"), 1),
-    **dict.fromkeys(("warmup", "seed", "checkpoint_every", "evaluate_every", "sample_tokens"), 0),
-    "sequence": 2,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +87,15 @@ class TrainJob(Record):
     save_model: bool = True
 
     def __post_init__(self) -> None:
-        # Also of a job.json that was edited, which no option's type has seen.
-        for name, least in _LEAST.items():
+        for name, (least, most) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{option(name)} must be at least {least}, not {value}")
-        if self.seed > MOST_SEED:
-            raise ValueError(f"--seed must be at most {MOST_SEED}, not {self.seed}")
+            if value is not None and (wrong := misfit(value, least, most)):
+                raise ValueError(f"{option(name)} {wrong}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
+        for name in ("device_memory", "host_memory"):
+            if getattr(self, name) is not None:
+                parse_memory(getattr(self, name), name=option(name))
         if self.clip and self.step_during_backward:
             raise ValueError(
                 "--step-during-backward updates before the norm is known: give --clip 0 as well, or drop it"
@@ -145,7 +155,7 @@ def start(folder: Path, given: dict[str, Any]) -> TrainJob:
         raise ValueError(f"--folder {folder} is the folder of the text: give another, or the run would lie in its text")
     if "model" not in given:
         raise ValueError("--model is missing: give a name or a folder, for example --model tiny")
-    return TrainJob(**given)
+    return TrainJob(**_located(given))
 
 
 def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
@@ -157,12 +167,42 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
     if not (folder / JOB_FILE).exists():
         raise ValueError(f"--resume: {folder} holds no run; give the --folder of one")
     job = TrainJob.load(folder / JOB_FILE)
-    for name, value in given.items():
-        if name not in FREE and value != getattr(job, name):
-            own = "the default" if getattr(job, name) is None else getattr(job, name)
+    given = _located(given)
+    for name, value in list(given.items()):
+        own = getattr(job, name)
+        if name in ("model", "data") and own is not None and own not in SHAPES:
+            if _is_moved(own, value):
+                continue
+            if _is_place(own, value):
+                given[name] = value = own
+        if name not in FREE and value != own:
+            own = "the default" if own is None else own
             raise ValueError(
                 f"{option(name)} {value} differs from {own} of the run in {folder}; "
                 f"leave it out to resume, or start another --folder"
             )
-    values = {field.name: getattr(job, field.name) for field in fields(job)}
-    return TrainJob(**{**values, **given})
+    return replace(job, **given)
+
+
+def _located(given: dict[str, Any]) -> dict[str, Any]:
+    """``given`` with absolute paths of what exists: a run is continued from any working directory."""
+    located = dict(given)
+    for name in ("model", "data", "plan"):
+        path = given.get(name)
+        is_shape = name == "model" and path in SHAPES
+        if path is not None and not is_shape and os.path.exists(path):
+            located[name] = str(Path(path).absolute())
+    return located
+
+
+def _is_place(own: str, given: str) -> bool:
+    """Whether ``given`` is the path ``own``; one that is not here may be relative to where the run was started."""
+    if os.path.exists(given):
+        return os.path.exists(own) and os.path.samefile(own, given)
+    parts = Path(given).parts
+    return bool(parts) and Path(own).parts[-len(parts) :] == parts
+
+
+def _is_moved(own: str, given: str) -> bool:
+    """Whether ``given`` may be where the path ``own`` is by now: other text is seen by its checksum."""
+    return os.path.isabs(given) and os.path.exists(given) and not os.path.exists(own)

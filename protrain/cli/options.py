@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 import sys
@@ -13,6 +14,8 @@ from typing import Any, NoReturn
 
 from protrain.quantities import parse_memory
 from protrain.records import Record
+
+LEAST_SEQUENCE = 2  # each token is learnt from those before it
 
 # The arguments of protrain.wrap that options stand for. Some are words of their own: these count before a "=" alone.
 _ARGUMENTS = {
@@ -66,32 +69,47 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of at least ``least``."""
+def misfit(value: float, least: float, most: float) -> str:
+    """What is wrong with ``value`` where a number in [least, most] is asked for; empty if nothing is."""
+    if least <= value <= most:
+        return ""
+    range_text = f"at least {_plain(least)}" if most == math.inf else f"between {_plain(least)} and {_plain(most)}"
+    return f"must be {range_text}, not {_plain(value)}"
+
+
+def _plain(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """An argparse type: a whole number in [least, most]."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, not {value}")
+        if wrong := misfit(value, least, most):
+            raise argparse.ArgumentTypeError(wrong)
         return value
 
     return parse
 
 
-def number(least: float, most: float = float("inf"), *, open_ended: bool = False) -> Callable[[str], float]:
-    """An argparse type: a number in [least, most], without the ends when ``open_ended``."""
+def number(least: float, most: float = math.inf, *, open_ended: bool = False) -> Callable[[str], float]:
+    """An argparse type: a finite number in [least, most], without the ends when ``open_ended``."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
-        inside = least < value < most if open_ended else least <= value <= most
-        if not inside or value == float("inf"):
-            raise argparse.ArgumentTypeError(f"must be between {least:g} and {most:g}, not {text}")
+        if value == math.inf:
+            raise argparse.ArgumentTypeError("must be finite")
+        if wrong := misfit(value, least, most):
+            raise argparse.ArgumentTypeError(wrong)
+        if open_ended and value in (least, most):
+            raise argparse.ArgumentTypeError(f"must lie between {least:g} and {most:g}, not at {text}")
         return value
 
     return parse
@@ -143,7 +161,11 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 def add_sequence_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, default: str) -> None:
     """--sequence; ``default``: what is taken without it, in words."""
     parser.add_argument(
-        "--sequence", "--seq", type=whole(2), metavar="TOKENS", help=f"tokens in a sequence (default: {default})"
+        "--sequence",
+        "--seq",
+        type=whole(LEAST_SEQUENCE),
+        metavar="TOKENS",
+        help=f"tokens in a sequence (default: {default})",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,11 +50,20 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     if plan is not None:
         check_tokens(plan, job.batch, sequence)
     plain = adamw(loaded.model, job.peak_learning_rate(loaded.learning_rate), job.weight_decay)
-    chunked = choose_loss(job.chunked_loss, device)
+    # Resolved for good: what changes the weights must not depend on the device that a run is resumed on.
+    job = replace(
+        job,
+        dtype=str(dtype).removeprefix("torch."),
+        compile=choose_compile(job.compile, device),
+        chunked_loss=choose_loss(job.chunked_loss, device),
+    )
+    chunked = bool(job.chunked_loss)
+    if resume and chunked:
+        _refuse_other_loss(loaded.model, device, folder)
     refuse_early(loaded, plain, plan, dtype, device, chunked=chunked)
     if loaded.weights is not None and loaded.tokenizer is None:
         Progress(enabled=True).note(f"{loaded.weights} brings no tokenizer: text is read as bytes")
-    tokens = _read(job, loaded.codec, folder / (DATA_FOLDER if resume else UNFINISHED_DATA))
+    tokens = _read(job, loaded.codec, folder, resume=resume)
     check_length(tokens, sequence=sequence)
 
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
@@ -71,7 +81,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         weights=loaded.weights,
         step_during_backward=job.step_during_backward,
         accumulation=job.accumulation,
-        compile=choose_compile(job.compile, device),
+        compile=bool(job.compile),
         chunked_loss=chunked,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
@@ -132,6 +142,17 @@ def refuse_early(
             str(dtype).removeprefix("torch."),
             n_blocks=len(find_blocks(model)),
         )
+
+
+def _refuse_other_loss(model: nn.Module, device: torch.device, folder: Path) -> None:
+    try:
+        find_head(model, device)
+    except ValueError as error:
+        needs = str(error).partition(":")[0]
+        raise ValueError(
+            f"--resume: the run in {folder} was started with --chunked-loss, and without it the weights would differ: "
+            f"{needs}; resume it where there is one, or start another --folder"
+        ) from None
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -214,8 +235,8 @@ def schedule(job: TrainJob) -> Callable[[int], float]:
     return factor
 
 
-def _read(job: TrainJob, codec: Codec, folder: Path) -> Tokens:
-    documents = find_documents(job.data)
+def _read(job: TrainJob, codec: Codec, folder: Path, *, resume: bool) -> Tokens:
+    documents = find_documents(job.data, but=folder)
     size = sum(document.stat().st_size for document in documents)
     done = 0
     with ProgressLine("reading text, MiB", max(size // 2**20, 1)) as line:
@@ -225,4 +246,5 @@ def _read(job: TrainJob, codec: Codec, folder: Path) -> Tokens:
             done += count
             line.update(done // 2**20, "", plain=False)
 
-        return tokenize(documents, codec, folder, held_out=job.held_out, progress=progress)
+        target = folder / (DATA_FOLDER if resume else UNFINISHED_DATA)
+        return tokenize(documents, codec, target, held_out=job.held_out, progress=progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from protrain.cli import job as jobs
 from protrain.cli.claim import claimed
 from protrain.cli.files import SUMMARY_FILE
-from protrain.cli.job import DTYPES, MOST_SEED, TrainJob
+from protrain.cli.job import DTYPES, RANGES, TrainJob
 from protrain.cli.loop import train
 from protrain.cli.options import (
     Parser,
@@ -65,22 +66,26 @@ def add_command(commands: Any) -> None:
         help="continue the run in --folder, with its options; only what never changes the weights may differ: "
         + ", ".join(sorted(map(jobs.option, jobs.FREE))),
     )
-    what.add_argument("--seed", type=seed, help=f"of weights, batches and sample {shown('seed')}")
+    what.add_argument("--seed", type=ranged("seed"), help=f"of weights, batches and sample {shown('seed')}")
 
     steps = parser.add_argument_group("steps")
-    steps.add_argument("--batch", type=whole(1), help=f"sequences in a batch {shown('batch')}")
+    steps.add_argument("--batch", type=ranged("batch"), help=f"sequences in a batch {shown('batch')}")
     add_sequence_option(steps, default="256 for tiny, else 1024")
-    steps.add_argument("--accumulation", type=whole(1), help=f"batches in a step {shown('accumulation')}")
-    steps.add_argument("--steps", type=whole(1), help=f"optimizer steps {shown('steps')}")
-    steps.add_argument("--learning-rate", type=number(0, 10), help="at its peak (default: depends on the model)")
+    steps.add_argument("--accumulation", type=ranged("accumulation"), help=f"batches in a step {shown('accumulation')}")
+    steps.add_argument("--steps", type=ranged("steps"), help=f"optimizer steps {shown('steps')}")
     steps.add_argument(
-        "--warmup", type=whole(0), help="steps of linear warm-up, then a cosine (default: 20, at most a fifth)"
+        "--learning-rate", type=ranged("learning_rate"), help="at its peak (default: depends on the model)"
     )
     steps.add_argument(
-        "--min-learning-rate", type=number(0, 1), help=f"at the end, share of the peak {shown('min_learning_rate')}"
+        "--warmup", type=ranged("warmup"), help="steps of linear warm-up, then a cosine (default: 20, at most a fifth)"
     )
-    steps.add_argument("--weight-decay", type=number(0, 10), help=f"of matrices {shown('weight_decay')}")
-    steps.add_argument("--clip", type=number(0, 1e9), help=f"largest gradient norm; 0: off {shown('clip')}")
+    steps.add_argument(
+        "--min-learning-rate",
+        type=ranged("min_learning_rate"),
+        help=f"at the end, share of the peak {shown('min_learning_rate')}",
+    )
+    steps.add_argument("--weight-decay", type=ranged("weight_decay"), help=f"of matrices {shown('weight_decay')}")
+    steps.add_argument("--clip", type=ranged("clip"), help=f"largest gradient norm; 0: off {shown('clip')}")
     steps.add_argument("--dtype", choices=DTYPES, help="of weights (default: bfloat16 on a GPU, float32 on a CPU)")
 
     add_compile_option(steps)
@@ -91,30 +96,36 @@ def add_command(commands: Any) -> None:
     add_memory_options(placement)
     placement.add_argument("--plan", metavar="FILE", help="a plan of `protrain plan --out FILE`; skips the search")
     placement.add_argument("--step-during-backward", action="store_true", help="update inside backward; needs --clip 0")
-    placement.add_argument("--threads", type=whole(1), help="CPU threads (default: torch's choice)")
+    placement.add_argument("--threads", type=ranged("threads"), help="CPU threads (default: torch's choice)")
 
     keeping = parser.add_argument_group("keeping and reporting")
     keeping.add_argument(
-        "--checkpoint-every", type=whole(0), help=f"steps between checkpoints; 0: none {shown('checkpoint_every')}"
+        "--checkpoint-every",
+        type=ranged("checkpoint_every"),
+        help=f"steps between checkpoints; 0: none {shown('checkpoint_every')}",
     )
-    keeping.add_argument("--keep", type=whole(1), help=f"checkpoints to keep {shown('keep')}")
+    keeping.add_argument("--keep", type=ranged("keep"), help=f"checkpoints to keep {shown('keep')}")
     keeping.add_argument(
         "--no-model", dest="save_model", action="store_false", help="do not write the trained model at the end"
     )
     keeping.add_argument(
-        "--held-out", type=number(0, 0.5), help=f"share of the text kept for evaluation {shown('held_out')}"
+        "--held-out", type=ranged("held_out"), help=f"share of the text kept for evaluation {shown('held_out')}"
     )
     keeping.add_argument(
-        "--evaluate-every", type=whole(0), help=f"steps between evaluations; 0: at the end {shown('evaluate_every')}"
+        "--evaluate-every",
+        type=ranged("evaluate_every"),
+        help=f"steps between evaluations; 0: at the end {shown('evaluate_every')}",
     )
     keeping.add_argument(
-        "--evaluation-batches", type=whole(1), help=f"batches of an evaluation {shown('evaluation_batches')}"
+        "--evaluation-batches",
+        type=ranged("evaluation_batches"),
+        help=f"batches of an evaluation {shown('evaluation_batches')}",
     )
     keeping.add_argument(
-        "--sample-tokens", type=whole(0), help=f"tokens to generate at the end {shown('sample_tokens')}"
+        "--sample-tokens", type=ranged("sample_tokens"), help=f"tokens to generate at the end {shown('sample_tokens')}"
     )
     keeping.add_argument(
-        "--log-every", type=whole(1), help=f"steps between lines outside a terminal {shown('log_every')}"
+        "--log-every", type=ranged("log_every"), help=f"steps between lines outside a terminal {shown('log_every')}"
     )
     keeping.add_argument(
         "--trace",
@@ -131,12 +142,10 @@ def trace_file(text: str) -> str:
     return str(writable_file(text))
 
 
-def seed(text: str) -> int:
-    """An argparse type: a whole number that random generators take."""
-    value = whole(0)(text)
-    if value > MOST_SEED:
-        raise argparse.ArgumentTypeError(f"must be at most {MOST_SEED}, not {value}")
-    return value
+def ranged(name: str) -> Callable[[str], float]:
+    """The argparse type of the option for the field ``name`` of a job."""
+    least, most = RANGES[name]
+    return number(least, most) if isinstance(least, float) else whole(least, most)
 
 
 def run_command(args: argparse.Namespace) -> None:

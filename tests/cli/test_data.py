@@ -20,6 +20,7 @@ from protrain.cli.data import (
     training_batch,
 )
 from protrain.cli.files import JOB_FILE
+from protrain.cli.job import TrainJob
 
 
 def make_tokens(folder: Path, text: str, held_out: float = 0.1) -> Tokens:
@@ -124,9 +125,31 @@ def test_what_runs_leave_among_the_text_is_none(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text")
     run = tmp_path / "runs" / "mine"
     (run / "model").mkdir(parents=True)
-    for name in (JOB_FILE, "metrics.jsonl", "model/config.json"):
+    for name in ("metrics.jsonl", "model/config.json"):
         (run / name).write_text("{}")
+    TrainJob(model="tiny").save(run / JOB_FILE)
     assert find_documents(tmp_path) == [tmp_path / "text.txt"]
+
+
+def test_a_run_s_own_folder_is_no_text_before_and_after_it_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    run = tmp_path / "mine"
+    run.mkdir()
+    (run / "notes.txt").write_text("text of a folder that a run is started in")
+    monkeypatch.chdir(tmp_path)
+    for root in (tmp_path, Path()):
+        for folder in (run, Path("mine"), Path("mine") / ".." / "mine"):
+            assert find_documents(root, but=folder) == [root / "text.txt"]
+    assert find_documents(run, but=run / "inner") == [run / "notes.txt"]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "no JSON", '{"model": "tiny", "steps": 3}'])
+def test_a_job_of_others_is_text(content: str, tmp_path: Path) -> None:
+    for name in (JOB_FILE, "text.txt"):
+        (tmp_path / name).write_text(content)
+    assert find_documents(tmp_path) == [tmp_path / JOB_FILE, tmp_path / "text.txt"]
 
 
 def test_tokens_beyond_bytes_are_no_text() -> None:

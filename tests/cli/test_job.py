@@ -28,6 +28,41 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         start(tmp_path, {"model": "tiny"})
 
 
+def test_a_run_is_continued_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, other, run = tmp_path / "begun", tmp_path / "other", tmp_path / "run"
+    for folder in (begun / "source", other, run):
+        folder.mkdir(parents=True)
+    (begun / "text.txt").touch()
+    monkeypatch.chdir(begun)
+    job = start(run, {"model": "source", "data": "text.txt"})
+    assert (job.model, job.data) == (str(begun / "source"), str(begun / "text.txt"))
+    job.save(run / JOB_FILE)
+    for place in (begun, other):
+        monkeypatch.chdir(place)
+        for model in ("source", "./source", str(begun / "source"), "../begun/source"):
+            assert resume(run, {"model": model, "data": "text.txt"}) == job
+    with pytest.raises(ValueError, match=r"--data other\.txt differs from /.*begun/text\.txt of the run"):
+        resume(run, {"data": "other.txt"})
+    (other / "text.txt").touch()
+    with pytest.raises(ValueError, match=r"--data /.*other/text\.txt differs from /.*begun/text\.txt of the run"):
+        resume(run, {"data": "text.txt"})
+
+    begun.rename(tmp_path / "moved")
+    moved = resume(run, {"model": str(tmp_path / "moved" / "source"), "data": "text.txt"})
+    assert (moved.model, moved.data) == (str(tmp_path / "moved" / "source"), str(other / "text.txt"))
+    with pytest.raises(ValueError, match="--model tiny differs from"):
+        resume(run, {"model": "tiny"})
+
+
+def test_a_named_shape_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    start(tmp_path, {"model": "tiny"}).save(tmp_path / JOB_FILE)
+    assert resume(tmp_path, {"model": "tiny"}).model == "tiny"
+    with pytest.raises(ValueError, match=r"--model /.*/tiny differs from tiny of the run"):
+        resume(tmp_path, {"model": "./tiny"})
+
+
 @pytest.mark.parametrize("name", RESULTS)
 def test_what_a_run_would_overwrite_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("{}")

@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from protrain.cli.data import byte_codec, find_documents, tokenize, training_batch
 from protrain.cli.files import JOB_FILE
-from protrain.cli.job import MOST_SEED, TrainJob
+from protrain.cli.job import RANGES, TrainJob
 from protrain.cli.main import main
 
 
 def test_a_seed_that_no_generator_takes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    most = RANGES["seed"][1]
     with pytest.raises(SystemExit) as stop:
-        main(["train", "--model", "tiny", "--folder", str(tmp_path / "run"), "--seed", str(MOST_SEED + 1)])
+        main(["train", "--model", "tiny", "--folder", str(tmp_path / "run"), "--seed", str(most + 1)])
     assert stop.value.code == 2
-    assert f"--seed: must be at most {MOST_SEED}, not {MOST_SEED + 1}" in capsys.readouterr().err
+    assert f"--seed: must be between 0 and {most}, not {most + 1}" in capsys.readouterr().err
 
 
 def test_the_largest_seeds_draw_other_batches(tmp_path: Path) -> None:
@@ -27,7 +29,7 @@ def test_the_largest_seeds_draw_other_batches(tmp_path: Path) -> None:
     tokens = tokenize([tmp_path / "text.txt"], byte_codec(), tmp_path / "data", held_out=0.0)
     drawn = [
         training_batch(tokens, seed=seed, step=step, micro_batch=0, batch=4, sequence=16).tolist()
-        for seed in (MOST_SEED, MOST_SEED - 1)
+        for seed in (2**64 - 1, 2**64 - 2)
         for step in (0, 1)
     ]
     assert all(drawn.count(batch) == 1 for batch in drawn)
@@ -40,15 +42,35 @@ def test_text_that_is_no_regular_file_is_named_so(tmp_path: Path) -> None:
             find_documents(path)
 
 
-@pytest.mark.parametrize("name", ["batch", "accumulation", "steps", "keep", "log_every", "sequence"])
-def test_an_edited_job_is_checked(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        *(
+            (name, 0, "must be at least")
+            for name in ("batch", "accumulation", "steps", "keep", "log_every", "sequence")
+        ),
+        ("seed", -1, "must be between 0 and 18446744073709551615, not -1"),
+        ("dtype", "foo", "must be one of bfloat16, float16, float32, not foo"),
+        ("held_out", 1.5, "must be between 0 and 0.5, not 1.5"),
+        ("clip", -1.0, "must be between 0 and 1e+09, not -1"),
+        ("clip", float("nan"), "must be between 0 and 1e+09, not nan"),
+        ("learning_rate", -0.1, "must be between 0 and 10, not -0.1"),
+        ("min_learning_rate", 2.0, "must be between 0 and 1, not 2"),
+        ("weight_decay", -1.0, "must be between 0 and 10, not -1"),
+        ("device_memory", "lots", "must be a number of bytes or text like '24GiB', not 'lots'"),
+    ],
+)
+def test_an_edited_job_is_checked(
+    name: str, value: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     TrainJob(model="tiny").save(tmp_path / JOB_FILE)
     job = json.loads((tmp_path / JOB_FILE).read_text())
-    (tmp_path / JOB_FILE).write_text(json.dumps({**job, name: 0}))
+    (tmp_path / JOB_FILE).write_text(json.dumps({**job, name: value}))
     assert main(["train", "--resume", "--folder", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert str(tmp_path / JOB_FILE) in error
-    assert f"--{name.replace('_', '-')} must be at least" in error
+    assert f"--{name.replace('_', '-')} {said}" in error
+    assert len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["train.bin", "held_out.bin"])
