@@ -63,7 +63,7 @@ def test_text_that_is_no_regular_file_is_named_so(tmp_path: Path) -> None:
 def test_an_edited_job_is_checked(
     name: str, value: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    TrainJob(model="tiny").save(tmp_path / JOB_FILE)
+    TrainJob(model="tiny", data=str(tmp_path / "nowhere")).save(tmp_path / JOB_FILE)
     job = json.loads((tmp_path / JOB_FILE).read_text())
     (tmp_path / JOB_FILE).write_text(json.dumps({**job, name: value}))
     assert main(["train", "--resume", "--folder", str(tmp_path)]) == 2
