@@ -25,7 +25,6 @@ import protrain.cli.loop
 import protrain.cli.run
 from protrain.cli.claim import claimed
 from protrain.cli.files import LOCK_FILE, UNFINISHED_DATA
-from protrain.manifest import list_saves
 from protrain.cli.main import main
 from protrain.cli.signals import SIGNALS, Stopped, StopRequests, stop_requests
 from protrain.manifest import list_saves
