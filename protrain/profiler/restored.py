@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,6 @@ from torch import nn
 
 _LISTS = (list, deque)
 _TABLES = (dict, OrderedDict, defaultdict)
-_WEIGHTS = ("_parameters", "_buffers", "_modules")  # as :class:`protrain.profiler.weights.Weights` leaves them
 
 
 class _Module(NamedTuple):
@@ -27,20 +25,37 @@ class _Module(NamedTuple):
 
 
 @contextmanager
-def restored(model: nn.Module, device: torch.device) -> Iterator[Any]:
-    """Training mode inside; afterwards modules' attributes and random states as before. Yields a rewind of these.
+def restored(model: nn.Module, device: torch.device) -> Iterator[Callable[[], Callable[[], None]]]:
+    """Training mode inside; afterwards modules' attributes and random states as before.
+
+    Yields what takes a picture of these and returns a rewind to it. A rewind between steps needs one that was taken
+    with the stand-ins for weights in place: recurrent modules have lists of their weights, and where those are not the
+    parameters they flatten these anew.
 
     What an attribute refers to is put back, and what a list, a dictionary or a set among them holds, not what forward
     did to other objects. A model may register hooks on itself in its first forward and remember that it did, as those
     of transformers do: with the memory alone put back, the next forward would register them again.
     """
-    before = _attributes(model)
-    values = {id(value): value for module in before for value in module.held.values()}.values()
+    put_back = _picture(model, device)
+    try:
+        model.train()
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            yield lambda: _picture(model, device)
+    finally:
+        put_back()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine's chunks come next and want whole segments
+
+
+def _picture(model: nn.Module, device: torch.device) -> Callable[[], None]:
+    """What puts the modules of ``model`` and random states back to how they are now."""
+    modules = _attributes(model)
+    values = {id(value): value for module in modules for value in module.held.values()}.values()
     generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
     states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
-    def put_back(modules: list[_Module]) -> None:
+    def put_back() -> None:
         for module in modules:
             _refill(module.now, module.held)
             for now, held in module.containers:
@@ -53,18 +68,7 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[Any]:
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
 
-    try:
-        model.train()
-        training = _attributes(model)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                yield partial(put_back, training)
-        else:
-            yield partial(put_back, training)
-    finally:
-        put_back(before)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the engine's chunks come next and want whole segments
+    return put_back
 
 
 def _attributes(model: nn.Module) -> list[_Module]:
@@ -73,9 +77,7 @@ def _attributes(model: nn.Module) -> list[_Module]:
             now=vars(module),
             held=vars(module).copy(),
             containers=[
-                (value, value.copy())
-                for name, value in vars(module).items()
-                if type(value) in (*_LISTS, *_TABLES, set) and name not in _WEIGHTS
+                (value, value.copy()) for value in vars(module).values() if type(value) in (*_LISTS, *_TABLES, set)
             ],
         )
         for module in model.modules()

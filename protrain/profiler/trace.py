@@ -104,9 +104,10 @@ def _traced(
     names = {value: name for name, value in DTYPES.items()}
     blocks = find_blocks(model)
     with (
-        restored(model, device) as rewind,
+        restored(model, device) as picture,
         Weights(model, device, dtype, spare_bytes=spare_bytes) as weights,
     ):
+        rewind = picture()
         owned = _owned(model, find_units(model, blocks), blocks, weights)
         args, kwargs = batches.arguments(batches.to_device(example_batch, device))
         args, kwargs = batches.cast_inputs(args, batches.training_arguments(model, kwargs), dtype)

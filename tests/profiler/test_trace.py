@@ -166,6 +166,58 @@ def test_a_recurrent_module_keeps_its_own_lists_of_weights() -> None:
     assert all(kept is used for kept, used in zip(recurrent._flat_weights, recurrent.parameters(), strict=True))
 
 
+class _Changing(nn.Module):
+    """Makes, replaces and drops modules and parameters in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block() for _ in range(2))
+        self.act: nn.Module = nn.ReLU()
+        self.rope: nn.Module | None = None
+        self.extra = nn.ModuleList()
+        self.late = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rope is None:
+            self.rope = nn.BatchNorm1d(8, affine=False, device=x.device)
+            self.scale = nn.Parameter(torch.ones(8, device=x.device))
+            self.act = nn.GELU()
+            self.extra.append(nn.Dropout())
+            del self.late
+        x = self.rope(x * self.scale)
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_modules_and_parameters_that_a_forward_makes_are_left_for_the_first_one(device: str) -> None:
+    model = _Changing()
+    modules, state, batch = dict(model.named_modules()), list(model.state_dict()), (torch.randn(4, 8),)
+    profile(model, batch, device=device, dtype=torch.float32)
+    assert dict(model.named_modules()) == modules
+    assert list(model.state_dict()) == state
+    assert model(*batch).device.type == "cpu"
+
+
+def test_recurrent_blocks_never_flatten_their_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that moves them into one storage, which cannot be emptied weight by weight any more."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Any:
+            return x + self.lstm(x)[0]
+
+    model = nn.Sequential(Recurrent(), Recurrent())
+    flattened: list[nn.RNNBase] = []
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda module: flattened.append(module))
+    profile(model, (torch.randn(2, 3, 8),))
+    assert not flattened
+
+
 def test_an_error_of_the_model_passes_and_leaves_nothing() -> None:
     model = _Model()
 
