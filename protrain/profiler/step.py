@@ -51,9 +51,9 @@ class Segment:
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a block."""
+    """One call of a block, or of a unit between blocks."""
 
-    block: str
+    unit: str
     state: str = "pending"  # then "open" while its backward runs, then "closed"
 
 
@@ -238,9 +238,10 @@ class Step:
         inner = [block for block in self._block_paths if f"{block}.".startswith(f"{path}." if path else "")]
         between = path in self._owned and not inner
 
-        def start(_: Tensor) -> None:
-            if not self._nested and self._open is not None and self._open.block is None:
-                self._switch(None)
+        def start(_: Tensor, call: _Call) -> None:
+            # With its first output that has a gradient: the others' come while all of its gradients are still held.
+            if call.state != "open" and not self._nested and self._open is not None and self._open.block is None:
+                self._switch(None, call)
 
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             if not self._forward:
@@ -249,12 +250,13 @@ class Step:
             assert popped == path, f"{popped} left as {path}"
             if between and self._open is not None and self._open.block is None:
                 self._switch(None)
+            call = _Call(path)
             if path in self._owned and path not in self._block_paths and not self._probing:
                 for tensor in tensors_in(output):
                     if tensor.grad_fn is not None:
                         self._watch_nested(tensor.grad_fn, path)
                         if between:
-                            tensor.register_hook(start)
+                            tensor.register_hook(partial(start, call=call))
 
         return leave
 
@@ -335,11 +337,11 @@ class Step:
     def _recomputed(self, call: _Call, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._forward:
-                if torch._C._current_graph_task_id() != -1 and call.block not in (*self.active, self._inner.lent):
-                    self._reached(call.block, lasting=True)  # its outputs have no hook, and cannot tell
+                if torch._C._current_graph_task_id() != -1 and call.unit not in (*self.active, self._inner.lent):
+                    self._reached(call.unit, lasting=True)  # its outputs have no hook, and cannot tell
                 return forward(*args, **kwargs)
             if call.state != "open":  # its outputs have no hook of their own: it starts with the first saved tensor
-                self._switch(call.block, call)
+                self._switch(call.unit, call)
             self._recomputing = True
             try:
                 # Backward suspends function modes.
@@ -358,7 +360,7 @@ class Step:
 
         def start(_: Tensor) -> None:
             if not self._nested and call.state == "pending":
-                self._switch(call.block, call)
+                self._switch(call.unit, call)
 
         passed = {id(tensor) for tensor in inputs}
         waiting = {id(tensor) for tensor in inputs if tensor.requires_grad and not isinstance(tensor, nn.Parameter)}
@@ -373,7 +375,7 @@ class Step:
 
         for tensor in outputs:
             if tensor.grad_fn is not None and id(tensor) not in passed:
-                self._watch_nested(tensor.grad_fn, call.block)
+                self._watch_nested(tensor.grad_fn, call.unit)
                 tensor.register_hook(start)
         for tensor in {id(tensor): tensor for tensor in inputs if id(tensor) in waiting}.values():
             tensor.register_hook(partial(end, key=id(tensor)))

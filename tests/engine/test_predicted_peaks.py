@@ -1,0 +1,58 @@
+"""Predicted peaks of models that do more between blocks than hand a tensor on: never far from the true ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine.harness import NONE, Spec, adamw, wrap_under
+from tests.engine.test_memory import peak_of_second_step
+
+CPU = torch.device("cpu")
+
+
+def planned_to_true(model: nn.Module, x: Tensor, modes: Any) -> float:
+    """The planned device memory by that of a step."""
+    model, optimizer = wrap_under(Spec("none", "least", modes), model, adamw(model), (x,), device=CPU)
+    return optimizer.plan.device_bytes / peak_of_second_step(optimizer, lambda: model(x), [x])
+
+
+class _Outputs(nn.Module):
+    """A unit with an output of every weight: all gradients come in one stretch of backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index in range(16):
+            self.register_parameter(f"weight{index}", nn.Parameter(torch.randn(64, 64) * 0.1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x @ weight for weight in self.parameters())
+
+
+class _OneUnit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = _Outputs()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([output.square().mean() for output in self.unit(x)]).sum()
+
+
+class _TwoUnits(nn.Module):
+    """Side by side, both in one loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = _Outputs(), _Outputs()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(a * b).mean() for a, b in zip(self.one(x), self.other(x), strict=True)]).sum()
+
+
+@pytest.mark.parametrize("make", [_OneUnit, _TwoUnits])
+def test_gradients_of_a_unit_with_several_outputs_are_held_together(make: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    assert 1.0 <= planned_to_true(make(), torch.randn(4, 64), (NONE,)) <= 1.02
