@@ -248,7 +248,8 @@ class Step:
                 return
             popped = self.active.pop()
             assert popped == path, f"{popped} left as {path}"
-            if between and self._open is not None and self._open.block is None:
+            # Without gradients the engine gives up nothing when it is done.
+            if between and torch.is_grad_enabled() and self._open is not None and self._open.block is None:
                 self._switch(None)
             call = _Call(path)
             if path in self._owned and path not in self._block_paths and not self._probing:

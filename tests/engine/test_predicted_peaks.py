@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.harness import NONE, Spec, adamw, wrap_under
+from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, wrap_under
 from tests.engine.test_memory import peak_of_second_step
 
 CPU = torch.device("cpu")
@@ -56,3 +56,25 @@ class _TwoUnits(nn.Module):
 def test_gradients_of_a_unit_with_several_outputs_are_held_together(make: type[nn.Module]) -> None:
     torch.manual_seed(0)
     assert 1.0 <= planned_to_true(make(), torch.randn(4, 64), (NONE,)) <= 1.02
+
+
+class _Probed(nn.Module):
+    """Behind the blocks a unit that is called without gradients, and then something large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))) for _ in range(3))
+        self.probe = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        with torch.no_grad():
+            self.probe(x)
+            large = torch.cat([x] * 64, 1).square().mean()
+        return x.square().mean() + 0 * large
+
+
+def test_a_unit_without_gradients_ends_nothing_of_a_swapped_block() -> None:
+    torch.manual_seed(0)
+    assert 1.0 <= planned_to_true(_Probed(), torch.randn(256, 64), (CKPT, CKPT, SWAP)) <= 1.02
