@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import random
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -12,16 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
-_LISTS = (list, deque)
-_TABLES = (dict, OrderedDict, defaultdict)
+_KINDS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
 
 
-class _Module(NamedTuple):
-    """A module's attributes, and what those held that can be added to: lists of values, and hooks above all."""
+class _Held(NamedTuple):
+    """What a container held, in order: of tables the keys as well."""
 
-    now: dict[str, Any]
-    held: dict[str, Any]
-    containers: list[tuple[Any, Any]]
+    container: Any
+    kind: Any  # whose methods read and write it: those of a subclass may do anything
+    keys: list[Any]
+    values: list[Any]
 
 
 @contextmanager
@@ -32,9 +33,9 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[Callable[[], Ca
     with the stand-ins for weights in place: recurrent modules have lists of their weights, and where those are not the
     parameters they flatten these anew.
 
-    What an attribute refers to is put back, and what a list, a dictionary or a set among them holds, not what forward
-    did to other objects. A model may register hooks on itself in its first forward and remember that it did, as those
-    of transformers do: with the memory alone put back, the next forward would register them again.
+    What an attribute refers to is put back, and what lists, dictionaries and sets among them hold, nested ones too, not
+    what forward did to other objects. A model may register hooks on itself in its first forward and remember that it
+    did, as those of transformers do: with the memory alone put back, the next forward would register them again.
     """
     put_back = _picture(model, device)
     try:
@@ -49,17 +50,15 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[Callable[[], Ca
 
 def _picture(model: nn.Module, device: torch.device) -> Callable[[], None]:
     """What puts the modules of ``model`` and random states back to how they are now."""
-    modules = _attributes(model)
-    values = {id(value): value for module in modules for value in module.held.values()}.values()
+    containers = _containers(vars(module) for module in model.modules())
+    values = {id(value): value for held in containers for value in held.values}.values()
     generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
     states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def put_back() -> None:
-        for module in modules:
-            _refill(module.now, module.held)
-            for now, held in module.containers:
-                _refill(now, held)
+        for held in containers:
+            _refill(held)
         for generator, state in generators:
             generator.set_state(state)
         random.setstate(states[0])
@@ -71,29 +70,44 @@ def _picture(model: nn.Module, device: torch.device) -> Callable[[], None]:
     return put_back
 
 
-def _attributes(model: nn.Module) -> list[_Module]:
-    return [
-        _Module(
-            now=vars(module),
-            held=vars(module).copy(),
-            containers=[
-                (value, value.copy()) for value in vars(module).values() if type(value) in (*_LISTS, *_TABLES, set)
-            ],
-        )
-        for module in model.modules()
-    ]
+def _containers(attributes: Iterable[dict[str, Any]]) -> list[_Held]:
+    """The ``attributes`` of modules, and containers in them and in one another, once each."""
+    found: dict[int, _Held] = {}
+    level: list[Any] = list(attributes)
+    while level:
+        new = {id(value): value for value in level if isinstance(value, _KINDS) and id(value) not in found}
+        # One of a class of its own may have attributes that must agree with what it holds.
+        own = [vars(value) for value in new.values() if type(value) not in _KINDS and hasattr(value, "__dict__")]
+        found |= {id(value): _held(value) for value in (*new.values(), *own)}
+        level = [value for key in new for value in found[key].values]
+    return list(found.values())
 
 
-def _refill(now: Any, held: Any) -> None:
-    """Have ``now`` hold again what its copy ``held`` does; values are compared by identity, as tensors may be."""
-    if isinstance(now, dict):
-        if now.keys() != held.keys() or any(now[name] is not value for name, value in held.items()):
-            now.clear()
-            now.update(held)
-    elif isinstance(now, set):
-        if now != held:
-            now.clear()
-            now.update(held)
-    elif len(now) != len(held) or any(value is not kept for value, kept in zip(now, held, strict=True)):
-        now.clear()
-        now.extend(held)
+def _held(container: Any) -> _Held:
+    kind = next(kind for kind in _KINDS if isinstance(container, kind))
+    table = issubclass(kind, dict)
+    return _Held(
+        container,
+        kind,
+        keys=list(kind.keys(container)) if table else [],
+        values=list(kind.values(container) if table else kind.__iter__(container)),
+    )
+
+
+def _refill(held: _Held) -> None:
+    """Have the container hold again what it did, in that order; compared by identity, as values may be tensors."""
+    now = _held(held.container)
+    if _same(now.keys, held.keys) and _same(now.values, held.values):
+        return
+    held.kind.clear(held.container)
+    if issubclass(held.kind, dict):
+        for key, value in zip(held.keys, held.values, strict=True):
+            held.kind.__setitem__(held.container, key, value)
+    elif held.kind is set:
+        set.update(held.container, held.values)
+    else:
+        held.kind.extend(held.container, held.values)
+
+
+def _same(values: list[Any], others: list[Any]) -> bool:
+    return len(values) == len(others) and all(map(operator.is_, values, others))
