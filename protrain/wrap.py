@@ -248,7 +248,7 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
                 f"{what} is a {parallel}, which waits for gradients that never come to it: ProTrain trains on one GPU, "
                 "so wrap the module inside, before or in place of that"
             )
-        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ValueError(f"{what} makes sparse gradients, which AdamW does not take: build it with sparse=False")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) in held):

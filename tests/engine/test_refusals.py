@@ -250,9 +250,14 @@ def test_scripted_modules(batch: Batch) -> None:
 
 
 def test_sparse_tensors() -> None:
-    model: nn.Module = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True), nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    refused(model, optimizer, (torch.zeros(2, 2).long(),), "'0' makes sparse gradients.*sparse=False", ValueError)
+    ids = (torch.zeros(2, 2).long(),)
+    model: Any = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True), nn.Linear(4, 4))
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    refused(model, optimizer, ids, "'0' makes sparse gradients.*sparse=False", ValueError)
+    model[0].requires_grad_(False)  # makes none
+    model, optimizer = protrain.wrap(model, adamw(model), example_batch=ids, device="cpu", progress=False)
+    optimizer.backward(model(*ids).sum())
+    optimizer.step()
     model = nn.Linear(4, 4)
     model.register_buffer("graph", torch.eye(4).to_sparse())
     optimizer = torch.optim.AdamW(model.parameters())
