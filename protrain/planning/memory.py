@@ -15,6 +15,8 @@ and less what its modes take away:
     untouched or swapped           those of its inputs that none of its saved tensors holds, between its forward and
                                    its backward
 
+either only from when the model itself, in a list of hidden states say, no longer holds them.
+
 A block's own saved activations in its own backward are part of the measured peak, which recomputed them.
 
 Where a step has several batches, every chunk has an fp32 accumulator in place of its gradient, and 16-bit gradients on
@@ -279,6 +281,10 @@ class MemoryModel:
         kept = (~(recomputed | swap[walk.block])) * walk.share_bytes
         kept -= moves[walk.block] * walk.input_bytes + ~recomputed * walk.unsaved_input_bytes
         waiting = np.cumsum(np.where(walk.forward, kept, -kept), axis=0) - walk.forward * kept
+        for row, until, held_bytes in walk.held:  # those that others hold for a while are not gone yet
+            block = walk.block[row]
+            unsaved = ~recomputed[row] * np.minimum(held_bytes, walk.unsaved_input_bytes[row])
+            waiting[row + 1 : until] += moves[block] * np.minimum(held_bytes, walk.input_bytes[row]) + unsaved
         # On its way; the trace has all inputs on the device, and the neighbour's is there in truth.
         waiting += swap[walk.neighbour] * walk.neighbour_bytes + moves[walk.neighbour] * walk.neighbour_input_bytes
         waiting += walk.live_bytes
@@ -293,6 +299,7 @@ class MemoryModel:
 class _Walk(NamedTuple):
     """The stretches of the trace and their neighbours, as columns; blocks by index, -1 for none."""
 
+    held: list[tuple[int, int, int]]  # inputs that others hold a while: row of the forward, first row without, bytes
     block: NDArray[np.int64]  # 1-d, as the neighbours are
     neighbour: NDArray[np.int64]  # forward: the block before, if no unit lies between; backward: whose comes next
     forward: NDArray[np.bool_]
@@ -316,8 +323,9 @@ def _walk(profile: ModelProfile) -> _Walk:
     unsaved = {index: block.unsaved_input_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
     share[-1] = inputs[-1] = unsaved[-1] = 0
     order = [segment.block for segment in profile.segments]
-    rows = []
+    rows, held = [], []
     before, at_loss = -1, True  # not yet in the backward of a block
+    held_before = (0, 0)  # inputs of the block before that others hold, and until when
     for index, segment in enumerate(profile.segments):
         forward, block = segment.phase == "forward", -1 if segment.block is None else segment.block
         after = next((other for other in order[index + 1 :] if other is not None), -1)
@@ -332,8 +340,14 @@ def _walk(profile: ModelProfile) -> _Walk:
         if block < 0 and order[max(0, index - 1)] is None:
             before = -1  # a unit lies between, and with its end what the block moves is gone
         neighbour = before if forward else after
+        moving = inputs[neighbour]
+        if forward and index < held_before[1]:
+            moving = max(0, moving - held_before[0])  # there anyway
+        if segment.held_bytes:
+            held.append((index, segment.held_until, segment.held_bytes))
         sizes = (segment.live_bytes, segment.peak_bytes, keeping, share[block], unsaved[block], inputs[block])
-        rows.append((block, neighbour, forward, *sizes, share[neighbour], inputs[neighbour]))
-        before = before if block < 0 else block
-    blocks, neighbours, is_forward, *columns = np.array(rows, dtype=np.int64).reshape(-1, len(_Walk._fields)).T
-    return _Walk(blocks, neighbours, is_forward[:, None] > 0, *(column[:, None] for column in columns))
+        rows.append((block, neighbour, forward, *sizes, share[neighbour], moving))
+        if block >= 0:
+            before, held_before = block, (segment.held_bytes, segment.held_until)
+    blocks, neighbours, is_forward, *columns = np.array(rows, dtype=np.int64).reshape(-1, len(_Walk._fields) - 1).T
+    return _Walk(held, blocks, neighbours, is_forward[:, None] > 0, *(column[:, None] for column in columns))

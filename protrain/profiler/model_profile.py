@@ -54,7 +54,7 @@ class BlockRecord(Record):
     forward_traffic_bytes: int = 0  # read and written by what is neither a product nor attention
     recompute_ms: float | None = None  # until the last saved tensor is there; None: not measured
     unsaved_input_bytes: int = 0  # of input_bytes, what only a checkpoint keeps; no more than saved_bytes
-    held_input_bytes: int = 0  # of input_bytes, what operations outside blocks keep: moving them frees nothing
+    held_input_bytes: int = 0  # of input_bytes, what others than blocks keep: moving them frees nothing
     attention_bytes: int = 0  # of saved_bytes, what attention operators put out
     attention_flops: int = 0  # of forward_flops, those of the same operators
     attention_ms: float = 0.0  # that they take
@@ -79,6 +79,10 @@ class SegmentRecord(Record):
     ``live_bytes`` is what is allocated when it starts and ``peak_bytes`` the most allocated above that while it runs,
     parameters of blocks and optimizer states excluded. In a block's backward segment the peak covers recomputation and
     backward. Parameters' gradients that are still held count.
+
+    Of the inputs of a block's forward, others than a checkpoint hold ``held_bytes`` for longer, a list of hidden states
+    say, up to the stretch of index ``held_until``. What is held until backward is among the block's
+    ``held_input_bytes`` in place of these.
     """
 
     phase: str  # "forward" or "backward"
@@ -86,6 +90,8 @@ class SegmentRecord(Record):
     live_bytes: int
     peak_bytes: int
     duration_ms: float
+    held_bytes: int = 0
+    held_until: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

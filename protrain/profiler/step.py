@@ -13,7 +13,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _pop_mode_temporarily
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from protrain import batch as batches
 from protrain.compilation import CompiledForward, eager_of, graphs_compiled
+from protrain.profiler.given import GivenInputs, run_checkpointed
 from protrain.profiler.inner_backwards import InnerBackwards
 from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu, fused_attention_in_graphs
 from protrain.profiler.meter import CudaMeter, Meter, StorageMeter
@@ -47,6 +48,8 @@ class Segment:
     start: Any = None
     recomputed: Any = None  # end of the recomputation in a block's backward segment
     end: Any = None
+    # Of a block's forward: inputs that others hold for longer, with the index of the first stretch in which they don't.
+    held_until: dict[StorageWeakRef, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -86,7 +89,7 @@ class Step:
         self.calls: list[str] = []  # units in the order of one forward
         self.uses: dict[str, dict[int, None]] = {}  # unit -> parameters it used without owning them
         self.blocks: dict[str, BlockUse] = {}  # in execution order
-        self.saved_between: set[StorageWeakRef] = set()  # what autograd keeps for operations outside blocks
+        self.kept_between: set[StorageWeakRef] = set()  # what others than blocks keep until backward
         self.active: list[str] = []  # units being called, innermost last
         self.within: dict[str, set[str]] = {}  # unit -> units that were active when it was called
         self.differentiating = set(differentiating)  # blocks whose forward makes graphs of gradients
@@ -102,6 +105,7 @@ class Step:
         self._inner = InnerBackwards({path: owned[path] for path in blocks}, self._outer, weights)
         self._constants = {storage_key(tensor) for tensor in (*weights.stand_ins, *weights.unmanaged.values())}
         self._meter: Meter | None = None
+        self._given = GivenInputs()
         self._open: Segment | None = None
         self._open_call: _Call | None = None
         self._held: list[Tensor] = []  # gradients of the stretch that is open
@@ -147,15 +151,17 @@ class Step:
             with uses if self._measure else nullcontext(), saved if self._measure else nullcontext():
                 output = self._model(*args, **kwargs)
                 loss = batches.loss_of(output)
+            self._given.look(len(self.segments), returned=True)
             del output
             self._forward = False
             self._switch(None)
+            self.kept_between |= self._given.look(len(self.segments), returned=True)
             loss.backward()
             self._close()
 
     def _note_saved(self, tensor: Tensor) -> Tensor:
         if self._open is not None and self._open.block is None:  # not what the checkpoint keeps of a block's inputs
-            self.saved_between.add(storage_key(tensor))
+            self.kept_between.add(storage_key(tensor))
         return tensor.detach()  # an output kept with its own graph node would never be freed
 
     # -- segments
@@ -173,6 +179,8 @@ class Step:
         if self._meter is not None:
             self._meter.reset_peak()
             self._open.live_bytes = self._meter.alive_bytes
+            if self._forward:
+                self._given.look(len(self.segments))
         self._open.start = self._stamp()
 
     def _close(self) -> None:
@@ -290,10 +298,12 @@ class Step:
                 finally:
                     self._probing = False
             self._switch(path)
-            call = _Call(path)
+            assert self._open is not None
+            call, inputs = _Call(path), tensors_in((args, kwargs))
+            if self._meter is not None:
+                self._open.held_until = self._given.add(len(self.segments), inputs)
             with self._as_compiled() if traced is not eager_of(forward) else nullcontext():
-                output = checkpoint(self._recomputed(call, traced), *args, use_reentrant=False, **kwargs)
-            inputs = tensors_in((args, kwargs))
+                output = run_checkpointed(self._recomputed(call, traced), args, kwargs)
             self._watch(call, inputs, tensors_in(output))
             self._switch(None)
             return output

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain import batch as batches
 from protrain.chunked_loss import is_chunked
@@ -151,6 +152,7 @@ def _traced(
             "make its forward depend on its inputs and torch's random state alone"
         )
     units = _units(step, owned)
+    own = _own_inputs(step)
     position = {unit: index for index, unit in enumerate(units)}
     order = {path: index for index, path in enumerate(step.blocks)}
     return ModelProfile(
@@ -173,7 +175,7 @@ def _traced(
             for unit, used in units.items()
         ),
         calls=tuple(position[unit] for unit in step.calls if unit in position),
-        blocks=_blocks(step, durations, attention_ms),
+        blocks=_blocks(step, own, durations, attention_ms),
         segments=tuple(
             SegmentRecord(
                 phase=segment.phase,
@@ -181,6 +183,7 @@ def _traced(
                 live_bytes=segment.live_bytes,
                 peak_bytes=segment.peak_bytes,
                 duration_ms=duration,
+                **_held_inputs(step, segment, own),
             )
             for segment, (duration, _) in zip(step.segments, durations, strict=True)
         ),
@@ -252,11 +255,31 @@ def _durations(segments: list[Segment]) -> list[tuple[float, float]]:
     return [(between(segment.start, segment.end), between(segment.start, segment.recomputed)) for segment in segments]
 
 
+def _own_inputs(step: Step) -> dict[str, dict[StorageWeakRef, int]]:
+    """Per block, the inputs that no other is given, with their bytes."""
+    shared = Counter(key for use in step.blocks.values() for key in use.inputs)
+    return {
+        path: {key: size for key, size in use.inputs.items() if shared[key] == 1} for path, use in step.blocks.items()
+    }
+
+
+def _held_inputs(step: Step, segment: Segment, own: dict[str, dict[StorageWeakRef, int]]) -> dict[str, int]:
+    """What a segment's record says of inputs that others hold for a while."""
+    until = {key: end for key, end in segment.held_until.items() if key not in step.kept_between}
+    sizes = own.get(segment.block or "", {})
+    held = [key for key in until if key in sizes]
+    if not held:
+        return {}
+    return {"held_bytes": sum(sizes[key] for key in held), "held_until": max(until[key] for key in held)}
+
+
 def _blocks(
-    step: Step, durations: list[tuple[float, float]], attention_ms: dict[AttentionCall, float]
+    step: Step,
+    own: dict[str, dict[StorageWeakRef, int]],
+    durations: list[tuple[float, float]],
+    attention_ms: dict[AttentionCall, float],
 ) -> tuple[BlockRecord, ...]:
     """What each block takes. Of blocks that are alike the median counts: a single time may hold a hiccup."""
-    shared = Counter(key for use in step.blocks.values() for key in use.inputs)
     forward = dict.fromkeys(step.blocks, 0.0)
     backward = dict.fromkeys(step.blocks, 0.0)
     recompute = dict.fromkeys(step.blocks, 0.0)
@@ -272,9 +295,6 @@ def _blocks(
     for times in (forward, backward, recompute):
         for alike in kinds.values():
             times |= dict.fromkeys(alike, median(times[path] for path in alike))
-    own = {
-        path: {key: size for key, size in use.inputs.items() if shared[key] == 1} for path, use in step.blocks.items()
-    }
     return tuple(
         BlockRecord(
             name=path,
@@ -282,14 +302,14 @@ def _blocks(
             saved_tensors=use.saved_tensors,
             forward_peak_bytes=use.forward_peak_bytes,
             input_bytes=sum(own[path].values()),
-            held_input_bytes=sum(size for key, size in own[path].items() if key in step.saved_between),
+            held_input_bytes=sum(size for key, size in own[path].items() if key in step.kept_between),
             recompute_ms=recompute[path],
             unsaved_input_bytes=min(
                 use.saved_bytes,  # or a block would take less when it is not recomputed
                 sum(
                     size
                     for key, size in own[path].items()
-                    if key not in use.saved_inputs and key not in step.saved_between
+                    if key not in use.saved_inputs and key not in step.kept_between
                 ),
             ),
             output_bytes=use.output_bytes,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, wrap_under
+from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, adamw, wrap_under
 from tests.engine.test_memory import peak_of_second_step
 
 CPU = torch.device("cpu")
@@ -17,7 +17,12 @@ CPU = torch.device("cpu")
 def planned_to_true(model: nn.Module, x: Tensor, modes: Any) -> float:
     """The planned device memory by that of a step."""
     model, optimizer = wrap_under(Spec("none", "least", modes), model, adamw(model), (x,), device=CPU)
-    return optimizer.plan.device_bytes / peak_of_second_step(optimizer, lambda: model(x), [x])
+
+    def loss() -> Tensor:
+        output = model(x)
+        return output["loss"] if isinstance(output, dict) else output
+
+    return optimizer.plan.device_bytes / peak_of_second_step(optimizer, loss, [x])
 
 
 class _Outputs(nn.Module):
@@ -78,3 +83,47 @@ class _Probed(nn.Module):
 def test_a_unit_without_gradients_ends_nothing_of_a_swapped_block() -> None:
     torch.manual_seed(0)
     assert 1.0 <= planned_to_true(_Probed(), torch.randn(256, 64), (CKPT, CKPT, SWAP)) <= 1.02
+
+
+class _InDoubles(nn.Module):
+    """Saves nothing of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(x.double().tanh().float()).sum(-1, keepdim=True)
+
+
+class _Collecting(nn.Module):
+    """Holds what its blocks are given until it returns, or until all blocks are done, and then makes something large.
+
+    Half of the blocks are given their input by name.
+    """
+
+    def __init__(self, keep: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_InDoubles() for _ in range(6))
+        self.head = nn.Linear(64, 8)
+        self.keep = keep
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        states = []
+        for index, layer in enumerate(self.layers):
+            if self.keep:
+                states.append(x)
+            x = layer(x) if index % 2 else layer(x=x)
+        if self.keep == "for a while":
+            states.clear()
+        y = self.head(x).square().mean()
+        with torch.no_grad():
+            large = torch.cat([x] * 32, 1).square().mean()
+        return {"loss": x.square().mean() + y + 0 * large, "states": states}
+
+
+@pytest.mark.parametrize("modes", [(NONE,), (SWAP,), (CKPT_SWAP,), (CKPT,)], ids=lambda modes: modes[0].value)
+@pytest.mark.parametrize("keep", ["until the end", "for a while", ""])
+def test_inputs_that_the_model_holds_are_in_the_plan_for_as_long(keep: str, modes: Any) -> None:
+    torch.manual_seed(0)
+    assert 1.0 <= planned_to_true(_Collecting(keep), torch.randn(256, 64), modes) <= 1.03

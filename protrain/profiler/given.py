@@ -1,0 +1,79 @@
+"""What blocks are given, and until when others hold it than the checkpoints that recompute them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from protrain.profiler.operations import storage_key
+
+
+class GivenInputs:
+    """Tells inputs that a model still holds, in a list of hidden states say, from those that checkpoints alone keep.
+
+    While the step is measured a checkpoint keeps one tensor of its own for each that it is given. So a storage that
+    more tensors share than were given is held by somebody else too.
+    """
+
+    def __init__(self) -> None:
+        self._given: Counter[StorageWeakRef] = Counter()  # tensors of a storage, in all calls so far
+        self._held: list[tuple[int, list[StorageWeakRef], dict[StorageWeakRef, int]]] = []  # by call, of the last look
+        self._itself = 0  # users of a storage that are no tensors: what Python has for it
+        alone = torch.empty(1)
+        self._itself = self._users(storage_key(alone)) - 1
+
+    def add(self, stretch: int, tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
+        """A block is given ``tensors`` in its forward, which is the stretch of that index.
+
+        Returns those that others hold for longer, each with the first stretch in which they do not. It is filled in as
+        the step goes on.
+        """
+        until: dict[StorageWeakRef, int] = {}
+        computed: dict[StorageWeakRef, None] = {}
+        for tensor in tensors:
+            key = storage_key(tensor)
+            self._given[key] += 1
+            if tensor.grad_fn is not None:
+                computed[key] = None
+        self._held.append((stretch, list(computed), until))
+        return until
+
+    def look(self, stretch: int, *, returned: bool = False) -> set[StorageWeakRef]:
+        """Note what others hold now, as the stretch of that index begins, or as the model has ``returned`` in it.
+
+        Returns that, of the calls before.
+        """
+        found: set[StorageWeakRef] = set()
+        calls, self._held = self._held, []
+        for call, keys, until in calls:
+            held = keys
+            if returned or stretch > call + 1:  # or whoever called the block has not gone on yet
+                held = [key for key in keys if self._users(key) > self._given[key]]
+                until.update(dict.fromkeys(held, stretch + 1))
+                found.update(held)
+            if held:
+                self._held.append((call, held, until))
+        return found
+
+    def _users(self, key: StorageWeakRef) -> int:
+        return torch._C._storage_Use_Count(key.cdata) - self._itself
+
+
+def run_checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``forward`` under a checkpoint, which saves tensors among ``kwargs`` as it does those among ``args``.
+
+    It would hold them as they are otherwise, and be no user of its own.
+    """
+    positional, names = len(args), [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+
+    def run(*values: Any, **others: Any) -> Any:
+        return forward(*values[:positional], **others, **dict(zip(names, values[positional:], strict=True)))
+
+    others = {name: value for name, value in kwargs.items() if name not in names}
+    return checkpoint(run, *args, *(kwargs[name] for name in names), use_reentrant=False, **others)
