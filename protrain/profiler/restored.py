@@ -7,6 +7,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,15 +53,15 @@ def _picture(model: nn.Module, device: torch.device) -> Callable[[], None]:
     """What puts the modules of ``model`` and random states back to how they are now."""
     containers = _containers(vars(module) for module in model.modules())
     values = {id(value): value for held in containers for value in held.values}.values()
-    generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+    generators = [set_state for value in values if (set_state := _random_state(value)) is not None]
     states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def put_back() -> None:
         for held in containers:
             _refill(held)
-        for generator, state in generators:
-            generator.set_state(state)
+        for set_state in generators:
+            set_state()
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
@@ -68,6 +69,19 @@ def _picture(model: nn.Module, device: torch.device) -> Callable[[], None]:
             torch.cuda.set_rng_state(cuda, device)
 
     return put_back
+
+
+def _random_state(value: Any) -> Callable[[], object] | None:
+    """What puts ``value`` back to its state of now, where it is something that draws random numbers."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state(legacy=False))
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        value = value.bit_generator
+    return partial(setattr, value, "state", value.state) if isinstance(value, np.random.BitGenerator) else None
 
 
 def _containers(attributes: Iterable[dict[str, Any]]) -> list[_Held]:

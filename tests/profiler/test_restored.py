@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from functools import partial
 from typing import Any
@@ -186,3 +187,37 @@ def test_recurrent_blocks_never_flatten_their_stand_ins(monkeypatch: pytest.Monk
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda module: flattened.append(module))
     profile(model, (torch.randn(2, 3, 8),))
     assert not flattened
+
+
+class _Drawing(nn.Module):
+    """Has sources of random numbers of its own, some in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block() for _ in range(2))
+        self.python, self.numpy, self.old = random.Random(0), np.random.default_rng(0), np.random.RandomState(0)
+        self.bits, self.system = np.random.PCG64(0), random.SystemRandom()
+        self.several = {"torch": [torch.Generator()]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * sum(self.draw()) * self.system.random()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def draw(self) -> list[float]:
+        drawn = torch.rand((), generator=self.several["torch"][0])
+        found: list[Any] = [
+            self.python.random(),
+            self.numpy.random(),
+            self.old.rand(),
+            self.bits.random_raw() / 2**64,
+            drawn,
+        ]
+        return [float(value) for value in found]
+
+
+def test_a_models_own_random_numbers_are_those_that_came_next() -> None:
+    model, other = _Drawing(), _Drawing()
+    profile(model, (torch.randn(4, 8),))
+    assert model.draw() == other.draw()
