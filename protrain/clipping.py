@@ -8,6 +8,7 @@ torch makes in fp32 is not that of all squares at once to the last bit, but like
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,16 @@ from torch import Tensor
 from protrain.engine.engine import Engine
 from protrain.errors import MisuseError
 from protrain.loss_scale import LossScale
+
+
+@dataclass
+class _Factor:
+    """What gradients were multiplied by, from outside."""
+
+    given: Any  # the number, or the tensor
+    version: int | None  # of the tensor, which may be changed in place
+    value: Tensor  # of then
+    indices: set[int]  # of the parameters that got it
 
 
 class Clipping:
@@ -32,7 +43,7 @@ class Clipping:
         self._norm_squared: Tensor | None = None
         self._norms: dict[int, Tensor] = {}
         self._coefficient: Tensor | None = None  # 0-d fp32 on the device
-        self._multiplied: list[tuple[Any, Tensor, set[int]]] = []  # factor, what it was, parameters that got it
+        self._multiplied: list[_Factor] = []
         engine.gradient_norm = self.gradient_norm
         engine.multiply_gradient = self.multiply_gradient
 
@@ -65,6 +76,7 @@ class Clipping:
 
     def need_gradients(self, what: str, index: int | None = None) -> None:
         """MisuseError where there are none for ``what``, or none of parameter ``index``, or some were set to None."""
+        self._engine.abandon_backward()
         gradients, members = self._engine.gradients, self._engine.members
         if not (any(gradients.present) if index is None else gradients.present[index]):
             name = "gradients" if index is None else f"the gradient of {members[index].name}"
@@ -83,16 +95,16 @@ class Clipping:
     def coefficient(self) -> Tensor | None:
         """What all gradients are multiplied by: 0-d fp32 on the device. MisuseError where some are and others not."""
         present = self._engine.gradients.present
-        for _, _, indices in self._multiplied:
-            missing = [m.name for m in self._engine.members if present[m.index] and m.index not in indices]
+        for factor in self._multiplied:
+            missing = [m.name for m in self._engine.members if present[m.index] and m.index not in factor.indices]
             if missing:
                 raise MisuseError(
-                    f"{len(indices)} gradients were multiplied by a factor and {len(missing)} were not, among them "
-                    f"that of {missing[0]}: ProTrain multiplies all or none. Clip all of the model's parameters at "
+                    f"{len(factor.indices)} gradients were multiplied by a factor and {len(missing)} were not, that of "
+                    f"{missing[0]} among them: ProTrain multiplies all or none. Clip all of the model's parameters at "
                     "once, or clear the gradients with optimizer.zero_grad()"
                 )
-        for _, value, _ in self._multiplied:
-            self._multiply(value)
+        for factor in self._multiplied:
+            self._multiply(factor.value)
         self._multiplied = []
         return self._coefficient
 
@@ -104,23 +116,25 @@ class Clipping:
             indices, squares = self._engine.gradients.sums_of_squares()
             self._norms = dict(zip(indices, self._unscaled(squares).unbind(), strict=True))
         norm = self._norms[index]
-        for factor in (self._coefficient, *(value for _, value, got in self._multiplied if index in got)):
-            norm = norm if factor is None else norm * factor
+        for value in (self._coefficient, *(factor.value for factor in self._multiplied if index in factor.indices)):
+            norm = norm if value is None else norm * value
         return norm
 
     def multiply_gradient(self, index: int, factor: Tensor | float) -> None:
         """``.grad.mul_(factor)`` of parameter ``index``; a number, or 0-d."""
         self._check("to multiply a gradient", index)
-        for known, _, indices in self._multiplied:
-            if index not in indices and (known is factor or (isinstance(known, float) and known == factor)):
-                indices.add(index)
+        version = factor._version if isinstance(factor, Tensor) and not factor.is_inference() else None
+        for known in self._multiplied:
+            same = known.given is factor or (isinstance(known.given, float) and known.given == factor)
+            if same and known.version == version and index not in known.indices:
+                known.indices.add(index)
                 return
         if isinstance(factor, Tensor):
             value = factor.detach().to(self._engine.device, torch.float32, copy=True)
         else:
             factor = float(factor)
             value = torch.full((), factor, dtype=torch.float32, device=self._engine.device)
-        self._multiplied.append((factor, value, {index}))
+        self._multiplied.append(_Factor(factor, version, value, {index}))
 
     def _sum_of_squares(self) -> Tensor:
         if self._norm_squared is None:
@@ -137,7 +151,8 @@ class Clipping:
     def _check(self, what: str, index: int | None = None) -> None:
         if self._refused:
             raise MisuseError(
-                "clip_grad_norm_ after updates began: wrap with step_during_backward=False to clip, which overlaps too"
+                f"{what} with step_during_backward=True, whose updates are made inside backward: wrap with "
+                "step_during_backward=False, which overlaps too"
             )
         self._engine.streams.refuse_another()
         self.need_gradients(what, index)

@@ -373,7 +373,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def _forget_gradient(self, index: int) -> None:
         gradients = self._engine.gradients
         if not gradients.present[index]:
-            raise MisuseError(f"backward brings the gradient of {self._engine.members[index].name} just now")
+            raise MisuseError(
+                f"backward brings the gradient of {self._engine.members[index].name} just now: set it to None once it "
+                "is over, or register a hook that does before protrain.wrap"
+            )
         gradients.forgotten.add(index)
         if not gradients.pending and len(gradients.forgotten) == sum(gradients.present):
             self.zero_grad()
@@ -389,6 +392,13 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._clipping.reset()
 
     def _backward_begins(self) -> None:
+        # Not for autograd.grad, which brings no gradients of a step.
+        if self._clipping.has_begun:
+            raise MisuseError(
+                "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
+            )
+        if self._engine.gradients.forgotten:
+            self._clipping.need_gradients("backward()")
         if self._loss_scale is not None and not self._loss_scale.is_used:
             raise MisuseError(
                 "float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward(), and no "
@@ -407,12 +417,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._updates.backward_begins()
 
     def _gradients_arrived(self, chunks: list[Chunk]) -> None:
-        if self._clipping.has_begun:  # it applies to all gradients of a step; autograd.grad brings none
-            raise MisuseError(
-                "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
-            )
-        if self._engine.gradients.forgotten:
-            self._clipping.need_gradients("backward()")
         self._clipping.gradients_arrived()
         gradients = self._engine.gradients
         if gradients.no_sync:

@@ -86,9 +86,19 @@ def _norm(
     return tensor._norm() if dtype is None else tensor._norm().to(dtype)
 
 
+def _matrix_norm(tensor: Any, order: Any = None, *args: Any, ord: Any = None, **options: Any) -> Any:
+    """``torch.linalg.norm``: 2 is the largest singular value of a matrix, and "fro" of nothing else."""
+    order = order if ord is None else ord
+    known = order is None or (order == 2 and tensor.dim() <= 1) or (order == "fro" and tensor.dim() == 2)
+    return _norm(tensor, None, *args, **options) if known else NotImplemented
+
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
+
+
 def _multiplied(tensor: Any, other: Any) -> Any:
-    factor = isinstance(other, int | float) or (isinstance(other, Tensor) and other.dim() == 0)
-    if not isinstance(tensor, KeptGradient) or not factor:
+    if not isinstance(tensor, KeptGradient) or not _is_factor(other):
         return NotImplemented
     return tensor._multiply(other)
 
@@ -105,6 +115,8 @@ def _norm_of_any(tensor: Tensor, order: Any, *, dtype: torch.dtype | None) -> An
 
 
 def _all_multiplied(tensors: Iterable[Tensor], other: Any) -> Any:
+    if not _is_factor(other):
+        return NotImplemented
     for tensor in tensors:
         tensor.mul_(other)
     return None
@@ -115,7 +127,7 @@ _HANDLED: dict[Any, Callable[..., Any]] = {
     Tensor.detach: lambda tensor: tensor,
     _DATA.__get__: lambda tensor, *_: tensor,
     torch.linalg.vector_norm: _norm,
-    torch.linalg.norm: _norm,
+    torch.linalg.norm: _matrix_norm,
     torch.norm: _norm,
     Tensor.norm: _norm,
     torch._foreach_norm: _norms,

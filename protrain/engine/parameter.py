@@ -56,7 +56,8 @@ class Handle:
 
     @property
     def gradient_pending(self) -> bool:
-        """Whether the parameter has a gradient."""
+        """Whether the parameter has a gradient. What a backward that raised has not stored is none."""
+        self.engine.abandon_backward()
         return self.engine.gradients.is_pending(self.index)
 
     @property

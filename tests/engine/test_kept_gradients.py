@@ -119,7 +119,9 @@ def test_each_norm_is_that_of_the_gradient(spec: Spec, device: torch.device) -> 
         assert gradient.device == parameter.device
         assert name in repr(gradient)
         norms = [gradient.norm(), gradient.norm(2), torch.norm(gradient), torch.linalg.vector_norm(gradient)]
-        for norm in (*norms, gradient.detach().data.norm(2.0)):
+        norms += [gradient.detach().data.norm(2.0), torch.linalg.norm(gradient)]
+        norms += [torch.linalg.norm(gradient, 2 if gradient.dim() == 1 else "fro")]
+        for norm in norms:
             torch.testing.assert_close(norm, expected.grad.norm(), rtol=1e-5, atol=1e-8)
         assert torch.linalg.vector_norm(gradient, 2.0, dtype=torch.float64).dtype is torch.float64
     optimizer.clip_grad_norm_(0.01)
@@ -207,6 +209,8 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "clone": lambda g: g.clone(),
     "item": lambda g: g.flatten()[0].item(),
     "copy": copy.deepcopy,
+    "norm of a matrix": lambda g: torch.linalg.norm(g, 2 if g.dim() == 2 else "fro"),
+    "factors": lambda g: torch._foreach_mul_([g], [0.5]),
     "foreach": lambda g: torch._foreach_add_([g], 1.0),
     "foreach norm": lambda g: torch._foreach_norm([g], float("inf")),
     "unscale": lambda g: torch._amp_foreach_non_finite_check_and_unscale_([g], torch.zeros(1), torch.ones(1)),
@@ -222,6 +226,45 @@ def test_anything_else_names_the_parameter_and_the_remedy(operation: str, device
         with pytest.raises(MisuseError, match=rf"gradient of {name} is kept.*optimizer\.zero_grad\(\)"):
             OPERATIONS[operation](parameter.grad)
     optimizer.step()
+
+
+def test_a_factor_that_changes_on_the_way_is_several(device: torch.device) -> None:
+    """One for each layer."""
+    model, optimizer = wrapped_under(OFFLOADED, device)
+    default_loss(model, batches()[0]).backward()
+    before = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+    factor = torch.ones((), device=device)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(factor)
+        factor *= 0.5
+    after = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+    assert after == pytest.approx([norm * 0.5**at for at, norm in enumerate(before)])
+    with pytest.raises(MisuseError, match="ProTrain multiplies all or none"):
+        optimizer.step()
+
+
+def test_what_a_backward_left_that_raised_is_cleared(device: torch.device) -> None:
+    """A loop that leaves out batches that fail."""
+
+    def run(failing: bool) -> dict[str, Tensor]:
+        model, optimizer = wrapped_under(OFFLOADED, device)
+        for batch in batches(2):
+            if failing:
+                inputs = batch[0].to(device, torch.bfloat16).requires_grad_()
+                inputs.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    default_loss(model, (inputs,)).backward()
+                for parameter in model.parameters():
+                    parameter.grad = None
+                assert all(parameter.grad is None for parameter in model.parameters())
+            torch.manual_seed(1)
+            default_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return states(model, optimizer)
+
+    assert_same(run(failing=True), run(failing=False))
 
 
 def test_a_gradient_that_is_used_up_has_no_norm(device: torch.device) -> None:
@@ -255,8 +298,11 @@ def test_backward_after_a_factor_is_refused(device: torch.device) -> None:
     model, optimizer = wrapped_under(OFFLOADED, device)
     default_loss(model, batches()[0]).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
     with pytest.raises(MisuseError, match=r"clip once, after the last backward\(\)"):
         default_loss(model, batches()[1]).backward()
+    optimizer._clipping.gradients_arrived()  # what is remembered of them
+    assert [float(p.grad.norm()) for p in model.parameters() if p.grad is not None] == norms
     optimizer.zero_grad()
     default_loss(model, batches()[1]).backward()
     optimizer.step()
