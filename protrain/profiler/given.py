@@ -65,15 +65,34 @@ class GivenInputs:
         return torch._C._storage_Use_Count(key.cdata) - self._itself
 
 
+class _Place(int):
+    """Stands for the tensor of that number."""
+
+
+def _take(value: Any, tensors: list[Tensor]) -> Any:
+    """``value`` with places for its tensors, which are added to ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    return tuple(_take(each, tensors) for each in value) if type(value) is tuple else value
+
+
+def _put(value: Any, tensors: tuple[Tensor, ...]) -> Any:
+    if isinstance(value, _Place):
+        return tensors[value]
+    return tuple(_put(each, tensors) for each in value) if type(value) is tuple else value
+
+
 def run_checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``forward`` under a checkpoint, which saves tensors among ``kwargs`` as it does those among ``args``.
+    """``forward`` under a checkpoint, which saves tensors among ``kwargs`` and in tuples as it does those of ``args``.
 
-    It would hold them as they are otherwise, and be no user of its own.
+    It would hold them as they are otherwise, and be no user of its own. Lists and dictionaries go through whole, as
+    forward may change them.
     """
-    positional, names = len(args), [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+    given: list[Tensor] = []
+    places = _take(args, given), {name: _take(value, given) for name, value in kwargs.items()}
 
-    def run(*values: Any, **others: Any) -> Any:
-        return forward(*values[:positional], **others, **dict(zip(names, values[positional:], strict=True)))
+    def run(*tensors: Tensor) -> Any:
+        return forward(*_put(places[0], tensors), **{name: _put(value, tensors) for name, value in places[1].items()})
 
-    others = {name: value for name, value in kwargs.items() if name not in names}
-    return checkpoint(run, *args, *(kwargs[name] for name in names), use_reentrant=False, **others)
+    return checkpoint(run, *given, use_reentrant=False)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 _KINDS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
+_SOURCES = (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator, random.Random)
 
 
 class _Held(NamedTuple):
@@ -52,8 +53,8 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[Callable[[], Ca
 def _picture(model: nn.Module, device: torch.device) -> Callable[[], None]:
     """What puts the modules of ``model`` and random states back to how they are now."""
     containers = _containers(vars(module) for module in model.modules())
-    values = {id(value): value for held in containers for value in held.values}.values()
-    generators = [set_state for value in values if (set_state := _random_state(value)) is not None]
+    sources = {id(value): value for held in containers for value in held.values if isinstance(value, _SOURCES)}
+    generators = [_random_state(source) for source in sources.values() if not isinstance(source, random.SystemRandom)]
     states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
@@ -71,17 +72,16 @@ def _picture(model: nn.Module, device: torch.device) -> Callable[[], None]:
     return put_back
 
 
-def _random_state(value: Any) -> Callable[[], object] | None:
-    """What puts ``value`` back to its state of now, where it is something that draws random numbers."""
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, np.random.RandomState):
-        return partial(value.set_state, value.get_state(legacy=False))
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.Generator):
-        value = value.bit_generator
-    return partial(setattr, value, "state", value.state) if isinstance(value, np.random.BitGenerator) else None
+def _random_state(source: Any) -> Callable[[], object]:
+    """What puts ``source`` of random numbers back to its state of now."""
+    if isinstance(source, torch.Generator):
+        return partial(source.set_state, source.get_state())
+    if isinstance(source, np.random.RandomState):
+        return partial(source.set_state, source.get_state(legacy=False))
+    if isinstance(source, random.Random):
+        return partial(source.setstate, source.getstate())
+    bits = source.bit_generator if isinstance(source, np.random.Generator) else source
+    return partial(setattr, bits, "state", bits.state)
 
 
 def _containers(attributes: Iterable[dict[str, Any]]) -> list[_Held]:
@@ -93,7 +93,7 @@ def _containers(attributes: Iterable[dict[str, Any]]) -> list[_Held]:
         # One of a class of its own may have attributes that must agree with what it holds.
         own = [vars(value) for value in new.values() if type(value) not in _KINDS and hasattr(value, "__dict__")]
         found |= {id(value): _held(value) for value in (*new.values(), *own)}
-        level = [value for key in new for value in found[key].values]
+        level = [value for key in new for value in found[key].values if isinstance(value, _KINDS)]
     return list(found.values())
 
 
