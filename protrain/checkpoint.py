@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -134,6 +135,7 @@ def save_checkpoint(
     serial = int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
     scratch = root / f".{serial:05d}.tmp"
     scratch.mkdir()
+    target = scratch
     try:
         files, step = _write_tensors(scratch, model, optimizer, tensors)
         write_manifest(scratch, {**manifest, "step": step, "files": files})
@@ -142,6 +144,8 @@ def save_checkpoint(
         os.rename(scratch, target)
         sync_directory(root)
     except BaseException:  # a full disk gets back what this save took of it, and Ctrl-C leaves nothing half done
+        with suppress(OSError):  # a half-deleted save must never look like a save
+            os.rename(target, scratch)
         shutil.rmtree(scratch, ignore_errors=True)
         raise
 

@@ -102,7 +102,7 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_save(tmp_path: Path) -> Non
     load_checkpoint(tmp_path, model, optimizer)
 
 
-@pytest.mark.parametrize("failing", ["write_tensors", "write_manifest", "sync_directory"])
+@pytest.mark.parametrize("failing", ["write_tensors", "write_manifest", "sync_directory", "the last sync_directory"])
 @pytest.mark.parametrize("error", [OSError, ValueError, KeyboardInterrupt])
 def test_a_save_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, error: type[BaseException]
@@ -110,10 +110,11 @@ def test_a_save_that_fails_leaves_nothing(
     model, optimizer, _ = make_run(0)
     earlier = save_checkpoint(tmp_path, model, optimizer)
 
-    def fail(*_: Any) -> None:
-        raise error("failed")
+    def fail(*arguments: Any) -> None:
+        if not failing.startswith("the last") or arguments == (tmp_path,):
+            raise error("failed")
 
-    monkeypatch.setattr(protrain.checkpoint, failing, fail)
+    monkeypatch.setattr(protrain.checkpoint, failing.removeprefix("the last "), fail)
     with pytest.raises(error, match="failed"):
         save_checkpoint(tmp_path, model, optimizer)
     assert list(tmp_path.iterdir()) == [earlier]

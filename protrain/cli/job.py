@@ -30,7 +30,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "held_out": (0.0, 0.5),
 }
 
-# Options that may differ when a run is resumed: they change where things live and what is reported, never the weights.
+# Options that may differ when a run is resumed: they change where things live and what is reported, not the training.
 FREE = frozenset(
     {
         "device",

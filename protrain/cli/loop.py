@@ -55,7 +55,7 @@ def train(
         raise ValueError(
             f"--trace needs {_STEPS_WITH_TRACE} steps, and {job.steps - run.step} of {folder} are left: leave it out"
         )
-    keep(run, resumed=resume)
+    keep(run)
     times = StepTimes(skip=WARMING_UP_STEPS)
     saved_step = _steps(run, times, requests, resumed=resume, trace=trace)
     return _finish(run, times, requests, saved_step)

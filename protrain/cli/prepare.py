@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -63,7 +64,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     refuse_early(loaded, plain, plan, dtype, device, chunked=chunked)
     if loaded.weights is not None and loaded.tokenizer is None:
         Progress(enabled=True).note(f"{loaded.weights} brings no tokenizer: text is read as bytes")
-    tokens = _read(job, loaded.codec, folder, resume=resume)
+    tokens = _read(job, loaded.codec, folder)
     check_length(tokens, sequence=sequence)
 
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
@@ -111,11 +112,11 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     )
 
 
-def keep(run: Run, *, resumed: bool) -> None:
+def keep(run: Run) -> None:
     """Let the folder be that of ``run``: once everything that can be wrong has been seen."""
     run.job.save(run.folder / JOB_FILE)  # first, as the others are a run's only beside it
-    if not resumed:
-        os.rename(run.folder / UNFINISHED_DATA, run.folder / DATA_FOLDER)
+    shutil.rmtree(run.folder / DATA_FOLDER, ignore_errors=True)  # of a resumed run: the same tokens
+    os.rename(run.folder / UNFINISHED_DATA, run.folder / DATA_FOLDER)
     run.optimizer.plan.save(run.folder / PLAN_FILE)
 
 
@@ -235,7 +236,7 @@ def schedule(job: TrainJob) -> Callable[[int], float]:
     return factor
 
 
-def _read(job: TrainJob, codec: Codec, folder: Path, *, resume: bool) -> Tokens:
+def _read(job: TrainJob, codec: Codec, folder: Path) -> Tokens:
     documents = find_documents(job.data, but=folder)
     size = sum(document.stat().st_size for document in documents)
     done = 0
@@ -246,5 +247,4 @@ def _read(job: TrainJob, codec: Codec, folder: Path, *, resume: bool) -> Tokens:
             done += count
             line.update(done // 2**20, "", plain=False)
 
-        target = folder / (DATA_FOLDER if resume else UNFINISHED_DATA)
-        return tokenize(documents, codec, target, held_out=job.held_out, progress=progress)
+        return tokenize(documents, codec, folder / UNFINISHED_DATA, held_out=job.held_out, progress=progress)

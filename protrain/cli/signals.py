@@ -21,16 +21,16 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.received = 0  # the first signal, or 0
-        self._last_s = 0.0  # when the newest one came
+        self._last_s = 0.0  # when the newest one that counts came
         self._raises = False
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """The handler."""
         now_s = time.monotonic()
-        since_last_s, self._last_s = now_s - self._last_s, now_s
         first = not self.received
-        if not first and since_last_s < _ONE_REQUEST_S:
+        if not first and now_s - self._last_s < _ONE_REQUEST_S:
             return
+        self._last_s = now_s
         self.received = self.received or number
         if self._raises:  # once more where the first was swallowed, as finalizers swallow what is raised in them
             raise Stopped

@@ -91,7 +91,7 @@ def add_command(commands: Any) -> None:
     add_compile_option(steps)
     add_loss_option(steps)
 
-    placement = parser.add_argument_group("placement (never changes the result)")
+    placement = parser.add_argument_group("placement (changes no result of one device with one number of threads)")
     placement.add_argument("--device", help="cuda or cpu (default: cuda when there is one)")
     add_memory_options(placement)
     placement.add_argument("--plan", metavar="FILE", help="a plan of `protrain plan --out FILE`; skips the search")

@@ -255,7 +255,12 @@ def test_changed_data_is_refused_on_resume(finished: Path, workplace: Path, tmp_
     assert main(command) == 0
     text.write_text(text.read_text().replace("fox", "cat"))
     (tmp_path / "run" / "summary.json").unlink()  # as if it had been stopped before that
+    tokens = (tmp_path / "run" / "data" / "train.bin").read_bytes()
     assert main(["train", "--resume", "--folder", str(tmp_path / "run")]) == 2
+    assert (tmp_path / "run" / "data" / "train.bin").read_bytes() == tokens, "of the text that is to be restored"
+    text.write_text(text.read_text().replace("cat", "fox"))
+    assert main(["train", "--resume", "--folder", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "data" / "train.bin").read_bytes() == tokens
 
 
 def test_a_folder_of_weights_that_does_not_match_is_refused_before_the_text_is_read(

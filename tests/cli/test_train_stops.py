@@ -313,7 +313,7 @@ def test_a_request_to_stop_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPat
         requests = StopRequests()
         requests.receive(number, None)
         for _ in range(3):  # a wrapper hands it on as well, or bash tells of the terminal that the kernel told of
-            now_s += 0.9
+            now_s += 0.3
             requests.receive(number, None)
         now_s += 1.1
         requests.receive(signal.SIGHUP, None)
@@ -322,6 +322,17 @@ def test_a_request_to_stop_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPat
             requests.receive(signal.SIGTERM, None)
         assert stop.type is KeyboardInterrupt, "at once, without a save"
         assert requests.received == number
+
+
+def test_who_goes_on_asking_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("protrain.cli.signals.time.monotonic", lambda: now_s)
+    requests = StopRequests()
+    for _ in range(2):
+        requests.receive(signal.SIGINT, None)
+        now_s += 0.5
+    with pytest.raises(KeyboardInterrupt):
+        requests.receive(signal.SIGINT, None)
 
 
 def test_a_stop_that_a_finalizer_swallowed_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
