@@ -147,7 +147,7 @@ def test_a_skipped_step_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Bat
 def test_clipping_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
     model, optimizer = wrapped(SPECS[1], during=True)
     for _ in range(2):  # before and after a backward
-        with pytest.raises(MisuseError, match="after updates began: wrap with step_during_backward=False to clip"):
+        with pytest.raises(MisuseError, match="updates are made inside backward: wrap with step_during_backward=False"):
             optimizer.clip_grad_norm_(1.0)
         model(**tiny_batch()).loss.backward()
         optimizer.step()
