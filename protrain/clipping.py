@@ -125,8 +125,11 @@ class Clipping:
         self._check("to multiply a gradient", index)
         version = factor._version if isinstance(factor, Tensor) and not factor.is_inference() else None
         for known in self._multiplied:
-            same = known.given is factor or (isinstance(known.given, float) and known.given == factor)
-            if same and known.version == version and index not in known.indices:
+            if known.version != version or index in known.indices:
+                continue
+            # Tensors are not compared: that would wait for the device.
+            numbers = not isinstance(known.given, Tensor) and not isinstance(factor, Tensor)
+            if known.given is factor or (numbers and known.given == factor):
                 known.indices.add(index)
                 return
         if isinstance(factor, Tensor):
