@@ -35,7 +35,7 @@ class StandardError(io.TextIOBase):
         self._stream = sys.stderr  # None in a process without one
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]
+    def encoding(self) -> str:  # type: ignore[override]  # the base's own is a property too, whatever its stub says
         """Of the stream."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 

@@ -114,7 +114,8 @@ class _Collecting(nn.Module):
         for index, layer in enumerate(self.layers):
             if self.keep:
                 states.append(x)
-            x = [lambda x: layer(x), lambda x: layer(x=x), lambda x: layer((x,))][index % 3](x)  # noqa: B023
+            args, kwargs = [((x,), {}), ((), {"x": x}), (((x,),), {})][index % 3]
+            x = layer(*args, **kwargs)
         if self.keep == "for a while":
             states.clear()
         y = self.head(x).square().mean()
