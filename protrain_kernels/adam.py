@@ -6,6 +6,7 @@
     m = m * beta1 + g * (1 - beta1)
     v = v * beta2 + (g * g) * (1 - beta2)
     p = p - (m / (sqrt(v) * inv_sqrt_bias_correction2 + eps)) * step_size
+    m, v = rounded(m, v)                        only for moments in bf16: see ``stochastic_rounding``
 
 Every operation is rounded to fp32 by itself: no fused multiply-add, correctly rounded division and square root. The
 constants are computed in double on the host (``adam_scalars``). Hence the Triton kernel, the C kernel and the reference
@@ -18,6 +19,8 @@ host need not know. The number of the step, and with it the bias corrections, is
     bf16     int16 remainder      2 + 2 + 4 + 4 + 2 read, 2 + 2 + 4 + 4 written = 26
     fp16     fp32                 4 + 4 + 4 + 2 read, 2 + 4 + 4 + 4 written = 28
     fp32     None: the weight     4 + 4 + 4 + 4 read, 4 + 4 + 4 written = 28
+
+Moments in bf16 take 8 less.
 """
 
 from __future__ import annotations
@@ -34,13 +37,16 @@ from protrain_kernels import host_adam
 from protrain_kernels.checks import LAUNCH_OPTIONS, are_aligned_vectors, check_aligned, check_scalar, check_vector
 from protrain_kernels.launch import launch
 from protrain_kernels.split_master import join_bits, join_reference, split_bits, split_reference, widen
+from protrain_kernels.stochastic_rounding import random_bits, round_moments_reference, upper_half
 
 BLOCK = 1024
 REFERENCE_SLICE = 1 << 18  # elements at a time where the reference stands in for the C kernel: bounds its temporaries
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
+MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 _DTYPES = {  # of weight, exp_avg, exp_avg_sq, grad, and master where there is one
-    (weight, torch.float32, torch.float32, grad, *([] if master is None else [master]))
+    (weight, moment, moment, grad, *([] if master is None else [master]))
     for weight, master in MASTER_DTYPES.items()
+    for moment in MOMENT_DTYPES
     for grad in (weight, torch.float32)
 }
 
@@ -58,13 +64,14 @@ class AdamScalars:
     inv_sqrt_bias_correction2: float
     eps: float
     step_size: float
+    step: float
 
     @property
     def values(self) -> tuple[float, ...]:
         """The constants in order, as the kernels take them."""
         return (
             *(self.decay, self.l2, self.beta1, self.one_minus_beta1, self.beta2, self.one_minus_beta2),
-            *(self.inv_sqrt_bias_correction2, self.eps, self.step_size),
+            *(self.inv_sqrt_bias_correction2, self.eps, self.step_size, self.step),
         )
 
 
@@ -103,6 +110,7 @@ def adam_scalars(
         inv_sqrt_bias_correction2=_fp32(1.0 / math.sqrt(1.0 - beta2**step)),
         eps=_fp32(eps),
         step_size=_fp32(lr / (1.0 - beta1**step)),
+        step=_fp32(step),
     )
 
 
@@ -139,13 +147,19 @@ def adam_reference(
     if scalars.l2 != 0.0:
         g = g + p * scalars.l2
     p = p * scalars.decay
-    exp_avg.mul_(scalars.beta1).add_(g * scalars.one_minus_beta1)
-    exp_avg_sq.mul_(scalars.beta2).add_((g * g) * scalars.one_minus_beta2)
+    m = exp_avg.float() * scalars.beta1 + g * scalars.one_minus_beta1
+    v = exp_avg_sq.float() * scalars.beta2 + (g * g) * scalars.one_minus_beta2
+    if exp_avg.dtype is torch.bfloat16:
+        for moment, rounded in zip((exp_avg, exp_avg_sq), round_moments_reference(m, v, scalars.step), strict=True):
+            moment.copy_(rounded)
+    else:
+        exp_avg.copy_(m)
+        exp_avg_sq.copy_(v)
     # Square root and quotient in double, rounded to fp32 once more, are correctly rounded (53 >= 2 * 24 + 2 bits).
     # torch's fp32 ones need not be: some machines take a vector library's, or multiply by a reciprocal.
-    root = exp_avg_sq.to(torch.float64).sqrt_().to(torch.float32)
+    root = v.to(torch.float64).sqrt_().to(torch.float32)
     denominator = root.mul_(scalars.inv_sqrt_bias_correction2).add_(scalars.eps)
-    quotient = exp_avg.to(torch.float64).div_(denominator.to(torch.float64)).to(torch.float32)
+    quotient = m.to(torch.float64).div_(denominator.to(torch.float64)).to(torch.float32)
     p = p - quotient.mul_(scalars.step_size)
     if weight.dtype == torch.bfloat16:
         assert master is not None
@@ -160,7 +174,7 @@ def adam_reference(
 
 @triton.jit
 def adam_block(
-    weight: tl.tensor,  # bf16 weights and gradients come as int16: their bits
+    weight: tl.tensor,  # bf16 weights, gradients and moments come as int16: their bits
     master: tl.tensor,
     exp_avg: tl.tensor,
     exp_avg_sq: tl.tensor,
@@ -178,6 +192,7 @@ def adam_block(
     inv_sqrt_bias_correction2: tl.tensor,
     eps: tl.tensor,
     step_size: tl.tensor,
+    step: tl.tensor,
     SPLIT: tl.constexpr,
     OWN_MASTER: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -192,8 +207,8 @@ def adam_block(
         p = tl.load(weight + offsets, mask=mask)
     else:
         p = tl.load(master + offsets, mask=mask)
-    m = tl.load(exp_avg + offsets, mask=mask)
-    v = tl.load(exp_avg_sq + offsets, mask=mask)
+    m = widen(tl.load(exp_avg + offsets, mask=mask))
+    v = widen(tl.load(exp_avg_sq + offsets, mask=mask))
     if HAS_SKIP:
         mask = tl.where(tl.load(skip) == 0, mask, False)  # of the stores alone: the loads above don't wait for the flag
     if HAS_SCALE:
@@ -205,8 +220,13 @@ def adam_block(
     v = v * beta2 + (g * g) * one_minus_beta2
     denominator = tl.sqrt_rn(v) * inv_sqrt_bias_correction2 + eps
     p = p - tl.div_rn(m, denominator) * step_size
-    tl.store(exp_avg + offsets, m, mask=mask)
-    tl.store(exp_avg_sq + offsets, v, mask=mask)
+    if exp_avg.dtype.element_ty == tl.int16:
+        random = random_bits(m, v, step)
+        tl.store(exp_avg + offsets, upper_half(m, random & 0xFFFF), mask=mask)
+        tl.store(exp_avg_sq + offsets, upper_half(v, random >> 16), mask=mask)
+    else:
+        tl.store(exp_avg + offsets, m, mask=mask)
+        tl.store(exp_avg_sq + offsets, v, mask=mask)
     if SPLIT:
         upper, lower = split_bits(p)
         tl.store(weight + offsets, upper, mask=mask)
@@ -237,6 +257,7 @@ def adam_kernel(
     inv_sqrt_bias_correction2: tl.tensor,
     eps: tl.tensor,
     step_size: tl.tensor,
+    step: tl.tensor,
     SPLIT: tl.constexpr,
     OWN_MASTER: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -265,6 +286,7 @@ def adam_kernel(
         inv_sqrt_bias_correction2,
         eps,
         step_size,
+        step,
         SPLIT,
         OWN_MASTER,
         HAS_SCALE,
@@ -336,13 +358,13 @@ def check_adam(
         needed = "None: the weight is its own" if master_dtype is None else f"a {master_dtype} tensor"
         raise ValueError(f"the master of a {weight.dtype} weight must be {needed}")
     check_aligned("weight", weight)
-    others: list[tuple[str, torch.Tensor, set[torch.dtype]]] = [
-        ("exp_avg", exp_avg, {torch.float32}),
-        ("exp_avg_sq", exp_avg_sq, {torch.float32}),
-        ("grad", grad, {weight.dtype, torch.float32}),
+    others: list[tuple[str, torch.Tensor, tuple[torch.dtype, ...]]] = [
+        ("exp_avg", exp_avg, MOMENT_DTYPES),
+        ("exp_avg_sq", exp_avg_sq, (exp_avg.dtype,)),
+        ("grad", grad, tuple({weight.dtype, torch.float32})),
     ]
     if master is not None and master_dtype is not None:
-        others.append(("master", master, {master_dtype}))
+        others.append(("master", master, (master_dtype,)))
     for name, tensor, dtypes in others:
         device = tensor.device if anywhere else weight.device
         check_vector(name, tensor, dtypes=dtypes, device=device, numel=numel)
@@ -352,8 +374,8 @@ def check_adam(
 def adam(
     weight: torch.Tensor,  # [n] bfloat16, float16 or float32
     master: torch.Tensor | None,  # [n] int16, float32 or None
-    exp_avg: torch.Tensor,  # [n] float32
-    exp_avg_sq: torch.Tensor,  # [n] float32
+    exp_avg: torch.Tensor,  # [n] float32 or bfloat16
+    exp_avg_sq: torch.Tensor,  # [n] of the same type
     grad: torch.Tensor,  # [n] the weight's type or float32
     scalars: AdamScalars,
     *,
@@ -367,8 +389,8 @@ def adam(
         weight: [n] bfloat16, float16 or float32; n is a multiple of 128. All tensors are 1-d, contiguous, on one
             device, and start at a multiple of 256 bytes in their storage.
         master: [n] int16 remainders for a bfloat16 weight, [n] float32 for a float16 weight, None for a float32 weight.
-        exp_avg: [n] float32 momentum.
-        exp_avg_sq: [n] float32 variance.
+        exp_avg: [n] float32 momentum, or bfloat16, which is rounded at random.
+        exp_avg_sq: [n] variance, of the same type.
         grad: [n] of the weight's type or float32; unchanged.
         scalars: this step's constants.
         scale: one float32 on the same device that multiplies the gradient (clipping, loss scale), read by the kernel.

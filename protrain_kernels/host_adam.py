@@ -5,7 +5,7 @@ where there is no compiled library (see ``host_library``); its caller then runs 
 ``host_accumulate`` has no counterpart: it is public, checks its arguments and always does its work.
 
 AdamW with the split master moves 26 bytes a parameter: weight, remainder, momentum and variance read and written (24),
-gradient read (2). The gradient's kernels move each byte once.
+gradient read (2). With moments in bf16 it is 18. The gradient's kernels move each byte once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from protrain_kernels.out_of_place_adam import AdamStates
 
 _DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_Scalars = ctypes.c_float * 10
+_Scalars = ctypes.c_float * 11
 
 
 def _threads(threads: int) -> int:
@@ -50,6 +50,7 @@ def _adam_arguments(
         None if master is None else master.data_ptr(),
         exp_avg.data_ptr(),
         exp_avg_sq.data_ptr(),
+        _DTYPE_CODES[exp_avg.dtype],
         grad.data_ptr(),
         _DTYPE_CODES[grad.dtype],
         weight.numel(),

@@ -35,11 +35,11 @@ _ARGUMENTS = {
     "protrain_split": (_pointer, _pointer, _pointer, _length, _flag),
     "protrain_join": (_pointer, _pointer, _pointer, _length, _flag),
     "protrain_adam": (
-        *(_pointer, _flag, _pointer, _pointer, _pointer),
+        *(_pointer, _flag, _pointer, _pointer, _pointer, _flag),
         *(_pointer, _flag, _length, _pointer, _flag),
     ),
     "protrain_adam_out_of_place": (
-        *(_pointer, _flag, _pointer, _pointer, _pointer),
+        *(_pointer, _flag, _pointer, _pointer, _pointer, _flag),
         *(_pointer, _flag, _length, _pointer, _flag),
         *(_pointer, _pointer, _pointer, _pointer),
     ),

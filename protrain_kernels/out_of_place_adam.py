@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from protrain_kernels.adam import MASTER_DTYPES, AdamScalars, adam
+from protrain_kernels.adam import MASTER_DTYPES, MOMENT_DTYPES, AdamScalars, adam
 from protrain_kernels.checks import FLOATS, check_aligned, check_scalar, check_vector
 from protrain_kernels.host_adam import host_adam_out_of_place
 
@@ -26,8 +26,8 @@ class AdamStates(NamedTuple):
 
     weight: Tensor  # bfloat16, float16 or float32
     master: Tensor | None  # int16 remainder, float32, None: see ``adam``
-    exp_avg: Tensor  # float32
-    exp_avg_sq: Tensor  # float32
+    exp_avg: Tensor  # float32 or bfloat16
+    exp_avg_sq: Tensor  # of the same type
 
 
 def adam_out_of_place(
@@ -100,7 +100,10 @@ def _check(old: AdamStates, grad: Tensor, scale: Tensor | None) -> None:
     check_scalar("scale", scale, dtype=torch.float32, device=_CPU)
     if dtype not in MASTER_DTYPES:
         raise ValueError(f"old.weight must be bfloat16, float16 or float32, not {dtype}")
-    wanted = (dtype, MASTER_DTYPES[dtype], torch.float32, torch.float32)
+    moment = old.exp_avg.dtype
+    if moment not in MOMENT_DTYPES:
+        raise ValueError(f"old.exp_avg must be float32 or bfloat16, not {moment}")
+    wanted = (dtype, MASTER_DTYPES[dtype], moment, moment)
     for kind, tensor, expected in zip(AdamStates._fields, old, wanted, strict=True):
         _check_state(f"old.{kind}", tensor, expected, dtype, count)
 

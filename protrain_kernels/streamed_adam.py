@@ -10,7 +10,8 @@ copies     The states go through an ``AdamStaging`` area of the device, a piece 
            pieces faster than kernels do, and take no multiprocessor.
 
 Bytes over the link a parameter, bf16 weight, remainder, momentum and variance on the host, gradient on the device: 12
-in and 12 out, at the same time. Weight and gradient may lie on either side; a weight on the device saves 2 each way.
+in and 12 out, at the same time, or 8 and 8 with moments in bf16. Weight and gradient may lie on either side; a weight
+on the device saves 2 each way.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def streamed_adam_kernel(
     inv_sqrt_bias_correction2: tl.tensor,
     eps: tl.tensor,
     step_size: tl.tensor,
+    step: tl.tensor,
     SPLIT: tl.constexpr,
     OWN_MASTER: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -87,6 +89,7 @@ def streamed_adam_kernel(
             inv_sqrt_bias_correction2,
             eps,
             step_size,
+            step,
             SPLIT,
             OWN_MASTER,
             HAS_SCALE,
@@ -253,8 +256,8 @@ def _is_away(tensor: torch.Tensor, staging: AdamStaging) -> bool:
 def streamed_adam(
     weight: torch.Tensor,  # [n] bfloat16, float16 or float32
     master: torch.Tensor | None,  # [n] int16, float32 or None
-    exp_avg: torch.Tensor,  # [n] float32
-    exp_avg_sq: torch.Tensor,  # [n] float32
+    exp_avg: torch.Tensor,  # [n] float32 or bfloat16
+    exp_avg_sq: torch.Tensor,  # [n] of the same type
     grad: torch.Tensor,  # [n] the weight's type or float32
     scalars: AdamScalars,
     *,

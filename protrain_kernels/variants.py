@@ -103,18 +103,20 @@ def _adam_variants(every: bool) -> Iterator[Variant]:
         ("fp16", "fp32", ("fp16", "fp32")),
         ("fp32", "fp32", ("fp32",)),
     ):
-        for grad, (scale, skip, l2, large) in product(grads, product((False, True), repeat=4)):
-            if not every and ((skip and not scale) or large):
+        for moment, grad, (scale, skip, l2, large) in product(
+            ("fp32", "bf16"), grads, product((False, True), repeat=4)
+        ):
+            if not every and ((skip and not scale) or large or (moment == "bf16" and grad != weight)):
                 continue
             shared: dict[str, Any] = {
                 "pointers": {
                     "weight": weight,
                     "master": master,
-                    "exp_avg": "fp32",
-                    "exp_avg_sq": "fp32",
+                    "exp_avg": moment,
+                    "exp_avg_sq": moment,
                     "grad": grad,
-                    "scale": "fp32",
-                    "skip": "i32" if skip else "fp32",  # what isn't read is another tensor
+                    "scale": "fp32" if scale else moment,  # what isn't read is another tensor
+                    "skip": "i32" if skip else moment,
                 },
                 "integers": {"numel": _LARGE if large else _SMALL},
                 "floats": scalars,
@@ -130,7 +132,8 @@ def _adam_variants(every: bool) -> Iterator[Variant]:
                 "wide_stores": 4 if weight == "bf16" else 3,
                 "divides": "root",
             }
-            what = f"{weight}, {grad} gradient{', scale' * scale}{', skip' * skip}{', l2' * l2}{', large' * large}"
+            flags = f"{', scale' * scale}{', skip' * skip}{', l2' * l2}{', large' * large}"
+            what = f"{weight}, {grad} gradient{f', {moment} moments' * (moment != 'fp32')}{flags}"
             yield Variant(name=f"adam {what}", kernel=adam_kernel, **shared)
             if every or (scale == skip and not l2):
                 yield Variant(name=f"streamed adam {what}", kernel=streamed_adam_kernel, **shared)

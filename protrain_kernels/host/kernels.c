@@ -139,7 +139,8 @@ void protrain_join(const uint16_t *weight, const int16_t *remainder, float *mast
 /* ---- Adam ---- */
 
 typedef struct {
-    float decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, step_size, scale;
+    float decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, step_size, step;
+    float scale;
 } adam_scalars;
 
 /* One element: p in fp32, its gradient, and both moments, which it returns by their pointers. */
@@ -176,15 +177,46 @@ static inline void adam_block_to(const float *restrict weight, const float *rest
     }
 }
 
-/* master: int16 remainders for a bf16 weight, fp32 for an fp16 weight, unused for an fp32 weight. */
-void protrain_adam(void *weight, int weight_dtype, void *master, float *exp_avg, float *exp_avg_sq, const void *grad,
-                   int grad_dtype, int64_t count, const adam_scalars *scalars, int threads) {
+static inline uint16_t upper_half(uint32_t bits, uint32_t random) {
+    const uint32_t magnitude = bits & 0x7fffffffu, sum = bits + random; /* added in any case: gcc vectorises that */
+    const uint32_t special = magnitude > 0x7f800000u ? 0x7fc00000u : bits;
+    return (uint16_t)((magnitude < 0x7f7f0000u ? sum : special) >> 16);
+}
+
+static inline uint32_t zero_for_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u ? 0u : bits; }
+
+/* fp32 moments to bf16, up or down at random: the formula and the bits of stochastic_rounding.py. */
+static void round_moments(const float *restrict exp_avg, const float *restrict exp_avg_sq, int64_t count, float step,
+                          uint16_t *restrict new_exp_avg, uint16_t *restrict new_exp_avg_sq) {
+    const uint32_t seed = bits_of(step) * 0x85ebca6bu;
+    for (int64_t i = 0; i < count; i++) {
+        const uint32_t m = bits_of(exp_avg[i]), v = bits_of(exp_avg_sq[i]);
+        uint32_t x = zero_for_nan(m) * 0x9e3779b1u + zero_for_nan(v) + seed;
+        x = (x ^ (x >> 16)) * 0x7feb352du;
+        x = (x ^ (x >> 15)) * 0x846ca68bu;
+        x = x ^ (x >> 16);
+        new_exp_avg[i] = upper_half(m, x & 0xffffu);
+        new_exp_avg_sq[i] = upper_half(v, x >> 16);
+    }
+}
+
+/* master: int16 remainders for a bf16 weight, fp32 for an fp16 weight, unused for an fp32 weight. Moments: FP32, BF16. */
+void protrain_adam(void *weight, int weight_dtype, void *master, void *exp_avg, void *exp_avg_sq, int moment_dtype,
+                   const void *grad, int grad_dtype, int64_t count, const adam_scalars *scalars, int threads) {
     const adam_scalars s = *scalars;
     const int64_t blocks = (count + BLOCK - 1) / BLOCK;
 #pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(sharing(count, threads))
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first = block * BLOCK, n = MIN(BLOCK, count - first);
-        float joined[BLOCK], buffer[BLOCK];
+        float joined[BLOCK], buffer[BLOCK], wide_m[BLOCK], wide_v[BLOCK];
+        float *m = wide_m, *v = wide_v;
+        if (moment_dtype == FP32) {
+            m = (float *)exp_avg + first;
+            v = (float *)exp_avg_sq + first;
+        } else {
+            widen(exp_avg, moment_dtype, first, n, m);
+            widen(exp_avg_sq, moment_dtype, first, n, v);
+        }
         float *p = weight_dtype == FP32 ? (float *)weight + first : (float *)master + first;
         if (weight_dtype == BF16) {
             p = joined;
@@ -192,9 +224,11 @@ void protrain_adam(void *weight, int weight_dtype, void *master, float *exp_avg,
         }
         const float *g = widened(grad, grad_dtype, first, n, buffer);
         if (s.l2 != 0.0f)
-            adam_block(p, g, exp_avg + first, exp_avg_sq + first, n, s, 1);
+            adam_block(p, g, m, v, n, s, 1);
         else
-            adam_block(p, g, exp_avg + first, exp_avg_sq + first, n, s, 0);
+            adam_block(p, g, m, v, n, s, 0);
+        if (moment_dtype == BF16)
+            round_moments(m, v, n, s.step, (uint16_t *)exp_avg + first, (uint16_t *)exp_avg_sq + first);
         if (weight_dtype == BF16) split_block(p, n, (uint16_t *)weight + first, (int16_t *)master + first);
         if (weight_dtype == FP16) narrow_halves(p, n, (uint16_t *)weight + first);
     }
@@ -225,10 +259,10 @@ static inline void written_out(void) {
 
 /* protrain_adam that leaves its states as they are and writes the new ones elsewhere, where there is anywhere: as much
  * traffic, or that of the weight alone. */
-void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void *master, const float *exp_avg,
-                                const float *exp_avg_sq, const void *grad, int grad_dtype, int64_t count,
-                                const adam_scalars *scalars, int threads, void *new_weight, void *new_master,
-                                float *new_exp_avg, float *new_exp_avg_sq) {
+void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void *master, const void *exp_avg,
+                                const void *exp_avg_sq, int moment_dtype, const void *grad, int grad_dtype,
+                                int64_t count, const adam_scalars *scalars, int threads, void *new_weight,
+                                void *new_master, void *new_exp_avg, void *new_exp_avg_sq) {
     const adam_scalars s = *scalars;
     const int64_t blocks = (count + PART - 1) / PART;
 #pragma omp parallel num_threads(sharing(count, threads))
@@ -236,8 +270,8 @@ void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void
 #pragma omp for schedule(dynamic, RUN / PART) nowait
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t first = block * PART, n = MIN(PART, count - first);
-            float joined[PART], buffer[PART], p[PART], m[PART], v[PART];
-            uint16_t half[PART];
+            float joined[PART], buffer[PART], wide_m[PART], wide_v[PART], p[PART], m[PART], v[PART];
+            uint16_t half[PART], half_m[PART], half_v[PART];
             int16_t remainder[PART];
             const float *old = (const float *)(weight_dtype == FP32 ? weight : master) + first;
             if (weight_dtype == BF16) {
@@ -245,12 +279,20 @@ void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void
                 old = joined;
             }
             const float *g = widened(grad, grad_dtype, first, n, buffer);
+            const float *old_m = widened(exp_avg, moment_dtype, first, n, wide_m);
+            const float *old_v = widened(exp_avg_sq, moment_dtype, first, n, wide_v);
             if (s.l2 != 0.0f)
-                adam_block_to(old, g, exp_avg + first, exp_avg_sq + first, p, m, v, n, s, 1);
+                adam_block_to(old, g, old_m, old_v, p, m, v, n, s, 1);
             else
-                adam_block_to(old, g, exp_avg + first, exp_avg_sq + first, p, m, v, n, s, 0);
-            if (new_exp_avg) write_out(new_exp_avg + first, m, n * 4);
-            if (new_exp_avg_sq) write_out(new_exp_avg_sq + first, v, n * 4);
+                adam_block_to(old, g, old_m, old_v, p, m, v, n, s, 0);
+            if (new_exp_avg && moment_dtype == FP32) {
+                write_out((float *)new_exp_avg + first, m, n * 4);
+                write_out((float *)new_exp_avg_sq + first, v, n * 4);
+            } else if (new_exp_avg) {
+                round_moments(m, v, n, s.step, half_m, half_v);
+                write_out((uint16_t *)new_exp_avg + first, half_m, n * 2);
+                write_out((uint16_t *)new_exp_avg_sq + first, half_v, n * 2);
+            }
             if (weight_dtype == FP32) {
                 write_out((float *)new_weight + first, p, n * 4);
                 continue;

@@ -105,12 +105,12 @@ def flatten_launches() -> None:
 
 def adam_launches() -> None:
     """Every type and choice, below and beyond 2^31 parameters."""
-    for weight, grad_type, scale, skip, l2, numel in product(
-        (BF16, FP16, FP32), (None, FP32), maybe(FP32), maybe(I32), (0.0, 0.1), (128, LARGE)
+    for weight, moment, grad_type, scale, skip, l2, numel in product(
+        (BF16, FP16, FP32), (FP32, BF16), (None, FP32), maybe(FP32), maybe(I32), (0.0, 0.1), (128, LARGE)
     ):
         scalars = adam_scalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=l2, step=3, decoupled=False)
         master = None if weight == FP32 else empty(numel, I16 if weight == BF16 else FP32)
-        exp_avg, exp_avg_sq, grad = empty(numel, FP32), empty(numel, FP32), empty(numel, grad_type or weight)
+        exp_avg, exp_avg_sq, grad = empty(numel, moment), empty(numel, moment), empty(numel, grad_type or weight)
         states = (empty(numel, weight), master, exp_avg, exp_avg_sq, grad)
         launch_adam(*states, scalars, scale=scale, skip=skip)
         launch_zero_copy(*adam_arguments(*states, scalars, scale, skip), programs=64, device=torch.device("cpu"))

@@ -22,6 +22,9 @@ TYPES = [
     (torch.float32, torch.float32),
 ]
 IDS = [f"{weight}-{grad}".replace("torch.", "") for weight, grad in TYPES]
+MOMENTS = pytest.mark.parametrize(
+    "moment_dtype", [torch.float32, torch.bfloat16], ids=["float32-moments", "bfloat16-moments"]
+)
 # NumPy, under Triton's interpreter, remarks on the infinities and NaN that some tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 State = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
@@ -32,11 +35,17 @@ def _scalars(step: int, **changes: Any) -> AdamScalars:
     return adam_scalars(step=step, **chosen)
 
 
-def _state(dtype: torch.dtype, values: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> State:
+def _state(
+    dtype: torch.dtype,
+    values: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    moment_dtype: torch.dtype = torch.float32,
+) -> State:
+    moments = exp_avg.to(moment_dtype, copy=True), exp_avg_sq.to(moment_dtype, copy=True)
     if dtype == torch.bfloat16:
-        return *split(values), exp_avg.clone(), exp_avg_sq.clone()
-    master = values.clone() if dtype == torch.float16 else None
-    return values.to(dtype), master, exp_avg.clone(), exp_avg_sq.clone()
+        return *split(values), *moments
+    return values.to(dtype), values.clone() if dtype == torch.float16 else None, *moments
 
 
 def _moved(state: State, device: torch.device) -> State:
@@ -52,18 +61,20 @@ def _moved(state: State, device: torch.device) -> State:
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+@MOMENTS
 @pytest.mark.parametrize(("weight_dtype", "grad_dtype"), TYPES, ids=IDS)
 def test_five_steps_have_the_bits_of_the_reference(
     backend: Any,
     same_bits: Callable[..., None],
     weight_dtype: torch.dtype,
     grad_dtype: torch.dtype,
+    moment_dtype: torch.dtype,
     decoupled: bool,
     scaled: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     zeros = torch.zeros(COUNT)
-    expected = _state(weight_dtype, torch.randn(COUNT, generator=generator), zeros, zeros)
+    expected = _state(weight_dtype, torch.randn(COUNT, generator=generator), zeros, zeros, moment_dtype)
     start = expected[0].clone()
     found = _moved(expected, backend.device)
     scale = torch.tensor([0.3]) if scaled else None
@@ -80,6 +91,7 @@ def test_five_steps_have_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+@MOMENTS
 @pytest.mark.parametrize(("weight_dtype", "grad_dtype"), TYPES, ids=IDS)
 def test_any_bit_patterns_have_the_bits_of_the_reference(
     backend: Any,
@@ -87,6 +99,7 @@ def test_any_bit_patterns_have_the_bits_of_the_reference(
     any_bits: Callable[[int, int], torch.Tensor],
     weight_dtype: torch.dtype,
     grad_dtype: torch.dtype,
+    moment_dtype: torch.dtype,
     decoupled: bool,
 ) -> None:
     count = 1 << 14
@@ -98,7 +111,7 @@ def test_any_bit_patterns_have_the_bits_of_the_reference(
     exp_avg_sq[::4] *= 1e-30
     grad[::4] *= 1e-30
     for eps in (1e-8, 0.0):
-        expected = _state(weight_dtype, values, exp_avg, exp_avg_sq)
+        expected = _state(weight_dtype, values, exp_avg, exp_avg_sq, moment_dtype)
         found = _moved(expected, backend.device)
         scalars = _scalars(2, eps=eps, decoupled=decoupled)
         gradient = grad.to(grad_dtype)
@@ -232,13 +245,18 @@ def test_slices_of_an_arena_leave_their_neighbours_alone(backend: Any) -> None:
         assert tensor[middle].isfinite().all()
 
 
+@MOMENTS
 @pytest.mark.parametrize(("weight_dtype", "grad_dtype"), TYPES, ids=IDS)
 def test_a_set_flag_leaves_everything_as_it_was(
-    backend: Any, same_bits: Callable[..., None], weight_dtype: torch.dtype, grad_dtype: torch.dtype
+    backend: Any,
+    same_bits: Callable[..., None],
+    weight_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    moment_dtype: torch.dtype,
 ) -> None:
     generator = torch.Generator().manual_seed(6)
     values, exp_avg, exp_avg_sq, grad = torch.randn(4, COUNT, generator=generator).unbind()
-    start = _state(weight_dtype, values, exp_avg, exp_avg_sq.square())
+    start = _state(weight_dtype, values, exp_avg, exp_avg_sq.square(), moment_dtype)
     grad = grad.to(grad_dtype)
     grad[7] = torch.nan
     found = _moved(start, backend.device)
@@ -287,6 +305,7 @@ def _arguments(count: int = 256) -> dict[str, Any]:
         ({"weight": torch.zeros(256)}, "master of a torch.float32 weight must be None"),
         ({"weight": torch.zeros(256, dtype=torch.float64)}, "weight must be"),
         ({"exp_avg": torch.zeros(128)}, "exp_avg has 128 elements and needs 256"),
+        ({"exp_avg": torch.zeros(256, dtype=torch.float16)}, "exp_avg must be torch.float32 or torch.bfloat16"),
         ({"exp_avg_sq": torch.zeros(256, dtype=torch.bfloat16)}, "exp_avg_sq must be torch.float32"),
         ({"grad": torch.zeros(256, dtype=torch.float16)}, "grad must be"),
         ({"grad": torch.zeros(384, dtype=torch.bfloat16)[64:320]}, "grad must start at a multiple of 256 bytes"),

@@ -12,7 +12,7 @@ from protrain_kernels import AdamStates, adam, adam_out_of_place, adam_scalars, 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def states(count: int, dtype: torch.dtype, *, start: int = 0) -> AdamStates:
+def states(count: int, dtype: torch.dtype, *, start: int = 0, moment_dtype: torch.dtype = torch.float32) -> AdamStates:
     """Random ones that begin ``start`` elements into their storage."""
     generator = torch.Generator().manual_seed(count)
     values = torch.randn(start + count, generator=generator)
@@ -22,7 +22,8 @@ def states(count: int, dtype: torch.dtype, *, start: int = 0) -> AdamStates:
         weight, master = split(values)
     elif dtype is torch.float16:
         master = values
-    return AdamStates(weight[start:], None if master is None else master[start:], exp_avg[start:], exp_avg_sq[start:])
+    moments = exp_avg.to(moment_dtype)[start:], exp_avg_sq.to(moment_dtype)[start:]
+    return AdamStates(weight[start:], None if master is None else master[start:], *moments)
 
 
 def copy(of: AdamStates, *, fill: float | None = None, start: int = 0) -> AdamStates:
@@ -37,6 +38,7 @@ def copy(of: AdamStates, *, fill: float | None = None, start: int = 0) -> AdamSt
 
 
 @pytest.mark.parametrize("how", ["c", "aten"])
+@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16], ids=["moments", "bfloat16-moments"])
 @pytest.mark.parametrize("l2", [False, True], ids=["adamw", "adam"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits(
@@ -44,6 +46,7 @@ def test_bits(
     compiled: None,
     same_bits: Callable[..., None],
     dtype: torch.dtype,
+    moment_dtype: torch.dtype,
     l2: bool,
     how: str,
 ) -> None:
@@ -52,7 +55,7 @@ def test_bits(
     scale = torch.tensor([0.37])
     # Less than a block, one, one and a part, several runs of them.
     for count, start in ((128, 0), (512, 128), (640, 0), (128 * 781, 128)):
-        old = states(count, dtype, start=start)
+        old = states(count, dtype, start=start, moment_dtype=moment_dtype)
         grad = torch.randn(count).to(torch.bfloat16 if dtype is torch.bfloat16 else torch.float32)
         expected, before, new = copy(old), copy(old), copy(old, fill=77, start=start)
         adam(*expected, grad, scalars, scale=scale, threads=2)
@@ -75,10 +78,13 @@ def test_bad_arguments_are_named() -> None:
         (new._replace(exp_avg=old.exp_avg), r"new\.exp_avg overlaps old\.exp_avg"),
         (new._replace(master=None), r"new\.master must be torch\.int16 for torch\.bfloat16"),
         (new._replace(weight=new.weight.half()), r"new\.weight must be torch\.bfloat16"),
+        (new._replace(exp_avg_sq=new.exp_avg_sq.bfloat16()), r"new\.exp_avg_sq must be torch\.float32"),
         (copy(states(128, torch.bfloat16)), r"new\.weight has 128 elements and needs 256"),
     ):
         with pytest.raises(ValueError, match=message):
             adam_out_of_place(old, wrong, grad, scalars)
+    with pytest.raises(ValueError, match=r"old\.exp_avg must be float32 or bfloat16, not torch\.float16"):
+        adam_weight(old._replace(exp_avg=old.exp_avg.half()), new.weight, grad, scalars)
     for weight, message in (
         (old.weight, r"new_weight overlaps old\.weight"),
         (new.weight.half(), r"new_weight must be torch\.bfloat16"),

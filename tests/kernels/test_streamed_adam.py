@@ -15,15 +15,19 @@ from protrain_kernels.streamed_adam import launch_zero_copy, run_pieces
 
 COUNT = 11 * 1024 + 384
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+MOMENTS = pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16], ids=["moments", "bfloat16-moments"])
 SCALARS = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 
 
-def _state(dtype: torch.dtype, grad_dtype: torch.dtype, count: int = COUNT) -> Tensors:
+def _state(
+    dtype: torch.dtype, grad_dtype: torch.dtype, count: int = COUNT, moment_dtype: torch.dtype = torch.float32
+) -> Tensors:
     generator = torch.Generator().manual_seed(0)
     values, exp_avg, root, grad = torch.randn(4, count, generator=generator).unbind()
-    found = {"exp_avg": exp_avg.clone(), "exp_avg_sq": root.square(), "grad": grad.to(grad_dtype)}
+    found = {"exp_avg": exp_avg.to(moment_dtype, copy=True), "exp_avg_sq": root.square().to(moment_dtype)}
+    found["grad"] = grad.to(grad_dtype)
     if dtype == torch.bfloat16:
         weight, master = split(values)
         return {"weight": weight, "master": master, **found}
@@ -52,9 +56,12 @@ def _check(found: Tensors, expected: Tensors, same_bits: Callable[..., None]) ->
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("piece", [128, 1280, 1 << 14])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pieces_on_the_cpu(same_bits: Callable[..., None], dtype: torch.dtype, piece: int, slots: int) -> None:
+@MOMENTS
+def test_pieces_on_the_cpu(
+    same_bits: Callable[..., None], moment_dtype: torch.dtype, dtype: torch.dtype, piece: int, slots: int
+) -> None:
     """With the copies, the slots in turn and the pieces' ends; the CPU stands in for the device."""
-    tensors = _state(dtype, torch.float32)
+    tensors = _state(dtype, torch.float32, moment_dtype=moment_dtype)
     expected = _expected(tensors)
     staging = AdamStaging(CPU, size_bytes=slots * piece * 18, slots=slots)
     staging.memory.fill_(0xFF)  # NaN
@@ -62,10 +69,11 @@ def test_pieces_on_the_cpu(same_bits: Callable[..., None], dtype: torch.dtype, p
     _check(tensors, expected, same_bits)
 
 
-def test_pieces_through_the_triton_kernel(same_bits: Callable[..., None]) -> None:
+@MOMENTS
+def test_pieces_through_the_triton_kernel(same_bits: Callable[..., None], moment_dtype: torch.dtype) -> None:
     if torch.cuda.is_available():
         pytest.skip("interprets the kernel, which is compiled here")
-    tensors = _state(torch.bfloat16, torch.bfloat16)
+    tensors = _state(torch.bfloat16, torch.bfloat16, moment_dtype=moment_dtype)
     expected = _expected(tensors)
     staging = AdamStaging(CPU, size_bytes=2 * 2048 * 18)
     run_pieces(staging, tensors, functools.partial(launch_adam, scalars=SCALARS, scale=None, skip=None))
@@ -74,10 +82,13 @@ def test_pieces_through_the_triton_kernel(same_bits: Callable[..., None]) -> Non
 
 @pytest.mark.parametrize("programs", [1, 5, 100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_few_programs_update_everything(same_bits: Callable[..., None], dtype: torch.dtype, programs: int) -> None:
+@MOMENTS
+def test_few_programs_update_everything(
+    same_bits: Callable[..., None], moment_dtype: torch.dtype, dtype: torch.dtype, programs: int
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("interprets the kernel, which is compiled here")
-    tensors = _state(dtype, torch.float32)
+    tensors = _state(dtype, torch.float32, moment_dtype=moment_dtype)
     scale = torch.tensor([0.3])
     expected = _expected(tensors, scale)
     for skip in (1, 0):
@@ -136,11 +147,17 @@ class TestOnTheGpu:
     @pytest.mark.parametrize("way", ["zero copy", "copies"])
     @pytest.mark.parametrize("on_device", [(), ("grad",), ("weight", "grad")], ids=str)
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @MOMENTS
     def test_same_bits(
-        self, same_bits: Callable[..., None], dtype: torch.dtype, on_device: tuple[str, ...], way: str
+        self,
+        same_bits: Callable[..., None],
+        moment_dtype: torch.dtype,
+        dtype: torch.dtype,
+        on_device: tuple[str, ...],
+        way: str,
     ) -> None:
         count = 1 << 20
-        start = _state(dtype, torch.float32, count)
+        start = _state(dtype, torch.float32, count, moment_dtype)
         tensors = {
             name: tensor.cuda() if name in on_device else tensor.clone().pin_memory() for name, tensor in start.items()
         }
