@@ -31,6 +31,7 @@ from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim import ProTrainOptimizer, check_supported, retire
 from protrain.planning import Plan, check, search
 from protrain.planning.mismatch import name_other_use, refuse_other_model, refuse_other_parameters
+from protrain.planning.plan import MOMENT_DTYPES
 from protrain.planning.streaming import staging_bytes
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import find_blocks
@@ -62,6 +63,7 @@ def wrap(
     weights: str | os.PathLike[str] | None = None,
     step_during_backward: bool = False,
     accumulation: int = 1,
+    moment_dtype: torch.dtype | str = torch.float32,
     compile: bool = False,
     chunked_loss: bool = False,
     progress: bool = True,
@@ -87,6 +89,9 @@ def wrap(
         step_during_backward: start updates inside backward; not with clipping, float16, or a backward() without step().
         accumulation: backward() calls of a step, whose gradients are summed in fp32: 1, or the plan has room for the
             sums, and its time is that of all of them.
+        moment_dtype: of Adam's two moments: bfloat16 takes 4 bytes a parameter less, for models that else do not fit.
+            They are rounded at random, so that in the mean nothing is lost (``protrain_kernels.stochastic_rounding``).
+            Same bits under every plan, but not those of float32. The master is fp32 always.
         compile: compile the forward of the blocks, once for all of a kind (torch.compile). Same bits under every plan,
             but not those of ``compile=False``.
         chunked_loss: compute the loss of a transformers causal language model piece by piece (Liger), so that its
@@ -119,6 +124,9 @@ def wrap(
         raise ValueError(
             "step_during_backward=True does not work with float16, whose steps may be skipped: use bfloat16"
         )
+    moments = moment_dtype if isinstance(moment_dtype, str) else _NAMES.get(moment_dtype)
+    if moments not in MOMENT_DTYPES:
+        raise ValueError(f"moment_dtype must be float32 or bfloat16, not {moment_dtype!r}")
     if not isinstance(accumulation, int) or accumulation < 1:
         raise ValueError(f"accumulation must be 1 or more, the backward() calls of a step, not {accumulation!r}")
     if not isinstance(plan, Plan | str | os.PathLike | None):
@@ -153,7 +161,7 @@ def wrap(
             changes=changes,
             say=say,
         )
-        model_profile = replace(model_profile, accumulation=accumulation)
+        model_profile = replace(model_profile, accumulation=accumulation, moment_dtype=moments)
         with say.stage("planning"):
             chosen = _plan(given, model_profile, hardware, step_during_backward=step_during_backward)
         say.note(f"the plan: {chosen}")

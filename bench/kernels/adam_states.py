@@ -15,6 +15,7 @@ from protrain_kernels import adam_reference, adam_scalars, split
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, STEP = 1e-4, 0.9, 0.95, 1e-8, 0.1, 10
 SCALARS = adam_scalars(lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY, step=STEP, decoupled=True)
 BYTES = {torch.bfloat16: 26, torch.float16: 28, torch.float32: 28}  # read and written a parameter
+NARROW_BYTES = 8  # that moments in bf16 save of them
 FLOPS = 15  # a parameter, square root and quotient counted as one each
 _SLICE = 1 << 20  # elements that are compared at the start, in the middle and at the end
 
@@ -30,7 +31,15 @@ class States:
     grad: Tensor
 
     @classmethod
-    def random(cls, elements: int, dtype: torch.dtype, device: torch.device, *, split_master: bool) -> States:
+    def random(
+        cls,
+        elements: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        split_master: bool,
+        moment_dtype: torch.dtype = torch.float32,
+    ) -> States:
         """Values as in training. Without ``split_master`` a 16-bit weight has an fp32 master."""
         generator = torch.Generator(device).manual_seed(0)
 
@@ -45,7 +54,8 @@ class States:
             weight, master = master, None
         else:
             weight = master.to(dtype)
-        return cls(weight, master, normal(1e-4), normal(1e-4).square_(), normal(1e-3).to(dtype))
+        moments = normal(1e-4).to(moment_dtype), normal(1e-4).square_().to(moment_dtype)
+        return cls(weight, master, *moments, normal(1e-3).to(dtype))
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:

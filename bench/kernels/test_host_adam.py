@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.kernels import adam_states
-from bench.kernels.adam_states import BYTES, FLOPS, SCALARS, OptimizerStep, States
+from bench.kernels.adam_states import BYTES, FLOPS, NARROW_BYTES, SCALARS, OptimizerStep, States
 from bench.kernels.peers import built, compiled, installed
 from bench.kernels.recorder import ON_HOST, Recorder
 from bench.kernels.roofs import DRAM, NO_ROOF
@@ -65,11 +65,42 @@ def test_host_adam(recorder: Recorder, shape: str, implementation: str) -> None:
     )
 
 
-def host_states(recorder: Recorder, elements: int, *, split_master: bool) -> tuple[States, Tensor]:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_host_adam_with_bf16_moments(recorder: Recorder, shape: str) -> None:
+    elements = chunk_elements(shape, whole=recorder.timed)
+    states, fp32_grad = host_states(recorder, elements, split_master=True, moment_dtype=torch.bfloat16)
+    run, version = _implementation(recorder, states, fp32_grad, OURS)
+
+    def check() -> str:
+        before = [states.part(place) for place in states.places()]
+        run()
+        return adam_states.expect_bits(states, before)
+
+    recorder.measure(
+        operator="host adam, bf16 moments",
+        shape=f"{shape} block",
+        dtype="bfloat16",
+        implementation=OURS,
+        version=version,
+        roof=DRAM,
+        bytes_moved=(BYTES[torch.bfloat16] - NARROW_BYTES) * elements,
+        flops=FLOPS * elements,
+        on_host=True,
+        tune_threads=True,
+        run=run,
+        check=check,
+    )
+
+
+def host_states(
+    recorder: Recorder, elements: int, *, split_master: bool, moment_dtype: torch.dtype = torch.float32
+) -> tuple[States, Tensor]:
     """States of ``elements`` parameters in host memory mapped as the engine does, and room for an fp32 gradient."""
     arena = Arena(torch.device("cpu"))
     # Drawn on the GPU where there is one: the host takes long to draw billions.
-    drawn = States.random(elements, torch.bfloat16, recorder.device, split_master=split_master)
+    drawn = States.random(
+        elements, torch.bfloat16, recorder.device, split_master=split_master, moment_dtype=moment_dtype
+    )
     return drawn.on_host(arena), arena.take(0 if split_master else elements, torch.float32)
 
 

@@ -17,10 +17,11 @@ class Kind:
     can_compile: bool = True
     can_keep: bool = True  # without checkpointing; False where a plan decides
     can_clip: bool = True
+    can_narrow: bool = False  # Adam's moments to bf16
 
 
 KINDS = {
-    "protrain": Kind(title="ProTrain", can_keep=False),
+    "protrain": Kind(title="ProTrain", can_keep=False, can_narrow=True),
     "floor": Kind(title="forward and backward alone", can_keep=False),
     "resident": Kind(title="resident weights, fused AdamW"),
     "fsdp2": Kind(title="FSDP2, CPU offload"),
@@ -33,7 +34,7 @@ KINDS = {
     # Gradients leave for the host one by one inside backward, before a norm is known.
     "torchao": Kind(title="torchao CPUOffloadOptimizer", package="torchao", needs_gpu=True, can_clip=False),
 }
-_VARIANTS = ("eager", "kept", "unclipped")
+_VARIANTS = ("eager", "kept", "unclipped", "narrow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Contestant(Record):
     compile: bool = True
     checkpoint: bool = True
     clip: bool = True
+    narrow: bool = False  # moments in bf16
 
     @property
     def name(self) -> str:
@@ -57,6 +59,7 @@ class Contestant(Record):
             "-eager" if kind.can_compile and not self.compile else "",
             "-kept" if kind.can_keep and not self.checkpoint else "",
             "-unclipped" if kind.can_clip and not self.clip else "",
+            "-narrow" if self.narrow else "",
         )
         return self.kind + "".join(marks)
 
@@ -71,6 +74,8 @@ class Contestant(Record):
             parts.append("nothing checkpointed")
         if not self.clip:
             parts.append("updates inside backward" if self.kind == "protrain" else "no clipping")
+        if self.narrow:
+            parts.append("moments in bf16")
         return f"{kind.title} ({', '.join(parts)})"
 
     @property
@@ -87,7 +92,8 @@ def parse(text: str) -> Contestant:
     kind = KINDS.get(name)
     if kind is None:
         raise ValueError(f"--contestants: there is no {name!r}; known: {', '.join(KINDS)}")
-    allowed = {"eager": kind.can_compile, "kept": kind.can_keep, "unclipped": kind.can_clip}
+    possible = kind.can_compile, kind.can_keep, kind.can_clip, kind.can_narrow
+    allowed = dict(zip(_VARIANTS, possible, strict=True))
     for mark in marks:
         if not allowed.get(mark, False):
             known = [variant for variant in _VARIANTS if allowed[variant]]
@@ -97,6 +103,7 @@ def parse(text: str) -> Contestant:
         compile=kind.can_compile and "eager" not in marks,
         checkpoint="kept" not in marks,
         clip=kind.can_clip and "unclipped" not in marks,
+        narrow="narrow" in marks,
     )
 
 

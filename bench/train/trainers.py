@@ -57,6 +57,7 @@ def protrain_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
         "device_memory": task.device_memory,
         "host_memory": task.host_memory,
         "step_during_backward": not contestant.clip,
+        "moment_dtype": "bfloat16" if contestant.narrow else "float32",
         "compile": contestant.compile,
         "chunked_loss": task.chunked_loss,
     }

@@ -12,6 +12,7 @@ from typing import Any
 from protrain.cli.files import JOB_FILE, PLAN_FILE, RESULTS
 from protrain.cli.options import LEAST_SEQUENCE, misfit
 from protrain.cli.shapes import SHAPES
+from protrain.planning.plan import MOMENT_DTYPES
 from protrain.quantities import parse_memory
 from protrain.records import Record
 
@@ -68,6 +69,7 @@ class TrainJob(Record):
     weight_decay: float = 0.1  # of matrices; vectors (norms, biases) do not decay
     clip: float = 1.0  # 0: off
     dtype: str | None = None
+    moment_dtype: str = "float32"
     seed: int = 0
     compile: bool | None = None
     chunked_loss: bool | None = None
@@ -93,6 +95,8 @@ class TrainJob(Record):
                 raise ValueError(f"{option(name)} {wrong}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
+        if self.moment_dtype not in MOMENT_DTYPES:
+            raise ValueError(f"--moment-dtype must be {' or '.join(MOMENT_DTYPES)}, not {self.moment_dtype}")
         for name in ("device_memory", "host_memory"):
             if getattr(self, name) is not None:
                 parse_memory(getattr(self, name), name=option(name))

@@ -22,7 +22,7 @@ _ARGUMENTS = {
     name: f"--{name.replace('_', '-')}"
     for name in (
         *("device_memory", "host_memory", "step_during_backward", "chunked_loss"),
-        *("accumulation", "compile", "device", "dtype", "plan"),
+        *("accumulation", "compile", "device", "moment_dtype", "dtype", "plan"),
     )
 } | {"weights": "--model"}  # a model's folder holds them
 _WITH_VALUE = re.compile(rf"(?<![\w/.-])({'|'.join(_ARGUMENTS)})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*)")

@@ -33,6 +33,7 @@ from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile, detect, load
 from protrain.planning import frontier, largest
 from protrain.planning.explain import timeline_of
+from protrain.planning.plan import MOMENT_DTYPES
 from protrain.planning.tables import format_ms
 from protrain.profiler import ModelProfile
 from protrain.progress import COUNTED, Progress
@@ -59,6 +60,12 @@ def add_command(commands: Any) -> None:
     add_sequence_option(parser, default="of the model")
     parser.add_argument("--accumulation", type=whole(1), default=1, help="batches in a step (default: 1)")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights (default: bfloat16 on a GPU)")
+    parser.add_argument(
+        "--moment-dtype",
+        choices=MOMENT_DTYPES,
+        default="float32",
+        help="of Adam's two moments; bfloat16 takes 4 bytes a parameter less (default: float32)",
+    )
     add_compile_option(parser)
     add_loss_option(parser)
     parser.add_argument(
@@ -173,7 +180,7 @@ def _traced(
         show=show,
         device_bytes=hardware.device_bytes,
     )
-    return replace(profile, accumulation=args.accumulation)
+    return replace(profile, accumulation=args.accumulation, moment_dtype=args.moment_dtype)
 
 
 def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
@@ -185,18 +192,24 @@ def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
             hardware,
             step_during_backward=args.step_during_backward,
         )
-    title = f"the largest model of the width of {args.model} on {hardware.name}, {_loss(found.plan.chunked_loss)}"
+    how = f"{_loss(found.plan.chunked_loss)}{_moments(found.plan.moment_dtype)}"
+    title = f"the largest model of the width of {args.model} on {hardware.name}, {how}"
     emit(found, args, f"{title}\n{in_options(found.table())}{_about_loss(args, hardware)}")
 
 
 def _subject(profile: ModelProfile, hardware: HardwareProfile) -> str:
     size = f"{profile.n_parameters:,} parameters, {profile.tokens * profile.accumulation:,} tokens a step"
     blocks = "compiled" if profile.compiled else "eager"
-    return f"{profile.model}, {size}, blocks {blocks}, {_loss(profile.chunked_loss)}, on {hardware.name}"
+    how = f"blocks {blocks}, {_loss(profile.chunked_loss)}{_moments(profile.moment_dtype)}"
+    return f"{profile.model}, {size}, {how}, on {hardware.name}"
 
 
 def _loss(chunked: bool) -> str:
     return "chunked loss" if chunked else "whole logits"
+
+
+def _moments(dtype: str) -> str:
+    return f", moments in {dtype}" if dtype != "float32" else ""
 
 
 def _about_loss(args: argparse.Namespace, hardware: HardwareProfile) -> str:

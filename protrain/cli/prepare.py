@@ -82,6 +82,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         weights=loaded.weights,
         step_during_backward=job.step_during_backward,
         accumulation=job.accumulation,
+        moment_dtype=job.moment_dtype,
         compile=bool(job.compile),
         chunked_loss=chunked,
     )

@@ -31,6 +31,7 @@ from protrain.cli.options import (
 from protrain.cli.shapes import SHAPES
 from protrain.cli.signals import stop_requests
 from protrain.cli.summary import TrainSummary
+from protrain.planning.plan import MOMENT_DTYPES
 from protrain.progress import Progress
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
@@ -87,6 +88,11 @@ def add_command(commands: Any) -> None:
     steps.add_argument("--weight-decay", type=ranged("weight_decay"), help=f"of matrices {shown('weight_decay')}")
     steps.add_argument("--clip", type=ranged("clip"), help=f"largest gradient norm; 0: off {shown('clip')}")
     steps.add_argument("--dtype", choices=DTYPES, help="of weights (default: bfloat16 on a GPU, float32 on a CPU)")
+    steps.add_argument(
+        "--moment-dtype",
+        choices=MOMENT_DTYPES,
+        help="of Adam's two moments; bfloat16 takes 4 bytes a parameter less (default: float32)",
+    )
 
     add_compile_option(steps)
     add_loss_option(steps)

@@ -63,12 +63,12 @@ def write_weight(member: Member, value: Tensor) -> None:
 
 
 def read_state(member: Member, name: str) -> Tensor:
-    """A copy of ``exp_avg`` or ``exp_avg_sq`` on the CPU, in the parameter's shape."""
-    return member.view(_state(member, name)).to("cpu", copy=True)
+    """A copy of ``exp_avg`` or ``exp_avg_sq`` in fp32 on the CPU, in the parameter's shape."""
+    return member.view(_state(member, name)).to("cpu", copy=True).float()
 
 
 def write_state(member: Member, name: str, value: Tensor | float) -> None:
-    """Set ``exp_avg`` or ``exp_avg_sq``."""
+    """Set ``exp_avg`` or ``exp_avg_sq``; what :func:`read_state` returned is what it was."""
     target = member.view(_state(member, name))
     if isinstance(value, Tensor):
         target.copy_(value)

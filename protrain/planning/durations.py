@@ -12,11 +12,9 @@ from protrain.planning.memory import MemoryModel
 from protrain.planning.step import Visit
 from protrain.planning.streaming import streamed_rates
 from protrain.planning.timeline import GPU, HOST, STREAM
+from protrain.planning.update_bytes import CALIBRATED_DTYPE, moved_bytes, update_share, written_bytes
 from protrain.planning.visits import computing_by_visit, gradients_by_visit
 
-# DRAM traffic per parameter of one host update, and what of it is written: the first of that is the weight.
-_HOST_ADAM_BYTES = {"bfloat16": 26, "float16": 28, "float32": 28}
-_HOST_ADAM_WRITTEN = {"bfloat16": 12, "float16": 14, "float32": 12}
 _ACCUMULATOR_BYTES = 4  # of a parameter; an addition reads and writes it
 
 
@@ -43,13 +41,15 @@ class Durations:
         updated = [chunk.index in self._updated for chunk in layout.chunks]
         trainable = [chunk.elements if updated[chunk.index] else 0 for chunk in layout.chunks]
         self._upload = [_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
-        adam_bytes = _HOST_ADAM_BYTES[profile.dtype]
-        per_byte = [elements / hardware.host_adam_gparams / 1e6 / adam_bytes for elements in trainable]
+        dtype, moment_bytes = profile.dtype, profile.moment_bytes
+        calibrated_bytes, adam_bytes = moved_bytes(dtype), moved_bytes(dtype, moment_bytes)
+        per_byte = [elements / hardware.host_adam_gparams / 1e6 / calibrated_bytes for elements in trainable]
         self._host_add = [ms * (element + 2 * _ACCUMULATOR_BYTES) if memory.accumulates else 0.0 for ms in per_byte]
         if memory.accumulates:
             adam_bytes += _ACCUMULATOR_BYTES - element
         self._host_norm = [ms * _ACCUMULATOR_BYTES if memory.accumulates else 0.0 for ms in per_byte]
-        self._device_update = [0.0 if only_adds else n / hardware.device_adam_gparams / 1e6 for n in trainable]
+        device_gparams = hardware.device_adam_gparams / update_share(profile)
+        self._device_update = [0.0 if only_adds else n / device_gparams / 1e6 for n in trainable]
         self._host_update = self._host_add if only_adds else [ms * adam_bytes for ms in per_byte]
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = computing_by_visit(profile, self.times)
@@ -70,15 +70,17 @@ class Durations:
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, [chunk.trainable for chunk in layout.chunks])
         self._needed = held
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
-        streamed_gparams, streamed_gbps = streamed_rates(hardware, profile.dtype)
-        self._rates = rates(hardware, hardware.host_adam_gparams * _HOST_ADAM_BYTES[profile.dtype], streamed_gbps)
-        self._streamed_ms = hardware.host_adam_gparams / streamed_gparams  # by the device, of a millisecond of the host
+        streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
+        self._rates = rates(hardware, hardware.host_adam_gparams * calibrated_bytes, streamed_gbps)
+        host_gparams = hardware.host_adam_gparams / update_share(profile)
+        self._streamed_ms = host_gparams / streamed_gparams  # by the device, of a millisecond of the host
         # Of a whole update's time for the weight alone: it reads as much and writes no other state. How long
         # that takes is calibrated in bf16: arithmetic may be what limits it, not memory.
-        self._weight_share = _for_weight(adam_bytes, profile.dtype, element)
+        self._weight_share = _for_weight(adam_bytes, written_bytes(dtype, moment_bytes), element)
         if hardware.host_adam_weight_gparams is not None:
             measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
-            self._weight_share *= measured / _for_weight(_HOST_ADAM_BYTES["bfloat16"], "bfloat16", 2)
+            counted = _for_weight(moved_bytes(CALIBRATED_DTYPE), written_bytes(CALIBRATED_DTYPE), 2)
+            self._weight_share *= measured / counted
             self._weight_share = min(1.0, self._weight_share)
         self._visits_of: dict[int, list[Visit]] = {}  # by n_persist
 
@@ -129,9 +131,9 @@ class Durations:
         return visits
 
 
-def _for_weight(adam_bytes: int, dtype: str, element_bytes: int) -> float:
-    """Of the bytes of an update, those of one that makes the weight alone."""
-    return (adam_bytes - _HOST_ADAM_WRITTEN[dtype] + element_bytes) / adam_bytes
+def _for_weight(adam_bytes: int, written: int, element_bytes: int) -> float:
+    """Of the bytes of an update, which writes so many, those of one that makes the weight alone."""
+    return (adam_bytes - written + element_bytes) / adam_bytes
 
 
 def _ms(size_bytes: float, gbps: float) -> float:

@@ -19,6 +19,7 @@ from protrain.planning.runtime import RuntimeModel
 from protrain.planning.search import check, search
 from protrain.planning.tables import aligned, format_change, format_ms
 from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
+from protrain.planning.update_bytes import update_share
 from protrain.profiler.model_profile import ModelProfile
 from protrain.quantities import format_bytes
 from protrain.records import Record
@@ -166,7 +167,7 @@ def explain(
         cautious_ms=models.slower.step_ms(
             plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
         ),
-        phases=phases(_timeline(plan, models.runtime, hardware, layout)),
+        phases=phases(_timeline(plan, profile, models.runtime, hardware, layout)),
         changes=tuple(changes_of(plan, profile, hardware, models)),
         here=here,
         better=tuple(better),
@@ -179,7 +180,7 @@ def timeline_of(
     """One step of ``plan``. On a CPU, where all follows each other, forward, backward, copies and updates."""
     layout = pack(profile, plan.chunk_elements)
     models = PlanModels(plan, profile, hardware, layout, step_during_backward=step_during_backward)
-    return _timeline(plan, models.runtime, hardware, layout)
+    return _timeline(plan, profile, models.runtime, hardware, layout)
 
 
 def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
@@ -222,7 +223,9 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     return {**parts, "other": needed - sum(parts.values())}
 
 
-def _timeline(plan: Plan, runtime: RuntimeModel, hardware: HardwareProfile, layout: Layout) -> Timeline:
+def _timeline(
+    plan: Plan, profile: ModelProfile, runtime: RuntimeModel, hardware: HardwareProfile, layout: Layout
+) -> Timeline:
     if hardware.device_type != "cpu":
         counts = plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
         return runtime.timeline(plan.block_modes, *counts)
@@ -230,7 +233,7 @@ def _timeline(plan: Plan, runtime: RuntimeModel, hardware: HardwareProfile, layo
     forward_ms = sum(times.forward) + sum(times.gap_forward)
     recomputed = (ms for ms, mode in zip(times.recompute, plan.block_modes, strict=True) if mode.recomputes)
     backward_ms = times.total - forward_ms + sum(recomputed)
-    update_ms = sum(
+    update_ms = update_share(profile) * sum(
         chunk.elements / (hardware.device_adam_gparams if index < plan.n_persist else hardware.host_adam_gparams) / 1e6
         for index, chunk in enumerate(layout.chunks)
         if chunk.trainable

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from protrain.errors import PlanError
@@ -11,6 +13,7 @@ from protrain.planning.plan import block_modes
 from protrain.quantities import format_bytes
 
 _SEARCH = "leave the plan out, and one is searched"
+_NARROW = "so does moment_dtype=bfloat16, with Adam's moments in 16 bits"
 
 
 def device_error(
@@ -21,8 +24,12 @@ def device_error(
     *,
     n_stream: int = 0,
     given: bool = False,
+    narrow_moments: bool = False,
 ) -> PlanError:
-    """PlanError of a plan that needs more device memory than there is; ``given``, where others may fit."""
+    """PlanError of a plan that needs more device memory than there is; ``given``, where others may fit.
+
+    With ``narrow_moments`` one fits whose moments are in bf16.
+    """
     hardware, profile = memory.hardware, memory.profile
     needed = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
     static = memory.static_bytes(n_persist, n_buffer, n_stream)
@@ -35,6 +42,7 @@ def device_error(
         remedies.append(f"a batch of {smaller} instead of {batch} fits")
     both = f" with host_memory of at least {_at_least(host)}" if host > hardware.host_bytes else ""
     remedies.append(f"device_memory of at least {_at_least(needed)}{both} fits {'it' if given else 'this batch'}")
+    remedies += [_NARROW] if narrow_moments else []
     return PlanError(
         where="GPU" if hardware.device_type == "cuda" else "device",
         needed_bytes=needed,
@@ -47,9 +55,15 @@ def device_error(
 
 
 def host_error(
-    memory: MemoryModel, n_persist: int, activations: Activations, *, n_speculate: int = 0, given: bool = False
+    memory: MemoryModel,
+    n_persist: int,
+    activations: Activations,
+    *,
+    n_speculate: int = 0,
+    given: bool = False,
+    narrow_moments: bool = False,
 ) -> PlanError:
-    """PlanError of a plan that needs more host memory than there is; ``given``, where others may fit."""
+    """PlanError of a plan that needs more host memory than there is; the rest as for :func:`device_error`."""
     hardware = memory.hardware
     needed = memory.host_bytes(n_persist, activations, n_speculate)
     spare = memory.spare_bytes(n_persist, n_speculate)
@@ -69,6 +83,7 @@ def host_error(
     more = device + needed - hardware.host_bytes
     if not given:
         remedies.append(f"so does about {_at_least(more)} of device_memory, with more of the model states there")
+    remedies += [_NARROW] if narrow_moments else []
     return PlanError(
         where="host",
         needed_bytes=needed,
@@ -101,9 +116,22 @@ def nothing_fits(memory: MemoryModel, moves: Moves) -> PlanError:
     n_persist, n_ckpt_swap = divmod(int(needed.argmin()), needed.shape[1])
     n_blocks = len(memory.profile.blocks)
     activations = memory.activations(block_modes(n_blocks, 0, n_blocks, n_ckpt_swap))
+    narrow_moments = _fits_with_narrow_moments(memory, moves)
     if fits.any():
-        return host_error(memory, n_persist, activations)
-    return device_error(memory, n_persist, memory.least_buffers(n_persist), activations)
+        return host_error(memory, n_persist, activations, narrow_moments=narrow_moments)
+    n_buffer = memory.least_buffers(n_persist)
+    return device_error(memory, n_persist, n_buffer, activations, narrow_moments=narrow_moments)
+
+
+def _fits_with_narrow_moments(memory: MemoryModel, moves: Moves) -> bool:
+    """Whether any plan does where moments are in bf16 and are not yet."""
+    hardware, inside = memory.hardware, memory.update_in_backward
+    if memory.profile.moment_dtype == "bfloat16":
+        return False
+    profile = replace(memory.profile, moment_dtype="bfloat16")
+    narrow = MemoryModel(profile, hardware, memory.layout, update_in_backward=inside)
+    device_bytes, host_bytes = least_bytes(narrow, moves)
+    return bool(((device_bytes <= hardware.device_bytes) & (host_bytes <= hardware.host_bytes)).any())
 
 
 def _smaller_batch(batch: int, share: float) -> int:

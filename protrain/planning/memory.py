@@ -69,16 +69,17 @@ class Activations:
     swapped_bytes: int  # host memory of the swapped blocks and of moved inputs
 
 
-def state_bytes(chunk: ChunkRecord, dtype: str, *, gradient_bytes: int | None = None) -> int:
+def state_bytes(chunk: ChunkRecord, profile: ModelProfile, *, gradient_bytes: int | None = None) -> int:
     """All states of ``chunk``: weight, and when trainable master (or remainder), both moments and gradient.
 
     ``gradient_bytes`` is of one element of the gradient; default: as many as the weight's.
     """
-    element = 4 if dtype == "float32" else 2
+    element = profile.element_bytes
     if not chunk.trainable:
         return chunk.elements * element
-    master = {"bfloat16": 2, "float16": 4, "float32": 0}[dtype]
-    return chunk.elements * (element + master + 4 + 4 + (element if gradient_bytes is None else gradient_bytes))
+    master = {"bfloat16": 2, "float16": 4, "float32": 0}[profile.dtype]
+    gradient = element if gradient_bytes is None else gradient_bytes
+    return chunk.elements * (element + master + 2 * profile.moment_bytes + gradient)
 
 
 class MemoryModel:
@@ -114,9 +115,7 @@ class MemoryModel:
         self._persistent = [0]  # by n_persist
         for chunk in layout.chunks:
             self._persistent.append(self._persistent[-1] + self.chunk_bytes(chunk))
-        spares = [
-            state_bytes(chunk, profile.dtype, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks
-        ]
+        spares = [state_bytes(chunk, profile, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks]
         weights = [chunk.elements * element if chunk.trainable else 0 for chunk in layout.chunks]
         # Second copies of the chunks before that early updates make: of all states, or of weights alone.
         self._copies = {False: list(accumulate(spares, initial=0)), True: list(accumulate(weights, initial=0))}
@@ -143,7 +142,7 @@ class MemoryModel:
 
     def chunk_bytes(self, chunk: ChunkRecord) -> int:
         """All states of ``chunk``, with its gradient or with what gradients are added to."""
-        return state_bytes(chunk, self.profile.dtype, gradient_bytes=4 if self.accumulates else None)
+        return state_bytes(chunk, self.profile, gradient_bytes=4 if self.accumulates else None)
 
     def accumulator_bytes(self, n_persist: int) -> int:
         """Host memory of what gradients of several batches are added to."""

@@ -14,6 +14,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.compute_times import compute_times
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode, Plan
+from protrain.planning.update_bytes import update_share
 from protrain.profiler.model_profile import ModelProfile
 
 
@@ -50,4 +51,5 @@ def paper_step_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, 
         again = 0.0 if at >= n_chunks - plan.n_buffer else upload
         total_forward += max(forward[at], upload + out[at])
         total_backward += max(backward[at], again + back[at] + offload)
-    return total_forward + max(total_backward + device_update, host_update)
+    share = update_share(profile)
+    return total_forward + max(total_backward + share * device_update, share * host_update)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from protrain.planning.explain import Explanation
 
 
+MOMENT_DTYPES = ("float32", "bfloat16")
 _INPUT_ALIGNMENT_BYTES = 64 * 256  # of up to 64 tensors in a step, more than any block keeps
 
 
@@ -60,6 +61,7 @@ class Plan(Record):
     model: str  # fingerprint of the ModelProfile it was made for: planning.search.fingerprint
     tokens: int  # of the planned batch
     accumulation: int = 1  # batches of a step, whose gradients are summed in fp32
+    moment_dtype: str = "float32"  # or "bfloat16": of Adam's two moments
     chunked_loss: bool = False  # predicted for the loss that never holds all logits
     device_bytes: int  # predicted peak
     host_bytes: int  # predicted, all host memory of the engine
@@ -75,6 +77,10 @@ class Plan(Record):
     n_host_gradient: int = 0
     transient_bytes: int  # the part of device_bytes that is neither chunks, buffers, staging nor saved activations
 
+    def __post_init__(self) -> None:
+        if self.moment_dtype not in MOMENT_DTYPES:
+            raise ValueError(f"Plan.moment_dtype must be {' or '.join(MOMENT_DTYPES)}, not {self.moment_dtype!r}")
+
     def __str__(self) -> str:
         return (
             f"n_persist={self.n_persist}/{self.n_chunks} n_buffer={self.n_buffer} "
@@ -86,6 +92,7 @@ class Plan(Record):
             + (f" n_stream={self.n_stream}" if self.n_stream else "")
             + (f" n_host_gradient={self.n_host_gradient}" if self.n_host_gradient else "")
             + (f" accumulation={self.accumulation}" if self.accumulation > 1 else "")
+            + (f" moments={self.moment_dtype}" if self.moment_dtype != "float32" else "")
         )
 
     @property

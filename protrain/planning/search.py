@@ -268,6 +268,7 @@ class _Models:
             model=fingerprint(profile),
             tokens=profile.tokens,
             accumulation=profile.accumulation,
+            moment_dtype=profile.moment_dtype,
             chunked_loss=profile.chunked_loss,
             device_bytes=memory.device_bytes(n_persist, n_buffer, activations, n_stream),
             host_bytes=memory.host_bytes(n_persist, activations, n_speculate),

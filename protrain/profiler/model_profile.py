@@ -113,7 +113,9 @@ class ModelProfile(Record):
     segments: tuple[SegmentRecord, ...]
     compiled: bool = False  # the blocks
     chunked_loss: bool = False  # logits are never whole, and the head's gradients are made in forward
-    accumulation: int = 1  # backward() calls of a step, each of such a batch; nothing of the trace depends on it
+    # Of how it is trained; nothing of the trace depends on these.
+    accumulation: int = 1  # backward() calls of a step, each of such a batch
+    moment_dtype: str = "float32"  # or "bfloat16": of Adam's two moments
 
     def keeping_attention(self) -> ModelProfile:
         """The same with every recomputed block keeping what attention puts out where it keeps its inputs."""
@@ -146,6 +148,11 @@ class ModelProfile(Record):
     def element_bytes(self) -> int:
         """Bytes of one weight element."""
         return 4 if self.dtype == "float32" else 2
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of one element of one moment."""
+        return 4 if self.moment_dtype == "float32" else 2
 
     def rows(self) -> list[tuple[str, str]]:
         """Rows of the printed table, with the parts counted instead of listed."""

@@ -26,6 +26,7 @@ ONE = Contestant(kind="fsdp2")
     [
         ("protrain", Contestant(kind="protrain")),
         ("protrain-eager-unclipped", Contestant(kind="protrain", compile=False, clip=False)),
+        ("protrain-unclipped-narrow", Contestant(kind="protrain", clip=False, narrow=True)),
         ("fsdp2-kept", Contestant(kind="fsdp2", checkpoint=False)),
         ("fsdp2-eager-kept-unclipped", Contestant(kind="fsdp2", compile=False, checkpoint=False, clip=False)),
         ("zero3", Contestant(kind="zero3", compile=False)),
@@ -51,7 +52,8 @@ def test_titles_tell_rows_apart() -> None:
     ("names", "message"),
     [
         ("fsdp3", "there is no 'fsdp3'; known: protrain"),
-        ("protrain-kept", "protrain has no variant 'kept'; it has eager, unclipped"),
+        ("protrain-kept", "protrain has no variant 'kept'; it has eager, unclipped, narrow"),
+        ("fsdp2-narrow", "fsdp2 has no variant 'narrow'; it has eager, kept, unclipped"),
         ("torchao-unclipped", "torchao has no variant 'unclipped'; it has eager, kept"),
         ("fsdp2,fsdp2", "fsdp2 is there twice"),
         ("floor", "floor checkpoints the blocks that protrain does: name that before it"),

@@ -139,7 +139,8 @@ def wrap_under(
     backward can do with, and so does a plan for several batches a step.
     """
     profile = shared_profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
-    profile = dataclasses.replace(profile, accumulation=options.get("accumulation", 1))
+    asked = {"accumulation": options.get("accumulation", 1), "moment_dtype": options.get("moment_dtype", "float32")}
+    profile = dataclasses.replace(profile, **asked)
     inside = bool(options.get("step_during_backward"))
     plan = make_plan(spec, profile, device, inside=inside)
     host_memory: int | str = "4GiB"

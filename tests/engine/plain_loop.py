@@ -7,7 +7,7 @@ Nothing of the engine is used here. The loop defines the training algorithm:
 - a step's gradient is that of its one backward() in the weight's dtype, or, when there are several, their sum in fp32;
 - the norm is the square root of the fp64 sum of fp32 partial sums per tile, parameters in definition order;
 - float16 has a dynamic loss scale, and a step with a gradient that is not finite is skipped;
-- the step is ``adam_reference`` on the fp32 master of each parameter that has a gradient.
+- the step is ``adam_reference`` on the fp32 master of each parameter that has a gradient, with moments in fp32 or bf16.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def prepare_plain(
-    model: Model, optimizer: torch.optim.Optimizer, *, device: torch.device, dtype: torch.dtype
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    moment_dtype: torch.dtype = torch.float32,
 ) -> tuple[Model, PlainOptimizer]:
     """``model`` and ``optimizer`` for a plain loop that reads like the one around ``protrain.wrap``."""
     masters = {}
@@ -53,7 +58,7 @@ def prepare_plain(
 
     model.register_forward_pre_hook(place, with_kwargs=True)
     vars(model).update(no_sync=nullcontext)
-    return model.train(), PlainOptimizer(model, optimizer, masters, dtype)
+    return model.train(), PlainOptimizer(model, optimizer, masters, dtype, moment_dtype)
 
 
 def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
@@ -67,7 +72,12 @@ class PlainOptimizer(torch.optim.Optimizer):
     """The step of the plain loop, with the methods of the optimizer that ``protrain.wrap`` returns."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, masters: dict[int, Tensor], dtype: torch.dtype
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        masters: dict[int, Tensor],
+        dtype: torch.dtype,
+        moment_dtype: torch.dtype,
     ) -> None:
         super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
         self.param_groups = optimizer.param_groups
@@ -76,8 +86,10 @@ class PlainOptimizer(torch.optim.Optimizer):
         held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) in held}
         self.masters = {name: masters[id(parameter)] for name, parameter in self.trained.items()}
-        self.exp_avg = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        self.exp_avg, self.exp_avg_sq = (
+            {name: torch.zeros_like(master, dtype=moment_dtype) for name, master in self.masters.items()}
+            for _ in range(2)
+        )
         self.steps = dict.fromkeys(self.trained, 0)
         self.gradients: dict[str, Tensor] = {}
         self.coefficient: Tensor | None = None
@@ -158,7 +170,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         """The state of one trained parameter, in the form of the wrapped optimizer's method."""
         return {
             "master": self.masters[name].cpu(),
-            "exp_avg": self.exp_avg[name].cpu(),
-            "exp_avg_sq": self.exp_avg_sq[name].cpu(),
+            "exp_avg": self.exp_avg[name].cpu().float(),
+            "exp_avg_sq": self.exp_avg_sq[name].cpu().float(),
             "step": torch.tensor(float(self.steps[name])),
         }

@@ -136,7 +136,9 @@ def test_states_per_parameter(
     layout = pack(traced, choose_chunk_elements(traced))
     assert {chunk.trainable for chunk in layout.chunks} == {True, False}
     for chunk in layout.chunks:
-        assert state_bytes(chunk, dtype) == chunk.elements * (trainable if chunk.trainable else frozen)
+        assert state_bytes(chunk, traced) == chunk.elements * (trainable if chunk.trainable else frozen)
+        narrow = replace(traced, moment_dtype="bfloat16")
+        assert state_bytes(chunk, narrow) == chunk.elements * (trainable - 4 if chunk.trainable else frozen)
 
 
 def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_batch: Builder) -> None:
@@ -145,10 +147,10 @@ def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_b
     layout = memory.layout
     n_chunks = len(layout.chunks)
     activations = memory.activations((CKPT,) * 3)
-    total = sum(state_bytes(chunk, "float32") for chunk in layout.chunks)
+    total = sum(state_bytes(chunk, traced) for chunk in layout.chunks)
     for n_persist in range(n_chunks + 1):
         parts = memory.static_parts(n_persist, 0)
-        assert parts["persistent chunks"] == sum(state_bytes(chunk, "float32") for chunk in layout.chunks[:n_persist])
+        assert parts["persistent chunks"] == sum(state_bytes(chunk, traced) for chunk in layout.chunks[:n_persist])
         host = memory.host_bytes(n_persist, activations) - memory.host_bytes(n_chunks, activations)
         assert host == total - parts["persistent chunks"]
     several = _model(replace(traced, accumulation=2))

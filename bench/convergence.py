@@ -1,0 +1,153 @@
+"""Trains a model with Adam's moments in fp32 and in bf16, from several seeds, and compares the losses.
+
+python -m bench.convergence --model tiny --steps 2000 --batch 4 --sequence 128 --seeds 3 --out bench/results/cpu
+
+Three kinds: moments in fp32, moments in bf16 as ``wrap(moment_dtype="bfloat16")`` has them, rounded at random, and as a
+control moments that are rounded to the nearest bf16 after every step. beta2 is torch's 0.999, with which those stand
+still. One seed has the same weights and batches in every kind, so what differs between kinds is to be held against what
+differs between seeds. Writes ``convergence.json`` and ``convergence.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import protrain
+from protrain.cli.data import Tokens, byte_codec, evaluation_batches, find_documents, tokenize, training_batch
+from protrain.cli.models import load_model
+from protrain.cli.summary import device_name, versions
+from protrain.optim import ProTrainOptimizer
+from protrain.progress import Progress
+
+KINDS = ("float32", "bfloat16", "bfloat16, to nearest")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_HELD_OUT = 32  # batches
+_SHOWN = 50  # steps that a point of the picture is the mean of
+
+
+def main() -> int:
+    """Train every kind from every seed; print and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--learning-rate", type=float, help="at its peak (default: the model's)")
+    parser.add_argument("--beta2", type=float, default=0.999)
+    parser.add_argument("--out", type=Path, help="folder for convergence.json and convergence.png")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    runs = []
+    with tempfile.TemporaryDirectory() as folder, Progress(enabled=True).stage("training") as show:
+        tokens = tokenize(find_documents(None), byte_codec(), Path(folder), held_out=0.02)
+        for seed, kind in product(range(args.seeds), KINDS):
+            show(f"seed {seed}, {kind}")
+            runs.append({"seed": seed, "kind": kind, **train(args, tokens, kind, seed, device)})
+    record = {
+        "command": f"python -m bench.convergence {' '.join(sys.argv[1:])}",
+        "device": device_name(device),
+        "versions": versions(),
+        "options": {name: value for name, value in vars(args).items() if name != "out"},
+        "held_out": {kind: summary([run["held_out"] for run in runs if run["kind"] == kind]) for kind in KINDS},
+        "runs": runs,
+    }
+    print(json.dumps({name: value for name, value in record.items() if name != "runs"}, indent=1))
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "convergence.json").write_text(json.dumps(record) + "\n")
+        draw(runs, args.out / "convergence.png")
+    return 0
+
+
+def summary(losses: list[float]) -> dict[str, float]:
+    """Mean and spread over seeds."""
+    return {"mean": statistics.mean(losses), "least": min(losses), "most": max(losses)}
+
+
+def train(args: argparse.Namespace, tokens: Tokens, kind: str, seed: int, device: torch.device) -> dict[str, Any]:
+    """Loss of every step, and of held-out text at the end."""
+    torch.manual_seed(seed)
+    loaded = load_model(args.model)
+    model = loaded.model
+    peak = args.learning_rate or loaded.learning_rate
+    plain = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, args.beta2), weight_decay=0.1)
+    size = {"batch": args.batch, "sequence": args.sequence}
+    first = training_batch(tokens, seed=seed, step=0, micro_batch=0, **size).to(device)
+    model, optimizer = protrain.wrap(
+        model,
+        plain,
+        example_batch={"input_ids": first, "labels": first},
+        device=device,
+        moment_dtype="bfloat16" if kind == "bfloat16" else "float32",
+        progress=False,
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _factor(step, args.steps))
+    losses = []
+    for step in range(args.steps):
+        ids = training_batch(tokens, seed=seed, step=step, micro_batch=0, **size).to(device)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if kind == "bfloat16, to nearest":
+            to_nearest(optimizer)
+    model.eval()
+    with torch.no_grad():
+        held_out = [
+            model(input_ids=ids, labels=ids).loss.item()
+            for ids in (batch.to(device) for batch in evaluation_batches(tokens, **size, count=_HELD_OUT))
+        ]
+    return {"held_out": statistics.mean(held_out), "plan": str(optimizer.plan), "losses": losses}
+
+
+def _factor(step: int, steps: int) -> float:
+    warm_up = max(1, steps // 20)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+
+
+def to_nearest(optimizer: ProTrainOptimizer) -> None:
+    """Round every moment to the nearest bf16."""
+    for name in optimizer.parameter_names():
+        state = optimizer.export_parameter(name)
+        state |= {moment: state[moment].bfloat16().float() for moment in MOMENTS if moment in state}
+        optimizer.import_parameter(name, state)
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Training loss of every run, smoothed: one colour a kind."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for run in runs:
+        losses = run["losses"]
+        steps = range(0, len(losses) - _SHOWN + 1, _SHOWN)
+        means = [statistics.mean(losses[first : first + _SHOWN]) for first in steps]
+        label = run["kind"] if run["seed"] == 0 else None
+        color = f"C{KINDS.index(run['kind'])}"
+        axes.plot([first + _SHOWN / 2 for first in steps], means, color=color, linewidth=0.8, label=label)
+    axes.set(xlabel="step", ylabel="training loss", title="Adam's moments in fp32, and in bf16 rounded in two ways")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""Moments in bf16: under every plan the bits of the plain loop that has them too, in the memory that was planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import protrain
+from protrain.errors import PlanError
+from protrain.optim import ProTrainOptimizer
+from protrain.planning import evaluate
+from tests.engine import residual
+from tests.engine.harness import (
+    CKPT,
+    FEW_PLANS,
+    NONE,
+    PLANS,
+    SWAP,
+    Batch,
+    Loop,
+    Spec,
+    adamw,
+    assert_same,
+    states,
+    wrap_under,
+)
+from tests.engine.plain_loop import prepare_plain
+
+STEPS = 6
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+# Steps that are clipped and others, so that early updates are adopted and done again.
+CLIPPED = Loop(max_norm=0.05)
+STEADY = Loop(max_norm=0.05, scheduler=False)
+INSIDE = Loop()
+ACCUMULATED = Loop(max_norm=0.05, accumulate=2)
+FIRST, SECOND = Spec("none", "least", (CKPT, NONE)), Spec("some", "middle", (SWAP, NONE, CKPT), small=True)
+
+
+def wrapped(
+    spec: Spec, device: torch.device, *, dtype: torch.dtype = BFLOAT16, moment_dtype: str = "bfloat16", **options: Any
+) -> tuple[torch.nn.Module, ProTrainOptimizer]:
+    model = residual.make()
+    return wrap_under(
+        spec,
+        model,
+        adamw(model),
+        residual.batches(1)[0],
+        device=device,
+        dtype=dtype,
+        moment_dtype=moment_dtype,
+        **options,
+    )
+
+
+def cases() -> list[Any]:
+    found = [pytest.param(spec, BFLOAT16, CLIPPED, {}, id=f"bf16-{spec}") for spec in PLANS]
+    for spec in FEW_PLANS:
+        found += [
+            pytest.param(spec, FLOAT16, CLIPPED, {}, id=f"fp16-{spec}"),
+            pytest.param(spec, FLOAT32, CLIPPED, {}, id=f"fp32-{spec}"),
+            pytest.param(spec, BFLOAT16, ACCUMULATED, {"accumulation": 2}, id=f"accumulated-{spec}"),
+            pytest.param(spec, BFLOAT16, INSIDE, {"step_during_backward": True}, id=f"inside-{spec}"),
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("spec", "dtype", "loop", "options"), cases())
+def test_bits(spec: Spec, dtype: torch.dtype, loop: Loop, options: dict[str, Any], device: torch.device) -> None:
+    data, model = residual.batches(STEPS * loop.accumulate), residual.make()
+    plain, trainer = prepare_plain(model, adamw(model), device=device, dtype=dtype, moment_dtype=BFLOAT16)
+    expected = loop.run(plain, trainer, data)
+    found, optimizer = wrapped(spec, device, dtype=dtype, **options)
+    assert loop.run(found, optimizer, data) == expected
+    assert_same(states(found, optimizer), states(plain, trainer))
+
+
+def test_they_are_other_bits_than_those_of_fp32(device: torch.device) -> None:
+    """And no others than 16 bits can hold."""
+    data, ends = residual.batches(STEPS), []
+    for moment_dtype in ("float32", "bfloat16"):
+        model, optimizer = wrapped(FIRST, device, moment_dtype=moment_dtype)
+        CLIPPED.run(model, optimizer, data)
+        ends.append({name: value for name, value in states(model, optimizer).items() if name.startswith("exp_avg")})
+    whole, narrow = ends
+    for name, value in narrow.items():
+        assert torch.equal(value.bfloat16().float(), value)
+        if whole[name].count_nonzero():
+            assert not torch.equal(whole[name].bfloat16().float(), whole[name])
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+def test_memory_is_as_planned(dtype: torch.dtype, early: bool, device: torch.device) -> None:
+    """Four bytes a parameter less, and as many of a second copy."""
+    spec, model, batch = Spec("none", "least", (CKPT,), early=early), residual.make(width=256), residual.batches(1)[0]
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    reports = {}
+    for moment_dtype in ("float32", "bfloat16"):
+        model = residual.make(width=256)
+        _, optimizer = wrap_under(
+            spec, model, adamw(model), batch, device=device, dtype=dtype, moment_dtype=moment_dtype
+        )
+        assert optimizer.plan.moment_dtype == moment_dtype
+        reports[moment_dtype] = optimizer.report()
+    before, after = reports["float32"], reports["bfloat16"]
+    saved = (8 if early else 4) * elements
+    assert saved <= before.predicted_host_bytes - after.predicted_host_bytes <= 1.02 * saved
+    assert 0.99 * saved <= before.host_bytes - after.host_bytes <= 1.02 * saved
+
+
+def test_memory_of_the_device_is_as_planned(device: torch.device) -> None:
+    spec, taken = Spec("all", "least", (CKPT,)), []
+    for moment_dtype in ("float32", "bfloat16"):
+        model = residual.make(width=256)
+        elements = sum(parameter.numel() for parameter in model.parameters())
+        _, optimizer = wrap_under(
+            spec, model, adamw(model), residual.batches(1)[0], device=device, dtype=BFLOAT16, moment_dtype=moment_dtype
+        )
+        held = sum(chunk.states.exp_avg.nbytes + chunk.states.exp_avg_sq.nbytes for chunk in optimizer._engine.chunks)
+        taken.append((optimizer.plan.device_bytes, held))
+    (planned, held), (narrow_planned, narrow_held) = taken
+    assert 4 * elements <= held - narrow_held == planned - narrow_planned <= 4.1 * elements
+
+
+@pytest.mark.parametrize(("before", "after"), [(FIRST, SECOND), (SECOND, FIRST)], ids=str)
+def test_training_goes_on_from_its_state(before: Spec, after: Spec, device: torch.device, tmp_path: Path) -> None:
+    """From a state_dict, which has them in fp32, and from a checkpoint."""
+    data = residual.batches(2 * STEPS)
+    model, optimizer = wrapped(before, device)
+    STEADY.run(model, optimizer, data[:STEPS])
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    protrain.save_checkpoint(tmp_path, model, optimizer)
+    expected = STEADY.run(model, optimizer, data[STEPS:])
+    final = states(model, optimizer)
+    for load in ("state_dict", "checkpoint"):
+        other, trainer = wrapped(after, device)
+        STEADY.run(other, trainer, data[:1])
+        if load == "checkpoint":
+            protrain.load_checkpoint(tmp_path, other, trainer)
+        else:
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+            assert all(state["exp_avg"].dtype is FLOAT32 for state in saved["optimizer"]["state"].values())
+            other.load_state_dict(saved["model"])
+            trainer.load_state_dict(saved["optimizer"])
+        assert STEADY.run(other, trainer, data[STEPS:]) == expected
+        assert_same(states(other, trainer), final, where=load)
+
+
+def test_moments_of_fp32_are_taken_over_to_the_nearest(device: torch.device) -> None:
+    """From a run that had them whole, as from torch's own AdamW."""
+    data = residual.batches(STEPS)
+    model, optimizer = wrapped(FIRST, device, moment_dtype="float32")
+    CLIPPED.run(model, optimizer, data)
+    other, trainer = wrapped(SECOND, device)
+    trainer.load_state_dict(optimizer.state_dict())
+    for name, value in states(other, trainer).items():
+        if name.startswith("exp_avg"):
+            kind, _, parameter = name.partition(".")
+            assert torch.equal(value, optimizer.export_parameter(parameter)[kind].bfloat16().float())
+
+
+@pytest.mark.parametrize("wrong", ["float16", torch.float16, "bf16", torch.int8, None])
+def test_other_types_are_refused(wrong: Any) -> None:
+    model = residual.make()
+    with pytest.raises(ValueError, match=rf"moment_dtype must be float32 or bfloat16, not {re.escape(repr(wrong))}"):
+        protrain.wrap(
+            model, adamw(model), example_batch=residual.batches(1)[0], moment_dtype=wrong, device="cpu", progress=False
+        )
+
+
+def test_a_plan_says_what_it_was_made_for(tmp_path: Path) -> None:
+    model, batch = residual.make(width=256), residual.batches(1)[0]
+    traced = protrain.profile(model, batch, optimizer=adamw(model), device="cpu", dtype=FLOAT32)
+    narrow = dataclasses.replace(traced, moment_dtype="bfloat16")
+    hardware = protrain.hardware.detect(torch.device("cpu"), device_memory="4GiB", host_memory="4GiB")
+    counts: dict[str, Any] = {"n_persist": 0, "n_buffer": 1, "n_swap": 0, "n_ckpt": len(traced.blocks)}
+    plan, whole = evaluate(narrow, hardware, **counts), evaluate(traced, hardware, **counts)
+    assert "moments=bfloat16" in str(plan)
+    assert plan.host_bytes < whole.host_bytes
+    plan.save(tmp_path / "plan.json")
+    assert protrain.Plan.load(tmp_path / "plan.json") == plan
+
+    def wrap(**options: Any) -> ProTrainOptimizer:
+        fresh = residual.make(width=256)
+        limits: dict[str, Any] = {"device": "cpu", "device_memory": "4GiB", "host_memory": whole.host_bytes - 1}
+        limits |= {"plan": tmp_path / "plan.json", "progress": False}
+        return protrain.wrap(fresh, adamw(fresh), example_batch=batch, **limits, **options)[1]
+
+    assert wrap(moment_dtype="bfloat16").plan.moment_dtype == "bfloat16"
+    words = "made for moment_dtype=bfloat16, and here it is float32: pass it here as well, or make a new plan"
+    with pytest.raises(PlanError, match=words):
+        wrap()
+    with pytest.raises(ValueError, match="moment_dtype must be float32 or bfloat16, not 'int8'"):
+        dataclasses.replace(plan, moment_dtype="int8")
+
+
+def test_what_fits_with_them_alone_says_so(device: torch.device) -> None:
+    batch: Batch = residual.batches(1)[0]
+
+    def wrap(host_memory: int | str, **options: Any) -> ProTrainOptimizer:
+        model = residual.make(width=256)
+        limits: dict[str, Any] = {
+            "device": device,
+            "device_memory": "3MiB",
+            "host_memory": host_memory,
+            "progress": False,
+        }
+        return protrain.wrap(model, adamw(model), example_batch=batch, **limits, **options)[1]
+
+    with pytest.raises(PlanError, match="no plan fits the host") as raised:
+        wrap("1MiB")
+    assert "moment_dtype" not in str(raised.value)
+    less = raised.value.needed_bytes - 1
+    with pytest.raises(PlanError, match="so does moment_dtype=bfloat16"):
+        wrap(less)
+    assert wrap(less, moment_dtype="bfloat16").plan.moment_dtype == "bfloat16"

@@ -1,0 +1,88 @@
+"""Updates with moments in bf16 take as much less time as they move less, wherever they are done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from protrain.planning import RuntimeModel, evaluate, pack, search
+from protrain.planning.host_rate import host_gparams
+from protrain.planning.memory import MemoryModel
+from protrain.planning.streaming import streamed_rates
+from protrain.planning.timeline import GPU, HOST, STREAM
+from protrain.planning.update_bytes import moved_bytes, read_bytes, update_share, written_bytes
+from tests.planning.machines import H100
+from tests.planning.test_search import make_profile
+
+GIB = 1024**3
+# Copies take no time, so nothing runs beside an update that could slow it down.
+ALONE = replace(
+    *(H100,),
+    **{"device_bytes": 60 * GIB, "host_bytes": 200 * GIB, "host_adam_gparams": 5.0, "contention": ()},
+    **dict.fromkeys(("h2d_gbps", "d2h_gbps", "bidirectional_gbps", "host_dram_gbps"), 1e9),
+)
+PROFILE = make_profile(16, elements=208 * 1024**2, saved=1300 * 1024**2, ms=12.0)
+NARROW = replace(PROFILE, moment_dtype="bfloat16")
+COUNTS: dict[str, Any] = {"n_persist": 2, "n_buffer": 4, "n_swap": 0, "n_ckpt": 16}
+
+
+def test_bytes_are_those_of_the_kernels() -> None:
+    """As ``protrain_kernels.adam`` and ``streamed_adam`` count them."""
+    assert [moved_bytes(dtype) for dtype in ("bfloat16", "float16", "float32")] == [26, 28, 28]
+    assert [moved_bytes(dtype, 2) for dtype in ("bfloat16", "float16", "float32")] == [18, 20, 20]
+    assert (read_bytes("bfloat16"), written_bytes("bfloat16")) == (14, 12)
+    assert (read_bytes("bfloat16", 2), written_bytes("bfloat16", 2)) == (10, 8)
+    assert (update_share(PROFILE), update_share(NARROW)) == (1.0, 18 / 26)
+
+
+def of_kind(profile: Any, kind: str, lane: int, **counts: Any) -> float:
+    """Milliseconds of all operations of one kind."""
+    plan = evaluate(profile, ALONE, **{**COUNTS, **counts})
+    memory = MemoryModel(profile, ALONE, pack(profile, plan.chunk_elements), early_weights=plan.early_weights)
+    timeline = RuntimeModel(memory).timeline(
+        plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
+    )
+    found = [op for op in timeline.operations if op.lane == lane and op.name.rpartition(" ")[0] == kind]
+    assert found, {op.name for op in timeline.operations if op.lane == lane}
+    return sum(op.end_ms - op.start_ms for op in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lane", "counts", "share"),
+    [
+        ("update", HOST, {}, 18 / 26),
+        ("early update", HOST, {"n_speculate": 8}, 18 / 26),
+        ("early weight", HOST, {"n_speculate": 8, "early_weights": True}, 12 / 16),
+        ("update", GPU, {}, 18 / 26),
+        ("update", STREAM, {"n_stream": 4}, 18 / 26),
+    ],
+    ids=["host", "early", "weights", "device", "streamed"],
+)
+def test_each_kind_of_update(kind: str, lane: int, counts: dict[str, Any], share: float) -> None:
+    whole, narrow = (of_kind(profile, kind, lane, **counts) for profile in (PROFILE, NARROW))
+    assert narrow / whole == pytest.approx(share, rel=1e-3)
+
+
+def test_rates_of_streamed_updates_fill_the_same_link() -> None:
+    for dtype, there, back in (("bfloat16", 14, 12), ("float16", 16, 14), ("float32", 16, 12)):
+        whole, (up, down) = streamed_rates(H100, dtype, 4)
+        narrow, (narrow_up, narrow_down) = streamed_rates(H100, dtype, 2)
+        assert (up / whole, down / whole) == pytest.approx((there, back))
+        assert (narrow_up / narrow, narrow_down / narrow) == pytest.approx((there - 4, back - 4))
+        assert up + down == pytest.approx(narrow_up + narrow_down)
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_a_report_expects_the_rate_of_fewer_bytes(device_type: str) -> None:
+    machine = replace(ALONE, device_type=device_type)
+    plan = evaluate(NARROW, machine, **COUNTS)
+    assert host_gparams(plan, NARROW, machine) == pytest.approx(5.0 * 26 / 18)
+
+
+def test_a_search_finds_a_faster_plan_where_the_host_is_the_limit() -> None:
+    machine = replace(H100, device_bytes=24 * GIB, host_bytes=60 * GIB)
+    whole, narrow = (search(profile, machine) for profile in (PROFILE, NARROW))
+    assert narrow.moment_dtype == "bfloat16"
+    assert narrow.step_ms < 0.95 * whole.step_ms
