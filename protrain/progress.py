@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TextIO
 
 _BAR_WIDTH = 24
 _CLEAR = "\r\033[K"  # a terminal's line
@@ -63,11 +64,16 @@ class StandardError(io.TextIOBase):
     def _failed(self, error: OSError) -> None:
         if isinstance(error, BlockingIOError):  # its reader is slow, not gone
             return
-        with suppress(OSError, ValueError):  # one that a test or a caller put there has no descriptor
-            descriptor = self._stream.fileno()
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)  # for what is still buffered too, or Python would complain of it at its exit
-            os.close(nowhere)
+        silence(self._stream)
+
+
+def silence(stream: TextIO) -> None:
+    """Let what goes to ``stream`` go nowhere, also what is buffered: Python would complain of that at its exit."""
+    with suppress(OSError, ValueError):  # one that a test or a caller put there has no descriptor
+        descriptor = stream.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 def say(text: str, *, end: str = "\n") -> None:

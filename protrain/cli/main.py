@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import argparse
 import select
 import signal
 import sys
@@ -17,7 +17,7 @@ import protrain_kernels
 from protrain.cli import bench, calibrate, plan, train
 from protrain.cli.loop import InterruptedRun
 from protrain.cli.options import Parser, in_options
-from protrain.progress import say
+from protrain.progress import StandardError, say, silence
 
 
 def build_parser() -> Parser:
@@ -35,22 +35,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0, 1 for a failed run, 2 for what the user can mend, 130 for Ctrl-C, 141 where nobody reads the results any more.
     """
-    args = build_parser().parse_args(argv)
+    name = "protrain"
     try:
+        args = _parsed(argv)
+        name = f"protrain {args.command}"
         with own_warnings_in_a_line():
             args.run(args)
     except (ValueError, ImportError) as error:
-        return _failed(args.command, error, 2)
+        return _failed(name, error, 2)
     except (FloatingPointError, MemoryError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and _silence_unread_results():
+        unread = isinstance(error, BrokenPipeError) and _nobody_reads_results()
+        unwritten = _unwritten_results()
+        if unread:
             return 128 + signal.SIGPIPE
-        return _failed(args.command, error, 1)
+        return _failed(name if unwritten is None else f"{name}: standard output", unwritten or error, 1)
     except InterruptedRun as error:
-        return _failed(args.command, error, 128 + error.signal_number)
+        return _failed(name, error, 128 + error.signal_number)
     except KeyboardInterrupt:
-        say(f"protrain {args.command}: interrupted")
+        say(f"{name}: interrupted")
         return 130
     return 0
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What ``argv`` says. OSError where a help cannot be written: argparse leaves it to Python's exit to find out."""
+    try:
+        return build_parser().parse_args(argv)
+    except SystemExit:
+        StandardError().flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        raise
 
 
 @contextmanager
@@ -77,23 +92,27 @@ def own_warnings_in_a_line() -> Iterator[None]:
         yield
 
 
-def _silence_unread_results() -> bool:
-    """Whether the reader of standard output has gone, as `head` does.
-
-    What is still buffered for it then goes nowhere, or Python would complain of it at its exit.
-    """
+def _nobody_reads_results() -> bool:
+    """Whether the reader of standard output has gone, as `head` does."""
     with suppress(OSError, ValueError):  # one that a test or a caller put there has no descriptor
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups are reported unasked
-        if poll.poll(0):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
-            return True
+        return bool(poll.poll(0))
     return False
 
 
-def _failed(command: str, error: Exception, status: int) -> int:
+def _unwritten_results() -> OSError | None:
+    """What keeps results from standard output, if anything does; they go nowhere then."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        silence(sys.stdout)
+        return error
+    return None
+
+
+def _failed(name: str, error: Exception, status: int) -> int:
     text = " ".join(in_options(str(error)).split()) or type(error).__name__
-    say(f"protrain {command}: {text}")
+    say(f"{name}: {text}")
     return status
