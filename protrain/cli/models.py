@@ -12,6 +12,7 @@ import protrain
 from protrain.cli.data import Codec, byte_codec, tokenizer_codec
 from protrain.cli.shapes import SHAPES, shape_config
 from protrain.errors import not_downloaded
+from protrain.profiler.blocks import find_blocks
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model")
 
@@ -120,6 +121,13 @@ def _from_folder(name: str, transformers: Any) -> LoadedModel:
     nothing = [name for name, parameter in model.named_parameters() if not parameter.numel()]
     if nothing:
         raise ValueError(f"{folder}: by its config.json {nothing[0]} has no elements")
+    # Not the config's own number: each family calls it otherwise, and of two in one config one may rightly be 0.
+    empty = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and not len(module)]
+    if empty and not find_blocks(model):
+        raise ValueError(
+            f"{folder}: by its config.json the model has no layers, as {empty[0]} is empty; put back the number of "
+            "layers that it was saved with"
+        )
     positions = getattr(config, "max_position_embeddings", None) or 1024
     if positions < 2:  # each token is learnt from those before it
         raise ValueError(f"{folder}: by its config.json the model has {positions} positions, and training needs 2")

@@ -63,6 +63,7 @@ def folder(tmp_path: Path) -> Path:
         ({"hidden_size": "x"}, "StrictDataclassFieldValidationError: .*hidden_size.* expected int"),
         ({"hidden_size": -16}, "RuntimeError: .*negative dimension"),
         ({"hidden_size": 0}, r"by its config\.json model\..* has no elements"),
+        ({"num_hidden_layers": 0}, r"by its config\.json the model has no layers, as model\.layers is empty"),
         ({"num_attention_heads": 0}, "ZeroDivisionError: "),
         ({"dtype": "float99"}, "AttributeError: .*float99"),
         ({"num_labels": "x"}, "TypeError: "),
@@ -78,6 +79,21 @@ def test_a_bad_value_of_a_config_names_the_folder(change: dict[str, Any], words:
     (folder / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=rf"(?s)^{folder}.*{words}"):
         load_model(str(folder))
+
+
+def test_a_decoder_without_layers_is_found_and_one_without_an_encoder_is_none(tmp_path: Path) -> None:
+    config = transformers.BartConfig(
+        **{"vocab_size": 256, "d_model": 16, "max_position_embeddings": 32, "encoder_layers": 0, "decoder_layers": 1},
+        **{"encoder_attention_heads": 1, "decoder_attention_heads": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16},
+        **{"is_encoder_decoder": False, "is_decoder": True},
+    )
+    with torch.random.fork_rng(devices=[]):
+        transformers.BartForCausalLM(config).save_pretrained(tmp_path)
+    load_model(str(tmp_path))
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(saved | {"decoder_layers": 0}))
+    with pytest.raises(ValueError, match=r"the model has no layers, as model\.decoder\.layers is empty"):
+        load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("command", [["plan"], ["train", "--model"]], ids=["plan", "train"])
