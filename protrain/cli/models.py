@@ -118,16 +118,7 @@ def _from_folder(name: str, transformers: Any) -> LoadedModel:
             f"{folder} has {config.vocab_size} embeddings and its tokens need {codec.vocabulary}"
             + (": it brings no tokenizer, so text is read as bytes" if tokenizer is None else "")
         )
-    nothing = [name for name, parameter in model.named_parameters() if not parameter.numel()]
-    if nothing:
-        raise ValueError(f"{folder}: by its config.json {nothing[0]} has no elements")
-    # Not the config's own number: each family calls it otherwise, and of two in one config one may rightly be 0.
-    empty = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and not len(module)]
-    if empty and not find_blocks(model):
-        raise ValueError(
-            f"{folder}: by its config.json the model has no layers, as {empty[0]} is empty; put back the number of "
-            "layers that it was saved with"
-        )
+    _refuse_untrainable(folder, config, model)
     positions = getattr(config, "max_position_embeddings", None) or 1024
     if positions < 2:  # each token is learnt from those before it
         raise ValueError(f"{folder}: by its config.json the model has {positions} positions, and training needs 2")
@@ -139,6 +130,26 @@ def _from_folder(name: str, transformers: Any) -> LoadedModel:
         sequence=min(1024, positions),
         learning_rate=3e-5,
     )
+
+
+def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:
+    if any(getattr(part, "quantization_config", None) is not None for part in (config, *vars(config).values())):
+        # Also where the weights are not quantized: the trained model's config would say that they were.
+        raise ValueError(
+            f"{folder}: its config.json has a quantization_config, and quantized weights cannot be trained; take the "
+            "model before it was quantized, or save what from_pretrained(...).dequantize() gives; where the weights "
+            "are not quantized, take quantization_config out of config.json"
+        )
+    nothing = [name for name, parameter in model.named_parameters() if not parameter.numel()]
+    if nothing:
+        raise ValueError(f"{folder}: by its config.json {nothing[0]} has no elements")
+    # Not the config's own number: each family calls it otherwise, and of two in one config one may rightly be 0.
+    empty = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and not len(module)]
+    if empty and not find_blocks(model):
+        raise ValueError(
+            f"{folder}: by its config.json the model has no layers, as {empty[0]} is empty; put back the number of "
+            "layers that it was saved with"
+        )
 
 
 def _kind_and_message(error: Exception) -> str:

@@ -81,6 +81,19 @@ def test_a_bad_value_of_a_config_names_the_folder(change: dict[str, Any], words:
         load_model(str(folder))
 
 
+def test_a_quantized_model_is_refused_by_its_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    load_model(str(folder))
+    quantized = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
+    for command in (["plan"], ["train", "--model"]):
+        assert main([*command, str(folder), "--device", "cpu"]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert f"{folder}: its config.json has a quantization_config" in said
+        assert "take quantization_config out of config.json" in said
+
+
 def test_a_decoder_without_layers_is_found_and_one_without_an_encoder_is_none(tmp_path: Path) -> None:
     config = transformers.BartConfig(
         **{"vocab_size": 256, "d_model": 16, "max_position_embeddings": 32, "encoder_layers": 0, "decoder_layers": 1},
