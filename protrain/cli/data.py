@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -48,6 +49,7 @@ class Codec:
     decode: Callable[[list[int]], str]
     separator: int | None  # put after every document
     vocabulary: int  # token ids are below
+    any_bytes: bool  # text in another encoding than UTF-8 loses nothing
 
 
 def byte_codec() -> Codec:
@@ -57,18 +59,18 @@ def byte_codec() -> Codec:
         decode=lambda tokens: bytes(token for token in tokens if 0 < token < 256).decode(errors="replace"),
         separator=0,
         vocabulary=256,
+        any_bytes=True,
     )
 
 
 def tokenizer_codec(tokenizer: Any) -> Codec:
     """The codec of a transformers tokenizer."""
     return Codec(
-        encode=lambda text: tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ],
+        encode=lambda text: tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"],
         decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
         separator=tokenizer.eos_token_id,
         vocabulary=len(tokenizer),
+        any_bytes=False,
     )
 
 
@@ -76,6 +78,7 @@ def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = No
     """Text files of ``path`` (a file, or a folder searched to its depth), or Python's own sources when it is None.
 
     What runs have left in ``path`` is no text: it grows while they train. The folder ``but`` will be that of one.
+    Files of a folder that are no text are left out, with a warning.
 
     Raises:
         ValueError: ``path`` does not exist, is no regular file, or holds no text file.
@@ -104,10 +107,14 @@ def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = No
         if but is not None and but.resolve().is_relative_to(root.resolve()):
             runs.add(root / but.resolve().relative_to(root.resolve()))
         files = [file for file in files if not runs.intersection(file.parents)]
-    texts = [file for file in files if _is_text(file)]
-    if not texts:
+    texts = {file: _is_text(file) for file in files}
+    if not any(texts.values()):
         raise ValueError(f"--data: {root} holds no text file; give a UTF-8 text file or a folder of them")
-    return texts
+    binary = [file for file, is_text in texts.items() if not is_text]
+    if binary:
+        others = f" and {len(binary) - 1} more" if len(binary) > 1 else ""
+        warnings.warn(f"--data: files with zero bytes are no text; left out: {binary[0]}{others}", stacklevel=2)
+    return [file for file, is_text in texts.items() if is_text]
 
 
 def tokenize(
@@ -128,9 +135,11 @@ def tokenize(
         progress: Called with the bytes of every piece that is done.
 
     Raises:
-        ValueError: There are no tokens at all.
+        ValueError: There are no tokens at all, or the codec is one of text and a document is in another encoding.
         OSError: The disk is full or not writable; nothing is left of what was written.
     """
+    if not codec.any_bytes:  # before the first document: tokenising them may take hours
+        _refuse_other_encodings(documents)
     dtype = np.dtype(np.uint16 if codec.vocabulary <= 2**16 else np.uint32)
     separator = np.array([] if codec.separator is None else [codec.separator], dtype)
     try:
@@ -238,6 +247,31 @@ def _is_text(file: Path) -> bool:
             return b"\0" not in opened.read(8192)
     except OSError as error:
         raise ValueError(f"--data: cannot read {file}: {error.strerror}") from None
+
+
+def _refuse_other_encodings(documents: list[Path]) -> None:
+    wrong = {document: place for document in documents if (place := _not_utf8(document))}
+    if wrong:
+        first, place = next(iter(wrong.items()))
+        which = f"{first} is no UTF-8 text"
+        if len(wrong) > 1:
+            which = f"{len(wrong)} of {len(documents)} files are no UTF-8 text, the first {first}"
+        raise ValueError(
+            f"--data: {which}: it has byte 0x{place[1]:02x} at offset {place[0]}, and the model's tokenizer takes "
+            "UTF-8 alone; convert such text, as `iconv -f latin1 -t utf-8` does, and leave out what is none"
+        )
+
+
+def _not_utf8(document: Path) -> tuple[int, int] | None:
+    """Offset and value of the first byte of ``document`` that is no UTF-8."""
+    done = 0
+    for piece in _pieces(document):
+        try:
+            piece.decode()
+        except UnicodeDecodeError as error:
+            return done + error.start, piece[error.start]
+        done += len(piece)
+    return None
 
 
 def _pieces(document: Path) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from protrain.cli.data import (
+    Codec,
     Tokens,
     byte_codec,
     check_length,
@@ -27,6 +29,16 @@ def make_tokens(folder: Path, text: str, held_out: float = 0.1) -> Tokens:
     source = folder / "text.txt"
     source.write_text(text)
     return tokenize([source], byte_codec(), folder / "data", held_out=held_out)
+
+
+def words_codec() -> Codec:
+    """That of a tokenizer that knows two words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    model = tokenizers.models.WordLevel({"<unk>": 0, "to": 1, "be": 2, "</s>": 70000}, unk_token="<unk>")
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return tokenizer_codec(transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>"))
 
 
 def test_bytes_split_at_the_tail_of_every_document(tmp_path: Path) -> None:
@@ -54,15 +66,9 @@ def test_a_checksum_sees_one_changed_letter(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_gives_the_tokens_and_the_separator(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    model = tokenizers.models.WordLevel({"<unk>": 0, "to": 1, "be": 2, "</s>": 70000}, unk_token="<unk>")
-    inner = tokenizers.Tokenizer(model)
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    codec = tokenizer_codec(transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>"))
+    codec = replace(words_codec(), vocabulary=70001)
     source = tmp_path / "text.txt"
     source.write_text("to be or\n")
-    codec = type(codec)(encode=codec.encode, decode=codec.decode, separator=codec.separator, vocabulary=70001)
     tokens = tokenize([source], codec, tmp_path / "data", held_out=0.0)
     assert tokens.train.tolist() == [1, 2, 0, 70000]
     assert codec.decode([1, 2]) == "to be"
@@ -118,7 +124,37 @@ def test_hidden_and_binary_files_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
-    assert find_documents(tmp_path) == [tmp_path / "text.md"]
+    left_out = f"--data: files with zero bytes are no text; left out: {tmp_path}/image.png"
+    with pytest.warns(UserWarning, match=f"^{left_out}$"):
+        assert find_documents(tmp_path) == [tmp_path / "text.md"]
+    (tmp_path / "utf16.txt").write_text("text", encoding="utf-16")
+    with pytest.warns(UserWarning, match=f"^{left_out} and 1 more$"):
+        assert find_documents(tmp_path) == [tmp_path / "text.md"]
+
+
+@pytest.fixture
+def latin1(tmp_path: Path) -> Path:
+    """A folder of one file in UTF-8 and one that is not."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("to bé or\n", encoding="utf-8")
+    (folder / "b.txt").write_text("to be or\nnot to bé\n", encoding="latin1")
+    return folder
+
+
+def test_bytes_are_tokens_in_any_encoding(latin1: Path, tmp_path: Path) -> None:
+    tokens = tokenize(find_documents(latin1), byte_codec(), tmp_path / "data", held_out=0.0)
+    assert bytes(tokens.train.tolist()) == "to bé or\n\0".encode() + "to be or\nnot to bé\n\0".encode("latin1")
+
+
+def test_a_tokenizer_is_given_no_other_encoding(latin1: Path, tmp_path: Path) -> None:
+    codec, data = words_codec(), tmp_path / "data"
+    with pytest.raises(ValueError, match=r"--data: .*b.txt is no UTF-8 text: it has byte 0xe9 at offset 17,"):
+        tokenize(find_documents(latin1), codec, data, held_out=0.0)
+    (latin1 / "c.txt").write_bytes(b"to be or\xff")
+    with pytest.raises(ValueError, match=r"2 of 3 files are no UTF-8 text, the first .*b.txt: .*`iconv -f"):
+        tokenize(find_documents(latin1), codec, data, held_out=0.0)
+    assert not data.exists(), "found out before anything is written"
 
 
 def test_what_runs_leave_among_the_text_is_none(tmp_path: Path) -> None:
