@@ -19,7 +19,7 @@ from protrain.trees import tensors_in
 
 
 def check(batch: Any) -> None:
-    """ValueError unless ``batch`` is a mapping with text keys or a tuple, and holds at least one tensor."""
+    """ValueError unless ``batch`` is a mapping with text keys or a tuple, and holds tensors, all of them dense."""
     if not isinstance(batch, Mapping | tuple):
         raise ValueError(
             f"a batch must be a mapping (called as model(**batch)) or a tuple (model(*batch)), not "
@@ -31,7 +31,16 @@ def check(batch: Any) -> None:
             raise ValueError(
                 f"a batch's keys are argument names of the model's forward and must be text, not {wrong!r}"
             )
-    if not any(True for _ in named_tensors(batch)):
+    tensors = dict(named_tensors(batch))
+    for name, tensor in tensors.items():
+        if tensor.is_nested or tensor.layout is not torch.strided:  # one without a storage is neither counted nor moved
+            layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            remedy = "to_padded_tensor(...)" if tensor.is_nested else "to_dense()"
+            raise ValueError(
+                f"the batch's input {name} is a {layout} tensor, and models are profiled and run with dense ones "
+                f"alone; pass what its {remedy} gives"
+            )
+    if not tensors:
         raise ValueError("the batch holds no tensor; pass the inputs that the training loop gives to the model")
 
 

@@ -25,6 +25,12 @@ def test_names_of_nested_tensors_are_dotted() -> None:
         ([torch.zeros(2)], "not list"),
         ({"a": 1}, "holds no tensor"),
         ({0: torch.zeros(2)}, "must be text, not 0"),
+        ({"x": {"adjacency": torch.eye(2).to_sparse()}}, r"input x\.adjacency is a sparse_coo tensor, .* to_dense\(\)"),
+        ((torch.zeros(2), torch.eye(2).to_sparse_csr()), "input 1 is a sparse_csr tensor"),
+        (
+            {"x": torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)},
+            r"input x is a nested tensor, .* to_padded_tensor\(",
+        ),
     ],
 )
 def test_a_wrong_batch_is_named(batch: Any, message: str) -> None:
