@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -33,6 +33,12 @@ def shared_profiles() -> Iterator[None]:
         patch.setattr(sys.modules["protrain.wrap"], "cached_profile", shared_profile)
         patch.setattr("protrain.profiler.cache._user_code", str)  # which no test edits: to read it all takes time
         yield
+
+
+@pytest.fixture
+def batch(tiny_batch: Callable[..., dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """One batch for the tiny models."""
+    return tiny_batch()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -18,7 +18,7 @@ from protrain.compilation import CompiledForward
 from protrain.errors import PlanError
 from protrain.forwards import change_forwards
 from tests.engine.harness import Batch, Loop, adamw, assert_same, plain_run, states
-from tests.engine.test_refusals import refused
+from tests.engine.refusing import refused
 
 
 def _runs_out(*_: Any, **__: Any) -> None:

@@ -55,11 +55,6 @@ def empty(family: str = "gpt2") -> Any:
 
 
 @pytest.fixture
-def batch(tiny_batch: Callable[..., Batch]) -> Batch:
-    return tiny_batch()
-
-
-@pytest.fixture
 def wrapped(batch: Batch, device: torch.device) -> Callable[..., Any]:
     def wrap(model: Any, spec: Spec = SPECS[0], dtype: torch.dtype = torch.float32, **options: Any) -> Any:
         return wrap_under(spec, model, adamw(model), batch, device=device, dtype=dtype, **options)

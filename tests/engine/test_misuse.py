@@ -12,50 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.errors import BudgetError, MisuseError, PlanError
+from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
-from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, assert_same, states, wrap_under
-
-CPU = torch.device("cpu")
-OFFLOADED = Spec("none", "least", (NONE, CKPT, SWAP))
-MIXED = Spec("some", "least", (SWAP, CKPT, NONE))
-RESIDENT = Spec("all", "least", (NONE,))
-Batch = dict[str, Tensor]
-Wrapped = tuple[nn.Module, ProTrainOptimizer]
-Wrap = Callable[..., Wrapped]
-
-
-@pytest.fixture
-def batch(tiny_batch: Callable[..., Batch]) -> Batch:
-    return tiny_batch()
+from tests.engine.harness import Spec, assert_same, states
+from tests.engine.unharmed import MIXED, OFFLOADED, RESIDENT, Batch, Wrap, Wrapped, assert_unharmed, train, wrapper
 
 
 @pytest.fixture
 def wrapped(tiny_model: Callable[..., nn.Module], batch: Batch) -> Wrap:
-    """``wrapped(spec=OFFLOADED, **options)``: a tiny LLaMA and its optimizer, wrapped; always the same weights."""
-
-    def build(spec: Spec = OFFLOADED, **options: Any) -> Wrapped:
-        model = tiny_model("llama")
-        return wrap_under(spec, model, adamw(model), batch, device=CPU, **options)
-
-    return build
-
-
-def train(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch, steps: int = 1) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        loss = model(**batch).loss
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def assert_unharmed(found: Wrapped, untouched: Wrapped, batch: Batch) -> None:
-    """``found`` goes on exactly as a model to which nothing happened."""
-    assert train(*found, batch, steps=2) == train(*untouched, batch, steps=2)
-    assert_same(states(*found), states(*untouched))
+    return wrapper(tiny_model, batch)
 
 
 # -- the optimizer's methods -------------------------------------------------------------------------------------------
@@ -123,73 +88,6 @@ def test_a_wrong_learning_rate_leaves_no_half_step_behind(
     optimizer.param_groups[1]["lr"] = right
     optimizer.zero_grad()
     assert_unharmed((model, optimizer), wrapped(MIXED), batch)
-
-
-# -- batches -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_larger_batch_is_refused_and_a_smaller_one_trains(
-    wrapped: Wrap, batch: Batch, tiny_batch: Callable[..., Batch]
-) -> None:
-    model, optimizer = wrapped()
-    for larger in (tiny_batch(batch=3), tiny_batch(sequence=17)):
-        shape = tuple(larger["input_ids"].shape)
-        with pytest.raises(MisuseError, match=r"larger than the .* plan was made for.*example_batch") as caught:
-            model(**larger)
-        assert str(shape) in str(caught.value)
-        assert "(2, 16)" in str(caught.value)
-    first, second = train(model, optimizer, tiny_batch(batch=1, sequence=9), steps=2)
-    assert second < first
-    with torch.no_grad():  # keeps nothing for a backward, so the plan says nothing about it
-        assert model(**tiny_batch(batch=3)).logits.shape[0] == 3
-
-
-def test_as_many_tokens_in_longer_sequences_are_refused(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
-    model, optimizer = wrapped()
-    longer, shorter = tiny_batch(batch=1, sequence=32), tiny_batch(batch=4, sequence=8)
-    words = r"input_ids has shape \(1, 32\), longer in dimension 1 than the \(2, 16\) .* as long in every dimension"
-    for call in (lambda: model(**longer), lambda: model(longer["input_ids"], labels=longer["labels"])):
-        with pytest.raises(MisuseError, match=words):
-            call()
-    first, second = train(model, optimizer, shorter, steps=2)
-    assert second < first
-
-
-class SequenceFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2))
-
-    def forward(self, inputs: dict[str, list[Tensor]]) -> Tensor:
-        (x,) = inputs["x"]
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def test_where_sequences_come_first_no_dimension_may_be_longer() -> None:
-    def inputs(*shape: int) -> tuple[dict[str, list[Tensor]]]:
-        return ({"x": [torch.randn(*shape)]},)
-
-    model: nn.Module = SequenceFirst()
-    model, _ = wrap_under(OFFLOADED, model, adamw(model), inputs(16, 2, 8), device=CPU)
-    for shape, dimension in (((32, 1, 8), 0), ((8, 4, 8), 1)):
-        with pytest.raises(MisuseError, match=rf"inputs\.x\.0 .* longer in dimension {dimension} than the \(16, 2"):
-            model(*inputs(*shape))
-    model(inputs=inputs(9, 2, 8)[0]).backward()
-
-
-def test_a_larger_positional_batch_is_refused() -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-
-    model = make()
-    small, large = torch.randn(4, 8), torch.randn(5, 8)
-    model, optimizer = wrap_under(Spec("none", "least", (NONE,)), model, adamw(model), (small,), device=CPU)
-    with pytest.raises(MisuseError, match=r"\(5, 8\), larger than the \(4, 8\)"):
-        model(large)
-    model(small).square().mean().backward()
-    optimizer.step()
 
 
 # -- gradients and parameters ------------------------------------------------------------------------------------------
@@ -300,6 +198,20 @@ def test_a_wrapped_model_stays_where_it_is(wrapped: Wrap, batch: Batch, spec: Sp
     assert_unharmed((model, optimizer), wrapped(spec), batch)
 
 
+def test_replaced_data_of_a_parameter_is_refused(wrapped: Wrap, batch: Batch) -> None:
+    model, optimizer = wrapped(RESIDENT)
+    train(model, optimizer, batch)
+    weight = model.get_parameter("model.norm.weight")
+    kept = weight.data
+    weight.data = kept + 1
+    with pytest.raises(MisuseError, match=r"data of model\.norm\.weight was replaced .*full_parameters"):
+        model(**batch)
+    weight.data = kept.clone()  # the same values elsewhere do no harm
+    untouched = wrapped(RESIDENT)
+    train(*untouched, batch)
+    assert_unharmed((model, optimizer), untouched, batch)
+
+
 # -- the graph ---------------------------------------------------------------------------------------------------------
 
 
@@ -363,91 +275,3 @@ def test_a_float16_overflow_skips_the_step_and_halves_the_scale(wrapped: Wrap, b
     first, second = train(model, optimizer, batch, steps=2)
     assert second < first
     assert optimizer.skipped_steps == 1
-
-
-# -- budgets while running ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("modes", [(NONE,), (CKPT,)], ids=["none", "ckpt"])
-def test_more_forwards_than_the_device_has_room_for(wrapped: Wrap, batch: Batch, modes: Any) -> None:
-    spec = Spec("none", "least", modes)
-    model, optimizer = wrapped(spec, tight=True)
-    losses: list[Tensor] = []
-    with pytest.raises(BudgetError, match=r"simulated device is full.*call backward\(\) before the next forward"):
-        losses.extend(model(**batch).loss for _ in range(20))
-    losses.clear()
-    assert_unharmed((model, optimizer), wrapped(spec), batch)
-
-
-def sequential(width: int, depth: int) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(depth))
-    )
-
-
-def roomy_and_tight(width: int, depth: int, spec: Spec, inputs: tuple[Tensor], dtype: torch.dtype) -> list[Wrapped]:
-    """The same model twice under the same plan: with any host memory, and with no more than the plan takes."""
-    model = sequential(width, depth)
-    roomy = wrap_under(spec, model, adamw(model), inputs, device=CPU, dtype=dtype)
-    plan = roomy[1].plan
-    model = sequential(width, depth)
-    tight = protrain.wrap(
-        model,
-        adamw(model),
-        example_batch=inputs,
-        device="cpu",
-        dtype=dtype,
-        plan=plan,
-        device_memory="1GiB",
-        host_memory=plan.host_bytes,
-        progress=False,
-    )
-    return [roomy, tight]
-
-
-def test_more_forwards_than_the_host_has_room_to_swap() -> None:
-    inputs = (torch.randn(1024, 64, generator=torch.Generator().manual_seed(0)),)
-    roomy, tight = roomy_and_tight(64, 4, Spec("none", "least", (SWAP,)), inputs, torch.float32)
-    kept: list[Tensor] = []
-    with pytest.raises(BudgetError, match=r"no host memory to swap another .*call backward\(\) before the next"):
-        kept.extend(tight[0](*inputs) for _ in range(20))
-    kept.clear()
-    for model, optimizer in (roomy, tight):
-        for _ in range(2):
-            model(*inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(states(*tight), states(*roomy))
-    assert tight[1].report().host_bytes <= tight[1].plan.host_bytes
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_accumulation_that_the_host_has_no_room_for(dtype: torch.dtype) -> None:
-    def backward(model: nn.Module) -> None:
-        model(*inputs).float().square().mean().backward()
-
-    inputs = (torch.randn(4, 256, generator=torch.Generator().manual_seed(0)),)
-    roomy, tight = roomy_and_tight(256, 4, Spec("none", "least", (NONE,)), inputs, dtype)
-    backward(tight[0])
-    with pytest.raises(PlanError, match=r"host.*fp32 accumulators.*pass their number as accumulation= to protrain"):
-        backward(tight[0])
-    tight[1].zero_grad()
-    for model, optimizer in (roomy, tight):
-        backward(model)
-        optimizer.step()
-    assert_same(states(*tight), states(*roomy))
-
-
-def test_replaced_data_of_a_parameter_is_refused(wrapped: Wrap, batch: Batch) -> None:
-    model, optimizer = wrapped(RESIDENT)
-    train(model, optimizer, batch)
-    weight = model.get_parameter("model.norm.weight")
-    kept = weight.data
-    weight.data = kept + 1
-    with pytest.raises(MisuseError, match=r"data of model\.norm\.weight was replaced .*full_parameters"):
-        model(**batch)
-    weight.data = kept.clone()  # the same values elsewhere do no harm
-    untouched = wrapped(RESIDENT)
-    train(*untouched, batch)
-    assert_unharmed((model, optimizer), untouched, batch)

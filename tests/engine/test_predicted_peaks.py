@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, adamw, wrap_under
-from tests.engine.test_memory import peak_of_second_step
+from tests.engine.true_memory import peak_of_second_step
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,148 @@
+"""Leaks: nothing grows from step to step, and dropping the model frees all that it held."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain.engine.engine import Engine
+from protrain.optim import ProTrainOptimizer
+from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, adamw, wrap_under
+from tests.engine.true_memory import Batch, train
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def engine_state(optimizer: ProTrainOptimizer) -> dict[str, Any]:
+    """Everything of the engine that could grow."""
+    engine = optimizer._engine
+    optimizer._engine.wait_for_updates()
+    ledger: Any = engine.ledger
+    return {
+        "arena": engine.arena.total_bytes,
+        "segments": [segment.used_bytes for segment in engine.arena._segments],
+        "free slots": len(engine.swaps.slots._free),
+        "frames": sum(reference() is not None for reference in engine.swaps._order),
+        "order": len(engine.swaps._order),
+        "pending": len(engine.gradients.pending),
+        "held": ledger.held_bytes,
+        "holders": len(ledger._holders),
+        "finalizers": len(vars(weakref.finalize)["_registry"]),
+    }
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec("some", "least", (SWAP, CKPT, NONE)),
+        Spec("none", "least", (SWAP,)),
+        Spec("none", "least", (CKPT_SWAP,)),
+        Spec("some", "least", (CKPT_SWAP, SWAP), attention=True),
+    ],
+    ids=str,
+)
+def test_nothing_grows_from_step_to_step(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], spec: Spec
+) -> None:
+    model = tiny_model("gpt2")
+    model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU)
+
+    def census() -> tuple[dict[str, Any], Counter[type]]:
+        state = engine_state(optimizer)
+        return state, Counter(type(thing) for thing in gc.get_objects() if isinstance(thing, Tensor) or ours(thing))
+
+    def ours(thing: Any) -> bool:
+        return str(type(thing).__module__).startswith("protrain")
+
+    for step in range(23):
+        if step == 3:
+            before = census()
+        train(model, optimizer, tiny_batch(step), backwards=1 + step % 2)
+        if step % 5 == 0:
+            with torch.no_grad():
+                model(**tiny_batch(step))
+    after = census()
+    assert after[0] == before[0]
+    assert after[1] - before[1] == Counter()
+    assert not math.isnan(float(optimizer.report().step_ms))
+
+
+def test_forwards_without_a_backward_leave_nothing(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch]
+) -> None:
+    for modes in ((SWAP, CKPT, NONE), (CKPT_SWAP,)):
+        model = tiny_model("gpt2")
+        spec = Spec("none", "least", modes)
+        model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU)
+        train(model, optimizer, tiny_batch())
+        before = engine_state(optimizer)
+        for _ in range(3):
+            model(**tiny_batch())
+        train(model, optimizer, tiny_batch())
+        assert engine_state(optimizer) == before
+
+
+# -- dropping ----------------------------------------------------------------------------------------------------------
+
+
+def _wait(event: threading.Event) -> None:
+    event.wait()
+
+
+def _fail(engine: Engine) -> None:
+    raise ArithmeticError("the error refers to this frame, and the frame to the engine")
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_dropping_model_and_optimizer_frees_everything(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], failed: bool
+) -> None:
+    model = tiny_model("gpt2")
+    spec = Spec("some", "least", (SWAP, CKPT, NONE), early=True)
+    model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
+    train(model, optimizer, tiny_batch())
+    scheduler.step()
+    engine = optimizer._engine
+    going_on = threading.Event()
+    if failed:
+        engine.wait_for_updates()
+        job = engine.worker.submit(functools.partial(_fail, engine))
+        with pytest.raises(ArithmeticError):
+            job.wait()
+        del job
+    threads: list[threading.Thread] = [engine.worker._thread]
+    gone = [weakref.ref(thing) for thing in (engine, engine.arena._segments[0], engine.buffers.buffers[0], model)]
+    chunk = next(chunk for chunk in engine.chunks if not chunk.persistent)
+    engine.worker.submit(functools.partial(_wait, going_on))
+    model(**tiny_batch()).loss.backward()
+    optimizer.step()  # its updates come after that wait
+    assert chunk.update is not None
+    assert not chunk.update.done
+    del model, optimizer, scheduler, engine, chunk
+    threading.Timer(0.2, going_on.set).start()
+    gc.collect()  # waits for the updates and frees everything at once
+    assert [reference() for reference in gone] == [None] * 4
+    threads[0].join(timeout=10)
+    assert not threads[0].is_alive()

@@ -1,0 +1,173 @@
+"""Memory without a plan, and plans that do not suit: refused before any memory is taken, with a remedy that works."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from protrain.engine.arena import Arena
+from protrain.errors import PlanError
+from protrain.planning import Plan
+from protrain.quantities import parse_bytes
+from tests.engine.harness import CKPT, Spec, adamw, wrap_under
+from tests.engine.refusing import refused
+
+Batch = dict[str, Tensor]
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., nn.Module]) -> nn.Module:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def no_memory_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(*_: Any, **__: Any) -> None:
+        raise AssertionError("memory was taken before the plan was known to fit")
+
+    monkeypatch.setattr(Arena, "reserve", take)
+    monkeypatch.setattr(sys.modules["protrain.wrap"], "build_engine", take)  # protrain.wrap itself is the function
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_memory_taken")
+def test_a_device_that_is_too_small(model: nn.Module, batch: Batch) -> None:
+    words = "no plan fits the device memory: needed .*, available 64 KiB; largest part: activations .*Host memory: need"
+    error = refused(model, adamw(model), batch, words, PlanError, device_memory="64KiB", host_memory="1GiB")
+    assert isinstance(error, PlanError)
+    assert error.available_bytes == 64 * 1024
+    assert error.needed_bytes > error.available_bytes
+
+
+@pytest.mark.usefixtures("no_memory_taken")
+def test_a_host_that_is_too_small(model: nn.Module, batch: Batch) -> None:
+    words = r"no plan fits the host memory: needed .*, available 100 KiB; largest part: optimizer states.*Device memory"
+    error = refused(model, adamw(model), batch, words, PlanError, device_memory="300KiB", host_memory="100KiB")
+    assert isinstance(error, PlanError)
+    assert error.needed_bytes > error.available_bytes == 100 * 1024
+
+
+@pytest.mark.parametrize("which", ["device_memory", "host_memory"])
+def test_the_remedy_of_a_plan_error_works(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], which: str
+) -> None:
+    model, batch = tiny_model("gpt2"), tiny_batch(batch=4)
+    memory: dict[str, Any] = {"device_memory": "600KiB", "host_memory": "2GiB"} | {which: "40KiB"}
+    error = refused(model, adamw(model), batch, f"{which} of at least", PlanError, **memory)
+    found = re.search(rf"{which} of at least ([\d.]+\w+)", str(error))
+    assert found is not None
+    memory[which] = found.group(1)
+    protrain.wrap(model, adamw(model), example_batch=batch, device="cpu", progress=False, **memory)
+    assert parse_bytes(found.group(1)) < 1.01 * getattr(error, "needed_bytes", 0)
+
+
+def test_the_smaller_batch_of_a_plan_error_fits() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    batch = (torch.randn(512, 32),)
+    words = r"a batch of \d+ instead of 512 fits"
+    error = refused(model, adamw(model), batch, words, PlanError, device_memory="150KiB", host_memory="1GiB")
+    found = re.search(r"a batch of (\d+) instead", str(error))
+    assert found is not None
+    smaller = int(found.group(1))
+    assert smaller > 64, "it is the smallest change that is asked for"
+    smaller_batch = (batch[0][:smaller].clone(),)
+    options: Any = {"device": "cpu", "device_memory": "150KiB", "host_memory": "1GiB", "progress": False}
+    protrain.wrap(model, adamw(model), example_batch=smaller_batch, **options)
+
+
+# -- plans that were given ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(tiny_model: Callable[..., nn.Module], batch: Batch) -> Plan:
+    model = tiny_model("llama")
+    spec = Spec("some", "all", (CKPT,))
+    return wrap_under(spec, model, adamw(model), batch, device=torch.device("cpu"))[1].plan
+
+
+def test_a_plan_file_works(model: nn.Module, batch: Batch, plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    _, optimizer = protrain.wrap(
+        model, adamw(model), example_batch=batch, device="cpu", plan=tmp_path / "plan.json", progress=False
+    )
+    for name in ("n_persist", "n_buffer", "n_swap", "n_ckpt", "block_modes", "device_bytes", "host_bytes"):
+        assert getattr(optimizer.plan, name) == getattr(plan, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot read a plan from .*plan.json: No such file"),
+        ("{ not json", "plan.json is not a plan, as it is not JSON"),
+        ("[]", "plan.json is not a plan: it holds a JSON list"),
+        ("{}", "plan.json is not a plan: it is empty"),
+    ],
+)
+def test_a_plan_file_that_is_none(model: nn.Module, batch: Batch, text: str | None, words: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "plan.json").write_text(text)
+    refused(model, adamw(model), batch, words, ValueError, plan=str(tmp_path / "plan.json"))
+
+
+def test_a_plan_of_other_parameters_is_refused_before_the_model_runs(
+    plan: Plan, tiny_model: Callable[..., nn.Module], batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def profile(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model ran, which takes minutes where it is large")
+
+    monkeypatch.setattr(sys.modules["protrain.wrap"], "cached_profile", profile)
+    model: Any = tiny_model("llama")
+    one_group = torch.optim.AdamW(model.parameters())
+    shallow: Any = tiny_model("llama")
+    del shallow.model.layers[1:]
+    frozen = tiny_model("llama")
+    next(frozen.parameters()).requires_grad_(False)
+    for other, optimizer, words, options in (
+        (model, adamw(model), "its dtype differs, float32 in place of bfloat16", {"dtype": "bfloat16"}),
+        (model, one_group, "its parameters or their optimizer groups differ", {}),
+        (shallow, adamw(shallow), "it has 3 blocks, this one 1", {}),
+        (frozen, adamw(frozen), "its parameters or their optimizer groups differ", {}),
+    ):
+        refused(
+            other, optimizer, batch, f"another model than LlamaForCausalLM: {words}", ValueError, plan=plan, **options
+        )
+
+
+def test_plans_that_do_not_suit(
+    plan: Plan, no_memory_taken: None, tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch]
+) -> None:
+    def attempt(words: str, kind: type[Exception], wrong: Plan, **options: Any) -> None:
+        model = tiny_model(options.pop("family", "llama"))
+        refused(model, adamw(model), options.pop("batch", tiny_batch()), words, kind, plan=wrong, **options)
+
+    attempt("made for another model .*make a new plan, or leave plan= out", ValueError, plan, family="gpt2")
+    attempt("made for another model .*dtype differ", ValueError, plan, dtype="bfloat16")
+    elsewhere = dataclasses.replace(plan, model=f"{plan.model.partition('-')[0]}-0")
+    attempt("made for another model .*the same parameters, but other modules use them", ValueError, elsewhere)
+    attempt(
+        "the plan does not fit the device .*leave the plan out", PlanError, plan, device_memory=plan.device_bytes - 1
+    )
+    attempt("the plan does not fit the host memory", PlanError, plan, host_memory=plan.host_bytes - 1)
+    attempt("the plan does not fit the", PlanError, plan, device_memory=plan.device_bytes, batch=tiny_batch(batch=8))
+    attempt("n_buffer must be", ValueError, dataclasses.replace(plan, n_buffer=99))
+    attempt("the plan's block_modes name", ValueError, dataclasses.replace(plan, n_ckpt=0))
+
+
+def test_predictions_of_a_given_plan_are_made_anew(
+    model: nn.Module, tiny_batch: Callable[..., Batch], plan: Plan
+) -> None:
+    options: Any = {"device": "cpu", "device_memory": "1GiB", "plan": plan, "progress": False}
+    _, optimizer = protrain.wrap(model, adamw(model), example_batch=tiny_batch(batch=8), **options)
+    assert optimizer.plan.device_bytes > 1.5 * plan.device_bytes
+    assert optimizer.plan.tokens == 4 * plan.tokens

@@ -1,0 +1,214 @@
+"""Weights go out and come in under real names, whole and exact, whatever the plan; so they are edited in place."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from protrain.errors import MisuseError
+from tests.engine import residual
+from tests.engine.harness import NONE, Batch, Spec, adamw, assert_same, default_loss, wrap_under
+from tests.engine.plain_loop import rounded
+from tests.engine.stateful import DTYPES, LOOP, SECOND, SPECS, Make, maker
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return DTYPES[request.param]
+
+
+@pytest.fixture
+def batches(tiny_batch: Callable[..., Batch]) -> list[Batch]:
+    return [tiny_batch(seed=seed) for seed in range(10)]
+
+
+@pytest.fixture
+def make(tiny_model: Callable[..., nn.Module], batches: list[Batch], device: torch.device) -> Make:
+    return maker(tiny_model, batches[0], device)
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """An unwrapped model with the weights that wrapping gives it."""
+    for parameter in model.parameters():
+        parameter.data = rounded(parameter.data, dtype)
+    return model
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_state_dict_is_that_of_the_unwrapped_model(
+    family: str, spec: Spec, dtype: torch.dtype, make: Make, tiny_model: Callable[..., nn.Module]
+) -> None:
+    model, _ = make(spec, dtype, family)
+    plain = cast(tiny_model(family), dtype)
+    expected = plain.state_dict()
+    found = model.state_dict()
+    assert list(found) == list(expected)
+    assert vars(found) == vars(expected)  # the versions of modules
+    assert_same({k: v.cpu() for k, v in found.items()}, dict(expected))
+    for name in ("transformer.h.1", "encoder.block.0.layer.0", "lm_head"):
+        if name in dict(plain.named_modules()):
+            part, wanted = model.get_submodule(name).state_dict(), plain.get_submodule(name).state_dict()
+            assert_same({k: v.cpu() for k, v in part.items()}, dict(wanted))
+    other = cast(tiny_model(family, seed=5), dtype)
+    other.load_state_dict(found, strict=True)
+    assert_same(dict(other.state_dict()), dict(expected))
+    kept = model.state_dict(keep_vars=True)
+    assert all(kept[name] is parameter for name, parameter in model.named_parameters())
+
+
+def test_a_state_dict_is_a_copy_of_its_moment(make: Make, batches: list[Batch]) -> None:
+    for spec in SPECS:
+        model, optimizer = make(spec)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        taken, moments = model.state_dict(), optimizer.state_dict()
+        LOOP.run(model, optimizer, batches[:2])
+        assert all(torch.equal(taken[name], before[name]) for name in before)
+        assert not torch.equal(model.state_dict()["lm_head.weight"], before["lm_head.weight"])
+        assert moments["state"] == {}
+        for value in taken.values():
+            value.fill_(7.0)
+        assert not any((value == 7.0).all() for value in model.state_dict().values())
+
+
+def test_a_state_dict_is_nobody_elses(make: Make, batches: list[Batch]) -> None:
+    """What is written into one shows neither in the next nor in that of a part, also where one was interrupted."""
+    for spec in SPECS:
+        model, _ = make(spec)
+        first = model.state_dict()
+        expected = {name: value.clone() for name, value in first.items()}
+
+        def interrupt(*_: Any) -> None:
+            raise KeyError("interrupted")
+
+        stop = model.lm_head.register_state_dict_pre_hook(interrupt)
+        with pytest.raises(KeyError, match="interrupted"):
+            model.state_dict()
+        stop.remove()
+        for value in first.values():
+            value.numpy().fill(7)  # which no version tells
+        second = model.state_dict()
+        assert_same(second, expected)
+        part = model.transformer.h[0].state_dict()
+        for value in (*part.values(), model.transformer.wte.state_dict()["weight"]):
+            value.zero_()
+        assert_same(second, expected)
+        assert_same(model.state_dict(), expected)
+
+
+def test_tied_weights_are_one_tensor(make: Make, batches: list[Batch]) -> None:
+    model, optimizer = make()
+    LOOP.run(model, optimizer, batches[:1])
+    found = model.state_dict()
+    assert found["lm_head.weight"].data_ptr() == found["transformer.wte.weight"].data_ptr()
+    file = io.BytesIO()
+    torch.save(found, file)
+    assert file.tell() < 1.3 * sum({v.data_ptr(): v.nbytes for v in found.values()}.values()) + 50_000
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert_same(loaded, dict(found))
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_values_that_say_more_than_a_weight_holds_become_the_master(device: torch.device) -> None:
+    data = residual.batches(1)
+    model = residual.make()
+    spec = Spec("none", "least", (NONE,))
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    name = "blocks.1.first.weight"
+    finer = wrapped.state_dict()[name].float() * (1 + 2.0**-12)
+    wrapped.load_state_dict({name: finer}, strict=False)
+    assert torch.equal(optimizer.export_parameter(name)["master"], finer.cpu())
+    wrapped.load_state_dict({name: finer.bfloat16()}, strict=False)
+    assert torch.equal(optimizer.export_parameter(name)["master"], finer.cpu()), "the same weight says nothing new"
+
+
+def test_save_pretrained_writes_the_weights(
+    make: Make, batches: list[Batch], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    for family in ("gpt2", "llama"):
+        model, optimizer = make(SECOND, dtype, family)
+        LOOP.run(model, optimizer, batches[:2])
+        model.save_pretrained(tmp_path / family)
+        loaded = type(model).from_pretrained(tmp_path / family, dtype=dtype)
+        assert_same(dict(loaded.state_dict()), {k: v.cpu() for k, v in model.state_dict().items()})
+
+
+def test_what_cannot_work_says_so(make: Make, batches: list[Batch]) -> None:
+    for spec in SPECS:
+        model, optimizer = make(spec)
+        with pytest.raises(MisuseError, match="use assign=False"):
+            model.load_state_dict(model.state_dict(), assign=True)
+        with pytest.raises(MisuseError, match=r"use model.state_dict\(\)"):
+            copy.deepcopy(model)
+        with pytest.raises(MisuseError, match=r"use model.state_dict\(\)"):
+            pickle.dumps(model.lm_head)
+        assert len(LOOP.run(model, optimizer, batches[:2])) == 4
+
+
+# -- full_parameters ---------------------------------------------------------------------------------------------------
+
+
+def test_full_parameters_are_whole_and_their_edits_exact(dtype: torch.dtype, make: Make, batches: list[Batch]) -> None:
+    for spec in SPECS:
+        model, optimizer = make(spec, dtype)
+        LOOP.run(model, optimizer, batches[:2])
+        before = {name: value.cpu() for name, value in model.state_dict().items()}
+        masters = {name: optimizer.export_parameter(name)["master"] for name in optimizer.parameter_names()}
+        with protrain.full_parameters(model):
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter.detach(), before[name])
+                assert type(parameter.clone()) is Tensor
+        assert all(torch.equal(optimizer.export_parameter(n)["master"], masters[n]) for n in masters)
+
+        block = model.transformer.h[1]
+        with protrain.full_parameters(block), torch.no_grad():
+            block.mlp.c_fc.weight[3] = 0.125
+            block.ln_1.bias.data = torch.full_like(block.ln_1.bias, 0.3)
+        after = model.state_dict()
+        changed = {name for name, value in after.items() if not torch.equal(value.cpu(), before[name])}
+        assert changed == {"transformer.h.1.mlp.c_fc.weight", "transformer.h.1.ln_1.bias"}
+        assert (after["transformer.h.1.mlp.c_fc.weight"][3] == 0.125).all()
+        assert torch.equal(after["transformer.h.1.ln_1.bias"].cpu(), torch.full((32,), 0.3, dtype=dtype))
+        master = optimizer.export_parameter("transformer.h.1.mlp.c_fc.weight")["master"]
+        kept = torch.arange(len(master)) != 3
+        assert torch.equal(master[kept], masters["transformer.h.1.mlp.c_fc.weight"][kept])
+        assert (master[3] == 0.125).all()
+        first = default_loss(model, batches[0]).item()
+        with protrain.full_parameters(model), torch.no_grad():
+            model.lm_head.weight.zero_()
+        assert default_loss(model, batches[0]).item() != first
+        assert not model.state_dict()["transformer.wte.weight"].any()
+        assert len(LOOP.run(model, optimizer, batches[:2])) == 4
+
+
+def test_edits_last_even_when_the_body_raises(make: Make) -> None:
+    model, _ = make()
+
+    def edit() -> None:
+        with protrain.full_parameters(model), torch.no_grad():
+            model.transformer.wpe.weight.fill_(0.5)
+            raise KeyError("interrupted")
+
+    with pytest.raises(KeyError, match="interrupted"):
+        edit()
+    assert (model.state_dict()["transformer.wpe.weight"] == 0.5).all()
+    with pytest.raises(MisuseError, match="full_parameters"):
+        model.transformer.wpe.weight.sum()
+
+
+def test_full_parameters_needs_a_wrapped_model() -> None:
+    with (
+        pytest.raises(ValueError, match=r"needs a model that protrain\.wrap returned"),
+        protrain.full_parameters(nn.Linear(2, 2)),
+    ):
+        pass

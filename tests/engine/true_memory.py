@@ -1,0 +1,118 @@
+"""True memory: a small model and its step, and the bytes that the step really holds on the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from protrain.engine.engine import Engine
+from protrain.optim import ProTrainOptimizer
+from protrain.profiler.meter import StorageMeter
+
+VOCABULARY = 256
+Batch = dict[str, Tensor]
+
+
+def make_model(family: str, vocabulary: int = VOCABULARY) -> nn.Module:
+    """Small, but its activations are many times what the planner leaves as a margin."""
+    import transformers
+
+    llama = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=vocabulary, n_embd=64, n_layer=4, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
+        )
+    elif family == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=vocabulary, num_hidden_layers=4, max_position_embeddings=64, **llama, **ids
+        )
+    else:
+        config = transformers.T5Config(
+            vocab_size=vocabulary,
+            d_model=64,
+            d_kv=16,
+            d_ff=128,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+        )
+    kind = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
+    model: nn.Module = kind.from_config(config)
+    return model
+
+
+def make_batch(size: int = 4) -> Batch:
+    tokens = torch.randint(3, VOCABULARY, (size, 64), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def train(model: nn.Module, optimizer: ProTrainOptimizer, batch: Mapping[str, Tensor], *, backwards: int = 1) -> None:
+    for _ in range(backwards):
+        optimizer.backward(model(**batch).loss)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class DeviceMeter(StorageMeter):
+    """Counts every storage that operations return, other than the host arena's."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ignore(segment.memory for segment in self._engine.arena._segments)  # it may have grown
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def resident(engine: Engine) -> list[Tensor]:
+    """What lies on the device from step to step: one tensor of every storage."""
+    persistent = [chunk for chunk in engine.chunks if chunk.persistent]
+    tensors = [state for chunk in persistent for state in (chunk.weight, chunk.exp_avg) if state is not None]
+    tensors += [chunk.accumulator for chunk in engine.chunks if chunk.accumulator is not None]
+    tensors += [buffer.memory for buffer in engine.buffers.buffers]
+    tensors += [tensor for tensor in vars(engine.gradients).values() if isinstance(tensor, Tensor)]
+    tensors += engine.model.buffers()
+    found = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.numel()}
+    arena = {segment.memory.untyped_storage().data_ptr() for segment in engine.arena._segments}
+    return [tensor for address, tensor in found.items() if address not in arena]
+
+
+def true_peak_bytes(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch, *, backwards: int = 1) -> int:
+    """Most device memory during a step: what lies there, the batch, and whatever operations allocate."""
+    engine = optimizer._engine
+    train(model, optimizer, batch, backwards=backwards)
+    engine.wait_for_updates()
+    meter = DeviceMeter(engine)
+    meter.count(resident(engine))
+    meter.count(batch.values())
+    with meter:
+        train(model, optimizer, batch, backwards=backwards)
+        train(model, optimizer, batch, backwards=backwards)
+    engine.wait_for_updates()
+    return meter.peak_bytes
+
+
+def peak_of_second_step(optimizer: ProTrainOptimizer, loss: Callable[[], Tensor], inputs: list[Tensor]) -> int:
+    """Most bytes alive on the simulated device, with ``inputs`` there throughout."""
+    meter = DeviceMeter(optimizer._engine)
+
+    def step() -> None:
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    optimizer._engine.wait_for_updates()
+    meter.count(resident(optimizer._engine))
+    meter.count(inputs)
+    with meter:
+        step()
+    return meter.peak_bytes
