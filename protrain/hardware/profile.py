@@ -58,8 +58,8 @@ _RATES = (
     *("host_adam_gparams", "device_adam_gparams"),
 )
 _MEASURED_RATES = (
-    *("host_adam_weight_gparams", "host_adam_p20_gparams", "streamed_adam_gparams", "flatten_gbps", "pack_gbps"),
-    *("all_gather_gbps", "reduce_scatter_gbps"),
+    *("host_adam_weight_gparams", "host_adam_narrow_gparams", "host_adam_p20_gparams", "streamed_adam_gparams"),
+    *("flatten_gbps", "pack_gbps", "all_gather_gbps", "reduce_scatter_gbps"),
 )
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
 
@@ -93,6 +93,7 @@ class HardwareProfile(Record):
     # What only calibration knows.
     host_adam_threads: int | None = None  # the fewest that reach host_adam_gparams
     host_adam_weight_gparams: float | None = None  # of updates that make the new weight alone
+    host_adam_narrow_gparams: float | None = None  # with moments in bf16
     host_adam_p20_gparams: float | None = None  # what host_adam_gparams is at least, four fifths of the time
     streamed_adam_gparams: float | None = None  # the device on states in host memory, by the better way
     streamed_adam_copies: bool | None = None  # that way: double-buffered copies, or zero copy

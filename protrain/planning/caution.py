@@ -30,9 +30,10 @@ def host_share(hardware: HardwareProfile) -> float:
 
 def cautious(hardware: HardwareProfile) -> HardwareProfile:
     """``hardware`` with a host that updates more slowly. See [Note: caution]."""
-    share, weights = host_share(hardware), hardware.host_adam_weight_gparams
+    share, weights, narrow = host_share(hardware), hardware.host_adam_weight_gparams, hardware.host_adam_narrow_gparams
     return replace(
         hardware,
         host_adam_gparams=hardware.host_adam_gparams * share,
         host_adam_weight_gparams=None if weights is None else weights * share,
+        host_adam_narrow_gparams=None if narrow is None else narrow * share,
     )

@@ -12,7 +12,13 @@ from protrain.planning.memory import MemoryModel
 from protrain.planning.step import Visit
 from protrain.planning.streaming import streamed_rates
 from protrain.planning.timeline import GPU, HOST, STREAM
-from protrain.planning.update_bytes import CALIBRATED_DTYPE, moved_bytes, update_share, written_bytes
+from protrain.planning.update_rates import (
+    CALIBRATED_DTYPE,
+    device_update_gparams,
+    host_update_gparams,
+    moved_bytes,
+    written_bytes,
+)
 from protrain.planning.visits import computing_by_visit, gradients_by_visit
 
 _ACCUMULATOR_BYTES = 4  # of a parameter; an addition reads and writes it
@@ -42,15 +48,17 @@ class Durations:
         trainable = [chunk.elements if updated[chunk.index] else 0 for chunk in layout.chunks]
         self._upload = [_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
         dtype, moment_bytes = profile.dtype, profile.moment_bytes
-        calibrated_bytes, adam_bytes = moved_bytes(dtype), moved_bytes(dtype, moment_bytes)
-        per_byte = [elements / hardware.host_adam_gparams / 1e6 / calibrated_bytes for elements in trainable]
+        host_gparams, device_gparams = host_update_gparams(profile, hardware), device_update_gparams(profile, hardware)
+        adam_bytes = moved_bytes(dtype, moment_bytes)
+        per_byte = [n / hardware.host_adam_gparams / 1e6 / moved_bytes(dtype) for n in trainable]
         self._host_add = [ms * (element + 2 * _ACCUMULATOR_BYTES) if memory.accumulates else 0.0 for ms in per_byte]
-        if memory.accumulates:
-            adam_bytes += _ACCUMULATOR_BYTES - element
         self._host_norm = [ms * _ACCUMULATOR_BYTES if memory.accumulates else 0.0 for ms in per_byte]
-        device_gparams = hardware.device_adam_gparams / update_share(profile)
         self._device_update = [0.0 if only_adds else n / device_gparams / 1e6 for n in trainable]
-        self._host_update = self._host_add if only_adds else [ms * adam_bytes for ms in per_byte]
+        update_ms = [n / host_gparams / 1e6 for n in trainable]
+        if memory.accumulates:
+            update_ms = [ms * (1 + (_ACCUMULATOR_BYTES - element) / adam_bytes) for ms in update_ms]
+            adam_bytes += _ACCUMULATOR_BYTES - element
+        self._host_update = self._host_add if only_adds else update_ms
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = computing_by_visit(profile, self.times)
         # By unit, of one call: out and back of its saved activations, of its inputs; recomputation; which block may be
@@ -71,8 +79,7 @@ class Durations:
         self._needed = held
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
         streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
-        self._rates = rates(hardware, hardware.host_adam_gparams * calibrated_bytes, streamed_gbps)
-        host_gparams = hardware.host_adam_gparams / update_share(profile)
+        self._rates = rates(hardware, host_gparams * moved_bytes(dtype, moment_bytes), streamed_gbps)
         self._streamed_ms = host_gparams / streamed_gparams  # by the device, of a millisecond of the host
         # Of a whole update's time for the weight alone: it reads as much and writes no other state. How long
         # that takes is calibrated in bf16: arithmetic may be what limits it, not memory.

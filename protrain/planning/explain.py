@@ -19,7 +19,7 @@ from protrain.planning.runtime import RuntimeModel
 from protrain.planning.search import check, search
 from protrain.planning.tables import aligned, format_change, format_ms
 from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
-from protrain.planning.update_bytes import update_share
+from protrain.planning.update_rates import device_update_gparams, host_update_gparams
 from protrain.profiler.model_profile import ModelProfile
 from protrain.quantities import format_bytes
 from protrain.records import Record
@@ -233,8 +233,9 @@ def _timeline(
     forward_ms = sum(times.forward) + sum(times.gap_forward)
     recomputed = (ms for ms, mode in zip(times.recompute, plan.block_modes, strict=True) if mode.recomputes)
     backward_ms = times.total - forward_ms + sum(recomputed)
-    update_ms = update_share(profile) * sum(
-        chunk.elements / (hardware.device_adam_gparams if index < plan.n_persist else hardware.host_adam_gparams) / 1e6
+    on_device, on_host = device_update_gparams(profile, hardware), host_update_gparams(profile, hardware)
+    update_ms = sum(
+        chunk.elements / (on_device if index < plan.n_persist else on_host) / 1e6
         for index, chunk in enumerate(layout.chunks)
         if chunk.trainable
     )

@@ -7,7 +7,7 @@ from protrain.planning.explain import timeline_of
 from protrain.planning.layout import pack, updated_chunks
 from protrain.planning.plan import Plan
 from protrain.planning.timeline import HOST
-from protrain.planning.update_bytes import update_share
+from protrain.planning.update_rates import host_update_gparams
 from protrain.profiler.model_profile import ModelProfile
 
 _WHOLE = ("update", "early update", "deferred update")
@@ -20,7 +20,7 @@ def host_gparams(
     layout = pack(profile, plan.chunk_elements)
     if hardware.device_type == "cpu":  # nothing runs beside them
         n_away = sum(chunk >= plan.n_persist for chunk in updated_chunks(profile, layout))
-        return hardware.host_adam_gparams / update_share(profile) if n_away > plan.n_stream else 0.0
+        return host_update_gparams(profile, hardware) if n_away > plan.n_stream else 0.0
     elements, milliseconds = 0, 0.0
     for operation in timeline_of(plan, profile, hardware, step_during_backward=step_during_backward).operations:
         kind, _, chunk = operation.name.rpartition(" ")

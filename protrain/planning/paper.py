@@ -14,7 +14,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.compute_times import compute_times
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode, Plan
-from protrain.planning.update_bytes import update_share
+from protrain.planning.update_rates import device_update_gparams, host_update_gparams
 from protrain.profiler.model_profile import ModelProfile
 
 
@@ -38,6 +38,7 @@ def paper_step_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, 
         beside = place[gap] if gap < len(place) else n_chunks - 1
         forward[beside] += ahead
         backward[beside] += behind
+    on_device, on_host = device_update_gparams(profile, hardware), host_update_gparams(profile, hardware)
     total_forward = total_backward = device_update = host_update = 0.0
     for chunk in layout.chunks:
         at, size = chunk.index, chunk.elements * profile.element_bytes
@@ -45,11 +46,10 @@ def paper_step_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, 
         upload, offload = size / hardware.h2d_gbps / 1e6, trained * profile.element_bytes / hardware.d2h_gbps / 1e6
         if at < plan.n_persist:
             upload = offload = 0.0
-            device_update += trained / hardware.device_adam_gparams / 1e6
+            device_update += trained / on_device / 1e6
         else:
-            host_update += trained / hardware.host_adam_gparams / 1e6
+            host_update += trained / on_host / 1e6
         again = 0.0 if at >= n_chunks - plan.n_buffer else upload
         total_forward += max(forward[at], upload + out[at])
         total_backward += max(backward[at], again + back[at] + offload)
-    share = update_share(profile)
-    return total_forward + max(total_backward + share * device_update, share * host_update)
+    return total_forward + max(total_backward + device_update, host_update)

@@ -7,7 +7,7 @@ Not in the paper. The host's memory is the limit of both, and yet together they 
 from __future__ import annotations
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.update_bytes import CALIBRATED_DTYPE, moved_bytes, read_bytes, written_bytes
+from protrain.planning.update_rates import CALIBRATED_DTYPE, moved_bytes, read_bytes, written_bytes
 
 _STAGING_SLOTS = 2  # of AdamStaging: one is copied in while the other is copied out
 _STAGING_BYTES = 128 * 1024**2  # pieces of a state are some 20 MiB then, which reach the full rate of a copy engine

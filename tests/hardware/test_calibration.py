@@ -120,7 +120,7 @@ def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
     names = {figure.name for figure in profile.figures}
     assert names == {
         *("matmul", "device copy", "h2d", "d2h", "both ways", "host DRAM"),
-        *("host AdamW", "host AdamW, the weight", "device AdamW", "flatten", "pack"),
+        *("host AdamW", "host AdamW, the weight", "host AdamW, moments in bf16", "device AdamW", "flatten", "pack"),
     }
     tried = [figure.at for figure in profile.figures if figure.name == "host AdamW"]
     counts = [f"{count} threads" for count in thread_counts(usable_cores())]
@@ -145,7 +145,11 @@ def test_the_planner_gets_the_largest_size_and_the_best_way(on_cpu: Run) -> None
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [("host AdamW", "host_adam_gparams"), ("host AdamW, the weight", "host_adam_weight_gparams")],
+    [
+        ("host AdamW", "host_adam_gparams"),
+        ("host AdamW, the weight", "host_adam_weight_gparams"),
+        ("host AdamW, moments in bf16", "host_adam_narrow_gparams"),
+    ],
 )
 def test_the_hosts_adamw_is_what_three_moments_come_to(on_cpu: Run, name: str, field: str) -> None:
     figures = {figure.at: figure for figure in on_cpu.profile.figures if figure.name == name}
@@ -173,6 +177,16 @@ def test_the_weight_alone_is_measured_on_what_an_update_would_leave() -> None:
     assert not torch.equal(chunk.weight, new_weight)
     chunk.update()
     assert torch.equal(chunk.weight, new_weight)
+
+
+def test_moments_in_bf16_are_measured_on_bf16() -> None:
+    chunk = AdamChunk.on(CPU, 1024)
+    moments = torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(1024, dtype=torch.bfloat16)
+    before = dataclasses.astuple(chunk)
+    adam_figure("", [chunk], CPU, budget_s=0.01, narrow_moments=moments)
+    same = {name: torch.equal(getattr(chunk, name), was) for name, was in zip(vars(chunk), before, strict=True)}
+    assert same == {"weight": False, "master": False, "exp_avg": True, "exp_avg_sq": True, "grad": True}
+    assert all(moment.count_nonzero() for moment in moments)
 
 
 def test_what_runs_together_is_measured_together(on_cpu: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,10 +26,14 @@ def profile() -> ModelProfile:
 
 
 def test_nothing_but_the_host_is_slower() -> None:
-    machine = replace(MACHINE, host_adam_weight_gparams=7.0)
+    machine = replace(MACHINE, host_adam_weight_gparams=7.0, host_adam_narrow_gparams=6.0)
     share = (1 + 4.2 / 4.9) / 2
-    adam, weights = 4.9 * share, 7.0 * share
-    assert cautious(machine) == replace(machine, host_adam_gparams=adam, host_adam_weight_gparams=weights)
+    slower: dict[str, Any] = {
+        "host_adam_gparams": 4.9,
+        "host_adam_weight_gparams": 7.0,
+        "host_adam_narrow_gparams": 6.0,
+    }
+    assert cautious(machine) == replace(machine, **{name: rate * share for name, rate in slower.items()})
 
 
 def test_of_a_steady_host_all_counts_and_of_an_unknown_one_nearly_all() -> None:

@@ -52,6 +52,11 @@ class AdamChunk:
         """One AdamW step where the chunk lies."""
         adam(self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad, STEP, threads=threads)
 
+    def update_narrow(self, moments: tuple[Tensor, Tensor], threads: int = 0) -> None:
+        """The same with ``moments``, in bf16, in place of its own."""
+        exp_avg, exp_avg_sq = moments
+        adam(self.weight, self.master, exp_avg, exp_avg_sq, self.grad, STEP, threads=threads)
+
     def make_weight(self, new_weight: Tensor, threads: int = 0) -> None:
         """Of such a step in host memory the weight alone, which comes into ``new_weight``."""
         states = AdamStates(self.weight, self.master, self.exp_avg, self.exp_avg_sq)
@@ -68,18 +73,22 @@ def adam_figure(
     at: str = "",
     sheet: Datasheet | None = None,
     new_weight: Tensor | None = None,
+    narrow_moments: tuple[Tensor, Tensor] | None = None,
 ) -> Figure:
     """The rate of updates of ``chunks`` one after the other, in 1e9 parameters a second.
 
-    Or of what makes their weights alone, each in the place ``new_weight``.
+    Or of what makes their weights alone, each in the place ``new_weight``; or with two ``narrow_moments``, in bf16, for
+    each of them.
     """
 
     def update_all() -> None:
         for chunk in chunks:
-            if new_weight is None:
-                chunk.update(threads)
-            else:
+            if narrow_moments is not None:
+                chunk.update_narrow(narrow_moments, threads)
+            elif new_weight is not None:
                 chunk.make_weight(new_weight, threads)
+            else:
+                chunk.update(threads)
 
     return figure_of(
         name,

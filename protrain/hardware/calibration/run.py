@@ -24,7 +24,7 @@ from protrain.hardware.calibration.doubts import (
     thread_doubts,
 )
 from protrain.hardware.calibration.effort import FULL_SECONDS, Effort
-from protrain.hardware.calibration.host_memory import CPU, dram_figures, pinning_gbps
+from protrain.hardware.calibration.host_memory import CPU, dram_figures, pinning_gbps, random_tensor
 from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
 from protrain.hardware.calibration.launching import one_core_taken
 from protrain.hardware.calibration.optimizers import (
@@ -50,6 +50,7 @@ _GROUP_S, _COLLECTIVE_S = 0.9, 0.4  # a group; a size
 _ROUNDS = 2  # over all groups
 _LARGEST = 3
 _OVER_MEMORY = ("over much memory", "the same later", "and once more")  # figures of the host's AdamW
+_WHOLE, _WEIGHT, _NARROW = "host AdamW", "host AdamW, the weight", "host AdamW, moments in bf16"
 _BY_SIZE = ("h2d", "d2h", "both ways", "all_gather", "reduce_scatter")
 
 
@@ -151,7 +152,7 @@ class Calibration:
 
     def _planned_s(self) -> float:
         alone = _MATMUL_S + _COPY_S + _TRANSFERS_S + _DRAM_S + 2 * _KERNEL_S
-        by_threads = len(self._thread_counts) + 2 * len(_OVER_MEMORY)
+        by_threads = len(self._thread_counts) + 3 * len(_OVER_MEMORY)
         optimizers = (by_threads + 1) * _ADAM_S + self.on_gpu * _STREAMED_S
         collectives = len(self.effort.transfer_bytes) * _COLLECTIVE_S * (self.ranks.size > 1)
         return alone + optimizers + (len(groups_on(self.device)) + 2 * self.on_gpu) * _GROUP_S + collectives
@@ -182,7 +183,7 @@ class Calibration:
         self._host_over_memory(chunks, _OVER_MEMORY[2])
         del chunks
         self._collectives()
-        self.warnings += [*host_doubts(self._moments("host AdamW")), *pinning_doubts(pinned)]
+        self.warnings += [*host_doubts(self._moments(_WHOLE)), *pinning_doubts(pinned)]
         self.figures = self.ranks.slowest(self.figures)
         self.contention = self.ranks.most_contended(self.contention)
         self.warnings = self.ranks.union(self.warnings)
@@ -236,17 +237,38 @@ class Calibration:
         what others do there slows all for seconds. A step updates tens of gigabytes.
         """
         self.figures.append(self._on_host(chunks, self._adam_threads, when))
+        elements, bf16 = chunks[0].elements, torch.bfloat16
         new_weight = torch.empty_like(chunks[0].weight)
-        self.figures.append(self._on_host(chunks, self._adam_threads, when, new_weight))
+        self.figures.append(self._on_host(chunks, self._adam_threads, when, new_weight=new_weight))
+        del new_weight
+        narrow = random_tensor(elements, bf16, CPU), random_tensor(elements, bf16, CPU, positive=True)
+        self.figures.append(self._on_host(chunks, self._adam_threads, when, narrow_moments=narrow))
 
     def _moments(self, name: str) -> list[Figure]:
         return [figure for figure in self.figures if figure.name == name and figure.at in _OVER_MEMORY]
 
-    def _on_host(self, chunks: Sequence[AdamChunk], threads: int, at: str, new_weight: Tensor | None = None) -> Figure:
-        name = "host AdamW" if new_weight is None else "host AdamW, the weight"
+    def _on_host(
+        self,
+        chunks: Sequence[AdamChunk],
+        threads: int,
+        at: str,
+        *,
+        new_weight: Tensor | None = None,
+        narrow_moments: tuple[Tensor, Tensor] | None = None,
+    ) -> Figure:
+        name = _NARROW if narrow_moments is not None else _WHOLE if new_weight is None else _WEIGHT
         # On a GPU a step's launching thread takes a core; on a CPU that thread does the updates.
         with self._stage("AdamW on the host", _ADAM_S) as budget_s, one_core_taken(wanted=self.on_gpu):
-            return adam_figure(name, chunks, CPU, budget_s=budget_s, threads=threads, at=at, new_weight=new_weight)
+            return adam_figure(
+                name,
+                chunks,
+                CPU,
+                budget_s=budget_s,
+                threads=threads,
+                at=at,
+                new_weight=new_weight,
+                narrow_moments=narrow_moments,
+            )
 
     def _optimizers_and_kernels(self) -> None:
         with self._stage("AdamW on the device", _ADAM_S) as budget_s:
@@ -300,7 +322,7 @@ class Calibration:
         names = dict.fromkeys(figure.name for figure in self.figures)
         best = {name: decisive([figure for figure in self.figures if figure.name == name]) for name in names}
         rates = {name: figure.median for name, figure in best.items()}
-        for name in ("host AdamW", "host AdamW, the weight"):
+        for name in (_WHOLE, _WEIGHT, _NARROW):
             rates[name] = rate_over_time(self._moments(name))
         streamed = best.get("streamed AdamW")
         if self._streams_by_copies is not None:
@@ -314,11 +336,12 @@ class Calibration:
             d2h_gbps=rates["d2h"],
             bidirectional_gbps=rates["both ways"],
             host_dram_gbps=rates["host DRAM"],
-            host_adam_gparams=rates["host AdamW"],
+            host_adam_gparams=rates[_WHOLE],
             device_adam_gparams=rates["device AdamW"],
             host_adam_threads=self._adam_threads,
-            host_adam_weight_gparams=rates["host AdamW, the weight"],
-            host_adam_p20_gparams=statistics.harmonic_mean(each.p20 for each in self._moments("host AdamW")),
+            host_adam_weight_gparams=rates[_WEIGHT],
+            host_adam_narrow_gparams=rates[_NARROW],
+            host_adam_p20_gparams=statistics.harmonic_mean(each.p20 for each in self._moments(_WHOLE)),
             streamed_adam_gparams=None if streamed is None else streamed.median,
             streamed_adam_copies=None if streamed is None else streamed.at == "copies",
             flatten_gbps=rates["flatten"],

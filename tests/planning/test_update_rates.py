@@ -12,17 +12,20 @@ from protrain.planning.host_rate import host_gparams
 from protrain.planning.memory import MemoryModel
 from protrain.planning.streaming import streamed_rates
 from protrain.planning.timeline import GPU, HOST, STREAM
-from protrain.planning.update_bytes import moved_bytes, read_bytes, update_share, written_bytes
+from protrain.planning.update_rates import (
+    device_update_gparams,
+    host_update_gparams,
+    moved_bytes,
+    read_bytes,
+    written_bytes,
+)
 from tests.planning.machines import H100
 from tests.planning.test_search import make_profile
 
 GIB = 1024**3
 # Copies take no time, so nothing runs beside an update that could slow it down.
-ALONE = replace(
-    *(H100,),
-    **{"device_bytes": 60 * GIB, "host_bytes": 200 * GIB, "host_adam_gparams": 5.0, "contention": ()},
-    **dict.fromkeys(("h2d_gbps", "d2h_gbps", "bidirectional_gbps", "host_dram_gbps"), 1e9),
-)
+_COPIES: dict[str, Any] = dict.fromkeys(("h2d_gbps", "d2h_gbps", "bidirectional_gbps", "host_dram_gbps"), 1e9)
+ALONE = replace(H100, device_bytes=60 * GIB, host_bytes=200 * GIB, host_adam_gparams=5.0, contention=(), **_COPIES)
 PROFILE = make_profile(16, elements=208 * 1024**2, saved=1300 * 1024**2, ms=12.0)
 NARROW = replace(PROFILE, moment_dtype="bfloat16")
 COUNTS: dict[str, Any] = {"n_persist": 2, "n_buffer": 4, "n_swap": 0, "n_ckpt": 16}
@@ -34,7 +37,17 @@ def test_bytes_are_those_of_the_kernels() -> None:
     assert [moved_bytes(dtype, 2) for dtype in ("bfloat16", "float16", "float32")] == [18, 20, 20]
     assert (read_bytes("bfloat16"), written_bytes("bfloat16")) == (14, 12)
     assert (read_bytes("bfloat16", 2), written_bytes("bfloat16", 2)) == (10, 8)
-    assert (update_share(PROFILE), update_share(NARROW)) == (1.0, 18 / 26)
+
+
+def test_the_hosts_rate_is_the_calibrated_one_and_without_it_that_of_the_bytes() -> None:
+    calibrated = replace(ALONE, host_adam_gparams=5.0, host_adam_narrow_gparams=6.0, device_adam_gparams=100.0)
+    counted = replace(calibrated, host_adam_narrow_gparams=None)
+    for machine, bf16, fp16 in ((calibrated, 6.0, 6.0 * 18 / 26 * 28 / 20), (counted, 5.0 * 26 / 18, 5.0 * 28 / 20)):
+        assert host_update_gparams(NARROW, machine) == pytest.approx(bf16)
+        assert host_update_gparams(replace(NARROW, dtype="float16"), machine) == pytest.approx(fp16)
+        assert host_update_gparams(PROFILE, machine) == 5.0
+        assert device_update_gparams(NARROW, machine) == pytest.approx(100.0 * 26 / 18)
+        assert device_update_gparams(PROFILE, machine) == 100.0
 
 
 def of_kind(profile: Any, kind: str, lane: int, **counts: Any) -> float:
