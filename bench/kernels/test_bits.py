@@ -37,34 +37,36 @@ def _any_bits(elements: int, dtype: torch.dtype, generator: torch.Generator) -> 
     return drawn.to(integers).view(dtype)
 
 
-def _random_bits(elements: int, dtype: torch.dtype, generator: torch.Generator) -> States:
+def _random_bits(elements: int, dtype: torch.dtype, moment_dtype: torch.dtype, generator: torch.Generator) -> States:
     master = None if dtype == torch.float32 else _any_bits(elements, torch.float32, generator)
     if dtype == torch.bfloat16:
         master = _any_bits(elements, torch.int16, generator)
     return States(
         _any_bits(elements, dtype, generator),
         master,
-        _any_bits(elements, torch.float32, generator),
-        _any_bits(elements, torch.float32, generator).abs_(),
+        _any_bits(elements, moment_dtype, generator),
+        _any_bits(elements, moment_dtype, generator).abs_(),
         _any_bits(elements, dtype, generator),
     )
 
 
+@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16], ids=["fp32-moments", "bf16-moments"])
 @pytest.mark.parametrize("optimizer", STEPS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
-def test_bits(recorder: Recorder, dtype: torch.dtype, optimizer: str) -> None:
+def test_bits(recorder: Recorder, dtype: torch.dtype, optimizer: str, moment_dtype: torch.dtype) -> None:
     elements = ELEMENTS[recorder.device.type]
-    if (dtype, optimizer) != (torch.bfloat16, "AdamW"):
+    if (dtype, optimizer, moment_dtype) != (torch.bfloat16, "AdamW", torch.float32):
         elements = padded(elements // 10)  # the one of training in full, the others in part
 
     def check() -> str:
         for seed, first in enumerate(range(0, elements, _PIECE)):
             generator = torch.Generator(recorder.device).manual_seed(seed)
-            _check_piece(_random_bits(min(_PIECE, elements - first), dtype, generator), STEPS[optimizer])
+            states = _random_bits(min(_PIECE, elements - first), dtype, moment_dtype, generator)
+            _check_piece(states, STEPS[optimizer])
         return f"bits equal: Triton, C and torch on {elements:,} random bit patterns"
 
     recorder.measure(
-        operator=f"{optimizer}, any bits",
+        operator=f"{optimizer}, any bits{', bf16 moments' * (moment_dtype is torch.bfloat16)}",
         shape=f"{elements:,} elements",
         dtype=str(dtype).removeprefix("torch."),
         implementation=OURS,

@@ -33,12 +33,12 @@ from protrain.profiler import ModelProfile
 from protrain.quantities import format_bytes
 from protrain.records import Record
 
-FILE = "largest.json"
+FILES = {"float32": "largest.json", "bfloat16": "largest-bf16-moments.json"}
 GIB = 1024**3
 HOST_SHARE = 0.9  # what a plan may take of the host's memory, as where nothing is said about it
 ASSUMPTIONS = (
-    "12 bytes a parameter: bfloat16 weight, 16 bits more of the fp32 master, two fp32 moments; with clipping 2 more, "
-    "of the gradient, with updates inside backward a few regions that gradients share",
+    "{states} bytes a parameter: bfloat16 weight, 16 bits more of the fp32 master, two moments in {moments}; with "
+    "clipping 2 more, of the gradient, with updates inside backward a few regions that gradients share",
     f"a plan may take {HOST_SHARE:.0%} of the host's memory, and of the GPU's what the shipped profile gives as usable",
     "every block checkpointed; depth is what varies, at the width of the named shape; attention as the fused kernel",
     "rates of the shipped profiles: scaled from datasheets, not measured; times of layers from counted operations",
@@ -117,17 +117,18 @@ MACHINES = (
 SHAPES = ("gpt2-40b", "opt-30b", "llama2-34b", "mistral-7b")
 
 
-def profile_of(shape: str, layers: int, *, batch: int, sequence: int) -> ModelProfile:
+def profile_of(shape: str, layers: int, *, batch: int, sequence: int, moment_dtype: str) -> ModelProfile:
     """The profile of ``shape`` at another depth, on the meta device."""
     loaded = load_model(shape, layers=layers)
     ids = torch.zeros(batch, sequence, dtype=torch.int64)
-    return protrain.profile(
+    profile = protrain.profile(
         loaded.model,
         {"input_ids": ids, "labels": ids},
         optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
         device=torch.device("meta"),
         dtype=torch.bfloat16,
     )
+    return replace(profile, moment_dtype=moment_dtype)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -136,16 +137,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.planner.largest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
+    parser.add_argument("--out", type=Path, help=f"folder for {' or '.join(FILES.values())}")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=1024, help="tokens; the paper's is the default")
+    parser.add_argument("--moment-dtype", choices=tuple(FILES), default="float32", help="(default: float32)")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="SHAPE", help="families, by a shape's width")
     args = parser.parse_args(arguments)
     rows = []
     for machine, shape, inside in product(MACHINES, args.shapes, (False, True)):
 
         def profile_at(layers: int, shape: str = shape) -> ModelProfile:
-            return profile_of(shape, layers, batch=args.batch, sequence=args.sequence)
+            size = {"batch": args.batch, "sequence": args.sequence}
+            return profile_of(shape, layers, **size, moment_dtype=args.moment_dtype)
 
         try:
             found = largest(profile_at, machine.hardware(), step_during_backward=inside)
@@ -155,15 +158,16 @@ def main(argv: list[str] | None = None) -> int:
         row = Row(machine=machine, shape=shape, step_during_backward=inside, found=found)
         print(f"{machine.gpu}, {shape}, {row.updates}: {found.parameters / 1e9:.1f} B", file=sys.stderr, flush=True)
         rows.append(row)
+    states = {"float32": 12, "bfloat16": 8}[args.moment_dtype]
     result = Table(
         command=f"python -m bench.planner.largest {shlex.join(arguments)}",
         versions=versions(),
         batch=args.batch,
         sequence=args.sequence,
-        assumptions=ASSUMPTIONS,
+        assumptions=tuple(line.format(states=states, moments=args.moment_dtype) for line in ASSUMPTIONS),
         rows_found=tuple(rows),
     )
-    put_out(result, args.out, FILE)
+    put_out(result, args.out, FILES[args.moment_dtype])
     return 0
 
 
