@@ -117,7 +117,7 @@ MACHINES = (
 SHAPES = ("gpt2-40b", "opt-30b", "llama2-34b", "mistral-7b")
 
 
-def profile_of(shape: str, layers: int, *, batch: int, sequence: int, moment_dtype: str) -> ModelProfile:
+def profile_of(shape: str, layers: int, *, batch: int, sequence: int, moment_dtype: str = "float32") -> ModelProfile:
     """The profile of ``shape`` at another depth, on the meta device."""
     loaded = load_model(shape, layers=layers)
     ids = torch.zeros(batch, sequence, dtype=torch.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,29 +23,37 @@ def test_hosts_are_the_papers_less_what_a_plan_leaves() -> None:
         assert hardware.device_bytes == load(machine.profile).device_bytes
 
 
+@pytest.mark.parametrize(("moment_dtype", "states"), [("float32", 12), ("bfloat16", 8)])
 def test_a_table_is_made_of_depths_that_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    moment_dtype: str,
+    states: int,
 ) -> None:
     monkeypatch.setattr(command, "load", lambda name: replace(load(name), device_bytes=150 * MIB))
     monkeypatch.setattr(command, "HOST_SHARE", 0.0001)
     out = tmp_path / "results"
-    assert command.main(["--shapes", "tiny", "--sequence", "32", "--out", str(out)]) == 0
-    result = command.Table.load(out / command.FILE)
+    options = ["--shapes", "tiny", "--sequence", "32", "--moment-dtype", moment_dtype, "--out", str(out)]
+    assert command.main(options) == 0
+    result = command.Table.load(out / command.FILES[moment_dtype])
     assert [row.machine for row in result.rows_found] == [machine for machine in command.MACHINES for _ in range(2)]
     assert [row.step_during_backward for row in result.rows_found] == [False, True] * len(command.MACHINES)
-    assert result.assumptions == command.ASSUMPTIONS
+    assert result.assumptions[0].startswith(f"{states} bytes a parameter: bfloat16 weight")
+    assert f"two moments in {moment_dtype};" in result.assumptions[0]
+    size: dict[str, Any] = {"batch": 1, "sequence": 32, "moment_dtype": moment_dtype}
     for row in result.rows_found:
         hardware, inside = row.machine.hardware(), row.step_during_backward
         layers = row.found.layers
-        search(command.profile_of("tiny", layers, batch=1, sequence=32), hardware, step_during_backward=inside)
+        search(command.profile_of("tiny", layers, **size), hardware, step_during_backward=inside)
         with pytest.raises(PlanError):
-            search(command.profile_of("tiny", layers + 1, batch=1, sequence=32), hardware, step_during_backward=inside)
+            search(command.profile_of("tiny", layers + 1, **size), hardware, step_during_backward=inside)
     printed = capsys.readouterr().out
     for words in (
         "RTX 3090 24 GB, 384 GiB host",
         "34 B",
         "75 B",
-        "12 bytes a parameter",
+        f"{states} bytes a parameter",
         "inside backward",
         "one GPU, batch 1 x 32",
     ):
