@@ -7,7 +7,7 @@ import random
 import pytest
 
 from protrain.planning import Layout, choose_chunk_elements, pack
-from protrain.planning.layout import align
+from protrain.planning.layout import LARGE_CHUNK, align
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord, UnitRecord
 
 
@@ -140,6 +140,25 @@ def test_no_even_step_wastes_less_than_the_chosen_size(seed: int) -> None:
     chosen = choose_chunk_elements(profile)
     best = min((pack(profile, size).wasted_elements, size) for size in grid if size <= upper)
     assert (pack(profile, chosen).wasted_elements, chosen) <= best
+
+
+@pytest.mark.parametrize("n_blocks", range(9, 60))
+def test_a_chunk_is_about_a_block_whatever_the_depth(n_blocks: int) -> None:
+    """Of several blocks a chunk would waste less where embedding and blocks happen to add up, and buffers take more."""
+    large = 3 * LARGE_CHUNK
+    blocks = [(n, [(large // 3, 0)] * 3) for n in range(n_blocks)]
+    profile = make_profile([(None, [(large // 2, 0)]), *blocks, (None, [(7168, 0), (7168, 0)]), (None, [0])])
+    layout = pack(profile, choose_chunk_elements(profile))
+    assert large <= layout.chunk_elements <= 1.25 * large
+    assert n_blocks + 1 <= len(layout.chunks) <= n_blocks + 2
+
+
+def test_small_blocks_share_chunks_of_the_size_from_where_transfers_are_fast() -> None:
+    profile = make_profile([(n, [(LARGE_CHUNK // 16, 0)]) for n in range(400)])
+    layout = pack(profile, choose_chunk_elements(profile))
+    assert layout.chunk_elements == LARGE_CHUNK // 16, "none wastes less"
+    uneven = make_profile([(n, [(LARGE_CHUNK // 16 + 128 * (n % 7), 0)]) for n in range(400)])
+    assert pack(uneven, choose_chunk_elements(uneven)).chunk_elements <= LARGE_CHUNK
 
 
 def test_packing_is_deterministic_and_survives_json() -> None:
