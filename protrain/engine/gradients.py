@@ -48,7 +48,7 @@ class Gradients:
         arena: Arena,
         spare_device_bytes: int,
         host_bytes: int,
-        region_elements: int,
+        region_elements: tuple[int, int],  # of those of persistent chunks, of others
         n_device_regions: int,
         n_host_regions: int,
         poison: bool,
@@ -82,13 +82,13 @@ class Gradients:
         self._staging_elements = 0
         self._staging_memory = torch.empty(0, dtype=dtype, device=device)
         self._need_staging(staging_elements)
-        self._region_elements = region_elements
-        self._on_device = torch.zeros((n_device_regions, region_elements), dtype=dtype, device=device)
+        self._device_region, self._host_region = region_elements
+        self._on_device = torch.zeros((n_device_regions, self._device_region), dtype=dtype, device=device)
         self._regions = {  # by whether they are those of persistent chunks
             persistent: Regions(memory, more=more)
             for persistent, memory, more in (
                 (True, list(self._on_device), self._another_on_device),
-                (False, [arena.take(region_elements, dtype) for _ in range(n_host_regions)], self._another_on_host),
+                (False, [arena.take(self._host_region, dtype) for _ in range(n_host_regions)], self._another_on_host),
             )
             if memory
         }
@@ -201,18 +201,18 @@ class Gradients:
             self._regions[chunk.persistent].borrow(chunk)
 
     def _another_on_device(self) -> Tensor:
-        count = self._region_elements * self.dtype.itemsize
+        count = self._device_region * self.dtype.itemsize
         if count > self.spare_device_bytes:
             raise self._no_region("device", count, self.spare_device_bytes, "device_memory")
         self.spare_device_bytes -= count
-        return torch.zeros(self._region_elements, dtype=self.dtype, device=self.device)
+        return torch.zeros(self._device_region, dtype=self.dtype, device=self.device)
 
     def _another_on_host(self) -> Tensor:
-        count = aligned(self._region_elements * self.dtype.itemsize)
+        count = aligned(self._host_region * self.dtype.itemsize)
         left = self.host_bytes - self.arena.total_bytes
         if count > left:
             raise self._no_region("host", count, left, "host_memory")
-        return self.arena.take(self._region_elements, self.dtype)
+        return self.arena.take(self._host_region, self.dtype)
 
     def _no_region(self, where: str, needed_bytes: int, available_bytes: int, option: str) -> PlanError:
         return PlanError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.infeasible import least_bytes
-from protrain.planning.layout import choose_chunk_elements, pack
+from protrain.planning.infeasible import NEVER, least_bytes
+from protrain.planning.layout import chunk_sizes, pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.moves import Moves
 from protrain.planning.plan import Plan
@@ -59,9 +59,7 @@ def frontier(
         PlanError: nothing fits ``hardware``.
     """
     whole = search(profile, hardware, step_during_backward=step_during_backward)
-    layout = pack(profile, choose_chunk_elements(profile))
-    memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
-    least = least_device_bytes(memory, hardware.host_bytes)
+    least = least_device_bytes(profile, hardware, step_during_backward=step_during_backward)
     assert least is not None, "a plan fits, so the one that takes least does"
     used = max(least, whole.device_bytes)
     top = hardware.device_bytes if used > 0.9 * hardware.device_bytes else used
@@ -74,7 +72,13 @@ def frontier(
     return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
 
 
-def least_device_bytes(memory: MemoryModel, host_bytes: int) -> int | None:
-    """The least device memory of any plan that stays within ``host_bytes``; None when none does."""
-    device, host = least_bytes(memory, Moves(memory))
-    return min(device[host <= host_bytes].tolist(), default=None)
+def least_device_bytes(
+    profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
+) -> int | None:
+    """The least device memory of any plan that stays within the machine's host memory; None when none does."""
+    found = []
+    for size in chunk_sizes(profile):
+        memory = MemoryModel(profile, hardware, pack(profile, size), update_in_backward=step_during_backward)
+        device, host = least_bytes(memory, Moves(memory))
+        found += device[host <= hardware.host_bytes].tolist()
+    return min((size for size in found if size < NEVER), default=None)

@@ -44,7 +44,9 @@ class GradientRegions:
     def __init__(
         self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout, *, update_in_backward: bool
     ) -> None:
-        self._region_bytes = layout.chunk_elements * profile.element_bytes
+        sizes = [layout.gradient_elements(n_persist) for n_persist in range(len(layout.chunks) + 1)]
+        # By n_persist: of a region on the device, and of one in host memory.
+        self._region_bytes = [(here * profile.element_bytes, away * profile.element_bytes) for here, away in sizes]
         own = [chunk.elements * profile.element_bytes if chunk.trainable else 0 for chunk in layout.chunks]
         self._own = list(accumulate(own, initial=0))  # of the chunks before
         self._adds = profile.accumulation > 1
@@ -69,29 +71,30 @@ class GradientRegions:
         """Regions that persistent chunks share."""
         if not self._shared or self._adds:
             return 0
-        return self._fewer(self.open_on_device[n_persist], self._own[n_persist])
+        return _fewer(self.open_on_device[n_persist], self._region_bytes[n_persist][0], self._own[n_persist])
 
     def device_bytes(self, n_persist: int) -> int:
         """Of the gradients of persistent chunks, where nothing is added to them."""
-        return self.on_device(n_persist) * self._region_bytes or self._own[n_persist]
+        return self.on_device(n_persist) * self._region_bytes[n_persist][0] or self._own[n_persist]
 
     def on_host(self, n_persist: int, spare_bytes: int = 0) -> int:
         """Regions that the other chunks share: the least there must be, and as many more as fit ``spare_bytes``.
 
         No more where gradients are added to others, which takes less time than they take to arrive.
         """
-        if not self._shared:
+        region_bytes = self._region_bytes[n_persist][1]
+        if not self._shared or not region_bytes:
             return 0
         if self._adds:
             spare_bytes = 0
-        n_more = max(0, spare_bytes) // self._region_bytes
+        n_more = max(0, spare_bytes) // region_bytes
         # What does not make another region may yet be enough for all to have their own.
-        own_bytes = self.own_bytes(n_persist)[1] - max(0, spare_bytes) % self._region_bytes
-        return self._fewer(self.open_on_host[n_persist] + 1 + n_more, own_bytes)
+        own_bytes = self.own_bytes(n_persist)[1] - max(0, spare_bytes) % region_bytes
+        return _fewer(self.open_on_host[n_persist] + 1 + n_more, region_bytes, own_bytes)
 
     def host_bytes(self, n_persist: int, n_regions: int) -> int:
         """Of the gradients of the other chunks."""
-        return n_regions * self._region_bytes or self.own_bytes(n_persist)[1]
+        return n_regions * self._region_bytes[n_persist][1] or self.own_bytes(n_persist)[1]
 
     def handed_on(self, n_persist: int, n_regions: int) -> list[tuple[int, int]]:
         """Which gradients take a region that is not free before an update: (gradient, the chunk that is updated).
@@ -120,8 +123,9 @@ class GradientRegions:
             complete.extend(chunk for chunk in chunks if self._last_visit[chunk] == at)
         return found
 
-    def _fewer(self, n_regions: int, own_bytes: int) -> int:
-        return n_regions if n_regions * self._region_bytes < own_bytes else 0
+
+def _fewer(n_regions: int, region_bytes: int, own_bytes: int) -> int:
+    return n_regions if n_regions * region_bytes < own_bytes else 0
 
 
 def _is_open(profile: ModelProfile, layout: Layout, yielded: list[list[int]]) -> NDArray[np.bool_]:

@@ -13,6 +13,7 @@ from protrain.planning.plan import block_modes
 from protrain.quantities import format_bytes
 
 _SEARCH = "leave the plan out, and one is searched"
+NEVER = 2**62  # bytes, of what cannot be
 _NARROW = "so does moment_dtype=bfloat16, with Adam's moments in 16 bits"
 
 
@@ -102,7 +103,8 @@ def least_bytes(memory: MemoryModel, moves: Moves) -> tuple[Bytes, Bytes]:
     checkpointed, and there are no more chunk buffers than must be.
     """
     placements = range(len(memory.layout.chunks) + 1)
-    static = np.array([memory.static_bytes(n, memory.least_buffers(n)) for n in placements])
+    never = [NEVER] * memory.layout.least_persist
+    static = np.array([*never, *(memory.static_bytes(n, memory.least_buffers(n)) for n in placements[len(never) :])])
     host = np.array([memory.host_bytes_beside(n, 0) for n in placements])
     margined_bytes, swapped_bytes = moves.activations(0, len(memory.profile.blocks))
     return static[:, None] + margined_bytes, host[:, None] + swapped_bytes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.infeasible import least_bytes, nothing_fits
-from protrain.planning.layout import choose_chunk_elements, pack
+from protrain.planning.layout import chunk_sizes, pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.moves import Moves
 from protrain.planning.plan import Plan, block_modes
@@ -109,6 +109,7 @@ class _Need:
     """What one depth needs at least."""
 
     profile: ModelProfile
+    chunk_elements: int
     device_bytes: int  # the least of any plan
     host_bytes: int  # with all chunks and all moved inputs there
     fits: bool
@@ -116,12 +117,21 @@ class _Need:
 
 
 def _need(profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Need:
-    layout = pack(profile, choose_chunk_elements(profile))
+    """With the chunks with which it fits; where it does not, with those with which it needs least."""
+    needs = [_need_with(size, profile, hardware, step_during_backward) for size in chunk_sizes(profile)]
+    return min(needs, key=lambda need: (not need.fits, need.error.needed_bytes))
+
+
+def _need_with(
+    chunk_elements: int, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool
+) -> _Need:
+    layout = pack(profile, chunk_elements)
     memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
     moves = Moves(memory)
     device, host = least_bytes(memory, moves)
     return _Need(
         profile=profile,
+        chunk_elements=chunk_elements,
         device_bytes=int(device.min()),
         host_bytes=int(host.max()),
         fits=bool(((device <= hardware.device_bytes) & (host <= hardware.host_bytes)).any()),
@@ -152,7 +162,7 @@ def _fastest(need: _Need, hardware: HardwareProfile, step_during_backward: bool)
     Attention is not kept either.
     """
     profile, n_blocks = need.profile, len(need.profile.blocks)
-    layout = pack(profile, choose_chunk_elements(profile))
+    layout = pack(profile, need.chunk_elements)
     memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
     moves, runtime = Moves(memory), RuntimeModel(memory)
     best, best_ms = None, float("inf")

@@ -12,6 +12,13 @@ to take 9% longer on an A100, and those of LLaMA-2 13 B 28% on an H100. Less tha
 the chunks of a block are needed together, and loses 3% to 11% for most models: what parts of a block leave unused is
 in every chunk. Of few blocks parts may be chunks all the same, so that placement has something to choose from.
 
+[Note: large parameters] The embedding of a large vocabulary, and the head, may be as large as several blocks, and a
+parameter lies in one chunk. Were all chunks as large, buffers would be too, and placement would have little to choose
+from. So there is a second way: chunks of about a block, and for every larger parameter one of its own. These come
+first, since buffers have the size of the largest chunk that passes through them. A chunk that comes before others
+without being needed before them, as that of the head does, must persist (``least_persist``): all that passes through
+buffers comes in the order in which it is needed. Which way is better, the search finds out.
+
 [Note: which chunks are streamed] The next forward needs chunks in order, so both must come along in that order: of
 every k chunks the device gets the last, which has to be there when the host is done with the k - 1 before it. Chunks
 that are updated early stay with the host, which does that while backward has the link.
@@ -30,6 +37,7 @@ from protrain.records import Record
 ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every length that a kernel sees
 LARGE_CHUNK = 8 * 1024**2  # elements: 16 MiB of 16-bit weights, from where transfers reach the link's full rate
 _GRID_STEPS = 32
+_LARGE = 1.5  # as large as a chunk of blocks: what gets one of its own where that may be better
 _WANTED_CHUNKS = 8  # a small model still gets about this many, so that placement has something to choose from
 
 
@@ -56,15 +64,25 @@ class ChunkRecord(Record):
 class Layout(Record):
     """Every parameter's place. Chunks are in execution order of their first use."""
 
-    chunk_elements: int  # capacity of every chunk: the size of a chunk buffer
+    chunk_elements: int  # capacity of every chunk but those of one larger parameter
     chunks: tuple[ChunkRecord, ...]
     slots: tuple[Slot, ...]  # one per parameter of the profile, in its order
     unit_chunks: tuple[tuple[int, ...], ...]  # per unit of the profile: the chunks that hold what it uses
+    least_persist: int = 0  # so many chunks must persist: see [Note: large parameters]
 
     @property
     def wasted_elements(self) -> int:
         """Capacity that no parameter uses, over all chunks."""
-        return sum(self.chunk_elements - chunk.elements for chunk in self.chunks)
+        return sum(max(0, self.chunk_elements - chunk.elements) for chunk in self.chunks)
+
+    def buffer_elements(self, n_persist: int) -> int:
+        """Of a chunk buffer: of the largest chunk that passes through one."""
+        return max((chunk.elements for chunk in self.chunks[n_persist:]), default=0)
+
+    def gradient_elements(self, n_persist: int) -> tuple[int, int]:
+        """Of the largest gradient of a persistent chunk, and of another."""
+        sizes = [chunk.elements if chunk.trainable else 0 for chunk in self.chunks]
+        return max(sizes[:n_persist], default=0), max(sizes[n_persist:], default=0)
 
 
 def align(elements: int) -> int:
@@ -77,17 +95,14 @@ def pack(profile: ModelProfile, chunk_elements: int) -> Layout:
 
     A unit's parameters stay together: they go into the current chunk when all of them fit, else into a new one; a unit
     larger than a chunk spreads over several. Inside a unit they are sorted by optimizer group, otherwise as defined.
+    A parameter larger than a chunk has one of its own: see [Note: large parameters].
 
     Raises:
-        ValueError: ``chunk_elements`` is no multiple of 128 or smaller than the largest parameter.
+        ValueError: ``chunk_elements`` is no multiple of 128, or none at all.
     """
-    largest = max((align(parameter.numel) for parameter in profile.parameters), default=ALIGNMENT)
-    if chunk_elements % ALIGNMENT or chunk_elements < largest:
-        raise ValueError(
-            f"chunk_elements must be a multiple of {ALIGNMENT} and at least {largest} "
-            f"(the largest parameter), not {chunk_elements}"
-        )
-    places, used, trainable = _place(_groups(profile), len(profile.parameters), chunk_elements)
+    if chunk_elements % ALIGNMENT or chunk_elements < ALIGNMENT:
+        raise ValueError(f"chunk_elements must be a multiple of {ALIGNMENT} above 0, not {chunk_elements}")
+    places, used, trainable, least_persist = _place(_groups(profile), len(profile.parameters), chunk_elements)
     slots = tuple(
         Slot(parameter=index, chunk=chunk, offset=offset, numel=profile.parameters[index].numel)
         for index, (chunk, offset) in enumerate(places)
@@ -98,7 +113,26 @@ def pack(profile: ModelProfile, chunk_elements: int) -> Layout:
     unit_chunks = tuple(
         tuple(sorted({places[parameter][0] for parameter in unit.parameters})) for unit in profile.units
     )
-    return Layout(chunk_elements=chunk_elements, chunks=chunks, slots=slots, unit_chunks=unit_chunks)
+    return Layout(
+        chunk_elements=chunk_elements,
+        chunks=chunks,
+        slots=slots,
+        unit_chunks=unit_chunks,
+        least_persist=least_persist,
+    )
+
+
+def chunk_sizes(profile: ModelProfile) -> tuple[int, ...]:
+    """What there is to choose from: :func:`choose_chunk_elements`, and before it a size below large parameters."""
+    usual = choose_chunk_elements(profile)
+    small = _choose(profile, large=_blocks_alone(profile))
+    return (small, usual) if small * _LARGE <= usual else (usual,)
+
+
+def _blocks_alone(profile: ModelProfile) -> int:
+    """The largest parameter of a block; of any where there are no blocks."""
+    blocks = [unit for unit in profile.units if unit.block is not None] or profile.units
+    return max((align(profile.parameters[index].numel) for unit in blocks for index in unit.parameters), default=0)
 
 
 def choose_chunk_elements(profile: ModelProfile) -> int:
@@ -107,12 +141,17 @@ def choose_chunk_elements(profile: ModelProfile) -> int:
     The grid holds the sizes of units, their simple multiples and fractions, each also with room for the small units
     between blocks, and even steps, from about a block on: see [Note: how large a chunk is].
     """
-    if not profile.parameters:
-        return ALIGNMENT
-    groups = _groups(profile)
-    sizes = [sum(size for group in of_unit for _, size in group.members) for of_unit in groups]
+    return _choose(profile, large=max((align(parameter.numel) for parameter in profile.parameters), default=0))
+
+
+def _choose(profile: ModelProfile, *, large: int) -> int:
+    """Where parameters of more than ``large`` elements have chunks of their own and are no concern here."""
+    groups = [[group.without(larger_than=large) for group in of_unit] for of_unit in _groups(profile)]
+    sizes = [sum(group.size for group in of_unit) for of_unit in groups]
     total = sum(sizes)
-    largest = max(align(parameter.numel) for parameter in profile.parameters)
+    if not total:
+        return ALIGNMENT
+    largest = max(size for of_unit in groups for group in of_unit for _, size in group.members)
     wanted = align(-(-total // _WANTED_CHUNKS))
     blocks = [size for size, unit in zip(sizes, profile.units, strict=True) if unit.block is not None]
     block = max(blocks, default=wanted)
@@ -131,7 +170,7 @@ def choose_chunk_elements(profile: ModelProfile) -> int:
     for waste, elements in sorted(pair for pair in least if lower <= pair[1] <= upper):
         if (waste, elements) > best:
             break
-        _, used, _ = _place(groups, len(profile.parameters), elements)
+        _, used, *_ = _place(groups, len(profile.parameters), elements)
         best = min(best, (elements * len(used) - sum(used), elements))
     return best[1]
 
@@ -141,7 +180,15 @@ class _Group(NamedTuple):
 
     trainable: bool
     members: list[tuple[int, int]]  # parameter and its aligned size, sorted by optimizer group
-    size: int
+
+    @property
+    def size(self) -> int:
+        """Of all of them."""
+        return sum(size for _, size in self.members)
+
+    def without(self, *, larger_than: int) -> _Group:
+        """The same without large ones."""
+        return _Group(self.trainable, [member for member in self.members if member[1] <= larger_than])
 
 
 def _groups(profile: ModelProfile) -> list[list[_Group]]:
@@ -159,7 +206,7 @@ def _groups(profile: ModelProfile) -> list[list[_Group]]:
                 for index in sorted(owned, key=groups.__getitem__)
                 if (groups[index] >= 0) is trainable
             ]
-            of_unit.append(_Group(trainable, members, sum(size for _, size in members)))
+            of_unit.append(_Group(trainable, members))
         result.append(of_unit)
     assert len(taken) == len(profile.parameters), "a parameter belongs to no unit"
     return result
@@ -167,16 +214,28 @@ def _groups(profile: ModelProfile) -> list[list[_Group]]:
 
 def _place(
     groups: list[list[_Group]], n_parameters: int, chunk_elements: int
-) -> tuple[list[tuple[int, int]], list[int], list[bool]]:
-    """(chunk, offset) per parameter, and per chunk its used elements and whether it is trainable."""
+) -> tuple[list[tuple[int, int]], list[int], list[bool], int]:
+    """(chunk, offset) per parameter; per chunk its used elements and whether it is trainable; ``least_persist``."""
     places = [(-1, -1)] * n_parameters
     used: list[int] = []
     trainable: list[bool] = []
+    least_persist = 0
+    is_first = True  # nothing but large parameters is needed before
+    for of_unit in groups:
+        for group in of_unit:
+            for index, size in group.members:
+                if size > chunk_elements:
+                    places[index] = len(used), 0
+                    used.append(size)
+                    trainable.append(group.trainable)
+                    least_persist = least_persist if is_first else len(used)
+        is_first = is_first and all(size > chunk_elements for group in of_unit for _, size in group.members)
     current: dict[bool, int] = {}
-    for kind, members, group_size in chain.from_iterable(groups):
+    for kind, members in chain.from_iterable(groups):
+        rest = [(index, size) for index, size in members if size <= chunk_elements]
         room = chunk_elements - used[current[kind]] if kind in current else -1
-        fresh = group_size > room
-        for index, size in members:
+        fresh = sum(size for _, size in rest) > room
+        for index, size in rest:
             if fresh or used[current[kind]] + size > chunk_elements:
                 current[kind] = len(used)
                 used.append(0)
@@ -184,7 +243,7 @@ def _place(
                 fresh = False
             places[index] = (current[kind], used[current[kind]])
             used[current[kind]] += size
-    return places, used, trainable
+    return places, used, trainable, least_persist
 
 
 def updated_chunks(profile: ModelProfile, layout: Layout) -> list[int]:

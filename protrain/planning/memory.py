@@ -110,7 +110,10 @@ class MemoryModel:
         self.gradients = GradientRegions(profile, hardware, layout, update_in_backward=update_in_backward)
         self.accumulates = profile.accumulation > 1  # in fp32, into an accumulator of every chunk
         element = profile.element_bytes
-        self.buffer_bytes = layout.chunk_elements * element  # of one chunk buffer
+        placements = range(len(layout.chunks) + 1)
+        # By n_persist: of one chunk buffer, and of one of those that gradients pass through.
+        self._buffer_bytes = [layout.buffer_elements(n_persist) * element for n_persist in placements]
+        self._staging_bytes = [layout.gradient_elements(n_persist)[1] * element for n_persist in placements]
         self.streaming_bytes = staging_bytes(hardware, layout.chunk_elements)  # where the device updates host chunks
         self._persistent = [0]  # by n_persist
         for chunk in layout.chunks:
@@ -119,7 +122,6 @@ class MemoryModel:
         weights = [chunk.elements * element if chunk.trainable else 0 for chunk in layout.chunks]
         # Second copies of the chunks before that early updates make: of all states, or of weights alone.
         self._copies = {False: list(accumulate(spares, initial=0)), True: list(accumulate(weights, initial=0))}
-        self._last_trainable = max((chunk.index for chunk in layout.chunks if chunk.trainable), default=-1)
         tiles = sum(-(-parameter.numel // TILE_ELEMENTS) for parameter in profile.parameters if parameter.group >= 0)
         self.partial_bytes = 4 * tiles
         chains = {
@@ -155,11 +157,12 @@ class MemoryModel:
 
     def most_buffers(self, n_persist: int, margined_bytes: Bytes, n_stream: int = 0) -> Bytes:
         """Chunk buffers that fit beside activations of these sizes; -1 where not as many as are needed do."""
-        least = self._least_buffers[n_persist]
+        least, most = self._least_buffers[n_persist], len(self.layout.chunks) - n_persist
         spare = self.hardware.device_bytes - self.static_bytes(n_persist, least, n_stream) - margined_bytes
-        return np.where(
-            spare < 0, -1, np.minimum(len(self.layout.chunks) - n_persist, least + spare // self.buffer_bytes)
-        )
+        if n_persist < self.layout.least_persist:
+            return np.full_like(spare, -1)
+        n_buffer = np.minimum(most, least + spare // max(1, self._buffer_bytes[n_persist]))
+        return np.where(spare < 0, -1, n_buffer)
 
     def static_bytes(self, n_persist: int, n_buffer: int, n_stream: int = 0) -> int:
         """Device memory that is taken for the whole training."""
@@ -167,13 +170,13 @@ class MemoryModel:
 
     def static_parts(self, n_persist: int, n_buffer: int, n_stream: int = 0) -> dict[str, int]:
         """What ``static_bytes`` consists of, by name."""
-        staging = STAGING_BUFFERS * self.buffer_bytes if n_persist <= self._last_trainable else 0
+        staging = STAGING_BUFFERS * self._staging_bytes[n_persist]
         parts = {"persistent chunks": self._persistent[n_persist]}
         if self.device_regions(n_persist):
             parts["persistent chunks"] -= self.gradients.own_bytes(n_persist)[0]
             parts["gradients of persistent chunks"] = self.gradients.device_bytes(n_persist)
         parts |= {
-            "chunk buffers": n_buffer * self.buffer_bytes,
+            "chunk buffers": n_buffer * self._buffer_bytes[n_persist],
             "gradient staging": staging + self.partial_bytes,
             "the model's buffers": self.profile.buffer_bytes,
         }

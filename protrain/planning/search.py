@@ -21,7 +21,7 @@ from protrain.planning.columns import WEIGHTS_GAIN, Candidate, Columns
 from protrain.planning.early_times import times_by_early
 from protrain.planning.infeasible import device_error, host_error, nothing_fits
 from protrain.planning.kept_attention import least_ms
-from protrain.planning.layout import Layout, choose_chunk_elements, pack
+from protrain.planning.layout import Layout, choose_chunk_elements, chunk_sizes, pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.moves import Moves
 from protrain.planning.plan import BlockMode, Plan, block_modes
@@ -56,7 +56,7 @@ def search(
     Args:
         profile: of the model and the batch.
         hardware: the machine; its ``device_bytes`` and ``host_bytes`` are the limits.
-        chunk_elements: size of a chunk; default: the size that wastes least.
+        chunk_elements: size of a chunk; default: the best of :func:`protrain.planning.layout.chunk_sizes`.
         step_during_backward: plan for updates inside backward.
 
     Raises:
@@ -70,16 +70,23 @@ def search(
 def _searched(
     profile: ModelProfile, hardware: HardwareProfile, chunk_elements: int | None, step_during_backward: bool
 ) -> Plan:
-    models = _Models(profile, hardware, chunk_elements, step_during_backward)
-    plan = _fastest(models)
-    if plan is None:
-        raise nothing_fits(models.memory, models.moves)
-    limit_ms = plan.step_ms * (1 - _ATTENTION_GAIN)
-    if least_ms(profile, hardware, plan.step_ms) >= limit_ms + plan.step_ms * _TOLERANCE:
-        return plan
-    models = _Models(profile, hardware, chunk_elements, step_during_backward, keep_attention=True)
-    keeping = _fastest(models, limit_ms)
-    return plan if keeping is None or keeping.step_ms >= limit_ms else keeping
+    best: Plan | None = None
+    errors = []
+    for size in (chunk_elements,) if chunk_elements else chunk_sizes(profile):
+        models = _Models(profile, hardware, size, step_during_backward)
+        plan = _fastest(models, inf if best is None else best.step_ms)
+        if plan is None:
+            errors.append(nothing_fits(models.memory, models.moves))
+            continue
+        limit_ms = plan.step_ms * (1 - _ATTENTION_GAIN)
+        if least_ms(profile, hardware, plan.step_ms) < limit_ms + plan.step_ms * _TOLERANCE:
+            models = _Models(profile, hardware, size, step_during_backward, keep_attention=True)
+            keeping = _fastest(models, limit_ms)
+            plan = plan if keeping is None or keeping.step_ms >= limit_ms else keeping
+        best = plan if best is None or plan.step_ms < best.step_ms else best
+    if best is None:
+        raise min(errors, key=lambda error: error.needed_bytes)
+    return best
 
 
 def _fastest(models: _Models, limit_ms: float = inf) -> Plan | None:
@@ -370,8 +377,10 @@ class _Models:
     ) -> None:
         """ValueError for a count out of range."""
         n_chunks = len(self.layout.chunks)
-        if not 0 <= n_persist <= n_chunks:
-            raise ValueError(f"n_persist must be 0 to {n_chunks}, the number of chunks, not {n_persist}")
+        first = self.layout.least_persist
+        if not first <= n_persist <= n_chunks:
+            what = f"the first {first} of large parameters, and {n_chunks} in all" if first else "the number of chunks"
+            raise ValueError(f"n_persist must be {first} to {n_chunks}, {what}, not {n_persist}")
         least, most = self.memory.least_buffers(n_persist), n_chunks - n_persist
         if not least <= n_buffer <= most:
             raise ValueError(

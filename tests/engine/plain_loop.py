@@ -3,7 +3,7 @@
 Nothing of the engine is used here. The loop defines the training algorithm:
 
 - weights are the fp32 masters rounded to the training dtype: bfloat16 to nearest with ties away from zero, float16 to
-  nearest even, float32 not at all;
+  nearest even, float32 not at all; frozen ones have no master and are rounded to nearest even;
 - a step's gradient is that of its one backward() in the weight's dtype, or, when there are several, their sum in fp32;
 - the norm is the square root of the fp64 sum of fp32 partial sums per tile, parameters in definition order;
 - float16 has a dynamic loss scale, and a step with a gradient that is not finite is skipped;
@@ -36,10 +36,12 @@ def prepare_plain(
 ) -> tuple[Model, PlainOptimizer]:
     """``model`` and ``optimizer`` for a plain loop that reads like the one around ``protrain.wrap``."""
     masters = {}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in model.parameters():
         if parameter.is_floating_point():
             masters[id(parameter)] = parameter.data.to(device, torch.float32, copy=True)
-            parameter.data = rounded(masters[id(parameter)], dtype)
+            is_trained = parameter.requires_grad and id(parameter) in held
+            parameter.data = (rounded if is_trained else cast)(masters[id(parameter)], dtype)
         else:
             parameter.data = parameter.data.to(device)
     for module in model.modules():
@@ -63,9 +65,12 @@ def prepare_plain(
 
 def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in ``dtype`` that follows from an fp32 master."""
-    if dtype is torch.bfloat16:
-        return split_reference(master)[0]
-    return master.to(dtype, copy=True)
+    return split_reference(master)[0] if dtype is torch.bfloat16 else cast(master, dtype)
+
+
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A frozen weight, which has no master: as torch rounds."""
+    return value.to(dtype, copy=True)
 
 
 class PlainOptimizer(torch.optim.Optimizer):

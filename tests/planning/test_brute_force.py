@@ -222,7 +222,12 @@ def test_no_plan_is_better_where_gradients_share_regions(seed: int) -> None:
     # Room for the states of all or all but one of the chunks and hardly for their gradients, nor for what moves.
     least_bytes = memory.host_bytes_beside(draw.randint(0, 1), 0)
     moved_bytes = draw.choice([0, 0, memory.swapped_bytes((SWAP, *[CKPT_SWAP] * (len(profile.blocks) - 1)))])
-    hardware = replace(hardware, host_bytes=least_bytes + draw.randint(0, 4) * memory.buffer_bytes + moved_bytes)
+    hardware = replace(
+        hardware,
+        host_bytes=least_bytes
+        + draw.randint(0, 4) * memory.layout.buffer_elements(0) * profile.element_bytes
+        + moved_bytes,
+    )
     memory = MemoryModel(profile, hardware, memory.layout, update_in_backward=True)
     best, _ = best_of_all(memory)
     found = search(profile, hardware, chunk_elements=N, step_during_backward=True)

@@ -182,7 +182,9 @@ def tight_case(seed: int) -> tuple[ModelProfile, HardwareProfile]:
     hardware = replace(random_machine(draw), host_adam_gparams=draw.choice([0.5, 1.0, 2.0]), host_bytes=0)
     memory = MemoryModel(profile, hardware, pack(profile, CHUNK))
     beside = memory.host_bytes_beside(draw.randint(0, 1), 0)
-    return profile, replace(hardware, host_bytes=beside + draw.randint(1, 8) * memory.buffer_bytes)
+    return profile, replace(
+        hardware, host_bytes=beside + draw.randint(1, 8) * memory.layout.buffer_elements(0) * profile.element_bytes
+    )
 
 
 @pytest.mark.parametrize("update_ms", [13.0, 34.0, 50.0])

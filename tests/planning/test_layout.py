@@ -7,7 +7,7 @@ import random
 import pytest
 
 from protrain.planning import Layout, choose_chunk_elements, pack
-from protrain.planning.layout import LARGE_CHUNK, align
+from protrain.planning.layout import LARGE_CHUNK, align, chunk_sizes
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord, UnitRecord
 
 
@@ -57,7 +57,7 @@ def check_layout(layout: Layout, profile: ModelProfile) -> None:
             assert slot.numel == profile.parameters[index].numel
             assert (profile.parameters[index].group >= 0) is chunk.trainable
             end = slot.offset + slot.numel
-        assert end <= chunk.elements <= layout.chunk_elements
+        assert end <= chunk.elements <= layout.chunk_elements or len(members) == 1
         assert chunk.elements % 128 == 0
         assert chunk.elements - end < 128
     for unit, chunks in zip(profile.units, layout.unit_chunks, strict=True):
@@ -102,11 +102,49 @@ def test_groups_are_sorted_inside_a_unit_only() -> None:
     assert _chunks(pack(profile, 512)) == [[1, 0, 2, 3]]
 
 
-@pytest.mark.parametrize("chunk_elements", [100, 128, 0, -128])
+@pytest.mark.parametrize("chunk_elements", [100, 0, -128])
 def test_a_wrong_chunk_size_is_named(chunk_elements: int) -> None:
     profile = make_profile([(0, [(200, 0)])])
-    with pytest.raises(ValueError, match=f"at least 256 .*not {chunk_elements}"):
+    with pytest.raises(ValueError, match=f"a multiple of 128 above 0, not {chunk_elements}"):
         pack(profile, chunk_elements)
+
+
+BLOCKS: list[tuple[int | None, list[tuple[int, int]] | list[int]]] = [(n, [(256, 0), (128, 0)]) for n in range(12)]
+
+
+def test_a_large_parameter_has_a_chunk_of_its_own_before_all_others() -> None:
+    embedding, norm, head = (None, [(1000, 0)]), (None, [(100, 0)]), (None, [(890, 0)])
+    profile = make_profile([embedding, *BLOCKS, norm, head])
+    layout = pack(profile, 384)
+    check_layout(layout, profile)
+    assert _chunks(layout) == [[0], [26], *([at, at + 1] for at in range(1, 25, 2)), [25]]
+    assert [chunk.elements for chunk in layout.chunks[:3]] == [1024, 896, 384]
+    assert layout.unit_chunks[0] == (0,)
+    assert layout.unit_chunks[-1] == (1,)
+    assert layout.least_persist == 2, "the head comes before what is needed before it"
+    assert [layout.buffer_elements(n) for n in (0, 1, 2, 13, 14, 15)] == [1024, 896, 384, 384, 128, 0]
+    assert [layout.gradient_elements(n) for n in (0, 1, 2, 15)] == [(0, 1024), (1024, 896), (1024, 384), (1024, 0)]
+
+
+def test_large_parameters_that_are_needed_first_need_not_persist() -> None:
+    tied = make_profile([(None, [(1000, 0), (128, 0)]), *BLOCKS, (None, [0])])
+    assert pack(tied, 384).least_persist == 0
+    assert pack(tied, 1024).least_persist == 0, "nothing is large"
+    both = make_profile([(None, [(1000, 0)]), (None, [(1000, -1)]), *BLOCKS])
+    layout = pack(both, 384)
+    assert (layout.least_persist, [chunk.trainable for chunk in layout.chunks[:3]]) == (0, [True, False, True])
+    after = make_profile([(None, [(128, 0)]), (None, [(1000, 0)]), *BLOCKS])
+    assert pack(after, 384).least_persist == 1
+
+
+def test_there_are_two_sizes_to_choose_from_where_a_parameter_is_larger_than_a_block() -> None:
+    for embedding, sizes in ((384, 1), (500, 1), (600, 2), (5000, 2)):
+        profile = make_profile([(None, [(embedding, 0)]), *BLOCKS, (None, [0])])
+        found = chunk_sizes(profile)
+        assert len(found) == sizes
+        assert found[-1] == choose_chunk_elements(profile)
+        assert found[-1] >= align(embedding)
+        assert sizes == 1 or found[0] == 384
 
 
 def test_the_chosen_size_is_one_block_for_equal_blocks() -> None:

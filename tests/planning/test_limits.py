@@ -13,12 +13,9 @@ from protrain.hardware import HardwareProfile
 from protrain.planning import (
     Frontier,
     Largest,
-    MemoryModel,
     check,
-    choose_chunk_elements,
     frontier,
     largest,
-    pack,
     search,
 )
 from protrain.planning.frontier import least_device_bytes
@@ -99,8 +96,7 @@ def test_the_frontier_goes_from_the_least_that_works_to_all_there_is(device_mib:
 
 def test_a_small_host_raises_the_least_device_memory() -> None:
     traced = make_profile(8)
-    memory = MemoryModel(traced, machine(8192, 4096), pack(traced, choose_chunk_elements(traced)))
-    roomy, tight = (least_device_bytes(memory, size * MIB) for size in (4096, 400))
+    roomy, tight = (least_device_bytes(traced, machine(8192, size)) for size in (4096, 400))
     assert roomy is not None
     assert tight is not None
     assert tight > roomy
@@ -108,7 +104,7 @@ def test_a_small_host_raises_the_least_device_memory() -> None:
     assert search(traced, replace(machine(1, 400), device_bytes=tight)).device_bytes == tight
     with pytest.raises(PlanError):
         search(traced, replace(machine(1, 400), device_bytes=tight - 1))
-    assert least_device_bytes(memory, MIB // 2) is None
+    assert least_device_bytes(traced, replace(machine(8192, 1), host_bytes=MIB // 2)) is None
 
 
 def test_a_frontier_of_what_does_not_fit_says_so() -> None:

@@ -1,0 +1,150 @@
+"""Embeddings and heads larger than blocks: chunks of a block all the same, with the same bits and as planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import protrain
+from protrain.errors import PlanError
+from protrain.planning import Plan, evaluate, pack
+from protrain.planning.layout import chunk_sizes
+from protrain.profiler import ModelProfile
+from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, plain_run, states
+from tests.engine.true_memory import make_batch, make_model, true_peak_bytes
+
+WORDS = 3000  # by 64: 192,000 elements, of a block 40,000 to 50,000
+HARDWARE = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
+
+
+def make(family: str) -> nn.Module:
+    """``family`` may end in "-frozen": then only blocks are trained, as with adapters."""
+    model = make_model(family.removesuffix("-frozen"), WORDS)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not family.endswith("-frozen") or "layers" in name)
+    return model
+
+
+def traced(family: str, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> ModelProfile:
+    return protrain.profile(model, make_batch(), optimizer=adamw(model), device="cpu", dtype=dtype)
+
+
+def plan_of(profile: ModelProfile, n_more: int, mode: Any, *, inside: bool = False, **counts: Any) -> Plan:
+    """With ``n_more`` persistent chunks than must be, and every block in ``mode``."""
+    small, usual = chunk_sizes(profile)
+    layout = pack(profile, small)
+    assert layout.chunks[0].elements > usual / 2 > small / 2
+    n_persist = min(len(layout.chunks), layout.least_persist + n_more)
+    n_blocks = len(profile.blocks)
+    return evaluate(
+        profile,
+        HARDWARE,
+        n_persist=n_persist,
+        n_buffer=min(3, len(layout.chunks) - n_persist),
+        n_swap=n_blocks * (mode is SWAP),
+        n_ckpt=n_blocks * (mode is CKPT),
+        chunk_elements=small,
+        step_during_backward=inside,
+        **counts,
+    )
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
+@pytest.mark.parametrize(("n_more", "mode"), [(0, CKPT), (0, SWAP), (1, NONE), (100, CKPT)], ids=str)
+@pytest.mark.parametrize(("family", "least"), [("llama", 2), ("llama-frozen", 2), ("gpt2", 0), ("t5", 0)])
+def test_bits(family: str, least: int, n_more: int, mode: Any, inside: bool, device: torch.device) -> None:
+    data = [make_batch() for _ in range(4)]
+    loop = Loop(max_norm=None if inside else 0.5)
+    expected, final = plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
+    model = make(family)
+    plan = plan_of(traced(family, model), n_more, mode, inside=inside)
+    assert plan.n_persist >= least
+    wrapped, optimizer = protrain.wrap(
+        model,
+        adamw(model),
+        example_batch=data[0],
+        device=device,
+        dtype=torch.bfloat16,
+        plan=plan,
+        device_memory="1GiB",
+        host_memory="1GiB",
+        step_during_backward=inside,
+        progress=False,
+    )
+    assert optimizer.plan.chunk_elements == plan.chunk_elements
+    assert loop.run(wrapped, optimizer, data) == expected
+    assert_same(states(wrapped, optimizer), final)
+
+
+def test_buffers_are_as_large_as_what_passes_through_them() -> None:
+    """Of a tied embedding that does not persist they have its size, else that of a block."""
+    model = make("gpt2")
+    profile = traced("gpt2", model)
+    blocks = pack(profile, chunk_sizes(profile)[0]).chunks[1:]
+    for n_more, elements in ((0, WORDS * 64), (1, max(chunk.elements for chunk in blocks))):
+        fresh = make("gpt2")
+        plan = plan_of(profile, n_more, CKPT)
+        _, optimizer = protrain.wrap(
+            fresh,
+            adamw(fresh),
+            example_batch=make_batch(),
+            device="cpu",
+            dtype=torch.bfloat16,
+            plan=plan,
+            progress=False,
+        )
+        buffers = optimizer._engine.buffers.buffers
+        assert {buffer.memory.numel() for buffer in buffers} == {elements}
+        assert optimizer.report().host_bytes <= plan.host_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "llama-frozen", "gpt2", "t5"])
+def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype) -> None:
+    model, batch = make(family), make_batch(16)
+    profile = protrain.profile(model, batch, optimizer=adamw(model), device="cpu", dtype=dtype)
+
+    def machine(device_bytes: int) -> protrain.HardwareProfile:
+        return protrain.hardware.detect("cpu", device_memory=device_bytes, host_memory="1GiB")
+
+    most = protrain.search(profile, machine(1 << 40)).device_bytes
+    with pytest.raises(PlanError) as caught:
+        protrain.search(profile, machine(1024))
+    least, sizes = caught.value.needed_bytes, set()
+    for step in range(6):
+        budget = least + (most - least) * step // 5
+        fresh = make(family)
+        wrapped, optimizer = protrain.wrap(
+            fresh,
+            adamw(fresh),
+            example_batch=batch,
+            device="cpu",
+            dtype=dtype,
+            device_memory=budget,
+            host_memory="1GiB",
+            progress=False,
+        )
+        plan = optimizer.plan
+        sizes.add(plan.chunk_elements)
+        peak = true_peak_bytes(wrapped, optimizer, batch)
+        assert peak <= budget, str(plan)
+        assert peak > 0.9 * plan.device_bytes, f"{plan} was predicted to take {plan.device_bytes}, took {peak}"
+    assert min(sizes) == chunk_sizes(profile)[0], "no plan has chunks of a block"
+
+
+def test_what_lies_out_of_order_must_persist() -> None:
+    model = make("llama")
+    profile = traced("llama", model)
+    small, _ = chunk_sizes(profile)
+    counts: dict[str, Any] = {"n_swap": 0, "n_ckpt": 4, "chunk_elements": small}
+    with pytest.raises(
+        ValueError, match="n_persist must be 2 to 6, the first 2 of large parameters, and 6 in all, not 1"
+    ):
+        evaluate(profile, HARDWARE, n_persist=1, n_buffer=2, **counts)
+    plan = evaluate(profile, HARDWARE, n_persist=2, n_buffer=2, **counts)
+    changes = {(change.knob, change.step): change for change in plan.explain(profile, HARDWARE).changes}
+    assert changes["n_persist", -1].impossible == "those of large parameters must be"
+    assert not changes["n_persist", 1].impossible
