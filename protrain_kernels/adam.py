@@ -40,6 +40,7 @@ from protrain_kernels.split_master import join_bits, join_reference, split_bits,
 from protrain_kernels.stochastic_rounding import random_bits, round_moments_reference, upper_half
 
 BLOCK = 1024
+STEPS_APART = 1 << 24  # numbers of steps that fp32 tells apart, after which those of the random bits begin anew
 REFERENCE_SLICE = 1 << 18  # elements at a time where the reference stands in for the C kernel: bounds its temporaries
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -64,7 +65,7 @@ class AdamScalars:
     inv_sqrt_bias_correction2: float
     eps: float
     step_size: float
-    step: float
+    step: float  # modulo STEPS_APART
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -110,7 +111,7 @@ def adam_scalars(
         inv_sqrt_bias_correction2=_fp32(1.0 / math.sqrt(1.0 - beta2**step)),
         eps=_fp32(eps),
         step_size=_fp32(lr / (1.0 - beta1**step)),
-        step=_fp32(step),
+        step=float(step % STEPS_APART),
     )
 
 

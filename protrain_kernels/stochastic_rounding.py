@@ -1,6 +1,6 @@
 """Adam's moments in bf16: fp32 rounded up or down at random, so that in the mean nothing is lost.
 
-    x      = bits(m) * 0x9E3779B1 + bits(v) + bits(fp32(step)) * 0x85EBCA6B
+    x      = bits(m) * 0x9E3779B1 + bits(v) + bits(fp32(step mod 2^24)) * 0x85EBCA6B
     random = hash(x)                                32 bits: lowbias32 of Chris Wellons' hash-prospector
     m      = upper half of (bits(m) + lower half of random)
     v      = upper half of (bits(v) + upper half of random)
@@ -12,7 +12,8 @@ the neighbours in bf16 are 1/256 to 1/128 apart.
 
 The random bits come from the values and the step, not from a generator or a place in memory. So a kernel on any device,
 in any layout and any number of pieces makes the same of them, and a step that is done again has the same result. The
-step is in there since a parameter without a gradient would else meet the same bits again and again.
+step is in there since a parameter without a gradient would else meet the same bits again and again. It is taken modulo
+2^24, up to which fp32 has every whole number: beyond, two steps and more in a row would have the same bits.
 
 Zeros stay zeros. What bf16 has stays what it is, so writing moments as fp32 and reading them back changes nothing.
 Finite values stay finite: those beyond the largest bf16 become that. A NaN becomes the NaN 0x7FC0.

@@ -109,3 +109,17 @@ def test_a_variance_follows_where_rounding_to_nearest_stands_still() -> None:
     assert ratio.std().item() < 0.09
     assert (rounded_m.float() - m).abs().max() < 0.05 * m.std()
     assert (nearest.float() / v).mean().item() > 1.2, "rounding to nearest would do as well"
+
+
+@pytest.mark.parametrize("step", [1, (1 << 24) - 1, 1 << 24, 1 << 40])
+def test_two_steps_in_a_row_round_apart_however_many_there_were(step: int) -> None:
+    """With the same random bits a variance that was rounded up to where it was would be so again."""
+    m, v = (moment.bfloat16() for moment in _moments())
+    errors = []
+    for number in (step, step + 1):
+        scalars = adam_scalars(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=number, decoupled=True)
+        found = v.clone()
+        adam(torch.zeros(COUNT), None, m.clone(), found, torch.zeros(COUNT), scalars)
+        whole = v.float() * scalars.beta2
+        errors.append(_away(whole, found) - _share(whole))
+    assert abs(torch.corrcoef(torch.stack(errors))[0, 1].item()) < 5 / math.sqrt(COUNT)
