@@ -51,9 +51,10 @@ def _other_model(model: str, difference: str) -> ValueError:
 
 def name_other_use(error: PlanError, plan: Plan, profile: ModelProfile) -> PlanError:
     """``error`` of a plan that does not fit, naming what ``plan`` was made for that takes less."""
+    planned_bytes = plan.host_bytes if error.where == "host" else plan.device_bytes
     if plan.accumulation == 1 < profile.accumulation:
         made_for = f"accumulation=1, and here it is {profile.accumulation}: make"
-    elif plan.moment_dtype == "bfloat16" != profile.moment_dtype:
+    elif plan.moment_dtype == "bfloat16" != profile.moment_dtype and planned_bytes <= error.available_bytes:
         made_for = f"moment_dtype=bfloat16, and here it is {profile.moment_dtype}: pass it here as well, or make"
     elif plan.chunked_loss and not profile.chunked_loss and error.where != "host":
         made_for = "chunked_loss=True, and here logits are whole: pass it here as well, or make"

@@ -191,13 +191,16 @@ def test_a_plan_says_what_it_was_made_for(tmp_path: Path) -> None:
     def wrap(**options: Any) -> ProTrainOptimizer:
         fresh = residual.make(width=256)
         limits: dict[str, Any] = {"device": "cpu", "device_memory": "4GiB", "host_memory": whole.host_bytes - 1}
-        limits |= {"plan": tmp_path / "plan.json", "progress": False}
-        return protrain.wrap(fresh, adamw(fresh), example_batch=batch, **limits, **options)[1]
+        limits |= {"plan": tmp_path / "plan.json", "progress": False, **options}
+        return protrain.wrap(fresh, adamw(fresh), example_batch=batch, **limits)[1]
 
     assert wrap(moment_dtype="bfloat16").plan.moment_dtype == "bfloat16"
     words = "made for moment_dtype=bfloat16, and here it is float32: pass it here as well, or make a new plan"
     with pytest.raises(PlanError, match=words):
         wrap()
+    with pytest.raises(PlanError, match="the plan does not fit the host memory") as raised:
+        wrap(host_memory=plan.host_bytes - 1)
+    assert "moment_dtype" not in str(raised.value), "nor would it fit with them"
     with pytest.raises(ValueError, match="moment_dtype must be float32 or bfloat16, not 'int8'"):
         dataclasses.replace(plan, moment_dtype="int8")
 
