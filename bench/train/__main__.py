@@ -1,7 +1,8 @@
 """ProTrain beside FSDP2, DeepSpeed, torchao and the compute-only floor: one task, one machine, one run.
 
-Names of contestants may carry -eager (blocks not compiled), -kept (nothing checkpointed) and -unclipped (ProTrain then
-updates inside backward). A floor checkpoints what the plan of the ProTrain row with the same variants does.
+Names of contestants may carry -eager (blocks not compiled), -kept (nothing checkpointed), -unclipped (ProTrain then
+updates inside backward) and -narrow (ProTrain alone: Adam's moments in bf16). A floor checkpoints what the plan of the
+ProTrain row with the same variants does.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ KINDS = {
     # Gradients leave for the host one by one inside backward, before a norm is known.
     "torchao": Kind(title="torchao CPUOffloadOptimizer", package="torchao", needs_gpu=True, can_clip=False),
 }
-_VARIANTS = ("eager", "kept", "unclipped", "narrow")
+VARIANTS = ("eager", "kept", "unclipped", "narrow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +93,10 @@ def parse(text: str) -> Contestant:
     if kind is None:
         raise ValueError(f"--contestants: there is no {name!r}; known: {', '.join(KINDS)}")
     possible = kind.can_compile, kind.can_keep, kind.can_clip, kind.can_narrow
-    allowed = dict(zip(_VARIANTS, possible, strict=True))
+    allowed = dict(zip(VARIANTS, possible, strict=True))
     for mark in marks:
         if not allowed.get(mark, False):
-            known = [variant for variant in _VARIANTS if allowed[variant]]
+            known = [variant for variant in VARIANTS if allowed[variant]]
             raise ValueError(f"--contestants: {name} has no variant {mark!r}; it has {', '.join(known)}")
     return Contestant(
         kind=name,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.train.__main__ import main
-from bench.train.contestants import DEFAULT, DEFAULT_ON_CPU, Contestant, parse, parse_all
+from bench.train.contestants import DEFAULT, DEFAULT_ON_CPU, VARIANTS, Contestant, parse, parse_all
 from bench.train.launch import supervise, take_part
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Job, Task
@@ -36,6 +36,13 @@ ONE = Contestant(kind="fsdp2")
 def test_a_name_says_what_is_run(name: str, contestant: Contestant) -> None:
     assert parse(name) == contestant
     assert contestant.name == name
+
+
+def test_the_help_tells_every_variant(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert [variant for variant in VARIANTS if f"-{variant} (" not in said] == []
 
 
 @pytest.mark.parametrize("names", [DEFAULT, DEFAULT_ON_CPU])
