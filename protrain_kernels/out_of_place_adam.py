@@ -4,7 +4,8 @@ For a step that may not be wanted: whether gradients must be clipped is known on
 then take the place of the old ones, or are forgotten. The memory traffic is that of ``adam``, 26 bytes a parameter with
 the split master: stores go around the cache, which would first read what they overwrite. So are the bits.
 
-Where there is no memory for all of the new states ``adam_weight`` makes the weight alone, at 16 bytes a parameter.
+Where there is no memory for all of the new states ``adam_weight`` makes the weight alone, at 16 bytes a parameter. With
+moments in bf16 these are 18 and 12.
 """
 
 from __future__ import annotations
