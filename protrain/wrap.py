@@ -124,8 +124,8 @@ def wrap(
         raise ValueError(
             "step_during_backward=True does not work with float16, whose steps may be skipped: use bfloat16"
         )
-    moments = moment_dtype if isinstance(moment_dtype, str) else _NAMES.get(moment_dtype)
-    if moments not in MOMENT_DTYPES:
+    moments = next((name for name in MOMENT_DTYPES if moment_dtype in (name, DTYPES[name])), None)
+    if moments is None:
         raise ValueError(f"moment_dtype must be float32 or bfloat16, not {moment_dtype!r}")
     if not isinstance(accumulation, int) or accumulation < 1:
         raise ValueError(f"accumulation must be 1 or more, the backward() calls of a step, not {accumulation!r}")

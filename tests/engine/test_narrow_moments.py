@@ -167,7 +167,7 @@ def test_moments_of_fp32_are_taken_over_to_the_nearest(device: torch.device) -> 
             assert torch.equal(value, optimizer.export_parameter(parameter)[kind].bfloat16().float())
 
 
-@pytest.mark.parametrize("wrong", ["float16", torch.float16, "bf16", torch.int8, None])
+@pytest.mark.parametrize("wrong", ["float16", torch.float16, "bf16", torch.int8, None, ["bfloat16"]])
 def test_other_types_are_refused(wrong: Any) -> None:
     model = residual.make()
     with pytest.raises(ValueError, match=rf"moment_dtype must be float32 or bfloat16, not {re.escape(repr(wrong))}"):
