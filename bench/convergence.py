@@ -17,7 +17,6 @@ import shlex
 import statistics
 import sys
 import tempfile
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 import protrain
 from protrain.cli.data import Tokens, byte_codec, evaluation_batches, find_documents, tokenize, training_batch
 from protrain.cli.models import load_model
+from protrain.cli.options import whole
 from protrain.cli.summary import device_name, versions
 from protrain.optim import ProTrainOptimizer
 from protrain.progress import Progress
@@ -43,33 +43,40 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=whole(1), default=3)
     parser.add_argument("--learning-rate", type=float, help="at its peak (default: the model's)")
     parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--out", type=Path, help="folder for convergence.json and convergence.png")
     args = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    runs = []
+    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, Progress(enabled=True).stage("training") as show:
         tokens = tokenize(find_documents(None), byte_codec(), Path(folder), held_out=0.02)
-        for seed, kind in product(range(args.seeds), KINDS):
-            show(f"seed {seed}, {kind}")
-            runs.append({"seed": seed, "kind": kind, **train(args, tokens, kind, seed, device)})
-    record = {
-        "command": f"python -m bench.convergence {shlex.join(arguments)}",
-        "device": device_name(device),
-        "versions": versions(),
-        "options": {name: value for name, value in vars(args).items() if name != "out"},
-        "held_out": {kind: summary([run["held_out"] for run in runs if run["kind"] == kind]) for kind in KINDS},
-        "beyond_float32": {kind: differences(runs, kind) for kind in KINDS[1:]},
-        "runs": runs,
-    }
+        for seed in range(args.seeds):
+            for kind in KINDS:
+                show(f"seed {seed}, {kind}")
+                runs.append({"seed": seed, "kind": kind, **train(args, tokens, kind, seed, device)})
+            record = {  # after every seed, so that a run that is cut off leaves what it has
+                "command": f"python -m bench.convergence {shlex.join(arguments)}",
+                "device": device_name(device),
+                "versions": versions(),
+                "options": {name: value for name, value in vars(args).items() if name != "out"},
+                "seeds": seed + 1,
+                "held_out": {kind: summary([run["held_out"] for run in runs if run["kind"] == kind]) for kind in KINDS},
+                "beyond_float32": {kind: differences(runs, kind) for kind in KINDS[1:]},
+                "runs": runs,
+            }
+            save(record, args.out)
     print(json.dumps({name: value for name, value in record.items() if name != "runs"}, indent=1))
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "convergence.json").write_text(json.dumps(record) + "\n")
-        draw(runs, args.out / "convergence.png")
     return 0
+
+
+def save(record: dict[str, Any], folder: Path | None) -> None:
+    """The record and its picture."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "convergence.json").write_text(json.dumps(record) + "\n")
+        draw(record["runs"], folder / "convergence.png")
 
 
 def summary(losses: list[float]) -> dict[str, float]:

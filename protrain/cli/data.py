@@ -113,7 +113,7 @@ def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = No
     binary = [file for file, is_text in texts.items() if not is_text]
     if binary:
         others = f" and {len(binary) - 1} more" if len(binary) > 1 else ""
-        warnings.warn(f"--data: files with zero bytes are no text; left out: {binary[0]}{others}", stacklevel=2)
+        warnings.warn(f"--data: files with NUL bytes are no text; left out: {binary[0]}{others}", stacklevel=2)
     return [file for file, is_text in texts.items() if is_text]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.caution import host_share
 from protrain.planning.knobs import Change, PlanModels, changes_of
-from protrain.planning.layout import Layout, pack
+from protrain.planning.layout import Layout, chunk_sizes, pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.phases import WAITS, Phase, phases
 from protrain.planning.plan import BlockMode, Plan, moved_input_bytes
@@ -254,10 +254,12 @@ def _with_more(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool
 ) -> tuple[Plan | None, list[Better]]:
     """A faster plan that fits as it is, and the fastest ones with more memory, each faster than the one before."""
+    # Of a size of chunks that somebody chose; of those that a search chooses from it may be another.
+    own_size = None if plan.chunk_elements in chunk_sizes(profile) else plan.chunk_elements
 
     def fastest(device_bytes: int, host_bytes: int) -> Plan:
         machine = replace(hardware, device_bytes=device_bytes, host_bytes=host_bytes)
-        return search(profile, machine, chunk_elements=plan.chunk_elements, step_during_backward=step_during_backward)
+        return search(profile, machine, chunk_elements=own_size, step_during_backward=step_during_backward)
 
     device, host = hardware.device_bytes, hardware.host_bytes
     here = fastest(device, host)

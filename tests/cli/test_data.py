@@ -124,7 +124,7 @@ def test_hidden_and_binary_files_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
-    left_out = f"--data: files with zero bytes are no text; left out: {tmp_path}/image.png"
+    left_out = f"--data: files with NUL bytes are no text; left out: {tmp_path}/image.png"
     with pytest.warns(UserWarning, match=f"^{left_out}$"):
         assert find_documents(tmp_path) == [tmp_path / "text.md"]
     (tmp_path / "utf16.txt").write_text("text", encoding="utf-16")

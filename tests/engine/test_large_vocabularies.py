@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 
 import protrain
 from protrain.errors import PlanError
-from protrain.planning import Plan, evaluate, pack
+from protrain.planning import Plan, evaluate, frontier, pack
 from protrain.planning.layout import chunk_sizes
 from protrain.profiler import ModelProfile
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, plain_run, states
@@ -133,6 +135,37 @@ def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype
         assert peak <= budget, str(plan)
         assert peak > 0.9 * plan.device_bytes, f"{plan} was predicted to take {plan.device_bytes}, took {peak}"
     assert min(sizes) == chunk_sizes(profile)[0], "no plan has chunks of a block"
+
+
+def test_the_frontier_begins_with_the_least_of_both_ways() -> None:
+    profile = traced("gpt2", make("gpt2"))
+    points = frontier(profile, HARDWARE, n_limits=4).points
+    least = points[0].device_limit_bytes
+    assert points[0].plan.device_bytes == least
+    with pytest.raises(PlanError):
+        protrain.search(profile, replace(HARDWARE, device_bytes=least - 1))
+    assert points[-1].plan.chunk_elements == chunk_sizes(profile)[0]
+
+
+def test_what_more_memory_would_gain_is_asked_of_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But of a plan with chunks of a size that somebody chose with that size."""
+    profile = traced("llama", make("llama"))
+    asked: list[int | None] = []
+
+    def search(*args: Any, chunk_elements: int | None, **options: Any) -> Plan:
+        asked.append(chunk_elements)
+        return protrain.search(*args, chunk_elements=chunk_elements, **options)
+
+    monkeypatch.setattr(
+        sys.modules["protrain.planning.explain"], "search", search
+    )  # the package has a function explain
+    small, usual = chunk_sizes(profile)
+    for size, expected in ((small, None), (usual, None), (usual + 128, usual + 128)):
+        evaluate(profile, HARDWARE, n_persist=2, n_buffer=1, n_swap=0, n_ckpt=4, chunk_elements=size).explain(
+            profile, HARDWARE
+        )
+        assert set(asked) == {expected}
+        asked.clear()
 
 
 def test_what_lies_out_of_order_must_persist() -> None:
