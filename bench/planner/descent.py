@@ -87,7 +87,11 @@ def again(
 
 def plan_key(plan: Plan) -> tuple[int, ...]:
     """What tells plans for one case apart."""
-    return tuple(int(getattr(plan, name)) for name in _KNOBS)
+    return (*_knobs_of(plan).values(), plan.chunk_elements)
+
+
+def _knobs_of(plan: Plan) -> dict[str, int]:
+    return {name: int(getattr(plan, name)) for name in _KNOBS}
 
 
 def _neighbours(
@@ -99,7 +103,7 @@ def _neighbours(
     attends = plan.n_ckpt > 0 and any(block.attention_bytes for block in profile.blocks)
     for knob in _KNOBS if attends else _KNOBS[:-1]:
         for change in (1, -1):
-            counts = dict(zip(_KNOBS, plan_key(plan), strict=True))
+            counts = _knobs_of(plan)
             counts[knob] += change
             away = plan.n_chunks - counts["n_persist"]
             if (

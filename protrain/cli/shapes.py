@@ -1,8 +1,9 @@
 """Models by name: published shapes with random weights, built without their weights ever existing whole.
 
 Dropout is off and there are no special tokens, as in pre-training on plain text. Sources: the model cards of OPT
-(arXiv 2205.01068), LLaMA-2 (2307.09288; 34B as released in Code Llama, 2308.12950) and Mistral 7B (2310.06825). The
-large GPT-2 shapes are sizes, not released models: hidden sizes and depths as offloading papers use them, heads of 128.
+(arXiv 2205.01068), LLaMA-2 (2307.09288; 34B as released in Code Llama, 2308.12950), Llama 3 (2407.21783; 1B as released
+in Llama 3.2) and Mistral 7B (2310.06825). The large GPT-2 shapes are sizes, not released models: hidden sizes and
+depths as offloading papers use them, heads of 128.
 """
 
 from __future__ import annotations
@@ -49,6 +50,20 @@ def _llama(hidden: int, layers: int, heads: int, mlp: int, *, kv_heads: int | No
     )
 
 
+def _llama3(hidden: int, layers: int, mlp: int, *, tied: bool = False) -> Shape:
+    return Shape(
+        family="llama",
+        hidden=hidden,
+        layers=layers,
+        heads=32,
+        kv_heads=8,
+        mlp=mlp,
+        vocabulary=128256,
+        positions=8192,
+        tied=tied,
+    )
+
+
 SHAPES: dict[str, Shape] = {
     # bytes as tokens: trains visibly in two minutes on two CPU cores
     "tiny": Shape(
@@ -75,6 +90,8 @@ SHAPES: dict[str, Shape] = {
     "llama-7b": _llama(4096, 32, 32, 14336, kv_heads=8),
     "llama2-13b": _llama(5120, 40, 40, 13824),
     "llama2-34b": _llama(8192, 48, 64, 22016, kv_heads=8),
+    "llama3-8b": _llama3(4096, 32, 14336),
+    "llama3.2-1b": _llama3(2048, 16, 8192, tied=True),
     "mistral-7b": Shape(
         family="mistral", hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocabulary=32000, positions=32768
     ),

@@ -25,6 +25,8 @@ BILLIONS = {
     "llama-7b": 7.2417,
     "llama2-13b": 13.016,
     "llama2-34b": 33.744,
+    "llama3-8b": 8.0303,
+    "llama3.2-1b": 1.2358,
     "mistral-7b": 7.2417,
 }
 
