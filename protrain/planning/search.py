@@ -74,7 +74,7 @@ def _searched(
     errors = []
     for size in (chunk_elements,) if chunk_elements else chunk_sizes(profile):
         models = _Models(profile, hardware, size, step_during_backward)
-        plan = _fastest(models, inf if best is None else best.step_ms)
+        plan = _fastest(models)  # no limit: streamed updates or kept attention may yet gain what it is slower by
         if plan is None:
             errors.append(nothing_fits(models.memory, models.moves))
             continue
