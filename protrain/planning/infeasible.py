@@ -63,8 +63,12 @@ def host_error(
     n_speculate: int = 0,
     given: bool = False,
     narrow_moments: bool = False,
+    on_device: int = 0,
 ) -> PlanError:
-    """PlanError of a plan that needs more host memory than there is; the rest as for :func:`device_error`."""
+    """PlanError of a plan that needs more host memory than there is; the rest as for :func:`device_error`.
+
+    ``on_device`` is the device memory with which one would fit; 0: none would, or a plan was given.
+    """
     hardware = memory.hardware
     needed = memory.host_bytes(n_persist, activations, n_speculate)
     spare = memory.spare_bytes(n_persist, n_speculate)
@@ -81,9 +85,8 @@ def host_error(
     remedies = [_SEARCH] if given else []
     remedies.append(f"host_memory of at least {_at_least(needed)} fits{' it' if given else ''}")
     device = memory.device_bytes(n_persist, memory.least_buffers(n_persist), activations)
-    more = device + needed - hardware.host_bytes
-    if not given:
-        remedies.append(f"so does about {_at_least(more)} of device_memory, with more of the model states there")
+    if on_device:
+        remedies.append(f"so does about {_at_least(on_device)} of device_memory, with more of the model states there")
     remedies += [_NARROW] if narrow_moments else []
     return PlanError(
         where="host",
@@ -120,7 +123,9 @@ def nothing_fits(memory: MemoryModel, moves: Moves) -> PlanError:
     activations = memory.activations(block_modes(n_blocks, 0, n_blocks, n_ckpt_swap))
     narrow_moments = _fits_with_narrow_moments(memory, moves)
     if fits.any():
-        return host_error(memory, n_persist, activations, narrow_moments=narrow_moments)
+        enough = device_bytes[(host_bytes <= memory.hardware.host_bytes) & (device_bytes < NEVER)]
+        on_device = int(enough.min(initial=NEVER)) % NEVER
+        return host_error(memory, n_persist, activations, narrow_moments=narrow_moments, on_device=on_device)
     n_buffer = memory.least_buffers(n_persist)
     return device_error(memory, n_persist, n_buffer, activations, narrow_moments=narrow_moments)
 

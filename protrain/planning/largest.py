@@ -117,9 +117,9 @@ class _Need:
 
 
 def _need(profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Need:
-    """With the chunks with which it fits; where it does not, with those with which it needs least."""
+    """With the chunks with which it fits; where it does not, with those with which least is missing."""
     needs = [_need_with(size, profile, hardware, step_during_backward) for size in chunk_sizes(profile)]
-    return min(needs, key=lambda need: (not need.fits, need.error.needed_bytes))
+    return min(needs, key=lambda need: (not need.fits, need.error.needed_bytes - need.error.available_bytes))
 
 
 def _need_with(

@@ -85,7 +85,7 @@ def _searched(
             plan = plan if keeping is None or keeping.step_ms >= limit_ms else keeping
         best = plan if best is None or plan.step_ms < best.step_ms else best
     if best is None:
-        raise min(errors, key=lambda error: error.needed_bytes)
+        raise min(errors, key=lambda error: error.needed_bytes - error.available_bytes)
     return best
 
 

@@ -1,16 +1,19 @@
-"""Two sizes of chunks to choose from: what a search of both finds."""
+"""Two sizes of chunks to choose from: what a search of both finds, and what it says where neither has a plan."""
 
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
 
+from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile
 from protrain.planning import search
 from protrain.planning.layout import chunk_sizes
 from protrain.profiler.model_profile import ModelProfile
+from protrain.quantities import parse_bytes
 from tests.planning.test_brute_force import N, as_measured, random_machine, random_profile
 
 
@@ -38,3 +41,29 @@ def test_the_faster_of_both_is_found_though_it_is_faster_only_with_streamed_upda
     assert len(sizes) == 2
     each = [search(profile, hardware, chunk_elements=size).step_ms for size in sizes]
     assert search(profile, hardware).step_ms <= 1.01 * min(each), each
+
+
+@pytest.mark.parametrize("seed", [4, 20, 47, 80, 159, 325])
+def test_what_would_fit_is_what_is_missing_least(seed: int) -> None:
+    """Chunks of one size may lack device memory where those of the other lack host memory."""
+    draw = random.Random(seed)
+    profile = large_vocabulary(draw, tied=False)
+    hardware = random_machine(draw)
+    errors = []
+    for size in (*chunk_sizes(profile), None):
+        with pytest.raises(PlanError) as caught:
+            search(profile, hardware, chunk_elements=size)
+        errors.append(caught.value)
+    *each, found = errors
+    assert {error.where for error in each} == {"GPU", "host"}
+    missing = [error.needed_bytes - error.available_bytes for error in each]
+    assert str(found) == str(each[missing.index(min(missing))])
+    amount = r"([\d.]+[KMG]iB)"
+    for error in each:
+        for text in re.findall(f"{amount} of device_memory|device_memory of at least {amount}", str(error)):
+            enough = parse_bytes("".join(text))
+            assert enough > hardware.device_bytes
+            host_bytes = hardware.host_bytes
+            if both := re.search(f"with host_memory of at least {amount}", str(error)):
+                host_bytes = parse_bytes(both[1])
+            search(profile, replace(hardware, device_bytes=enough, host_bytes=host_bytes))
