@@ -132,26 +132,34 @@ class Chunk:
         scale: Tensor | None,
         *,
         threads: int,
+        first: int = 0,
         between: Callable[[], None] | None = None,
     ) -> None:
         """AdamW on ``pieces``, runs of elements with the same hyperparameters, wherever the chunk lies.
 
+        As far as ``gradient`` goes, which begins with element ``first``.
+
         Args:
             pieces: the runs and what holds for them.
-            gradient: of the whole chunk, beside its states.
+            gradient: of the chunk, or a part of it, beside its states.
             scale: factor on it, 0-d or one element, beside it.
             threads: on the host.
+            first: where that part begins.
             between: called before every stretch of some milliseconds, on the host.
         """
         assert self.exp_avg is not None
         assert self.exp_avg_sq is not None
-        for part, scalars in pieces if between is None else _stretched(pieces, between):
+        end = first + gradient.numel()
+        for piece, scalars in pieces if between is None else _stretched(pieces, between):
+            part = slice(max(piece.start, first), min(piece.stop, end))
+            if part.start >= part.stop:
+                continue
             adam(
                 self.weight[part],
                 None if self.master is None else self.master[part],
                 self.exp_avg[part],
                 self.exp_avg_sq[part],
-                gradient[part],
+                gradient[part.start - first : part.stop - first],
                 scalars,
                 scale=scale,
                 threads=threads,

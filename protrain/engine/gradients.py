@@ -9,13 +9,15 @@ alone, so the norm is the same bits under every plan.
 from the start, and 16-bit gradients on their way to those in host memory take turns in a few regions. Otherwise the
 first backward of a step leaves 16-bit gradients, and for a second one accumulators are made on demand: on the device
 while the budget has room, in host memory otherwise, and in either place the same additions in the same order. A chunk
-whose device states are updated from a host accumulator streams it through staging. Where chunks share regions for
+whose device states are updated from a host accumulator streams it through staging, or, where it is larger, in parts
+through the room of its own 16-bit gradient, which nothing else needs from then on. Where chunks share regions for
 16-bit gradients (:mod:`protrain.engine.regions`) those do not last until the next backward: accumulators are made by
 the first that only accumulates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 
 import torch
@@ -31,6 +33,7 @@ from protrain.errors import PlanError
 from protrain_kernels import flatten, host_accumulate, sum_of_squares, tiles
 
 _STAGING_BUFFERS = 2
+_ALIGNMENT = 128  # elements: what every part of a chunk that a kernel sees is a multiple of
 
 
 class Gradients:
@@ -173,22 +176,35 @@ class Gradients:
         if on_host:
             self._sum_host_accumulators(on_host)
 
-    def device_gradient(self, chunk: Chunk) -> Tensor:
-        """The gradient of a persistent chunk on the device, for its update at once; may lie in the staging memory."""
+    def device_gradient(self, chunk: Chunk) -> Iterator[tuple[int, Tensor]]:
+        """The gradient of a persistent chunk on the device, for its update at once: parts and where they begin.
+
+        A part may lie in the staging memory, until the next is asked for.
+        """
         if not chunk.accumulator_on_host:
             gradient = chunk.accumulator if chunk.accumulator is not None else chunk.grad
             assert gradient is not None
-            return gradient
+            yield 0, gradient
+            return
         assert chunk.accumulator is not None
-        chunk.wait_for_accumulation()
-        self._need_staging(chunk.elements)
-        target = self._staging_memory.view(torch.float32)[: chunk.elements]
-        for mark in self._drained:
-            self.streams.compute_waits(mark)
-        self.streams.compute_reached(self._filled)
-        self.streams.upload(target, chunk.accumulator, after=self._filled, done=self._drained[0])
-        self.streams.compute_waits(self._drained[0])
-        return target
+        chunk.wait_for_accumulation()  # and with it for what was offloaded from chunk.grad
+        room = self._staging_memory
+        if chunk.elements > self._staging_elements:
+            if (own := self._own_staging(chunk)) is not None and own.numel() > _ALIGNMENT:
+                room = own[: own.numel() // (2 * _ALIGNMENT) * (2 * _ALIGNMENT)]
+            else:
+                self._need_staging(chunk.elements)
+                room = self._staging_memory
+        memory = room.view(torch.float32)
+        for start in range(0, chunk.elements, memory.numel()):
+            source = chunk.accumulator[start : start + memory.numel()]
+            target = memory[: source.numel()]
+            for mark in self._drained:
+                self.streams.compute_waits(mark)
+            self.streams.compute_reached(self._filled)
+            self.streams.upload(target, source, after=self._filled, done=self._drained[0])
+            self.streams.compute_waits(self._drained[0])
+            yield start, target
 
     def host_gradient(self, chunk: Chunk) -> Tensor:
         """The gradient of a non-persistent chunk in host memory, complete once ``chunk.offloaded`` is reached."""
@@ -244,18 +260,23 @@ class Gradients:
             assert target is not None
             flatten(gradients, target, offsets, self.partials, tile_offsets, accumulate=accumulate)
             return
-        self._need_staging(chunk.elements)
-        turn = self._turn
-        self._turn = (turn + 1) % _STAGING_BUFFERS
-        staging = self._staging[turn]
-        self.streams.compute_waits(self._drained[turn])
+        own = self._own_staging(chunk) if chunk.elements > self._staging_elements else None
+        if own is not None:
+            staging, drained = own, self._filled_whole
+            self.streams.compute_waits(chunk.offloaded)
+        else:
+            self._need_staging(chunk.elements)
+            turn = self._turn
+            self._turn = (turn + 1) % _STAGING_BUFFERS
+            staging, drained = self._staging[turn], self._drained[turn]
+            self.streams.compute_waits(drained)
         if self.poison:
             staging.fill_(float("nan"))
         flatten(gradients, staging, offsets, self.partials, tile_offsets, accumulate=False)
         ranges = _merged(members)
         if not chunk.persistent:
             self._borrow(chunk)
-        self._offload(chunk, staging, ranges, self._drained[turn])
+        self._offload(chunk, staging, ranges, drained)
         if chunk.accumulator is not None:
             self._add_on_host(chunk, ranges, initialise=not accumulate)
             self.give_back(chunk)
@@ -292,9 +313,12 @@ class Gradients:
         if chunk.persistent:
             waiting = {m.chunk.index: m.chunk for m in self.members if m.group >= 0 and m.chunk.persistent}.values()
             largest = max(other.elements for other in waiting)
-            staging = max(0, _STAGING_BUFFERS * largest * self.dtype.itemsize - self._staging_memory.nbytes)
+            staging = 0
+            if chunk.persistent in self._regions:
+                staging = max(0, _STAGING_BUFFERS * largest * self.dtype.itemsize - self._staging_memory.nbytes)
             everything = sum(other.elements * 4 for other in waiting if other.accumulator is None)
-            # An accumulator on the host needs staging on the device: its room comes first unless none will be there.
+            # An accumulator on the host needs staging on the device where a chunk has no gradient of its own, which
+            # would do: its room comes first unless none will be there.
             if min(everything, count + staging) <= self.spare_device_bytes:
                 chunk.accumulator = torch.zeros(chunk.elements, dtype=torch.float32, device=self.device)
                 if begun:
@@ -302,8 +326,9 @@ class Gradients:
                     chunk.accumulator.copy_(chunk.grad)
                 self.spare_device_bytes -= count
                 return
-            self.spare_device_bytes -= staging
-            self._need_staging(largest)
+            if staging:
+                self.spare_device_bytes -= staging
+                self._need_staging(largest)
         count = aligned(count) + (aligned(chunk.elements * self.dtype.itemsize) if chunk.persistent else 0)
         if self.arena.total_bytes + count > self.host_bytes:
             raise PlanError(
@@ -347,6 +372,10 @@ class Gradients:
         self.streams.compute_waits(self._uploaded)
         self._uploaded.wait()  # the host vector is rewritten by the next call
         torch.where(self._on_host, self._from_host, self.partials, out=self.partials)
+
+    def _own_staging(self, chunk: Chunk) -> Tensor | None:
+        """Of a chunk whose gradients are summed on the host: the room that its gradient had on the device."""
+        return chunk.grad if chunk.persistent and chunk.persistent not in self._regions else None
 
     def _need_staging(self, elements: int) -> None:
         if elements <= self._staging_elements:

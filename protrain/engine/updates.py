@@ -305,8 +305,9 @@ class Updates:
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         engine = self._engine
-        gradient = engine.gradients.device_gradient(chunk)
-        chunk.step(pieces, gradient, None if scale is None else scale.on_device, threads=engine.worker.threads)
+        factor = None if scale is None else scale.on_device
+        for first, gradient in engine.gradients.device_gradient(chunk):
+            chunk.step(pieces, gradient, factor, threads=engine.worker.threads, first=first)
 
     def _away(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Callable[[], None]:
         """The update of a chunk in host memory, for the worker that does it. See [Note: streamed updates]."""

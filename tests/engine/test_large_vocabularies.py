@@ -12,10 +12,12 @@ from torch import nn
 
 import protrain
 from protrain.errors import PlanError
+from protrain.optim import ProTrainOptimizer
 from protrain.planning import Plan, evaluate, frontier, pack
 from protrain.planning.layout import chunk_sizes
 from protrain.profiler import ModelProfile
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, plain_run, states
+from tests.engine.lateness import Lateness
 from tests.engine.true_memory import make_batch, make_model, true_peak_bytes
 
 WORDS = 3000  # by 64: 192,000 elements, of a block 40,000 to 50,000
@@ -101,6 +103,40 @@ def test_buffers_are_as_large_as_what_passes_through_them() -> None:
         buffers = optimizer._engine.buffers.buffers
         assert {buffer.memory.numel() for buffer in buffers} == {elements}
         assert optimizer.report().host_bytes <= plan.host_bytes
+
+
+@pytest.mark.parametrize("schedule", ["late", "early"])
+@pytest.mark.parametrize(("family", "n_more"), [("llama", 0), ("llama", 100), ("gpt2", 1)])
+def test_sums_of_gradients_take_no_more_of_the_device(
+    family: str, n_more: int, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made on demand, in host memory: what passes through the device has room in the 16-bit gradient's."""
+    data = [make_batch() for _ in range(4)]
+    loop, device = Loop(max_norm=0.5, accumulate=2), torch.device("cpu")
+    expected, final = plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
+    model = make(family)
+    plan = plan_of(traced(family, model), n_more, CKPT)
+
+    def wrap(model: nn.Module) -> tuple[nn.Module, ProTrainOptimizer]:
+        return protrain.wrap(
+            model,
+            adamw(model),
+            example_batch=data[0],
+            device=device,
+            dtype=torch.bfloat16,
+            plan=plan,
+            device_memory=plan.device_bytes,
+            host_memory="1GiB",
+            progress=False,
+        )
+
+    wrapped, optimizer = wrap(make(family))
+    assert true_peak_bytes(wrapped, optimizer, data[0], backwards=2) <= plan.device_bytes
+    assert all(chunk.accumulator_on_host for chunk in optimizer._engine.chunks)
+    with Lateness(schedule).applied(monkeypatch):
+        wrapped, optimizer = wrap(model)
+        assert loop.run(wrapped, optimizer, data) == expected
+        assert_same(states(wrapped, optimizer), final)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
