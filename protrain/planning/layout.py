@@ -38,6 +38,7 @@ ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every 
 LARGE_CHUNK = 8 * 1024**2  # elements: 16 MiB of 16-bit weights, from where transfers reach the link's full rate
 _GRID_STEPS = 32
 _LARGE = 1.5  # as large as a chunk of blocks: what gets one of its own where that may be better
+_MOST_CHUNKS = 256  # blocks far smaller than the rest of a model do not make thousands of chunks
 _WANTED_CHUNKS = 8  # a small model still gets about this many, so that placement has something to choose from
 
 
@@ -126,7 +127,8 @@ def chunk_sizes(profile: ModelProfile) -> tuple[int, ...]:
     """What there is to choose from: :func:`choose_chunk_elements`, and before it a size below large parameters."""
     usual = choose_chunk_elements(profile)
     small = _choose(profile, large=_blocks_alone(profile))
-    return (small, usual) if small * _LARGE <= usual else (usual,)
+    is_better = small * _LARGE <= usual and small * _MOST_CHUNKS >= profile.n_parameters
+    return (small, usual) if is_better else (usual,)
 
 
 def _blocks_alone(profile: ModelProfile) -> int:

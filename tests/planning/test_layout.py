@@ -147,6 +147,14 @@ def test_there_are_two_sizes_to_choose_from_where_a_parameter_is_larger_than_a_b
         assert sizes == 1 or found[0] == 384
 
 
+def test_blocks_that_are_next_to_nothing_do_not_make_thousands_of_chunks() -> None:
+    """A large head for each of several tasks, say, behind scaled identities."""
+    tiny = [(n, [(128, 0)]) for n in range(12)]
+    heads = [(None, [(64_000, 0)]) for _ in range(12)]
+    profile = make_profile([*tiny, *heads])
+    assert chunk_sizes(profile) == (choose_chunk_elements(profile),)
+
+
 def test_the_chosen_size_is_one_block_for_equal_blocks() -> None:
     profile = make_profile([(n, [(1280, 0), (1280, 0), (128, 0)]) for n in range(12)])
     size = choose_chunk_elements(profile)
