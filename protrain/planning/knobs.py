@@ -84,7 +84,7 @@ def _turned(plan: Plan, models: PlanModels) -> Iterator[Change]:
             counts = {name: getattr(plan, name) + (step if name == knob else 0) for name in KNOBS}
             impossible = _impossible(counts, knob, n_chunks, n_blocks, speculates=runtime.speculates)
             if counts["n_persist"] < memory.layout.least_persist:
-                impossible = impossible or "those of large parameters must be"
+                impossible = impossible or "chunks of large parameters must persist"
             if not impossible:
                 least, most = memory.least_buffers(counts["n_persist"]), n_chunks - counts["n_persist"]
                 if knob == "n_buffer" and not least <= counts["n_buffer"] <= most:

@@ -215,5 +215,5 @@ def test_what_lies_out_of_order_must_persist() -> None:
         evaluate(profile, HARDWARE, n_persist=1, n_buffer=2, **counts)
     plan = evaluate(profile, HARDWARE, n_persist=2, n_buffer=2, **counts)
     changes = {(change.knob, change.step): change for change in plan.explain(profile, HARDWARE).changes}
-    assert changes["n_persist", -1].impossible == "those of large parameters must be"
+    assert changes["n_persist", -1].impossible == "chunks of large parameters must persist"
     assert not changes["n_persist", 1].impossible
