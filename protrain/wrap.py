@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from protrain import batch as batches
-from protrain.engine.build import DTYPES, build_engine
+from protrain.engine.build import build_engine
+from protrain.engine.chunks import DTYPES
 from protrain.engine.parameter import PresentParameter, has_moved
 from protrain.engine.weight_files import check_weights
 from protrain.errors import MisuseError, PlanError

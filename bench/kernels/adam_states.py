@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.kernels.peers import close, same_bits
+from bench.kernels.recorder import Recorder
+from bench.kernels.rows import OURS
 from protrain.engine.arena import Arena
 from protrain_kernels import adam_reference, adam_scalars, split
 
@@ -89,6 +92,26 @@ class States:
             return [slice(0, elements)]
         middle = elements // 2 // 128 * 128
         return [slice(0, _SLICE), slice(middle, middle + _SLICE), slice(elements - _SLICE, elements)]
+
+
+def measure_narrow(recorder: Recorder, states: States, run: Callable[[], object], **row: Any) -> None:
+    """A row of ours on ``states`` with moments in bf16, which no peer has in this way; ``row`` says the rest of it."""
+    elements = states.weight.numel()
+
+    def check() -> str:
+        before = [states.part(place) for place in states.places()]
+        run()
+        return expect_bits(states, before)
+
+    recorder.measure(
+        dtype="bfloat16",
+        implementation=OURS,
+        bytes_moved=(BYTES[torch.bfloat16] - NARROW_BYTES) * elements,
+        flops=FLOPS * elements,
+        run=run,
+        check=check,
+        **row,
+    )
 
 
 def expect_bits(states: States, before: list[States]) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.kernels import adam_states
-from bench.kernels.adam_states import BYTES, FLOPS, NARROW_BYTES, SCALARS, OptimizerStep, States
+from bench.kernels.adam_states import BYTES, FLOPS, SCALARS, OptimizerStep, States
 from bench.kernels.peers import built, compiled, installed
 from bench.kernels.recorder import Recorder
 from bench.kernels.roofs import DEVICE
@@ -54,24 +54,9 @@ def test_adam(recorder: Recorder, shape: str, dtype: torch.dtype, implementation
 def test_adam_with_bf16_moments(recorder: Recorder, shape: str) -> None:
     elements = chunk_elements(shape, whole=recorder.timed)
     states = States.random(elements, torch.bfloat16, recorder.device, split_master=True, moment_dtype=torch.bfloat16)
-    run, version = _implementation(recorder, states, OURS)
-
-    def check() -> str:
-        before = [states.part(place) for place in states.places()]
-        run()
-        return adam_states.expect_bits(states, before)
-
-    recorder.measure(
-        operator="adam, split master, bf16 moments",
-        shape=f"{shape} block",
-        dtype="bfloat16",
-        implementation=OURS,
-        version=version,
-        roof=DEVICE,
-        bytes_moved=(BYTES[torch.bfloat16] - NARROW_BYTES) * elements,
-        flops=FLOPS * elements,
-        run=run,
-        check=check,
+    run, _ = _implementation(recorder, states, OURS)
+    adam_states.measure_narrow(
+        recorder, states, run, operator="adam, split master, bf16 moments", shape=f"{shape} block", roof=DEVICE
     )
 
 

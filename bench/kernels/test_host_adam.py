@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.kernels import adam_states
-from bench.kernels.adam_states import BYTES, FLOPS, NARROW_BYTES, SCALARS, OptimizerStep, States
+from bench.kernels.adam_states import BYTES, FLOPS, SCALARS, OptimizerStep, States
 from bench.kernels.peers import built, compiled, installed
 from bench.kernels.recorder import ON_HOST, Recorder
 from bench.kernels.roofs import DRAM, NO_ROOF
@@ -69,26 +69,16 @@ def test_host_adam(recorder: Recorder, shape: str, implementation: str) -> None:
 def test_host_adam_with_bf16_moments(recorder: Recorder, shape: str) -> None:
     elements = chunk_elements(shape, whole=recorder.timed)
     states, fp32_grad = host_states(recorder, elements, split_master=True, moment_dtype=torch.bfloat16)
-    run, version = _implementation(recorder, states, fp32_grad, OURS)
-
-    def check() -> str:
-        before = [states.part(place) for place in states.places()]
-        run()
-        return adam_states.expect_bits(states, before)
-
-    recorder.measure(
+    run, _ = _implementation(recorder, states, fp32_grad, OURS)
+    adam_states.measure_narrow(
+        recorder,
+        states,
+        run,
         operator="host adam, bf16 moments",
         shape=f"{shape} block",
-        dtype="bfloat16",
-        implementation=OURS,
-        version=version,
         roof=DRAM,
-        bytes_moved=(BYTES[torch.bfloat16] - NARROW_BYTES) * elements,
-        flops=FLOPS * elements,
         on_host=True,
         tune_threads=True,
-        run=run,
-        check=check,
     )
 
 

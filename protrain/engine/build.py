@@ -11,7 +11,7 @@ from torch import nn
 
 from protrain.engine.arena import Arena, aligned
 from protrain.engine.buffers import BufferPool
-from protrain.engine.chunks import complete_chunks, held_states, make_chunks, make_members, size_bytes
+from protrain.engine.chunks import DTYPES, complete_chunks, held_states, make_chunks, make_members, size_bytes
 from protrain.engine.engine import Engine
 from protrain.engine.gradients import Gradients
 from protrain.engine.hooks import install
@@ -29,8 +29,6 @@ from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
 from protrain.quantities import format_bytes
 from protrain_kernels.host_library import library
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def debugging() -> bool:

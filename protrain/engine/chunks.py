@@ -40,7 +40,7 @@ _TRANSFERRED = ("weight", "grad")  # the states of a non-persistent chunk that t
 _VALUES = ("weight", "master")  # the states that initialising and loading write
 Piece = tuple[slice, AdamScalars]  # elements of a chunk, and what holds for them in a step
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
-MOMENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(eq=False)
@@ -241,7 +241,7 @@ def _part(states: AdamStates, part: slice) -> AdamStates:
 def state_layout(
     trainable: bool,
     dtype: torch.dtype,
-    moment_dtype: torch.dtype = torch.float32,
+    moment_dtype: torch.dtype,
     *,
     gradient: bool = True,
     accumulator: bool = False,
@@ -271,9 +271,7 @@ def held_states(record: ChunkRecord, plan: Plan, dtype: torch.dtype) -> dict[str
         gradient = not (plan.n_device_gradient or accumulates)
     else:
         gradient = not plan.n_host_gradient
-    return state_layout(
-        record.trainable, dtype, MOMENT_DTYPES[plan.moment_dtype], gradient=gradient, accumulator=accumulates
-    )
+    return state_layout(record.trainable, dtype, DTYPES[plan.moment_dtype], gradient=gradient, accumulator=accumulates)
 
 
 def size_bytes(record: ChunkRecord, kinds: Mapping[str, torch.dtype]) -> list[int]:
@@ -302,7 +300,7 @@ def make_chunks(
     away = layout.chunks[plan.n_persist :]
     sizes = [size for record in away for size in size_bytes(record, held_states(record, plan, dtype))]
     early = [record for record in away[: plan.n_speculate] if record.trainable]
-    copied = state_layout(True, dtype, MOMENT_DTYPES[plan.moment_dtype], gradient=False)
+    copied = state_layout(True, dtype, DTYPES[plan.moment_dtype], gradient=False)
     if plan.early_weights:
         sizes += [record.elements * dtype.itemsize for record in early]
     else:

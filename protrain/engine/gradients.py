@@ -30,10 +30,9 @@ from protrain.engine.regions import Regions
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.worker import HostWorker
 from protrain.errors import PlanError
-from protrain_kernels import flatten, host_accumulate, sum_of_squares, tiles
+from protrain_kernels import PADDING, flatten, host_accumulate, sum_of_squares, tiles
 
 _STAGING_BUFFERS = 2
-_ALIGNMENT = 128  # elements: what every part of a chunk that a kernel sees is a multiple of
 
 
 class Gradients:
@@ -190,8 +189,8 @@ class Gradients:
         chunk.wait_for_accumulation()  # and with it for what was offloaded from chunk.grad
         room = self._staging_memory
         if chunk.elements > self._staging_elements:
-            if (own := self._own_staging(chunk)) is not None and own.numel() > _ALIGNMENT:
-                room = own[: own.numel() // (2 * _ALIGNMENT) * (2 * _ALIGNMENT)]
+            if (own := self._own_staging(chunk)) is not None and own.numel() > PADDING:
+                room = own[: own.numel() // (2 * PADDING) * (2 * PADDING)]
             else:
                 self._need_staging(chunk.elements)
                 room = self._staging_memory

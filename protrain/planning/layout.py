@@ -7,10 +7,11 @@ what it should.
 
 [Note: how large a chunk is] About a block, or several where blocks are so small that transfers of one would not reach
 the link's full rate. Capacity that chunks leave unused costs nothing but in buffers, which are of full size, two of
-them for gradients: of four blocks a chunk those of a 40 B GPT-2 take 13 GiB more than of one, steps of it are predicted
-to take 9% longer on an A100, and those of LLaMA-2 13 B 28% on an H100. Less than a block gains hardly any memory, since
-the chunks of a block are needed together, and loses 3% to 11% for most models: what parts of a block leave unused is
-in every chunk. Of few blocks parts may be chunks all the same, so that placement has something to choose from.
+them for gradients: of four blocks a chunk those of a 40 B GPT-2 take 13 GiB more than of one, and steps (4 x 1024) are
+predicted to take 9% longer on an A100, those of LLaMA-2 13 B (8 x 2048) 28% on an H100. Less than a block gains hardly
+any memory, since the chunks of a block are needed together, and loses 3% to 11% for most models: what parts of a block
+leave unused is in every chunk. Of few blocks parts may be chunks all the same, so that placement has something to
+choose from.
 
 [Note: large parameters] The embedding of a large vocabulary, and the head, may be as large as several blocks, and a
 parameter lies in one chunk. Were all chunks as large, buffers would be too, and placement would have little to choose

@@ -18,7 +18,7 @@ from protrain.planning.layout import chunk_sizes
 from protrain.profiler import ModelProfile
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, plain_run, states
 from tests.engine.lateness import Lateness
-from tests.engine.true_memory import make_batch, make_model, true_peak_bytes
+from tests.engine.true_memory import make_batch, make_model, plans_within_budgets, true_peak_bytes
 
 WORDS = 3000  # by 64: 192,000 elements, of a block 40,000 to 50,000
 HARDWARE = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
@@ -56,6 +56,24 @@ def plan_of(profile: ModelProfile, n_more: int, mode: Any, *, inside: bool = Fal
     )
 
 
+def wrap_with(
+    plan: Plan, family: str, device: torch.device, *, device_memory: int | str = "1GiB", inside: bool = False
+) -> tuple[nn.Module, ProTrainOptimizer]:
+    model = make(family)
+    return protrain.wrap(
+        model,
+        adamw(model),
+        example_batch=make_batch(),
+        device=device,
+        dtype=torch.bfloat16,
+        plan=plan,
+        device_memory=device_memory,
+        host_memory="1GiB",
+        step_during_backward=inside,
+        progress=False,
+    )
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
 @pytest.mark.parametrize(("n_more", "mode"), [(0, CKPT), (0, SWAP), (1, NONE), (100, CKPT)], ids=str)
 @pytest.mark.parametrize(("family", "least"), [("llama", 2), ("llama-frozen", 2), ("gpt2", 0), ("t5", 0)])
@@ -63,21 +81,9 @@ def test_bits(family: str, least: int, n_more: int, mode: Any, inside: bool, dev
     data = [make_batch() for _ in range(4)]
     loop = Loop(max_norm=None if inside else 0.5)
     expected, final = plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
-    model = make(family)
-    plan = plan_of(traced(family, model), n_more, mode, inside=inside)
+    plan = plan_of(traced(family, make(family)), n_more, mode, inside=inside)
     assert plan.n_persist >= least
-    wrapped, optimizer = protrain.wrap(
-        model,
-        adamw(model),
-        example_batch=data[0],
-        device=device,
-        dtype=torch.bfloat16,
-        plan=plan,
-        device_memory="1GiB",
-        host_memory="1GiB",
-        step_during_backward=inside,
-        progress=False,
-    )
+    wrapped, optimizer = wrap_with(plan, family, device, inside=inside)
     assert optimizer.plan.chunk_elements == plan.chunk_elements
     assert loop.run(wrapped, optimizer, data) == expected
     assert_same(states(wrapped, optimizer), final)
@@ -89,17 +95,8 @@ def test_buffers_are_as_large_as_what_passes_through_them() -> None:
     profile = traced("gpt2", model)
     blocks = pack(profile, chunk_sizes(profile)[0]).chunks[1:]
     for n_more, elements in ((0, WORDS * 64), (1, max(chunk.elements for chunk in blocks))):
-        fresh = make("gpt2")
         plan = plan_of(profile, n_more, CKPT)
-        _, optimizer = protrain.wrap(
-            fresh,
-            adamw(fresh),
-            example_batch=make_batch(),
-            device="cpu",
-            dtype=torch.bfloat16,
-            plan=plan,
-            progress=False,
-        )
+        _, optimizer = wrap_with(plan, "gpt2", torch.device("cpu"))
         buffers = optimizer._engine.buffers.buffers
         assert {buffer.memory.numel() for buffer in buffers} == {elements}
         assert optimizer.report().host_bytes <= plan.host_bytes
@@ -114,27 +111,12 @@ def test_sums_of_gradients_take_no_more_of_the_device(
     data = [make_batch() for _ in range(4)]
     loop, device = Loop(max_norm=0.5, accumulate=2), torch.device("cpu")
     expected, final = plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
-    model = make(family)
-    plan = plan_of(traced(family, model), n_more, CKPT)
-
-    def wrap(model: nn.Module) -> tuple[nn.Module, ProTrainOptimizer]:
-        return protrain.wrap(
-            model,
-            adamw(model),
-            example_batch=data[0],
-            device=device,
-            dtype=torch.bfloat16,
-            plan=plan,
-            device_memory=plan.device_bytes,
-            host_memory="1GiB",
-            progress=False,
-        )
-
-    wrapped, optimizer = wrap(make(family))
+    plan = plan_of(traced(family, make(family)), n_more, CKPT)
+    wrapped, optimizer = wrap_with(plan, family, device, device_memory=plan.device_bytes)
     assert true_peak_bytes(wrapped, optimizer, data[0], backwards=2) <= plan.device_bytes
     assert all(chunk.accumulator_on_host for chunk in optimizer._engine.chunks)
     with Lateness(schedule).applied(monkeypatch):
-        wrapped, optimizer = wrap(model)
+        wrapped, optimizer = wrap_with(plan, family, device, device_memory=plan.device_bytes)
         assert loop.run(wrapped, optimizer, data) == expected
         assert_same(states(wrapped, optimizer), final)
 
@@ -142,35 +124,9 @@ def test_sums_of_gradients_take_no_more_of_the_device(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "llama-frozen", "gpt2", "t5"])
 def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype) -> None:
-    model, batch = make(family), make_batch(16)
-    profile = protrain.profile(model, batch, optimizer=adamw(model), device="cpu", dtype=dtype)
-
-    def machine(device_bytes: int) -> protrain.HardwareProfile:
-        return protrain.hardware.detect("cpu", device_memory=device_bytes, host_memory="1GiB")
-
-    most = protrain.search(profile, machine(1 << 40)).device_bytes
-    with pytest.raises(PlanError) as caught:
-        protrain.search(profile, machine(1024))
-    least, sizes = caught.value.needed_bytes, set()
-    for step in range(6):
-        budget = least + (most - least) * step // 5
-        fresh = make(family)
-        wrapped, optimizer = protrain.wrap(
-            fresh,
-            adamw(fresh),
-            example_batch=batch,
-            device="cpu",
-            dtype=dtype,
-            device_memory=budget,
-            host_memory="1GiB",
-            progress=False,
-        )
-        plan = optimizer.plan
-        sizes.add(plan.chunk_elements)
-        peak = true_peak_bytes(wrapped, optimizer, batch)
-        assert peak <= budget, str(plan)
-        assert peak > 0.9 * plan.device_bytes, f"{plan} was predicted to take {plan.device_bytes}, took {peak}"
-    assert min(sizes) == chunk_sizes(profile)[0], "no plan has chunks of a block"
+    plans = plans_within_budgets(lambda: make(family), make_batch(16), dtype, count=6)
+    small, _ = chunk_sizes(traced(family, make(family), dtype))
+    assert min(plan.chunk_elements for plan in plans) == small, "no plan has chunks of a block"
 
 
 def test_the_frontier_begins_with_the_least_of_both_ways() -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import protrain
 from protrain.engine.engine import Engine
+from protrain.errors import PlanError
 from protrain.optim import ProTrainOptimizer
+from protrain.planning import Plan
 from protrain.profiler.meter import StorageMeter
+from tests.engine.harness import adamw
 
 VOCABULARY = 256
 Batch = dict[str, Tensor]
@@ -50,6 +55,47 @@ def make_model(family: str, vocabulary: int = VOCABULARY) -> nn.Module:
 def make_batch(size: int = 4) -> Batch:
     tokens = torch.randint(3, VOCABULARY, (size, 64), generator=torch.Generator().manual_seed(0))
     return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def plans_within_budgets(
+    make: Callable[[], nn.Module], batch: Batch, dtype: torch.dtype, *, count: int, least_ratio: float = 1.0
+) -> list[Plan]:
+    """Plans under ``count`` budgets, from what anything needs to all that helps: none takes more, or hardly less.
+
+    The last budget must be ``least_ratio`` times the first.
+    """
+    model = make()
+    profile = protrain.profile(model, batch, optimizer=adamw(model), device="cpu", dtype=dtype)
+
+    def machine(device_bytes: int) -> protrain.HardwareProfile:
+        return protrain.hardware.detect("cpu", device_memory=device_bytes, host_memory="1GiB")
+
+    most = protrain.search(profile, machine(1 << 40)).device_bytes
+    with pytest.raises(PlanError) as caught:
+        protrain.search(profile, machine(1024))
+    least, plans = caught.value.needed_bytes, []
+    assert most > least_ratio * least, "nothing to choose from"
+    for step in range(count):
+        budget = least + (most - least) * step // (count - 1)
+        model = make()
+        model, optimizer = protrain.wrap(
+            model,
+            adamw(model),
+            example_batch=batch,
+            device="cpu",
+            dtype=dtype,
+            device_memory=budget,
+            host_memory="1GiB",
+            progress=False,
+        )
+        plan, report = optimizer.plan, optimizer.report
+        plans.append(plan)
+        peak = true_peak_bytes(model, optimizer, batch)
+        assert peak <= budget, str(plan)
+        assert peak > 0.9 * plan.device_bytes, f"{plan} was predicted to take {plan.device_bytes}, took {peak}"
+        assert report().device_bytes <= plan.device_bytes
+        assert report().host_bytes <= plan.host_bytes
+    return plans
 
 
 def train(model: nn.Module, optimizer: ProTrainOptimizer, batch: Mapping[str, Tensor], *, backwards: int = 1) -> None:

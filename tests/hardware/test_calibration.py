@@ -323,7 +323,7 @@ def test_the_hosts_chunks_are_many_where_memory_is() -> None:
 def test_a_rate_counts_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     updated: list[int] = []
 
-    def update(chunk: AdamChunk, threads: int = 0) -> None:
+    def update(chunk: AdamChunk, threads: int = 0, moments: object = None) -> None:
         updated.append(id(chunk))
 
     def three_times_30_ms(run: Callable[[], None], device: torch.device, *, budget_s: float) -> list[float]:

@@ -48,13 +48,9 @@ class AdamChunk:
         """Its parameters."""
         return self.weight.numel()
 
-    def update(self, threads: int = 0) -> None:
-        """One AdamW step where the chunk lies."""
-        adam(self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad, STEP, threads=threads)
-
-    def update_narrow(self, moments: tuple[Tensor, Tensor], threads: int = 0) -> None:
-        """The same with ``moments``, in bf16, in place of its own."""
-        exp_avg, exp_avg_sq = moments
+    def update(self, threads: int = 0, moments: tuple[Tensor, Tensor] | None = None) -> None:
+        """One AdamW step where the chunk lies, with ``moments`` in place of its own where they are given."""
+        exp_avg, exp_avg_sq = moments or (self.exp_avg, self.exp_avg_sq)
         adam(self.weight, self.master, exp_avg, exp_avg_sq, self.grad, STEP, threads=threads)
 
     def make_weight(self, new_weight: Tensor, threads: int = 0) -> None:
@@ -83,12 +79,10 @@ def adam_figure(
 
     def update_all() -> None:
         for chunk in chunks:
-            if narrow_moments is not None:
-                chunk.update_narrow(narrow_moments, threads)
-            elif new_weight is not None:
+            if new_weight is not None:
                 chunk.make_weight(new_weight, threads)
             else:
-                chunk.update(threads)
+                chunk.update(threads, narrow_moments)
 
     return figure_of(
         name,
