@@ -12,8 +12,9 @@ from bench.planner.draw import draw
 from bench.planner.measure import Point
 from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile
-from protrain.planning import MemoryModel, Plan, evaluate, pack
+from protrain.planning import MemoryModel, Plan, evaluate
 from protrain.planning.layout import updated_chunks
+from protrain.planning.plan import layout_of
 from protrain.profiler import ModelProfile
 
 _SWITCHES = ("early_weights", "keep_attention")
@@ -87,23 +88,19 @@ def again(
 
 def plan_key(plan: Plan) -> tuple[int, ...]:
     """What tells plans for one case apart."""
-    return (*_knobs_of(plan).values(), plan.chunk_elements)
-
-
-def _knobs_of(plan: Plan) -> dict[str, int]:
-    return {name: int(getattr(plan, name)) for name in _KNOBS}
+    return tuple(int(getattr(plan, name)) for name in _KNOBS)
 
 
 def _neighbours(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool
 ) -> Iterator[Plan]:
-    layout = pack(profile, plan.chunk_elements)
+    layout = layout_of(profile, plan)
     memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
     updated = updated_chunks(profile, layout)
     attends = plan.n_ckpt > 0 and any(block.attention_bytes for block in profile.blocks)
     for knob in _KNOBS if attends else _KNOBS[:-1]:
         for change in (1, -1):
-            counts = _knobs_of(plan)
+            counts = dict(zip(_KNOBS, plan_key(plan), strict=True))
             counts[knob] += change
             away = plan.n_chunks - counts["n_persist"]
             if (
@@ -117,7 +114,8 @@ def _neighbours(
             moved = counts["n_ckpt_swap"] if knob == "n_ckpt_swap" else min(counts["n_ckpt_swap"], counts["n_ckpt"])
             buffers = counts["n_buffer"]
             if knob != "n_buffer":
-                buffers = max(min(buffers, away), memory.least_buffers(counts["n_persist"]))
+                most = memory.all_buffers(counts["n_persist"])
+                buffers = max(min(buffers, most), memory.least_buffers(counts["n_persist"]))
             while buffers >= 0 and early >= 0:
                 others = sum(chunk >= counts["n_persist"] + early for chunk in updated)
                 stream = counts["n_stream"] if knob == "n_stream" else min(counts["n_stream"], others)
@@ -135,6 +133,7 @@ def _neighbours(
                         n_stream=stream,
                         keep_attention=bool(counts["keep_attention"]),
                         chunk_elements=plan.chunk_elements,
+                        large_first=plan.large_first,
                         step_during_backward=step_during_backward,
                     )
                     break

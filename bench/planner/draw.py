@@ -7,8 +7,8 @@ import random
 import numpy as np
 
 from protrain.hardware import HardwareProfile
-from protrain.planning import MemoryModel, Plan, block_modes, evaluate, pack
-from protrain.planning.layout import chunk_sizes, updated_chunks
+from protrain.planning import MemoryModel, Plan, block_modes, evaluate
+from protrain.planning.layout import layouts, updated_chunks
 from protrain.profiler.model_profile import ModelProfile
 
 _TRIES = 20_000
@@ -23,13 +23,12 @@ def draw(
     for, so that small models do not yield everything persistent every time.
     """
     generator = random.Random(seed)
-    layouts = [pack(profile, size) for size in chunk_sizes(profile)]
     kinds = [profile]
     if any(block.attention_bytes for block in profile.blocks):
         kinds.append(profile.keeping_attention())
     models = [
         [MemoryModel(kind, hardware, layout, update_in_backward=step_during_backward) for kind in kinds]
-        for layout in layouts
+        for layout in layouts(profile)
     ]
     n_blocks = len(profile.blocks)
     found: dict[tuple[int, ...], Plan] = {}
@@ -39,12 +38,12 @@ def draw(
         n_swap = generator.choice([0, generator.randint(0, n_blocks)])
         n_ckpt = generator.randint(0, n_blocks - n_swap)
         keep_attention = n_ckpt > 0 and generator.randrange(len(kinds)) > 0
-        memory = models[generator.randrange(len(layouts)) if len(layouts) > 1 else 0][keep_attention]
+        memory = models[generator.randrange(len(models)) if len(models) > 1 else 0][keep_attention]
         layout = memory.layout
         n_chunks = len(layout.chunks)
-        n_persist = generator.randint(layout.least_persist, n_chunks)
+        n_persist = generator.randint(0, n_chunks)
         least = memory.least_buffers(n_persist)
-        n_buffer = generator.randint(least, max(least, n_chunks - n_persist))
+        n_buffer = generator.randint(least, max(least, memory.all_buffers(n_persist)))
         n_ckpt_swap = generator.choice([0, generator.randint(0, n_ckpt)])
         activations = memory.activations(block_modes(n_blocks, n_swap, n_ckpt, n_ckpt_swap))
         fits = memory.device_bytes(n_persist, n_buffer, activations) <= hardware.device_bytes
@@ -63,7 +62,7 @@ def draw(
         if memory.device_bytes(n_persist, n_buffer, activations, n_stream) > hardware.device_bytes:
             continue
         updates = n_speculate, early_weights and n_speculate > 0, n_stream
-        key = (n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, *updates, keep_attention, layout.chunk_elements)
+        key = (n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, *updates, keep_attention, layout.large_first)
         if key not in found:
             found[key] = evaluate(
                 profile,
@@ -77,7 +76,7 @@ def draw(
                 early_weights=early_weights,
                 n_stream=n_stream,
                 keep_attention=keep_attention,
-                chunk_elements=layout.chunk_elements,
+                large_first=layout.large_first,
                 step_during_backward=step_during_backward,
             )
     return list(found.values())

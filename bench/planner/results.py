@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from bench.planner.cases import Case
 from bench.planner.measure import Point
 from protrain.hardware import HardwareProfile
-from protrain.planning import MemoryModel, Plan, RuntimeModel, pack
+from protrain.planning import MemoryModel, Plan, RuntimeModel
 from protrain.planning.paper import paper_step_ms
-from protrain.planning.plan import as_planned
+from protrain.planning.plan import as_planned, layout_of
 from protrain.profiler import ModelProfile
 from protrain.records import Record
 
@@ -35,7 +35,7 @@ class CaseResult(Record):
 
     def predict(self, plan: Plan) -> Prediction:
         """Time and memory of ``plan`` by the models as they are now."""
-        layout = pack(self.profile, plan.chunk_elements)
+        layout = layout_of(self.profile, plan)
         profile = as_planned(self.profile, plan)
         memory = MemoryModel(
             profile,

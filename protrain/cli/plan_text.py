@@ -34,7 +34,7 @@ def summary_text(
         ["step", f"{format_ms(plan.step_ms)}, {plan.tokens_per_s:,.0f} tokens/s ({basis}){slower and '; '}{slower}"],
         [f"{device} memory", f"{format_bytes(plan.device_bytes)} of {format_bytes(why.device_limit_bytes)}"],
         ["host memory", f"{format_bytes(plan.host_bytes)} of {format_bytes(why.host_limit_bytes)}"],
-        ["model states", _states(plan, device)],
+        ["model states", _states(plan, why.large_buffers, device)],
         ["updates", _updates(plan, device, updates_in_backward)],
         ["activations", _activations(plan)],
         ["limited by", _limits(why, device)],
@@ -44,13 +44,16 @@ def summary_text(
     return aligned([row for row in rows if row[1]])
 
 
-def _states(plan: Plan, device: str) -> str:
+def _states(plan: Plan, n_large: int, device: str) -> str:
     away = plan.n_chunks - plan.n_persist
     if not away:
         return f"all {_counted(plan.n_chunks, 'chunk')} on the {device}"
+    buffers = [_counted(plan.n_buffer, "buffer")] if plan.n_buffer else []
+    buffers += [_counted(n_large, "large one" if buffers else "large buffer")] if n_large else []
+    others = f"the weights of the other {away} pass" if away > 1 else "the weight of the other passes"
     return (
-        f"{plan.n_persist} of {_counted(plan.n_chunks, 'chunk')} on the {device}; the weights of the other {away} pass "
-        f"from host memory through {_counted(plan.n_buffer, 'buffer')}"
+        f"{plan.n_persist} of {_counted(plan.n_chunks, 'chunk')} on the {device}; {others} from host memory through "
+        f"{' and '.join(buffers)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Chunk buffers: the n_buffer device slots through which non-persistent chunks pass.
+"""Chunk buffers: the n_buffer device slots through which non-persistent chunks pass, and those for large chunks.
 
 [Note: residency] A buffer's content goes through these states and no others:
 
@@ -91,8 +91,8 @@ class BufferPool:
     def __init__(
         self,
         *,
-        n_buffer: int,
-        chunk_elements: int,
+        n_buffers: tuple[int, int],  # and those for large chunks
+        buffer_elements: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
         streams: Streams,
@@ -102,10 +102,15 @@ class BufferPool:
         self.poison = poison
         start = float("nan") if poison else 0.0
         # One allocation each: saved tensors are recognised by the address of their storage.
-        self.buffers = [
-            Buffer(streams.lasting(torch.full((chunk_elements,), start, dtype=dtype, device=device)), streams)
-            for _ in range(n_buffer)
-        ]
+        usual, large = (
+            [
+                Buffer(streams.lasting(torch.full((elements,), start, dtype=dtype, device=device)), streams)
+                for _ in range(n_buffer)
+            ]
+            for n_buffer, elements in zip(n_buffers, buffer_elements, strict=True)
+        )
+        self.buffers = [*usual, *large]
+        self._for_large = {False: usual, True: large}
         for buffer in self.buffers:
             streams.compute_reached(buffer.free)
         self._by_address = {buffer.memory.untyped_storage().data_ptr(): buffer for buffer in self.buffers}
@@ -122,7 +127,7 @@ class BufferPool:
         """The weight of ``chunk`` on the device, kept there until ``release``. Blocks only for its own update."""
         buffer = self._holding(chunk.index)
         if buffer is None:
-            buffer = self._free_buffer(schedule, needed_in=0)
+            buffer = self._free_buffer(chunk, schedule, needed_in=0)
             assert buffer is not None, "a unit needs more chunks at once than there are buffers"
             self._assign(buffer, chunk)
         if buffer.state is Residency.QUEUED:
@@ -196,7 +201,7 @@ class BufferPool:
             chunk = chunks[index]
             if chunk.persistent or self._holding(index) is not None:
                 continue
-            buffer = self._free_buffer(schedule, needed_in=schedule.next_use(index))
+            buffer = self._free_buffer(chunk, schedule, needed_in=schedule.next_use(index))
             if buffer is None:
                 return
             self._assign(buffer, chunk)
@@ -220,10 +225,10 @@ class BufferPool:
         assert buffer.chunk is not None
         return buffer if buffer.chunk.index == index else None
 
-    def _free_buffer(self, schedule: Schedule, *, needed_in: int) -> Buffer | None:
-        """An empty buffer, or the one whose content is needed last and later than ``needed_in`` visits."""
+    def _free_buffer(self, chunk: Chunk, schedule: Schedule, *, needed_in: int) -> Buffer | None:
+        """One for ``chunk``: empty, or the one whose content is needed last and later than ``needed_in`` visits."""
         victim, latest = None, needed_in
-        for buffer in self.buffers:
+        for buffer in self._for_large[chunk.large]:
             if buffer.state is Residency.EMPTY:
                 return buffer
             assert buffer.chunk is not None

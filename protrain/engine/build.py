@@ -23,8 +23,8 @@ from protrain.engine.streams import streams_for
 from protrain.engine.swap import ALIGNMENT_BYTES, HostSlots
 from protrain.engine.units import make_units
 from protrain.engine.worker import HostWorker
-from protrain.planning.layout import pack, streamed_chunks, updated_chunks
-from protrain.planning.plan import BlockMode, Plan, as_planned, moved_input_bytes
+from protrain.planning.layout import most_held, streamed_chunks, updated_chunks
+from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, moved_input_bytes
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
 from protrain.quantities import format_bytes
@@ -69,7 +69,7 @@ def build_engine(
     """
     library()  # built now, and a missing compiler is said now, not in the middle of the first step
     dtype = DTYPES[profile.dtype]
-    layout = pack(profile, plan.chunk_elements)
+    layout = layout_of(profile, plan)
     streams = streams_for(device)
     arena = Arena(device)
     first = plan.n_persist + plan.n_speculate
@@ -86,10 +86,9 @@ def build_engine(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what initialising took
     complete_chunks(chunks, layout, plan, dtype, device)
-    away = [chunk for chunk in chunks if not chunk.persistent]
     buffers = BufferPool(
-        n_buffer=plan.n_buffer if away else 0,
-        chunk_elements=layout.buffer_elements(plan.n_persist),
+        n_buffers=(plan.n_buffer, most_held(profile, layout)[plan.n_persist][1]),
+        buffer_elements=layout.buffer_elements(plan.n_persist),
         dtype=dtype,
         device=device,
         streams=streams,
@@ -103,21 +102,25 @@ def build_engine(
         members=members,
         device=device,
         dtype=dtype,
-        staging_elements=layout.gradient_elements(plan.n_persist)[1],
+        staging_elements=layout.gradient_elements(plan.n_persist),
         streams=streams,
         worker=worker,
         arena=arena,
         spare_device_bytes=spare_device_bytes,
         host_bytes=host_bytes,
-        region_elements=layout.gradient_elements(plan.n_persist),
+        region_elements=(
+            layout.persistent_gradient_elements(plan.n_persist),
+            layout.gradient_elements(plan.n_persist)[0],
+        ),
         n_device_regions=plan.n_device_gradient,
         n_host_regions=plan.n_host_gradient,
         poison=debugging(),
     )
     units = make_units(model, profile, plan, layout, chunks, members)
+    persistent = layout.chunks[: plan.n_persist]
     fixed_bytes = (
         profile.buffer_bytes
-        + sum(sum(size_bytes(record, held_states(record, plan, dtype))) for record in layout.chunks[: plan.n_persist])
+        + sum(sum(size_bytes(record, held_states(record, layout, plan, dtype))) for record in persistent)
         + sum(buffer.memory.nbytes for buffer in buffers.buffers)
         + gradients.device_bytes
         + (streamer.staging_bytes if streamer is not None else 0)

@@ -72,6 +72,7 @@ class Chunk:
     elements: int
     trainable: bool
     persistent: bool
+    large: bool  # of one parameter that is larger than other chunks: [Note: large parameters] in planning.layout
     weight: Tensor
     master: Tensor | None
     exp_avg: Tensor | None
@@ -263,14 +264,14 @@ def state_layout(
     return states
 
 
-def held_states(record: ChunkRecord, plan: Plan, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def held_states(record: ChunkRecord, layout: Layout, plan: Plan, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """What the chunk of ``record`` has for itself under ``plan``, with its dtypes."""
     persistent, accumulates = record.index < plan.n_persist, plan.accumulation > 1
+    shares = plan.n_device_gradient if persistent else plan.n_host_gradient and not layout.is_large(record)
+    gradient = not shares
     if persistent:  # fp32 gradients are added to the gradient itself
         accumulates = accumulates and dtype is not torch.float32
-        gradient = not (plan.n_device_gradient or accumulates)
-    else:
-        gradient = not plan.n_host_gradient
+        gradient = gradient and not accumulates
     return state_layout(record.trainable, dtype, DTYPES[plan.moment_dtype], gradient=gradient, accumulator=accumulates)
 
 
@@ -298,19 +299,19 @@ def make_chunks(
     gradients share regions chunks have no room for their own; the arena's piece has that of the regions.
     """
     away = layout.chunks[plan.n_persist :]
-    sizes = [size for record in away for size in size_bytes(record, held_states(record, plan, dtype))]
+    sizes = [size for record in away for size in size_bytes(record, held_states(record, layout, plan, dtype))]
     early = [record for record in away[: plan.n_speculate] if record.trainable]
     copied = state_layout(True, dtype, DTYPES[plan.moment_dtype], gradient=False)
     if plan.early_weights:
         sizes += [record.elements * dtype.itemsize for record in early]
     else:
         sizes += [size for record in early for size in size_bytes(record, copied)]
-    sizes += [layout.gradient_elements(plan.n_persist)[1] * dtype.itemsize] * plan.n_host_gradient
+    sizes += [layout.gradient_elements(plan.n_persist)[0] * dtype.itemsize] * plan.n_host_gradient
     arena.reserve(sum(map(aligned, sizes)))
     chunks = []
     for record in layout.chunks:
         persistent = record.index < plan.n_persist
-        kinds = held_states(record, plan, dtype)
+        kinds = held_states(record, layout, plan, dtype)
         if persistent:
             states = _on_device(record, {name: kinds[name] for name in _VALUES if name in kinds}, device)
         else:
@@ -333,6 +334,7 @@ def make_chunks(
                 elements=record.elements,
                 trainable=record.trainable,
                 persistent=persistent,
+                large=layout.is_large(record),
                 weight=states["weight"],
                 master=states.get("master"),
                 exp_avg=states.get("exp_avg"),
@@ -357,7 +359,7 @@ def complete_chunks(chunks: list[Chunk], layout: Layout, plan: Plan, dtype: torc
     Once the weights are in place: until then there is room for what making them takes.
     """
     for chunk, record in zip(chunks[: plan.n_persist], layout.chunks[: plan.n_persist], strict=True):
-        kinds = held_states(record, plan, dtype)
+        kinds = held_states(record, layout, plan, dtype)
         rest = _on_device(record, {name: kind for name, kind in kinds.items() if name not in _VALUES}, device)
         chunk.exp_avg, chunk.exp_avg_sq = rest.get("exp_avg"), rest.get("exp_avg_sq")
         chunk.grad, chunk.accumulator = rest.get("grad"), rest.get("accumulator")

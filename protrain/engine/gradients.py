@@ -30,9 +30,8 @@ from protrain.engine.regions import Regions
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.worker import HostWorker
 from protrain.errors import PlanError
+from protrain.planning.layout import STAGING_BUFFERS
 from protrain_kernels import PADDING, flatten, host_accumulate, sum_of_squares, tiles
-
-_STAGING_BUFFERS = 2
 
 
 class Gradients:
@@ -44,7 +43,7 @@ class Gradients:
         members: list[Member],
         device: torch.device,
         dtype: torch.dtype,
-        staging_elements: int,
+        staging_elements: tuple[int, int],  # and of that of large chunks
         streams: Streams,
         worker: HostWorker,
         arena: Arena,
@@ -77,13 +76,15 @@ class Gradients:
         self._host_partials: Tensor | None = None
         self._filled = streams.mark()
         self._filled_whole = streams.mark()
-        self._drained = [streams.mark() for _ in range(_STAGING_BUFFERS)]
-        for mark in self._drained:
+        self._drained = [streams.mark() for _ in range(STAGING_BUFFERS)]
+        self._large_drained = streams.mark()
+        for mark in (*self._drained, self._large_drained):
             streams.compute_reached(mark)
         self._turn = 0
         self._staging_elements = 0
         self._staging_memory = torch.empty(0, dtype=dtype, device=device)
-        self._need_staging(staging_elements)
+        self._need_staging(staging_elements[0])
+        self._large_staging = streams.lasting(torch.zeros(staging_elements[1], dtype=dtype, device=device))
         self._device_region, self._host_region = region_elements
         self._on_device = torch.zeros((n_device_regions, self._device_region), dtype=dtype, device=device)
         self._regions = {  # by whether they are those of persistent chunks
@@ -98,7 +99,8 @@ class Gradients:
     @property
     def device_bytes(self) -> int:
         """Device memory that lies here for good."""
-        return self.partials.nbytes + self._staging_memory.nbytes + self._on_device.nbytes
+        staging = self._staging_memory.nbytes + self._large_staging.nbytes
+        return self.partials.nbytes + staging + self._on_device.nbytes
 
     def is_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient that step() has not been told to forget."""
@@ -145,8 +147,8 @@ class Gradients:
 
     def give_back(self, chunk: Chunk) -> None:
         """The update of ``chunk`` is queued, and nothing else needs its gradient."""
-        if chunk.persistent in self._regions:
-            self._regions[chunk.persistent].give_back(chunk)
+        if (regions := self._shared(chunk)) is not None:
+            regions.give_back(chunk)
 
     def reset(self) -> None:
         """Forget every gradient (``zero_grad``)."""
@@ -211,9 +213,13 @@ class Gradients:
         assert gradient is not None
         return gradient
 
+    def _shared(self, chunk: Chunk) -> Regions | None:
+        """Those that ``chunk`` takes turns in with others; None: it has a gradient of its own."""
+        return None if chunk.large and not chunk.persistent else self._regions.get(chunk.persistent)
+
     def _borrow(self, chunk: Chunk) -> None:
-        if chunk.persistent in self._regions:
-            self._regions[chunk.persistent].borrow(chunk)
+        if (regions := self._shared(chunk)) is not None:
+            regions.borrow(chunk)
 
     def _another_on_device(self) -> Tensor:
         count = self._device_region * self.dtype.itemsize
@@ -241,7 +247,7 @@ class Gradients:
 
     def _accumulates(self, chunk: Chunk, *, again: bool) -> bool:
         """Whether ``chunk`` needs an accumulator now; ``again`` is whether it has a gradient already."""
-        if chunk.persistent in self._regions:
+        if self._shared(chunk) is not None:
             return again or self.no_sync
         return again and not (chunk.persistent and self.dtype is torch.float32)
 
@@ -263,10 +269,13 @@ class Gradients:
         if own is not None:
             staging, drained = own, self._filled_whole
             self.streams.compute_waits(chunk.offloaded)
+        elif chunk.large and not chunk.persistent:
+            staging, drained = self._large_staging[: chunk.elements], self._large_drained
+            self.streams.compute_waits(drained)
         else:
             self._need_staging(chunk.elements)
             turn = self._turn
-            self._turn = (turn + 1) % _STAGING_BUFFERS
+            self._turn = (turn + 1) % STAGING_BUFFERS
             staging, drained = self._staging[turn], self._drained[turn]
             self.streams.compute_waits(drained)
         if self.poison:
@@ -311,10 +320,9 @@ class Gradients:
         begun = any(self.present[member.index] for member in chunk.members)
         if chunk.persistent:
             waiting = {m.chunk.index: m.chunk for m in self.members if m.group >= 0 and m.chunk.persistent}.values()
-            largest = max(other.elements for other in waiting)
-            staging = 0
-            if chunk.persistent in self._regions:
-                staging = max(0, _STAGING_BUFFERS * largest * self.dtype.itemsize - self._staging_memory.nbytes)
+            staging, largest = 0, max(other.elements for other in waiting)
+            if self._shared(chunk) is not None:
+                staging = max(0, STAGING_BUFFERS * largest * self.dtype.itemsize - self._staging_memory.nbytes)
             everything = sum(other.elements * 4 for other in waiting if other.accumulator is None)
             # An accumulator on the host needs staging on the device where a chunk has no gradient of its own, which
             # would do: its room comes first unless none will be there.
@@ -374,7 +382,7 @@ class Gradients:
 
     def _own_staging(self, chunk: Chunk) -> Tensor | None:
         """Of a chunk whose gradients are summed on the host: the room that its gradient had on the device."""
-        return chunk.grad if chunk.persistent and chunk.persistent not in self._regions else None
+        return chunk.grad if chunk.persistent and self._shared(chunk) is None else None
 
     def _need_staging(self, elements: int) -> None:
         if elements <= self._staging_elements:
@@ -384,9 +392,9 @@ class Gradients:
         # One allocation, so that both halves together can also carry one chunk in fp32.
         self._staging_elements = elements
         self._staging_memory = self.streams.lasting(
-            torch.zeros(_STAGING_BUFFERS * elements, dtype=self.dtype, device=self.device)
+            torch.zeros(STAGING_BUFFERS * elements, dtype=self.dtype, device=self.device)
         )
-        self._staging = list(self._staging_memory.view(_STAGING_BUFFERS, elements))
+        self._staging = list(self._staging_memory.view(STAGING_BUFFERS, elements))
 
 
 def _merged(members: list[Member]) -> list[tuple[int, int]]:

@@ -171,7 +171,8 @@ class Bounds(Durations):
         return last + self._n_before * np.asarray(self._before.bound_ms(step, n_persist, n_buffer, 0))
 
     def _last_bound_ms(self, step: Undisturbed, n_persist: int, n_buffer: Counts, n_speculate: Counts) -> Times:
-        again = np.maximum(0, self._used_from[n_persist] - n_buffer) * self._least_upload[n_persist]
+        without_buffer = np.maximum(0, self._used_from[n_persist] - self._n_large[n_persist] - n_buffer)
+        again = without_buffer * self._least_upload[n_persist]
         backward = np.maximum(step.backward_ms, step.back_ms + again)
         gpu = step.forward_ms + backward + self._device_before[n_persist]
         if n_persist > self._last_trainable or self._hardware.device_type == "cpu":

@@ -201,7 +201,7 @@ class Columns:
             firsts = np.minimum.reduceat(np.where(fits, rows, len(rows)), starts)
             first = firsts[of_column]
             counts = (rows >= first) & (rows <= np.maximum(first, balanced))
-            all_buffers, most_early = self._n_chunks - n_persist, self._most_early(n_persist)
+            all_buffers, most_early = self._memory.all_buffers(n_persist), self._most_early(n_persist)
             bound_ms = self._runtime.bound_ms(self._undisturbed, n_persist, all_buffers, most_early)
             bounds_ms = np.minimum.reduceat(np.where(counts, bound_ms, np.inf), starts).tolist()
             for at in np.flatnonzero(firsts < len(rows)).tolist():
@@ -230,7 +230,7 @@ class Columns:
     def _place(self, n_persist: int, moves: bool) -> _Placed:
         placed = self._placed.get((n_persist, moves))
         if placed is None:
-            runtime, all_buffers = self._runtime, self._n_chunks - n_persist
+            runtime, all_buffers = self._runtime, self._memory.all_buffers(n_persist)
             n_buffer = self._most_buffers(n_persist, moves)
             most_early = self._most_early(n_persist)
             placed = self._placed[n_persist, moves] = _Placed(
@@ -257,7 +257,7 @@ class Columns:
     def _walk(self, column: _Column) -> None:
         """Where nothing moves."""
         n_persist = column.n_persist
-        placed, all_buffers = self._place(n_persist, moves=False), self._n_chunks - n_persist
+        placed, all_buffers = self._place(n_persist, moves=False), self._memory.all_buffers(n_persist)
         postponed: list[int] = []
         before = -1
         for row in range(column.first, column.end):
@@ -295,7 +295,7 @@ class Columns:
         See the second list above.
         """
         n_persist = column.n_persist
-        placed, all_buffers = self._place(n_persist, moves=True), self._n_chunks - n_persist
+        placed, all_buffers = self._place(n_persist, moves=True), self._memory.all_buffers(n_persist)
         lost = -1  # with as many buffers or fewer it is too slow, and so it is with more recomputed
         tested = False
         undecided = -1  # a row whose step with every chunk in a buffer tells whether the column ends with it
@@ -377,7 +377,7 @@ class Columns:
     def _unlimited_ms(self, row: int, n_persist: int) -> float:
         """With every chunk in a buffer, where inputs move; counted as tried when that was asked."""
         most_early = int(self._place(n_persist, moves=True).most_early[row])
-        all_buffers = self._n_chunks - n_persist
+        all_buffers = self._memory.all_buffers(n_persist)
         return self._runtime.fitted_ms(self._modes(row), n_persist, all_buffers, most_early, limit_ms=self._paying_ms)[
             0
         ]
@@ -389,7 +389,7 @@ class Columns:
     def _ends_column(self, row: int, n_persist: int, limit_ms: float) -> bool:
         """Whether a choice that takes ``limit_ms`` or more leaves nothing to find in its column."""
         n_buffer = int(self._place(n_persist, moves=False).n_buffer[row])
-        unlimited_ms, _ = self._simulated_ms(row, n_persist, self._n_chunks - n_persist, limit_ms, moves=False)
+        unlimited_ms, _ = self._simulated_ms(row, n_persist, self._memory.all_buffers(n_persist), limit_ms, moves=False)
         if unlimited_ms >= limit_ms:
             return True
         hardly_slower_ms = unlimited_ms * (1 + self._gain)

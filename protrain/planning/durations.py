@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain, cycle
 
 from protrain.planning.compute_times import compute_times
 from protrain.planning.contention import OTHERS, rates
 from protrain.planning.fetches import Fetches
-from protrain.planning.layout import updated_chunks
+from protrain.planning.layout import STAGING_BUFFERS, most_held, updated_chunks
 from protrain.planning.memory import MemoryModel
 from protrain.planning.step import Visit
 from protrain.planning.streaming import streamed_rates
@@ -75,7 +76,8 @@ class Durations:
                 self._inputs_ms[unit] = _ms(size_in, hardware.d2h_gbps), _ms(size_in, hardware.h2d_gbps)
                 self._recompute_ms[unit] = self.times.recompute[block] / n_calls
                 self._swappable[unit] = block if size else None
-        self._fetches = Fetches(self._visits, layout.unit_chunks, held, [chunk.trainable for chunk in layout.chunks])
+        self._n_large = [n_large for _, n_large in most_held(profile, layout)]
+        self._fetches = Fetches(self._visits, layout.unit_chunks, held, layout, self._n_large)
         self._needed = held
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
         streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
@@ -117,19 +119,29 @@ class Durations:
         around = (unit, *self._profile.units[unit].within)
         return tuple(sorted({chunk for member in around for chunk in chunks[member]}))
 
+    def _staging(self, n_persist: int) -> dict[int, int]:
+        """By gradient which buffer it passes through: usual ones take turns, the last is for large ones; -1: none."""
+        turns, found = cycle(range(STAGING_BUFFERS)), {}
+        for index in chain.from_iterable(self._gradients_of_visit):
+            chunk = self._layout.chunks[self._gradients[index][0]]
+            found[index] = -1
+            if chunk.index >= n_persist:
+                found[index] = STAGING_BUFFERS if self._layout.is_large(chunk) else next(turns)
+        return found
+
     def _placed(self, n_persist: int) -> list[Visit]:
         """The turns of forward and backward where so many chunks are persistent."""
         known = self._visits_of.get(n_persist)
         if known is not None:
             return known
-        n_visits = len(self._profile.calls)
+        n_visits, staging = len(self._profile.calls), self._staging(n_persist)
         visits = self._visits_of[n_persist] = [
             Visit(
                 name=self._profile.units[unit].name,
                 unit=unit,
                 chunks=tuple(chunk for chunk in self._needed[at] if chunk >= n_persist),
                 gradients=tuple(
-                    (index, *self._gradients[index], self._gradients[index][0] >= n_persist)
+                    (index, *self._gradients[index], staging[index])
                     for index in (self._gradients_of_visit[at - n_visits] if at >= n_visits else ())
                 ),
             )

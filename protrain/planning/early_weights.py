@@ -29,7 +29,7 @@ def next_gradients(step: Step, offloads: Sequence[float], device_ms: float) -> l
     takes ``device_ms``, and a forward is over, as the first one did.
     """
     found = [inf] * len(step.upload_ms)
-    chunks = (chunk for visit in step.backward for _, chunk, _, _, offloaded in visit.gradients if offloaded)
+    chunks = (chunk for visit in step.backward for _, chunk, _, _, staging in visit.gradients if staging >= 0)
     for chunk, start in zip(chunks, offloads, strict=True):
         found[chunk] = min(found[chunk], device_ms + start)
     return found

@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.caution import host_share
 from protrain.planning.knobs import Change, PlanModels, changes_of
-from protrain.planning.layout import Layout, chunk_sizes, pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.phases import WAITS, Phase, phases
 from protrain.planning.plan import BlockMode, Plan, moved_input_bytes
-from protrain.planning.runtime import RuntimeModel
 from protrain.planning.search import check, search
 from protrain.planning.tables import aligned, format_change, format_ms
 from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
@@ -50,6 +48,7 @@ class Explanation(Record):
     tokens_per_s: float
     device_limit_bytes: int
     host_limit_bytes: int
+    large_buffers: int  # beside the plan's n_buffer, for chunks of large parameters
     device_parts: dict[str, int]
     host_parts: dict[str, int]
     phases: tuple[Phase, ...]
@@ -153,21 +152,21 @@ def explain(
         PlanError: it does not fit ``hardware``.
     """
     plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
-    layout = pack(profile, plan.chunk_elements)
-    models = PlanModels(plan, profile, hardware, layout, step_during_backward=step_during_backward)
+    models = PlanModels(plan, profile, hardware, step_during_backward=step_during_backward)
     here, better = _with_more(plan, profile, hardware, step_during_backward)
     return Explanation(
         plan=plan,
         tokens_per_s=plan.tokens_per_s,
         device_limit_bytes=hardware.device_bytes,
         host_limit_bytes=hardware.host_bytes,
+        large_buffers=models.memory.large_buffers(plan.n_persist),
         device_parts=device_parts(plan, models.memory),
         host_parts=host_parts(plan, models.memory),
         host_share=host_share(hardware),
         cautious_ms=models.slower.step_ms(
             plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
         ),
-        phases=phases(_timeline(plan, profile, models.runtime, hardware, layout)),
+        phases=phases(_timeline(plan, profile, models)),
         changes=tuple(changes_of(plan, profile, hardware, models)),
         here=here,
         better=tuple(better),
@@ -178,9 +177,8 @@ def timeline_of(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
 ) -> Timeline:
     """One step of ``plan``. On a CPU, where all follows each other, forward, backward, copies and updates."""
-    layout = pack(profile, plan.chunk_elements)
-    models = PlanModels(plan, profile, hardware, layout, step_during_backward=step_during_backward)
-    return _timeline(plan, profile, models.runtime, hardware, layout)
+    models = PlanModels(plan, profile, hardware, step_during_backward=step_during_backward)
+    return _timeline(plan, profile, models)
 
 
 def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
@@ -223,9 +221,8 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     return {**parts, "other": needed - sum(parts.values())}
 
 
-def _timeline(
-    plan: Plan, profile: ModelProfile, runtime: RuntimeModel, hardware: HardwareProfile, layout: Layout
-) -> Timeline:
+def _timeline(plan: Plan, profile: ModelProfile, models: PlanModels) -> Timeline:
+    runtime, hardware, layout = models.runtime, models.memory.hardware, models.memory.layout
     if hardware.device_type != "cpu":
         counts = plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
         return runtime.timeline(plan.block_modes, *counts)
@@ -254,12 +251,10 @@ def _with_more(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool
 ) -> tuple[Plan | None, list[Better]]:
     """A faster plan that fits as it is, and the fastest ones with more memory, each faster than the one before."""
-    # Of a size of chunks that somebody chose; of those that a search chooses from it may be another.
-    own_size = None if plan.chunk_elements in chunk_sizes(profile) else plan.chunk_elements
 
     def fastest(device_bytes: int, host_bytes: int) -> Plan:
         machine = replace(hardware, device_bytes=device_bytes, host_bytes=host_bytes)
-        return search(profile, machine, chunk_elements=own_size, step_during_backward=step_during_backward)
+        return search(profile, machine, chunk_elements=plan.chunk_elements, step_during_backward=step_during_backward)
 
     device, host = hardware.device_bytes, hardware.host_bytes
     here = fastest(device, host)

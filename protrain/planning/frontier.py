@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.infeasible import NEVER, least_bytes
-from protrain.planning.layout import chunk_sizes, pack
+from protrain.planning.infeasible import least_bytes
+from protrain.planning.layout import layouts
 from protrain.planning.memory import MemoryModel
 from protrain.planning.moves import Moves
 from protrain.planning.plan import Plan
@@ -77,8 +77,8 @@ def least_device_bytes(
 ) -> int | None:
     """The least device memory of any plan that stays within the machine's host memory; None when none does."""
     found = []
-    for size in chunk_sizes(profile):
-        memory = MemoryModel(profile, hardware, pack(profile, size), update_in_backward=step_during_backward)
+    for layout in layouts(profile):
+        memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
         device, host = least_bytes(memory, Moves(memory))
         found += device[host <= hardware.host_bytes].tolist()
-    return min((size for size in found if size < NEVER), default=None)
+    return min(found, default=None)

@@ -7,6 +7,7 @@ With updates inside backward a chunk's gradient is needed only from when it begi
 so chunks need not each have room for it. Persistent chunks share regions on the device: one is given back when the
 update is issued, in the order of the stream, so that nothing ever waits for it. Chunks in host memory share regions
 there: one is given back when the update is done, on the host or by the device, and while none is free the step waits.
+There large chunks (:mod:`protrain.planning.layout`), of which there are one or two, each have their own.
 
 [Note: open gradients] A chunk holds its region from the first to the last turn of backward that yields a gradient of
 it; all of a turn's gradients come together, before any of their updates is issued. Of some chunks it isn't known when
@@ -44,21 +45,27 @@ class GradientRegions:
     def __init__(
         self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout, *, update_in_backward: bool
     ) -> None:
-        sizes = [layout.gradient_elements(n_persist) for n_persist in range(len(layout.chunks) + 1)]
+        element, placements = profile.element_bytes, range(len(layout.chunks) + 1)
         # By n_persist: of a region on the device, and of one in host memory.
-        self._region_bytes = [(here * profile.element_bytes, away * profile.element_bytes) for here, away in sizes]
-        own = [chunk.elements * profile.element_bytes if chunk.trainable else 0 for chunk in layout.chunks]
-        self._own = list(accumulate(own, initial=0))  # of the chunks before
+        self._region_bytes = [
+            (layout.persistent_gradient_elements(first) * element, layout.gradient_elements(first)[0] * element)
+            for first in placements
+        ]
+        self._is_large = is_large = [layout.is_large(chunk) for chunk in layout.chunks]
+        own = [chunk.elements * element if chunk.trainable else 0 for chunk in layout.chunks]
+        large = [size * alone for size, alone in zip(own, is_large, strict=True)]
+        # Of the chunks before: of all, and of those that share none in host memory.
+        self._own, self._large = list(accumulate(own, initial=0)), list(accumulate(large, initial=0))
         self._adds = profile.accumulation > 1
         self._shared = update_in_backward or self._adds
         if self._shared:
             gradients, of_visit = gradients_by_visit(profile, hardware, layout)
             self._yielded = [[(index, gradients[index][0]) for index in visit] for visit in of_visit]
             is_open = _is_open(profile, layout, [[chunk for _, chunk in visit] for visit in self._yielded])
-            before = np.zeros((is_open.shape[0] + 1, is_open.shape[1]), dtype=np.int64)
-            np.cumsum(is_open, axis=0, out=before[1:])
             # By n_persist: the most that are open at once on either side.
+            before = _up_to(is_open)
             self.open_on_device: list[int] = before.max(axis=1, initial=0).tolist()
+            before = _up_to(is_open & ~np.array(is_large)[:, None])
             self.open_on_host: list[int] = (before[-1] - before).max(axis=1, initial=0).tolist()
             self._last_visit = [max(np.flatnonzero(turns).tolist(), default=-1) for turns in is_open]  # by chunk
         self._known: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by n_persist and n_regions
@@ -89,12 +96,17 @@ class GradientRegions:
             spare_bytes = 0
         n_more = max(0, spare_bytes) // region_bytes
         # What does not make another region may yet be enough for all to have their own.
-        own_bytes = self.own_bytes(n_persist)[1] - max(0, spare_bytes) % region_bytes
+        own_bytes = self.own_bytes(n_persist)[1] - self._large_on_host(n_persist) - max(0, spare_bytes) % region_bytes
         return _fewer(self.open_on_host[n_persist] + 1 + n_more, region_bytes, own_bytes)
 
     def host_bytes(self, n_persist: int, n_regions: int) -> int:
         """Of the gradients of the other chunks."""
-        return n_regions * self._region_bytes[n_persist][1] or self.own_bytes(n_persist)[1]
+        if n_regions:
+            return n_regions * self._region_bytes[n_persist][1] + self._large_on_host(n_persist)
+        return self.own_bytes(n_persist)[1]
+
+    def _large_on_host(self, n_persist: int) -> int:
+        return self._large[-1] - self._large[n_persist]
 
     def handed_on(self, n_persist: int, n_regions: int) -> list[tuple[int, int]]:
         """Which gradients take a region that is not free before an update: (gradient, the chunk that is updated).
@@ -112,16 +124,23 @@ class GradientRegions:
         seen: set[int] = set()
         complete: deque[int] = deque()
         for at, visit in enumerate(self._yielded):
-            chunks = [chunk for _, chunk in visit if chunk >= n_persist]
-            for index, chunk in visit:
-                if chunk < n_persist or chunk in seen:
+            away = [(index, chunk) for index, chunk in visit if chunk >= n_persist and not self._is_large[chunk]]
+            for index, chunk in away:
+                if chunk in seen:
                     continue
                 seen.add(chunk)
                 if len(seen) > n_regions:
                     assert complete, "more gradients are open at once than there are regions"
                     found.append((index, complete.popleft()))
-            complete.extend(chunk for chunk in chunks if self._last_visit[chunk] == at)
+            complete.extend(chunk for _, chunk in away if self._last_visit[chunk] == at)
         return found
+
+
+def _up_to(is_open: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """[chunks before, visit of backward]: how many of those are open."""
+    before = np.zeros((is_open.shape[0] + 1, is_open.shape[1]), dtype=np.int64)
+    np.cumsum(is_open, axis=0, out=before[1:])
+    return before
 
 
 def _fewer(n_regions: int, region_bytes: int, own_bytes: int) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.explain import timeline_of
-from protrain.planning.layout import pack, updated_chunks
-from protrain.planning.plan import Plan
+from protrain.planning.layout import updated_chunks
+from protrain.planning.plan import Plan, layout_of
 from protrain.planning.timeline import HOST
 from protrain.planning.update_rates import host_update_gparams
 from protrain.profiler.model_profile import ModelProfile
@@ -17,7 +17,7 @@ def host_gparams(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
 ) -> float:
     """Predicted 1e9 parameters a second of the host's whole updates under ``plan``; 0 where it makes none."""
-    layout = pack(profile, plan.chunk_elements)
+    layout = layout_of(profile, plan)
     if hardware.device_type == "cpu":  # nothing runs beside them
         n_away = sum(chunk >= plan.n_persist for chunk in updated_chunks(profile, layout))
         return host_update_gparams(profile, hardware) if n_away > plan.n_stream else 0.0

@@ -13,7 +13,6 @@ from protrain.planning.plan import block_modes
 from protrain.quantities import format_bytes
 
 _SEARCH = "leave the plan out, and one is searched"
-NEVER = 2**62  # bytes, of what cannot be
 _NARROW = "so does moment_dtype=bfloat16, with Adam's moments in 16 bits"
 
 
@@ -106,8 +105,7 @@ def least_bytes(memory: MemoryModel, moves: Moves) -> tuple[Bytes, Bytes]:
     checkpointed, and there are no more chunk buffers than must be.
     """
     placements = range(len(memory.layout.chunks) + 1)
-    never = [NEVER] * memory.layout.least_persist
-    static = np.array([*never, *(memory.static_bytes(n, memory.least_buffers(n)) for n in placements[len(never) :])])
+    static = np.array([memory.static_bytes(n, memory.least_buffers(n)) for n in placements])
     host = np.array([memory.host_bytes_beside(n, 0) for n in placements])
     margined_bytes, swapped_bytes = moves.activations(0, len(memory.profile.blocks))
     return static[:, None] + margined_bytes, host[:, None] + swapped_bytes
@@ -123,8 +121,8 @@ def nothing_fits(memory: MemoryModel, moves: Moves) -> PlanError:
     activations = memory.activations(block_modes(n_blocks, 0, n_blocks, n_ckpt_swap))
     narrow_moments = _fits_with_narrow_moments(memory, moves)
     if fits.any():
-        enough = device_bytes[(host_bytes <= memory.hardware.host_bytes) & (device_bytes < NEVER)]
-        on_device = int(enough.min(initial=NEVER)) % NEVER
+        enough = device_bytes[host_bytes <= memory.hardware.host_bytes]
+        on_device = int(enough.min()) if enough.size else 0
         return host_error(memory, n_persist, activations, narrow_moments=narrow_moments, on_device=on_device)
     n_buffer = memory.least_buffers(n_persist)
     return device_error(memory, n_persist, n_buffer, activations, narrow_moments=narrow_moments)

@@ -10,9 +10,9 @@ from typing import Any
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.caution import cautious
-from protrain.planning.layout import Layout
+from protrain.planning.layout import layouts
 from protrain.planning.memory import MemoryModel
-from protrain.planning.plan import Plan, as_planned, block_modes
+from protrain.planning.plan import Plan, as_planned, block_modes, layout_of
 from protrain.planning.runtime import RuntimeModel
 from protrain.profiler.model_profile import ModelProfile
 from protrain.records import Record
@@ -49,14 +49,13 @@ class PlanModels:
         plan: Plan,
         profile: ModelProfile,
         hardware: HardwareProfile,
-        layout: Layout,
         *,
         step_during_backward: bool,
     ) -> None:
         self.memory = MemoryModel(
             as_planned(profile, plan),
             hardware,
-            layout,
+            layout_of(profile, plan),
             update_in_backward=step_during_backward,
             early_weights=plan.early_weights,
         )
@@ -77,26 +76,20 @@ def changes_of(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, mod
 
 
 def _turned(plan: Plan, models: PlanModels) -> Iterator[Change]:
-    memory, runtime = models.memory, models.runtime
     n_chunks, n_blocks = plan.n_chunks, len(plan.block_modes)
     for knob in KNOBS:
         for step in (1, -1):
             counts = {name: getattr(plan, name) + (step if name == knob else 0) for name in KNOBS}
-            impossible = _impossible(counts, knob, n_chunks, n_blocks, speculates=runtime.speculates)
-            if counts["n_persist"] < memory.layout.least_persist:
-                impossible = impossible or "chunks of large parameters must persist"
+            impossible = _impossible(counts, knob, n_chunks, n_blocks, speculates=models.runtime.speculates)
             if not impossible:
-                least, most = memory.least_buffers(counts["n_persist"]), n_chunks - counts["n_persist"]
-                if knob == "n_buffer" and not least <= counts["n_buffer"] <= most:
-                    few = f"a unit holds up to {least} non-persistent chunks at once"
-                    impossible = few if counts["n_buffer"] < least else "every non-persistent chunk has a buffer"
-                counts["n_buffer"] = min(max(counts["n_buffer"], least), most)
-                counts["n_speculate"] = min(counts["n_speculate"], most)
-                others = runtime.streamable(counts["n_persist"], counts["n_speculate"])
-                if knob == "n_stream" and counts["n_stream"] > others:
+                wanted = counts[knob]
+                _make_possible(counts, models)
+                if knob == "n_buffer" and wanted < counts[knob]:
+                    impossible = f"a unit holds up to {counts[knob]} non-persistent chunks at once"
+                elif knob == "n_buffer" and wanted > counts[knob]:
+                    impossible = "every non-persistent chunk has a buffer"
+                elif knob == "n_stream" and wanted > counts[knob]:
                     impossible = "the device updates every chunk in host memory that is not updated early"
-                counts["n_stream"] = min(counts["n_stream"], others)
-                counts["n_ckpt_swap"] = min(counts["n_ckpt_swap"], counts["n_ckpt"])
             change = Change(
                 knob=knob,
                 step=step,
@@ -104,6 +97,16 @@ def _turned(plan: Plan, models: PlanModels) -> Iterator[Change]:
                 impossible=impossible,
             )
             yield change if impossible else _effect(change, plan, models)
+
+
+def _make_possible(counts: dict[str, int], models: PlanModels) -> None:
+    """Bring what n_persist, n_ckpt and the layout set limits to within them."""
+    memory, n_persist = models.memory, counts["n_persist"]
+    least, most = memory.least_buffers(n_persist), memory.all_buffers(n_persist)
+    counts["n_buffer"] = min(max(counts["n_buffer"], least), most)
+    counts["n_speculate"] = min(counts["n_speculate"], len(memory.layout.chunks) - n_persist)
+    counts["n_stream"] = min(counts["n_stream"], models.runtime.streamable(n_persist, counts["n_speculate"]))
+    counts["n_ckpt_swap"] = min(counts["n_ckpt_swap"], counts["n_ckpt"])
 
 
 def _effect(change: Change, plan: Plan, models: PlanModels) -> Change:
@@ -128,12 +131,14 @@ def _effect(change: Change, plan: Plan, models: PlanModels) -> Change:
 
 
 def _switches(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, models: PlanModels) -> Iterator[Change]:
-    """Attention kept where it is not, and computed again where it is kept; early updates of the other kind."""
+    """What the plan does not do: keep attention or compute it again, other early updates, the other order of chunks."""
     impossible = "" if plan.n_ckpt else "no block is recomputed"
     if not any(block.attention_bytes for block in profile.blocks):
         impossible = "no block has a fused attention"
     yield _switched("keep_attention", impossible, plan, profile, hardware, models)
     yield _switched("early_weights", "" if plan.n_speculate else "no update is early", plan, profile, hardware, models)
+    if len(layouts(profile, plan.chunk_elements)) > 1:
+        yield _switched("large_first", "", plan, profile, hardware, models)
 
 
 def _switched(
@@ -149,9 +154,10 @@ def _switched(
         return change
     changed: dict[str, Any] = {knob: not getattr(plan, knob)}
     other = replace(plan, **changed)
-    memory = models.memory
-    others = PlanModels(other, profile, hardware, memory.layout, step_during_backward=memory.update_in_backward)
-    return _effect(change, plan, others)
+    others = PlanModels(other, profile, hardware, step_during_backward=models.memory.update_in_backward)
+    counts = dict(zip(KNOBS, change.counts, strict=True))
+    _make_possible(counts, others)
+    return _effect(replace(change, counts=tuple(counts.values())), plan, others)
 
 
 def _impossible(counts: dict[str, int], knob: str, n_chunks: int, n_blocks: int, *, speculates: bool) -> str:

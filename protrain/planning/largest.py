@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from protrain.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.infeasible import least_bytes, nothing_fits
-from protrain.planning.layout import chunk_sizes, pack
+from protrain.planning.layout import Layout, layouts
 from protrain.planning.memory import MemoryModel
 from protrain.planning.moves import Moves
 from protrain.planning.plan import Plan, block_modes
@@ -109,7 +109,7 @@ class _Need:
     """What one depth needs at least."""
 
     profile: ModelProfile
-    chunk_elements: int
+    layout: Layout
     device_bytes: int  # the least of any plan
     host_bytes: int  # with all chunks and all moved inputs there
     fits: bool
@@ -117,21 +117,18 @@ class _Need:
 
 
 def _need(profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Need:
-    """With the chunks with which it fits; where it does not, with those with which least is missing."""
-    needs = [_need_with(size, profile, hardware, step_during_backward) for size in chunk_sizes(profile)]
+    """In the order of chunks in which it fits; where it does not, in that in which least is missing."""
+    needs = [_need_with(layout, profile, hardware, step_during_backward) for layout in layouts(profile)]
     return min(needs, key=lambda need: (not need.fits, need.error.needed_bytes - need.error.available_bytes))
 
 
-def _need_with(
-    chunk_elements: int, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool
-) -> _Need:
-    layout = pack(profile, chunk_elements)
+def _need_with(layout: Layout, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Need:
     memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
     moves = Moves(memory)
     device, host = least_bytes(memory, moves)
     return _Need(
         profile=profile,
-        chunk_elements=chunk_elements,
+        layout=layout,
         device_bytes=int(device.min()),
         host_bytes=int(host.max()),
         fits=bool(((device <= hardware.device_bytes) & (host <= hardware.host_bytes)).any()),
@@ -161,8 +158,7 @@ def _fastest(need: _Need, hardware: HardwareProfile, step_during_backward: bool)
 
     Attention is not kept either.
     """
-    profile, n_blocks = need.profile, len(need.profile.blocks)
-    layout = pack(profile, need.chunk_elements)
+    profile, layout, n_blocks = need.profile, need.layout, len(need.profile.blocks)
     memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
     moves, runtime = Moves(memory), RuntimeModel(memory)
     best, best_ms = None, float("inf")
@@ -182,5 +178,6 @@ def _fastest(need: _Need, hardware: HardwareProfile, step_during_backward: bool)
         n_ckpt=n_blocks,
         n_ckpt_swap=best[2],
         chunk_elements=layout.chunk_elements,
+        large_first=layout.large_first,
         step_during_backward=step_during_backward,
     )

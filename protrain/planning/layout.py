@@ -14,11 +14,12 @@ leave unused is in every chunk. Of few blocks parts may be chunks all the same, 
 choose from.
 
 [Note: large parameters] The embedding of a large vocabulary, and the head, may be as large as several blocks, and a
-parameter lies in one chunk. Were all chunks as large, buffers would be too, and placement would have little to choose
-from. So there is a second way: chunks of about a block, and for every larger parameter one of its own. These come
-first, since buffers have the size of the largest chunk that passes through them. A chunk that comes before others
-without being needed before them, as that of the head does, must persist (``least_persist``): all that passes through
-buffers comes in the order in which it is needed. Which way is better, the search finds out.
+parameter lies in one chunk. Were all chunks as large, so would be all buffers, and placement would have little to
+choose from. So chunks are of about a block, and every larger parameter has one of its own, a large chunk. These have
+buffers of their own, no more than the units active at one time need (one, where embedding and head are two units),
+staging of their own for gradients, and in host memory room for these that no other chunk takes turns in. All that is
+needed only while not all of them persist, and the head is the last chunk. So there are two orders to choose from: large
+chunks where they are first used, or before all others, so that they persist first. The search tries both.
 
 [Note: which chunks are streamed] The next forward needs chunks in order, so both must come along in that order: of
 every k chunks the device gets the last, which has to be there when the host is done with the k - 1 before it. Chunks
@@ -27,7 +28,8 @@ that are updated early stay with the host, which does that while backward has th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -36,9 +38,11 @@ from protrain.profiler.model_profile import ModelProfile
 from protrain.records import Record
 
 ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every length that a kernel sees
+# Gradients are flattened into one while the other is offloaded; those of large chunks into one more.
+STAGING_BUFFERS = 2
 LARGE_CHUNK = 8 * 1024**2  # elements: 16 MiB of 16-bit weights, from where transfers reach the link's full rate
 _GRID_STEPS = 32
-_LARGE = 1.5  # as large as a chunk of blocks: what gets one of its own where that may be better
+_LARGE = 1.5  # as large as a chunk of blocks: the largest parameter from where such have chunks of their own
 _MOST_CHUNKS = 256  # blocks far smaller than the rest of a model do not make thousands of chunks
 _WANTED_CHUNKS = 8  # a small model still gets about this many, so that placement has something to choose from
 
@@ -64,27 +68,41 @@ class ChunkRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Record):
-    """Every parameter's place. Chunks are in execution order of their first use."""
+    """Every parameter's place. Chunks are in execution order of their first use, or large ones first."""
 
     chunk_elements: int  # capacity of every chunk but those of one larger parameter
     chunks: tuple[ChunkRecord, ...]
     slots: tuple[Slot, ...]  # one per parameter of the profile, in its order
     unit_chunks: tuple[tuple[int, ...], ...]  # per unit of the profile: the chunks that hold what it uses
-    least_persist: int = 0  # so many chunks must persist: see [Note: large parameters]
+    large_first: bool = False  # before chunks that are needed earlier
 
     @property
     def wasted_elements(self) -> int:
         """Capacity that no parameter uses, over all chunks."""
         return sum(max(0, self.chunk_elements - chunk.elements) for chunk in self.chunks)
 
-    def buffer_elements(self, n_persist: int) -> int:
-        """Of a chunk buffer: of the largest chunk that passes through one."""
-        return max((chunk.elements for chunk in self.chunks[n_persist:]), default=0)
+    def is_large(self, chunk: ChunkRecord) -> bool:
+        """Whether it is of one larger parameter: see [Note: large parameters]."""
+        return chunk.elements > self.chunk_elements
+
+    def buffer_elements(self, n_persist: int) -> tuple[int, int]:
+        """Of a chunk buffer, and of one for large chunks: the largest chunk that passes through one; 0: none does."""
+        return _largest(self, self.chunks[n_persist:])
 
     def gradient_elements(self, n_persist: int) -> tuple[int, int]:
-        """Of the largest gradient of a persistent chunk, and of another."""
-        sizes = [chunk.elements if chunk.trainable else 0 for chunk in self.chunks]
-        return max(sizes[:n_persist], default=0), max(sizes[n_persist:], default=0)
+        """Of the largest gradient of a chunk that does not persist, and of a large one."""
+        return _largest(self, [chunk for chunk in self.chunks[n_persist:] if chunk.trainable])
+
+    def persistent_gradient_elements(self, n_persist: int) -> int:
+        """Of the largest gradient of a persistent chunk."""
+        return max((chunk.elements for chunk in self.chunks[:n_persist] if chunk.trainable), default=0)
+
+
+def _largest(layout: Layout, chunks: Iterable[ChunkRecord]) -> tuple[int, int]:
+    sizes = {False: 0, True: 0}
+    for chunk in chunks:
+        sizes[layout.is_large(chunk)] = max(sizes[layout.is_large(chunk)], chunk.elements)
+    return sizes[False], sizes[True]
 
 
 def align(elements: int) -> int:
@@ -92,19 +110,24 @@ def align(elements: int) -> int:
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
-def pack(profile: ModelProfile, chunk_elements: int) -> Layout:
+def pack(profile: ModelProfile, chunk_elements: int, *, large_first: bool = False) -> Layout:
     """The layout of ``profile``'s parameters in chunks of ``chunk_elements``.
 
     A unit's parameters stay together: they go into the current chunk when all of them fit, else into a new one; a unit
     larger than a chunk spreads over several. Inside a unit they are sorted by optimizer group, otherwise as defined.
-    A parameter larger than a chunk has one of its own: see [Note: large parameters].
+    A parameter larger than a chunk has one of its own, with ``large_first`` before all others: see [Note: large
+    parameters].
 
     Raises:
         ValueError: ``chunk_elements`` is no multiple of 128, or none at all.
     """
     if chunk_elements % ALIGNMENT or chunk_elements < ALIGNMENT:
         raise ValueError(f"chunk_elements must be a multiple of {ALIGNMENT} above 0, not {chunk_elements}")
-    places, used, trainable, least_persist = _place(_groups(profile), len(profile.parameters), chunk_elements)
+    groups = list(chain.from_iterable(_groups(profile)))
+    if large_first:
+        large = [group.some(lambda size: size > chunk_elements) for group in groups]
+        groups = [*large, *(group.some(lambda size: size <= chunk_elements) for group in groups)]
+    places, used, trainable = _place(groups, len(profile.parameters), chunk_elements)
     slots = tuple(
         Slot(parameter=index, chunk=chunk, offset=offset, numel=profile.parameters[index].numel)
         for index, (chunk, offset) in enumerate(places)
@@ -116,20 +139,18 @@ def pack(profile: ModelProfile, chunk_elements: int) -> Layout:
         tuple(sorted({places[parameter][0] for parameter in unit.parameters})) for unit in profile.units
     )
     return Layout(
-        chunk_elements=chunk_elements,
-        chunks=chunks,
-        slots=slots,
-        unit_chunks=unit_chunks,
-        least_persist=least_persist,
+        chunk_elements=chunk_elements, chunks=chunks, slots=slots, unit_chunks=unit_chunks, large_first=large_first
     )
 
 
-def chunk_sizes(profile: ModelProfile) -> tuple[int, ...]:
-    """What there is to choose from: :func:`choose_chunk_elements`, and before it a size below large parameters."""
-    usual = choose_chunk_elements(profile)
-    small = _choose(profile, large=_blocks_alone(profile))
-    is_better = small * _LARGE <= usual and small * _MOST_CHUNKS >= profile.n_parameters
-    return (small, usual) if is_better else (usual,)
+def layouts(profile: ModelProfile, chunk_elements: int | None = None) -> tuple[Layout, ...]:
+    """What there is to choose from: in execution order, and where that is something else with large chunks first.
+
+    ``chunk_elements`` is by default the one of :func:`choose_chunk_elements`.
+    """
+    size = chunk_elements or choose_chunk_elements(profile)
+    in_order, large_first = (pack(profile, size, large_first=first) for first in (False, True))
+    return (in_order,) if in_order.slots == large_first.slots else (in_order, large_first)
 
 
 def _blocks_alone(profile: ModelProfile) -> int:
@@ -142,19 +163,24 @@ def choose_chunk_elements(profile: ModelProfile) -> int:
     """The chunk size that wastes least capacity, by packing over a grid (paper section 3); ties go to the smaller.
 
     The grid holds the sizes of units, their simple multiples and fractions, each also with room for the small units
-    between blocks, and even steps, from about a block on: see [Note: how large a chunk is].
+    between blocks, and even steps, from about a block on: see [Note: how large a chunk is]. Parameters that are much
+    larger than such a chunk have no say in it: see [Note: large parameters].
     """
-    return _choose(profile, large=max((align(parameter.numel) for parameter in profile.parameters), default=0))
+    usual = _choose(profile, large=max((align(parameter.numel) for parameter in profile.parameters), default=0))
+    small = _choose(profile, large=_blocks_alone(profile))
+    is_better = small * _LARGE <= usual and small * _MOST_CHUNKS >= profile.n_parameters
+    return small if is_better else usual
 
 
 def _choose(profile: ModelProfile, *, large: int) -> int:
     """Where parameters of more than ``large`` elements have chunks of their own and are no concern here."""
-    groups = [[group.without(larger_than=large) for group in of_unit] for of_unit in _groups(profile)]
-    sizes = [sum(group.size for group in of_unit) for of_unit in groups]
+    by_unit = [[group.some(lambda size: size <= large) for group in of_unit] for of_unit in _groups(profile)]
+    groups = list(chain.from_iterable(by_unit))
+    sizes = [sum(group.size for group in of_unit) for of_unit in by_unit]
     total = sum(sizes)
     if not total:
         return ALIGNMENT
-    largest = max(size for of_unit in groups for group in of_unit for _, size in group.members)
+    largest = max(size for group in groups for _, size in group.members)
     wanted = align(-(-total // _WANTED_CHUNKS))
     blocks = [size for size, unit in zip(sizes, profile.units, strict=True) if unit.block is not None]
     block = max(blocks, default=wanted)
@@ -189,9 +215,9 @@ class _Group(NamedTuple):
         """Of all of them."""
         return sum(size for _, size in self.members)
 
-    def without(self, *, larger_than: int) -> _Group:
-        """The same without large ones."""
-        return _Group(self.trainable, [member for member in self.members if member[1] <= larger_than])
+    def some(self, have: Callable[[int], bool]) -> _Group:
+        """Those of such a size."""
+        return _Group(self.trainable, [member for member in self.members if have(member[1])])
 
 
 def _groups(profile: ModelProfile) -> list[list[_Group]]:
@@ -216,37 +242,45 @@ def _groups(profile: ModelProfile) -> list[list[_Group]]:
 
 
 def _place(
-    groups: list[list[_Group]], n_parameters: int, chunk_elements: int
-) -> tuple[list[tuple[int, int]], list[int], list[bool], int]:
-    """(chunk, offset) per parameter; per chunk its used elements and whether it is trainable; ``least_persist``."""
+    groups: Iterable[_Group], n_parameters: int, chunk_elements: int
+) -> tuple[list[tuple[int, int]], list[int], list[bool]]:
+    """(chunk, offset) per parameter; per chunk its used elements and whether it is trainable."""
     places = [(-1, -1)] * n_parameters
     used: list[int] = []
     trainable: list[bool] = []
-    least_persist = 0
-    is_first = True  # nothing but large parameters is needed before
-    for of_unit in groups:
-        for group in of_unit:
-            for index, size in group.members:
-                if size > chunk_elements:
-                    places[index] = len(used), 0
-                    used.append(size)
-                    trainable.append(group.trainable)
-                    least_persist = least_persist if is_first else len(used)
-        is_first = is_first and all(size > chunk_elements for group in of_unit for _, size in group.members)
     current: dict[bool, int] = {}
-    for kind, members in chain.from_iterable(groups):
-        rest = [(index, size) for index, size in members if size <= chunk_elements]
+    for kind, members in groups:
         room = chunk_elements - used[current[kind]] if kind in current else -1
-        fresh = sum(size for _, size in rest) > room
-        for index, size in rest:
-            if fresh or used[current[kind]] + size > chunk_elements:
-                current[kind] = len(used)
+        fresh = sum(size for _, size in members if size <= chunk_elements) > room
+        for index, size in members:
+            chunk = len(used)
+            if size <= chunk_elements:
+                if fresh or used[current[kind]] + size > chunk_elements:
+                    current[kind], fresh = chunk, False
+                chunk = current[kind]
+            if chunk == len(used):
                 used.append(0)
                 trainable.append(kind)
-                fresh = False
-            places[index] = (current[kind], used[current[kind]])
-            used[current[kind]] += size
-    return places, used, trainable, least_persist
+            places[index] = (chunk, used[chunk])
+            used[chunk] += size
+    return places, used, trainable
+
+
+def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
+    """By n_persist: the most other chunks that the units active at one time hold, and of large ones."""
+    chains = {
+        tuple(sorted({chunk for member in (index, *unit.within) for chunk in layout.unit_chunks[member]}))
+        for index, unit in enumerate(profile.units)
+    }
+    usual, large = (
+        [[chunk for chunk in chain if layout.is_large(layout.chunks[chunk]) is kind] for chain in chains]
+        for kind in (False, True)
+    )
+
+    def most(held: list[list[int]], n_persist: int) -> int:
+        return max((len(chain) - bisect_left(chain, n_persist) for chain in held), default=0)
+
+    return [(most(usual, n_persist), most(large, n_persist)) for n_persist in range(len(layout.chunks) + 1)]
 
 
 def updated_chunks(profile: ModelProfile, layout: Layout) -> list[int]:

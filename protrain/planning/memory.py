@@ -29,7 +29,6 @@ many as are needed, in host memory as many as there is room for, for more only m
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
@@ -41,7 +40,7 @@ from numpy.typing import NDArray
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.choices import Choices
 from protrain.planning.gradient_regions import GradientRegions
-from protrain.planning.layout import ChunkRecord, Layout
+from protrain.planning.layout import STAGING_BUFFERS, ChunkRecord, Layout, most_held
 from protrain.planning.plan import BlockMode, moved_input_bytes
 from protrain.planning.streaming import staging_bytes
 from protrain.profiler.model_profile import ModelProfile
@@ -49,7 +48,6 @@ from protrain.profiler.model_profile import ModelProfile
 Bytes = NDArray[np.int64]
 
 MIB = 1024**2
-STAGING_BUFFERS = 2  # gradients are flattened into one while the other is offloaded
 TILE_ELEMENTS = 16384  # of the gradient norm: one partial sum each
 HOST_ALIGNMENT = 256  # bytes, of every tensor in the host arena
 _HOST_SMALL_BYTES = 1 * MIB  # partial sums, page rounding of the arena's segments
@@ -111,9 +109,15 @@ class MemoryModel:
         self.accumulates = profile.accumulation > 1  # in fp32, into an accumulator of every chunk
         element = profile.element_bytes
         placements = range(len(layout.chunks) + 1)
-        # By n_persist: of one chunk buffer, and of one of those that gradients pass through.
-        self._buffer_bytes = [layout.buffer_elements(n_persist) * element for n_persist in placements]
-        self._staging_bytes = [layout.gradient_elements(n_persist)[1] * element for n_persist in placements]
+        # By n_persist: chunks that have a buffer at most, and those that are held at once, with large ones apart.
+        self._away = [sum(not layout.is_large(chunk) for chunk in layout.chunks[first:]) for first in placements]
+        self._held = most_held(profile, layout)
+        # By n_persist: of one chunk buffer, and of all for large chunks; of what gradients pass through.
+        sizes = [layout.buffer_elements(n_persist) for n_persist in placements]
+        self._buffer_bytes = [usual * element for usual, _ in sizes]
+        self._large_bytes = [n * large * element for (_, n), (_, large) in zip(self._held, sizes, strict=True)]
+        sizes = [layout.gradient_elements(n_persist) for n_persist in placements]
+        self._staging_bytes = [(STAGING_BUFFERS * usual + large) * element for usual, large in sizes]
         self.streaming_bytes = staging_bytes(hardware, layout.chunk_elements)  # where the device updates host chunks
         self._persistent = [0]  # by n_persist
         for chunk in layout.chunks:
@@ -124,14 +128,6 @@ class MemoryModel:
         self._copies = {False: list(accumulate(spares, initial=0)), True: list(accumulate(weights, initial=0))}
         tiles = sum(-(-parameter.numel // TILE_ELEMENTS) for parameter in profile.parameters if parameter.group >= 0)
         self.partial_bytes = 4 * tiles
-        chains = {
-            tuple(sorted({chunk for member in (index, *unit.within) for chunk in layout.unit_chunks[member]}))
-            for index, unit in enumerate(profile.units)
-        }
-        self._least_buffers = [
-            max((len(chain) - bisect_left(chain, n_persist) for chain in chains), default=0)
-            for n_persist in range(len(layout.chunks) + 1)
-        ]
         self._kept = [
             sum(block.saved_bytes for block in profile.blocks[first:]) for first in range(len(profile.blocks) + 1)
         ]
@@ -152,15 +148,21 @@ class MemoryModel:
         return 4 * sum(chunk.elements for chunk in away if chunk.trainable) if self.accumulates else 0
 
     def least_buffers(self, n_persist: int) -> int:
-        """The most non-persistent chunks that the units active at one time hold."""
-        return self._least_buffers[n_persist]
+        """The most non-persistent chunks, without large ones, that the units active at one time hold."""
+        return self._held[n_persist][0]
+
+    def large_buffers(self, n_persist: int) -> int:
+        """Those for large chunks: as many of these as are held at once."""
+        return self._held[n_persist][1]
+
+    def all_buffers(self, n_persist: int) -> int:
+        """The most that there may be: one for every non-persistent chunk, without large ones."""
+        return self._away[n_persist]
 
     def most_buffers(self, n_persist: int, margined_bytes: Bytes, n_stream: int = 0) -> Bytes:
         """Chunk buffers that fit beside activations of these sizes; -1 where not as many as are needed do."""
-        least, most = self._least_buffers[n_persist], len(self.layout.chunks) - n_persist
+        least, most = self.least_buffers(n_persist), self.all_buffers(n_persist)
         spare = self.hardware.device_bytes - self.static_bytes(n_persist, least, n_stream) - margined_bytes
-        if n_persist < self.layout.least_persist:
-            return np.full_like(spare, -1)
         n_buffer = np.minimum(most, least + spare // max(1, self._buffer_bytes[n_persist]))
         return np.where(spare < 0, -1, n_buffer)
 
@@ -170,14 +172,13 @@ class MemoryModel:
 
     def static_parts(self, n_persist: int, n_buffer: int, n_stream: int = 0) -> dict[str, int]:
         """What ``static_bytes`` consists of, by name."""
-        staging = STAGING_BUFFERS * self._staging_bytes[n_persist]
         parts = {"persistent chunks": self._persistent[n_persist]}
         if self.device_regions(n_persist):
             parts["persistent chunks"] -= self.gradients.own_bytes(n_persist)[0]
             parts["gradients of persistent chunks"] = self.gradients.device_bytes(n_persist)
         parts |= {
-            "chunk buffers": n_buffer * self._buffer_bytes[n_persist],
-            "gradient staging": staging + self.partial_bytes,
+            "chunk buffers": n_buffer * self._buffer_bytes[n_persist] + self._large_bytes[n_persist],
+            "gradient staging": self._staging_bytes[n_persist] + self.partial_bytes,
             "the model's buffers": self.profile.buffer_bytes,
         }
         if n_stream and self.streaming_bytes:

@@ -17,6 +17,7 @@ from operator import mul, sub
 
 from protrain.planning.early_weights import least_waiting_weights, next_gradients
 from protrain.planning.fetches import Fetch
+from protrain.planning.layout import STAGING_BUFFERS
 from protrain.planning.step import Step
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP
 from protrain.planning.updating import Known, least_waiting
@@ -99,7 +100,7 @@ class Run:
         self._released = [start_ms] * (n_chunks + 1)  # the GPU has read its buffer; at the end (-1) an empty buffer's
         self._loaded = [start_ms] * n_chunks  # a frozen one may be there all the time
         self.offloaded = [start_ms] * n_chunks
-        self._drained = [start_ms, start_ms]  # gradient staging
+        self._drained = [start_ms] * (STAGING_BUFFERS + 1)  # gradient staging
         self._swapped = [start_ms] * len(step.swap_ms)  # by unit: its activations are in host memory
         self._back = [start_ms] * len(step.swap_ms)  # they are on the device again
         self._unsettled = start_ms
@@ -272,7 +273,6 @@ class Run:
         upload_ms, swap_in_ms, making_room = step.upload_ms, step.swap_ms, step.making_room
         if self._unsettled > gpu:
             gpu = self._unsettled
-        turn = 0
         for visit, (compute_ms, swap_ms, swap_back), fetches in zip(
             step.backward, step.backward_work, step.backward_fetches, strict=True
         ):
@@ -302,14 +302,14 @@ class Run:
             ends.append(gpu)
             for chunk in chunks:
                 released[chunk] = gpu
-            for index, chunk, flatten_ms, offload_ms, offloaded in visit.gradients:
+            for index, chunk, flatten_ms, offload_ms, staging in visit.gradients:
                 start = gpu
-                if offloaded and drained[turn] > start:
-                    start = drained[turn]
+                if staging >= 0 and drained[staging] > start:
+                    start = drained[staging]
                 gpu = start + flatten_ms * next(stretch)
                 starts.append(start)
                 ends.append(gpu)
-                if offloaded:
+                if staging >= 0:
                     room = deferred[chunk]
                     if index in making_room:
                         lane, before, duration = making_room[index]
@@ -322,8 +322,7 @@ class Run:
                     down = start + offload_ms * next(stretch_down)
                     starts_down.append(start)
                     ends_down.append(down)
-                    drained[turn] = all_offloaded[chunk] = down
-                    turn = 1 - turn
+                    drained[staging] = all_offloaded[chunk] = down
         self.free[GPU], self.free[UP], self.free[DOWN] = gpu, up, down
 
     def update(self, begun: Begun | None = None) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.layout import Layout, pack
 from protrain.profiler.model_profile import BlockRecord, ModelProfile
 from protrain.records import Record
 
@@ -43,7 +44,7 @@ class BlockMode(enum.Enum):
 class Plan(Record):
     """Everything the engine needs to know; the engine never searches and never changes it.
 
-    Chunks ``0 .. n_persist - 1`` of the layout that ``chunk_elements`` produces are persistent. Counts that the paper
+    Chunks ``0 .. n_persist - 1`` of :func:`layout_of` are persistent. Counts that the paper
     calls n_buffer, n_swap and n_ckpt have its meaning; ``block_modes`` spells the last two out, one per block. Of the
     ``n_ckpt`` recomputed blocks ``n_ckpt_swap`` have their inputs moved, which the paper does not have.
     """
@@ -56,6 +57,7 @@ class Plan(Record):
     n_swap: int
     n_ckpt: int
     chunk_elements: int  # a multiple of 128
+    large_first: bool = False  # chunks of one large parameter come before all others
     n_chunks: int
     block_modes: tuple[BlockMode, ...]
     model: str  # fingerprint of the ModelProfile it was made for: planning.search.fingerprint
@@ -83,7 +85,9 @@ class Plan(Record):
 
     def __str__(self) -> str:
         return (
-            f"n_persist={self.n_persist}/{self.n_chunks} n_buffer={self.n_buffer} "
+            f"n_persist={self.n_persist}/{self.n_chunks} "
+            + ("large_first " if self.large_first else "")
+            + f"n_buffer={self.n_buffer} "
             f"n_swap={self.n_swap} n_ckpt={self.n_ckpt}/{len(self.block_modes)}"
             + (f" n_ckpt_swap={self.n_ckpt_swap}" if self.n_ckpt_swap else "")
             + (" keep_attention" if self.keep_attention else "")
@@ -107,6 +111,11 @@ class Plan(Record):
         from protrain.planning.explain import explain  # it makes plans
 
         return explain(self, profile, hardware, step_during_backward=step_during_backward)
+
+
+def layout_of(profile: ModelProfile, plan: Plan) -> Layout:
+    """Where ``plan`` has every parameter."""
+    return pack(profile, plan.chunk_elements, large_first=plan.large_first)
 
 
 def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:

@@ -21,10 +21,10 @@ from protrain.planning.columns import WEIGHTS_GAIN, Candidate, Columns
 from protrain.planning.early_times import times_by_early
 from protrain.planning.infeasible import device_error, host_error, nothing_fits
 from protrain.planning.kept_attention import least_ms
-from protrain.planning.layout import Layout, choose_chunk_elements, chunk_sizes, pack
+from protrain.planning.layout import Layout, choose_chunk_elements, layouts, pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.moves import Moves
-from protrain.planning.plan import BlockMode, Plan, block_modes
+from protrain.planning.plan import BlockMode, Plan, block_modes, layout_of
 from protrain.planning.runtime import RuntimeModel
 from protrain.planning.streamed_search import STREAMING_GAIN, StreamedSearch
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord
@@ -56,7 +56,7 @@ def search(
     Args:
         profile: of the model and the batch.
         hardware: the machine; its ``device_bytes`` and ``host_bytes`` are the limits.
-        chunk_elements: size of a chunk; default: the best of :func:`protrain.planning.layout.chunk_sizes`.
+        chunk_elements: size of a chunk; default: :func:`protrain.planning.layout.choose_chunk_elements`.
         step_during_backward: plan for updates inside backward.
 
     Raises:
@@ -72,15 +72,15 @@ def _searched(
 ) -> Plan:
     best: Plan | None = None
     errors = []
-    for size in (chunk_elements,) if chunk_elements else chunk_sizes(profile):
-        models = _Models(profile, hardware, size, step_during_backward)
+    for layout in layouts(profile, chunk_elements):
+        models = _Models(profile, hardware, layout, step_during_backward)
         plan = _fastest(models)  # no limit: streamed updates or kept attention may yet gain what it is slower by
         if plan is None:
             errors.append(nothing_fits(models.memory, models.moves))
             continue
         limit_ms = plan.step_ms * (1 - _ATTENTION_GAIN)
         if least_ms(profile, hardware, plan.step_ms) < limit_ms + plan.step_ms * _TOLERANCE:
-            models = _Models(profile, hardware, size, step_during_backward, keep_attention=True)
+            models = _Models(profile, hardware, layout, step_during_backward, keep_attention=True)
             keeping = _fastest(models, limit_ms)
             plan = plan if keeping is None or keeping.step_ms >= limit_ms else keeping
         best = plan if best is None or plan.step_ms < best.step_ms else best
@@ -143,6 +143,7 @@ def evaluate(
     n_stream: int = 0,
     keep_attention: bool = False,
     chunk_elements: int | None = None,
+    large_first: bool = False,
     step_during_backward: bool = False,
 ) -> Plan:
     """The plan of these integers, with its predictions: how to make a plan by hand.
@@ -151,7 +152,8 @@ def evaluate(
         ValueError: a count is out of range; the message says the range.
         PlanError: the plan does not fit ``hardware``.
     """
-    models = _Models(profile, hardware, chunk_elements, step_during_backward, keep_attention=keep_attention)
+    layout = pack(profile, chunk_elements or choose_chunk_elements(profile), large_first=large_first)
+    models = _Models(profile, hardware, layout, step_during_backward, keep_attention=keep_attention)
     counts = n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream
     models.check_counts(*counts)
     plan = models.plan(*counts, early_weights=early_weights)
@@ -217,7 +219,7 @@ class _Models:
         self,
         profile: ModelProfile,
         hardware: HardwareProfile,
-        chunk_elements: int | None,
+        layout: Layout,
         step_during_backward: bool,
         *,
         keep_attention: bool = False,
@@ -226,8 +228,8 @@ class _Models:
         self.profile = profile = profile.keeping_attention() if keep_attention else profile
         self.hardware = hardware
         self.in_backward = step_during_backward
-        self.layout: Layout = pack(profile, chunk_elements or choose_chunk_elements(profile))
-        self.memory = MemoryModel(profile, hardware, self.layout, update_in_backward=step_during_backward)
+        self.layout = layout
+        self.memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
         self.moves = Moves(self.memory)
         self.runtime = RuntimeModel(self.memory)
         self.kinds = {  # by whether early updates make weights alone
@@ -238,7 +240,8 @@ class _Models:
     @classmethod
     def of(cls, plan: Plan, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Models:
         """Those that ``plan`` is one of."""
-        return cls(profile, hardware, plan.chunk_elements, step_during_backward, keep_attention=plan.keep_attention)
+        layout = layout_of(profile, plan)
+        return cls(profile, hardware, layout, step_during_backward, keep_attention=plan.keep_attention)
 
     def again(self, plan: Plan) -> Plan:
         """``plan`` with predictions of these models."""
@@ -270,6 +273,7 @@ class _Models:
             n_swap=n_swap,
             n_ckpt=n_ckpt,
             chunk_elements=self.layout.chunk_elements,
+            large_first=self.layout.large_first,
             n_chunks=len(self.layout.chunks),
             block_modes=modes,
             model=fingerprint(profile),
@@ -377,18 +381,17 @@ class _Models:
     ) -> None:
         """ValueError for a count out of range."""
         n_chunks = len(self.layout.chunks)
-        first = self.layout.least_persist
-        if not first <= n_persist <= n_chunks:
-            what = f"the first {first} of large parameters, and {n_chunks} in all" if first else "the number of chunks"
-            raise ValueError(f"n_persist must be {first} to {n_chunks}, {what}, not {n_persist}")
-        least, most = self.memory.least_buffers(n_persist), n_chunks - n_persist
+        if not 0 <= n_persist <= n_chunks:
+            raise ValueError(f"n_persist must be 0 to {n_chunks}, the number of chunks, not {n_persist}")
+        least, most = self.memory.least_buffers(n_persist), self.memory.all_buffers(n_persist)
         if not least <= n_buffer <= most:
             raise ValueError(
                 f"n_buffer must be {least} to {most} when {n_persist} of {n_chunks} chunks are persistent, not "
                 f"{n_buffer}: a unit holds up to {least} non-persistent chunks at once"
             )
-        if not 0 <= n_speculate <= most:
-            raise ValueError(f"n_speculate must be 0 to {most}, the number of chunks in host memory, not {n_speculate}")
+        if not 0 <= n_speculate <= n_chunks - n_persist:
+            away = n_chunks - n_persist
+            raise ValueError(f"n_speculate must be 0 to {away}, the number of chunks in host memory, not {n_speculate}")
         if n_speculate and self.in_backward:
             raise ValueError("n_speculate must be 0 with step_during_backward=True: no update waits for step() then")
         candidates = self.runtime.streamable(n_persist, n_speculate)

@@ -113,8 +113,8 @@ def in_a_row(step: Step) -> float:
         step.swap_ms[visit.unit] for visit in step.backward
     )
     for visit in step.backward:
-        for _, _, flatten, offload, offloaded in visit.gradients:
-            total += flatten + (offload if offloaded else 0.0)
+        for _, _, flatten, offload, staging in visit.gradients:
+            total += flatten + (offload if staging >= 0 else 0.0)
     early_ms = sum(time for _, time in step.host.updates[: step.host.n_early])
     total += early_ms * step.host.weight_share  # of weights, beside whole updates
     updates = [*step.device_update_ms, *step.host.updates]
@@ -135,7 +135,7 @@ def _names(step: Step, run: Run) -> list[list[tuple[str, object]]]:
         names[UP] += [("activations", unit) for unit in swap_back]
         names[GPU].append(("backward", visit.name))
         names[GPU] += [("flatten", chunk) for _, chunk, _, _, _ in visit.gradients]
-        names[DOWN] += [("gradients", chunk) for _, chunk, _, _, offloaded in visit.gradients if offloaded]
+        names[DOWN] += [("gradients", chunk) for _, chunk, _, _, staging in visit.gradients if staging >= 0]
     for update in step.making_room.values():
         names[update.lane].append(("early update", update.chunk))
     for lane, queue, early in zip((HOST, STREAM), (step.host, step.streamed), in_time, strict=True):

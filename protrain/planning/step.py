@@ -16,7 +16,8 @@ from protrain.planning.updating import Queue
 # own or ahead.
 Work = tuple[float, float, tuple[int, ...]]
 
-Gradient = tuple[int, int, float, float, bool]  # its index, chunk, ms to flatten it, ms to offload it, offloaded
+# Its index, chunk, ms to flatten it, ms to offload it, the staging buffer that it passes through (-1: none).
+Gradient = tuple[int, int, float, float, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class StreamedSearch:
             return None
         rooms = memory.most_buffers(n_persist, self._margined, 1)
         if n_buffer is not None:
-            n_buffer = min(max(n_buffer, memory.least_buffers(n_persist)), self._n_chunks - n_persist)
+            n_buffer = min(max(n_buffer, memory.least_buffers(n_persist)), memory.all_buffers(n_persist))
             n_ckpt = next(iter(np.flatnonzero(rooms >= n_buffer).tolist()), None)
         if n_ckpt is None or not 0 <= n_ckpt <= self._n_blocks or rooms[n_ckpt] < 0:
             return None

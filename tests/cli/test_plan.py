@@ -145,11 +145,18 @@ def a_plan(modes: tuple[BlockMode, ...], **counts: int | bool) -> Plan:
             {"n_swap": 1, "n_ckpt": 2, "n_ckpt_swap": 1, "n_speculate": 1, "n_stream": 2},
             False,
             (
-                "1 of 4 chunks on the GPU; the weights of the other 3 pass from host memory through 2 buffers",
+                "1 of 4 chunks on the GPU; the weights of the other 3 pass from host memory through 2 buffers and 1 "
+                "large one\n",
                 "the host does 1 chunk before the norm is known; the GPU does 2 of the chunks in host memory",
                 "of 4 blocks 1 keep theirs, 1 move them to host memory, 2 recompute them (1 of these from inputs in "
                 "host memory)",
             ),
+        ),
+        (
+            (BlockMode.CKPT,) * 2,
+            {"n_persist": 3, "n_buffer": 0, "n_ckpt": 2},
+            False,
+            ("3 of 4 chunks on the GPU; the weight of the other passes from host memory through 1 large buffer\n",),
         ),
         (
             (BlockMode.CKPT,) * 2,
@@ -175,6 +182,7 @@ def test_a_plan_is_put_in_words(
         tokens_per_s=plan.tokens_per_s,
         device_limit_bytes=2**31,
         host_limit_bytes=2**32,
+        large_buffers=1,
         device_parts={},
         host_parts={},
         phases=(phase,),

@@ -16,6 +16,7 @@ from protrain.batch import arguments
 from protrain.optim import ProTrainOptimizer
 from protrain.planning import BlockMode, MemoryModel, Plan, check, choose_chunk_elements, evaluate, pack
 from protrain.planning.layout import updated_chunks
+from protrain.planning.plan import layout_of
 from protrain.profiler import ModelProfile
 from protrain_kernels import padded
 from tests.engine.plain_loop import PlainOptimizer, prepare_plain
@@ -91,9 +92,10 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside
     layout = pack(profile, chunk_elements)
     n_chunks = len(layout.chunks)
     n_persist = {"all": n_chunks, "some": -(-n_chunks // 3), "none": 0}[spec.persist]
-    least, most = MemoryModel(profile, hardware, layout).least_buffers(n_persist), n_chunks - n_persist
+    memory, away = MemoryModel(profile, hardware, layout), n_chunks - n_persist
+    least, most = memory.least_buffers(n_persist), memory.all_buffers(n_persist)
     modes = tuple(spec.modes[index % len(spec.modes)] for index in range(len(profile.blocks)))
-    n_speculate = (most // 2 if spec.stream else most) if spec.early and not inside else 0
+    n_speculate = (away // 2 if spec.stream else away) if spec.early and not inside else 0
     candidates = [chunk for chunk in updated_chunks(profile, layout) if chunk >= n_persist + n_speculate]
     plan = evaluate(
         profile,
@@ -116,7 +118,7 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside
 
 def least_host_bytes(plan: Plan, profile: ModelProfile, device: torch.device) -> int:
     """Host memory with which ``plan`` has as few regions for gradients as it can do with, inside backward."""
-    layout = pack(profile, plan.chunk_elements)
+    layout = layout_of(profile, plan)
     memory = MemoryModel(profile, protrain.hardware.detect(device), layout, update_in_backward=True)
     return memory.host_bytes_beside(plan.n_persist, memory.activations(plan.block_modes).swapped_bytes)
 

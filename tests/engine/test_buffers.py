@@ -60,6 +60,7 @@ def make_chunk(index: int, update: Job | None = None) -> Chunk:
         elements=ELEMENTS,
         trainable=True,
         persistent=False,
+        large=False,
         weight=torch.full((ELEMENTS,), float(index + 1)),
         master=None,
         exp_avg=None,
@@ -73,8 +74,8 @@ def make_chunk(index: int, update: Job | None = None) -> Chunk:
 
 def make_pool(n_buffer: int) -> BufferPool:
     return BufferPool(
-        n_buffer=n_buffer,
-        chunk_elements=ELEMENTS,
+        n_buffers=(n_buffer, 0),
+        buffer_elements=(ELEMENTS, 0),
         dtype=torch.float32,
         device=torch.device("cpu"),
         streams=Streams(),

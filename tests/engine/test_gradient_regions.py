@@ -310,6 +310,7 @@ def chunk_of(index: int) -> Chunk:
         elements=128,
         trainable=True,
         persistent=False,
+        large=False,
         weight=torch.zeros(128),
         master=None,
         exp_avg=None,

@@ -1,8 +1,7 @@
-"""Embeddings and heads larger than blocks: chunks of a block all the same, with the same bits and as planned."""
+"""Embeddings and heads larger than blocks: in large chunks, others of a block, with the same bits and as planned."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,14 @@ import torch
 from torch import nn
 
 import protrain
+from protrain.engine.buffers import Buffer, BufferPool
+from protrain.engine.chunks import Chunk
 from protrain.errors import PlanError
 from protrain.optim import ProTrainOptimizer
-from protrain.planning import Plan, evaluate, frontier, pack
-from protrain.planning.layout import chunk_sizes
+from protrain.planning import MemoryModel, Plan, evaluate, frontier
+from protrain.planning.fetches import Fetches
+from protrain.planning.layout import layouts, most_held
+from protrain.planning.plan import layout_of
 from protrain.profiler import ModelProfile
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, plain_run, states
 from tests.engine.lateness import Lateness
@@ -36,21 +39,23 @@ def traced(family: str, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -
     return protrain.profile(model, make_batch(), optimizer=adamw(model), device="cpu", dtype=dtype)
 
 
-def plan_of(profile: ModelProfile, n_more: int, mode: Any, *, inside: bool = False, **counts: Any) -> Plan:
-    """With ``n_more`` persistent chunks than must be, and every block in ``mode``."""
-    small, usual = chunk_sizes(profile)
-    layout = pack(profile, small)
-    assert layout.chunks[0].elements > usual / 2 > small / 2
-    n_persist = min(len(layout.chunks), layout.least_persist + n_more)
+def plan_of(
+    profile: ModelProfile, n_persist: int, mode: Any, *, large_first: bool = False, inside: bool = False, **counts: Any
+) -> Plan:
+    """With every block in ``mode``; of both orders of chunks there may be one, which is either."""
+    layout = layouts(profile)[-1 if large_first else 0]
+    assert any(layout.is_large(chunk) for chunk in layout.chunks)
+    n_persist = min(len(layout.chunks), n_persist)
+    memory = MemoryModel(profile, HARDWARE, layout, update_in_backward=inside)
     n_blocks = len(profile.blocks)
     return evaluate(
         profile,
         HARDWARE,
         n_persist=n_persist,
-        n_buffer=min(3, len(layout.chunks) - n_persist),
+        n_buffer=min(max(2, memory.least_buffers(n_persist)), memory.all_buffers(n_persist)),
         n_swap=n_blocks * (mode is SWAP),
         n_ckpt=n_blocks * (mode is CKPT),
-        chunk_elements=small,
+        large_first=layout.large_first,
         step_during_backward=inside,
         **counts,
     )
@@ -75,43 +80,110 @@ def wrap_with(
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
-@pytest.mark.parametrize(("n_more", "mode"), [(0, CKPT), (0, SWAP), (1, NONE), (100, CKPT)], ids=str)
-@pytest.mark.parametrize(("family", "least"), [("llama", 2), ("llama-frozen", 2), ("gpt2", 0), ("t5", 0)])
-def test_bits(family: str, least: int, n_more: int, mode: Any, inside: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("n_persist", "mode", "large_first"),
+    [(0, CKPT, False), (0, SWAP, True), (1, CKPT, True), (2, NONE, False), (2, CKPT, True), (100, CKPT, True)],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "llama-frozen", "gpt2", "t5"])
+def test_bits(family: str, n_persist: int, mode: Any, large_first: bool, inside: bool, device: torch.device) -> None:
     data = [make_batch() for _ in range(4)]
     loop = Loop(max_norm=None if inside else 0.5)
     expected, final = plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
-    plan = plan_of(traced(family, make(family)), n_more, mode, inside=inside)
-    assert plan.n_persist >= least
+    plan = plan_of(traced(family, make(family)), n_persist, mode, large_first=large_first, inside=inside)
     wrapped, optimizer = wrap_with(plan, family, device, inside=inside)
-    assert optimizer.plan.chunk_elements == plan.chunk_elements
+    assert optimizer.plan.large_first is (large_first and family in ("llama", "llama-frozen"))
     assert loop.run(wrapped, optimizer, data) == expected
     assert_same(states(wrapped, optimizer), final)
 
 
-def test_buffers_are_as_large_as_what_passes_through_them() -> None:
-    """Of a tied embedding that does not persist they have its size, else that of a block."""
-    model = make("gpt2")
-    profile = traced("gpt2", model)
-    blocks = pack(profile, chunk_sizes(profile)[0]).chunks[1:]
-    for n_more, elements in ((0, WORDS * 64), (1, max(chunk.elements for chunk in blocks))):
-        plan = plan_of(profile, n_more, CKPT)
-        _, optimizer = wrap_with(plan, "gpt2", torch.device("cpu"))
-        buffers = optimizer._engine.buffers.buffers
-        assert {buffer.memory.numel() for buffer in buffers} == {elements}
-        assert optimizer.report().host_bytes <= plan.host_bytes
+@pytest.mark.parametrize("counts", [{"n_speculate": 100}, {"n_speculate": 100, "early_weights": True}, {"n_stream": 2}])
+@pytest.mark.parametrize("large_first", [False, True])
+def test_bits_where_updates_are_early_or_streamed(
+    counts: dict[str, Any], large_first: bool, device: torch.device
+) -> None:
+    data = [make_batch() for _ in range(4)]
+    loop = Loop(max_norm=0.5)
+    expected, final = plain_run(lambda: make("llama"), data, loop=loop, device=device, dtype=torch.bfloat16)
+    profile = traced("llama", make("llama"))
+    if "n_speculate" in counts:
+        counts = counts | {"n_speculate": len(layouts(profile)[0].chunks)}
+    plan = plan_of(profile, 0, CKPT, large_first=large_first, **counts)
+    wrapped, optimizer = wrap_with(plan, "llama", device)
+    assert loop.run(wrapped, optimizer, data) == expected
+    assert_same(states(wrapped, optimizer), final)
+
+
+@pytest.mark.parametrize(
+    ("family", "large_first", "n_persist", "expected"),
+    [
+        ("llama", False, 0, (1, 1)),  # embedding and head take turns in one
+        ("llama", False, 1, (1, 1)),
+        ("llama", False, 100, (0, 0)),
+        ("llama", True, 1, (1, 1)),
+        ("llama", True, 2, (0, 0)),
+        ("llama-frozen", False, 0, (1, 0)),
+        ("gpt2", False, 0, (1, 1)),
+        ("gpt2", False, 1, (0, 0)),
+    ],
+)
+def test_large_chunks_have_a_buffer_and_staging_of_their_own(
+    family: str, large_first: bool, n_persist: int, expected: tuple[int, int]
+) -> None:
+    """As many as are needed at once; all others are of a block."""
+    profile = traced(family, make(family))
+    plan = plan_of(profile, n_persist, CKPT, large_first=large_first)
+    _, optimizer = wrap_with(plan, family, torch.device("cpu"))
+    engine = optimizer._engine
+    sizes = [buffer.memory.numel() for buffer in engine.buffers.buffers]
+    assert sorted(sizes)[: plan.n_buffer] == sizes[: plan.n_buffer]
+    assert all(size <= plan.chunk_elements for size in sizes[: plan.n_buffer])
+    assert sizes[plan.n_buffer :] == [WORDS * 64] * expected[0]
+    assert engine.gradients._large_staging.numel() == WORDS * 64 * expected[1]
+    assert engine.gradients._staging_elements <= plan.chunk_elements
+    assert optimizer.report().host_bytes <= plan.host_bytes
+
+
+@pytest.mark.parametrize("large_first", [False, True])
+@pytest.mark.parametrize(("family", "n_persist"), [("llama", 0), ("llama", 1), ("llama-frozen", 0), ("gpt2", 0)])
+def test_chunks_are_fetched_as_predicted(
+    family: str, n_persist: int, large_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = traced(family, make(family))
+    plan = plan_of(profile, n_persist, CKPT, large_first=large_first)
+    layout = layout_of(profile, plan)
+    wrapped, optimizer = wrap_with(plan, family, torch.device("cpu"))
+    issued: list[int] = []
+    upload = BufferPool._upload
+
+    def count(pool: BufferPool, buffer: Buffer, chunk: Chunk) -> None:
+        issued.append(chunk.index)
+        upload(pool, buffer, chunk)
+
+    monkeypatch.setattr(BufferPool, "_upload", count)
+    for _ in range(3):
+        issued.clear()
+        wrapped(**make_batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.state_dict()  # waits, so that no upload is late
+    visits = [*profile.calls, *reversed(profile.calls)]
+    held = [layout.unit_chunks[unit] for unit in visits]
+    n_large = [n_large for _, n_large in most_held(profile, layout)]
+    fetches = Fetches(visits, layout.unit_chunks, held, layout, n_large).of(plan.n_persist, plan.n_buffer)
+    assert sorted(issued) == sorted(chunk for visit in fetches for chunk, _ in visit)
 
 
 @pytest.mark.parametrize("schedule", ["late", "early"])
-@pytest.mark.parametrize(("family", "n_more"), [("llama", 0), ("llama", 100), ("gpt2", 1)])
+@pytest.mark.parametrize(("family", "n_persist"), [("llama", 0), ("llama", 2), ("llama", 100), ("gpt2", 1)])
 def test_sums_of_gradients_take_no_more_of_the_device(
-    family: str, n_more: int, schedule: str, monkeypatch: pytest.MonkeyPatch
+    family: str, n_persist: int, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Made on demand, in host memory: what passes through the device has room in the 16-bit gradient's."""
     data = [make_batch() for _ in range(4)]
     loop, device = Loop(max_norm=0.5, accumulate=2), torch.device("cpu")
     expected, final = plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
-    plan = plan_of(traced(family, make(family)), n_more, CKPT)
+    plan = plan_of(traced(family, make(family)), n_persist, CKPT, large_first=True)
     wrapped, optimizer = wrap_with(plan, family, device, device_memory=plan.device_bytes)
     assert true_peak_bytes(wrapped, optimizer, data[0], backwards=2) <= plan.device_bytes
     assert all(chunk.accumulator_on_host for chunk in optimizer._engine.chunks)
@@ -125,51 +197,13 @@ def test_sums_of_gradients_take_no_more_of_the_device(
 @pytest.mark.parametrize("family", ["llama", "llama-frozen", "gpt2", "t5"])
 def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype) -> None:
     plans = plans_within_budgets(lambda: make(family), make_batch(16), dtype, count=6)
-    small, _ = chunk_sizes(traced(family, make(family), dtype))
-    assert min(plan.chunk_elements for plan in plans) == small, "no plan has chunks of a block"
+    assert len({plan.device_bytes for plan in plans}) > 3
 
 
-def test_the_frontier_begins_with_the_least_of_both_ways() -> None:
-    profile = traced("gpt2", make("gpt2"))
+def test_the_frontier_begins_with_the_least_of_both_orders() -> None:
+    profile = traced("llama", make("llama"))
     points = frontier(profile, HARDWARE, n_limits=4).points
     least = points[0].device_limit_bytes
     assert points[0].plan.device_bytes == least
     with pytest.raises(PlanError):
         protrain.search(profile, replace(HARDWARE, device_bytes=least - 1))
-    assert points[-1].plan.chunk_elements == chunk_sizes(profile)[0]
-
-
-def test_what_more_memory_would_gain_is_asked_of_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But of a plan with chunks of a size that somebody chose with that size."""
-    profile = traced("llama", make("llama"))
-    asked: list[int | None] = []
-
-    def search(*args: Any, chunk_elements: int | None, **options: Any) -> Plan:
-        asked.append(chunk_elements)
-        return protrain.search(*args, chunk_elements=chunk_elements, **options)
-
-    monkeypatch.setattr(
-        sys.modules["protrain.planning.explain"], "search", search
-    )  # the package has a function explain
-    small, usual = chunk_sizes(profile)
-    for size, expected in ((small, None), (usual, None), (usual + 128, usual + 128)):
-        evaluate(profile, HARDWARE, n_persist=2, n_buffer=1, n_swap=0, n_ckpt=4, chunk_elements=size).explain(
-            profile, HARDWARE
-        )
-        assert set(asked) == {expected}
-        asked.clear()
-
-
-def test_what_lies_out_of_order_must_persist() -> None:
-    model = make("llama")
-    profile = traced("llama", model)
-    small, _ = chunk_sizes(profile)
-    counts: dict[str, Any] = {"n_swap": 0, "n_ckpt": 4, "chunk_elements": small}
-    with pytest.raises(
-        ValueError, match="n_persist must be 2 to 6, the first 2 of large parameters, and 6 in all, not 1"
-    ):
-        evaluate(profile, HARDWARE, n_persist=1, n_buffer=2, **counts)
-    plan = evaluate(profile, HARDWARE, n_persist=2, n_buffer=2, **counts)
-    changes = {(change.knob, change.step): change for change in plan.explain(profile, HARDWARE).changes}
-    assert changes["n_persist", -1].impossible == "chunks of large parameters must persist"
-    assert not changes["n_persist", 1].impossible

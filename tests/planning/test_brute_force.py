@@ -163,7 +163,7 @@ def every_plan(memory: MemoryModel, *, inside: bool) -> Iterator[Counts]:
         activations = memory.activations(block_modes(n_blocks, n_swap, n_ckpt, n_moved))
         for n_persist in range(n_chunks + 1):
             away = n_chunks - n_persist
-            for n_buffer in range(memory.least_buffers(n_persist), away + 1):
+            for n_buffer in range(memory.least_buffers(n_persist), memory.all_buffers(n_persist) + 1):
                 if memory.device_bytes(n_persist, n_buffer, activations) > hardware.device_bytes:
                     break
                 for n_speculate in range(1 if inside else away + 1):
@@ -225,7 +225,7 @@ def test_no_plan_is_better_where_gradients_share_regions(seed: int) -> None:
     hardware = replace(
         hardware,
         host_bytes=least_bytes
-        + draw.randint(0, 4) * memory.layout.buffer_elements(0) * profile.element_bytes
+        + draw.randint(0, 4) * memory.layout.buffer_elements(0)[0] * profile.element_bytes
         + moved_bytes,
     )
     memory = MemoryModel(profile, hardware, memory.layout, update_in_backward=True)

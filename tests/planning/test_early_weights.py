@@ -183,7 +183,7 @@ def tight_case(seed: int) -> tuple[ModelProfile, HardwareProfile]:
     memory = MemoryModel(profile, hardware, pack(profile, CHUNK))
     beside = memory.host_bytes_beside(draw.randint(0, 1), 0)
     return profile, replace(
-        hardware, host_bytes=beside + draw.randint(1, 8) * memory.layout.buffer_elements(0) * profile.element_bytes
+        hardware, host_bytes=beside + draw.randint(1, 8) * memory.layout.buffer_elements(0)[0] * profile.element_bytes
     )
 
 

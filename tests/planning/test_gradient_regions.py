@@ -313,7 +313,7 @@ def with_more_and_more(
     while not found or found[-1][0]:
         memory = memory_of(roomy.profile, replace(roomy.hardware, host_bytes=host_bytes))
         found.append((memory.host_regions(n_persist, memory.swapped_bytes(modes)), memory))
-        host_bytes += roomy.layout.gradient_elements(0)[1] * roomy.profile.element_bytes
+        host_bytes += roomy.layout.gradient_elements(0)[0] * roomy.profile.element_bytes
     return found
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from protrain.planning import Layout, choose_chunk_elements, pack
-from protrain.planning.layout import LARGE_CHUNK, align, chunk_sizes
+from protrain.planning.layout import LARGE_CHUNK, align, layouts, most_held
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord, UnitRecord
 
 
@@ -112,39 +112,61 @@ def test_a_wrong_chunk_size_is_named(chunk_elements: int) -> None:
 BLOCKS: list[tuple[int | None, list[tuple[int, int]] | list[int]]] = [(n, [(256, 0), (128, 0)]) for n in range(12)]
 
 
-def test_a_large_parameter_has_a_chunk_of_its_own_before_all_others() -> None:
-    embedding, norm, head = (None, [(1000, 0)]), (None, [(100, 0)]), (None, [(890, 0)])
+def test_a_large_parameter_has_a_chunk_of_its_own() -> None:
+    embedding, norm, head = (None, [(1000, 0)]), (None, [(100, 0)]), (None, [(890, -1)])
     profile = make_profile([embedding, *BLOCKS, norm, head])
-    layout = pack(profile, 384)
-    check_layout(layout, profile)
-    assert _chunks(layout) == [[0], [26], *([at, at + 1] for at in range(1, 25, 2)), [25]]
-    assert [chunk.elements for chunk in layout.chunks[:3]] == [1024, 896, 384]
-    assert layout.unit_chunks[0] == (0,)
-    assert layout.unit_chunks[-1] == (1,)
-    assert layout.least_persist == 2, "the head comes before what is needed before it"
-    assert [layout.buffer_elements(n) for n in (0, 1, 2, 13, 14, 15)] == [1024, 896, 384, 384, 128, 0]
-    assert [layout.gradient_elements(n) for n in (0, 1, 2, 15)] == [(0, 1024), (1024, 896), (1024, 384), (1024, 0)]
+    in_order, large_first = layouts(profile, 384)
+    blocks = [[at, at + 1] for at in range(1, 25, 2)]
+    assert _chunks(in_order) == [[0], *blocks, [25], [26]]
+    assert _chunks(large_first) == [[0], [26], *blocks, [25]]
+    for layout in (in_order, large_first):
+        check_layout(layout, profile)
+        assert [chunk.elements for chunk in layout.chunks if layout.is_large(chunk)] == [1024, 896]
+        assert layout.wasted_elements == 384 - 128
+    assert [in_order.buffer_elements(n) for n in (0, 1, 13, 14, 15)] == [
+        (384, 1024),
+        (384, 896),
+        (128, 896),
+        (0, 896),
+        (0, 0),
+    ]
+    assert [large_first.buffer_elements(n) for n in (0, 1, 2, 14, 15)] == [
+        (384, 1024),
+        (384, 896),
+        (384, 0),
+        (128, 0),
+        (0, 0),
+    ]
+    # The head is frozen.
+    assert [in_order.gradient_elements(n) for n in (0, 1, 13, 14)] == [(384, 1024), (384, 0), (128, 0), (0, 0)]
+    assert [in_order.persistent_gradient_elements(n) for n in (0, 1, 2, 15)] == [0, 1024, 1024, 1024]
 
 
-def test_large_parameters_that_are_needed_first_need_not_persist() -> None:
+def test_large_parameters_that_are_needed_first_have_one_order() -> None:
     tied = make_profile([(None, [(1000, 0), (128, 0)]), *BLOCKS, (None, [0])])
-    assert pack(tied, 384).least_persist == 0
-    assert pack(tied, 1024).least_persist == 0, "nothing is large"
+    assert [_chunks(layout)[:2] for layout in layouts(tied, 384)] == [[[0], [1]]]
+    assert len(layouts(tied, 1024)) == 1, "nothing is large"
     both = make_profile([(None, [(1000, 0)]), (None, [(1000, -1)]), *BLOCKS])
-    layout = pack(both, 384)
-    assert (layout.least_persist, [chunk.trainable for chunk in layout.chunks[:3]]) == (0, [True, False, True])
+    (layout,) = layouts(both, 384)
+    assert [chunk.trainable for chunk in layout.chunks[:3]] == [True, False, True]
     after = make_profile([(None, [(128, 0)]), (None, [(1000, 0)]), *BLOCKS])
-    assert pack(after, 384).least_persist == 1
+    assert [_chunks(layout)[:2] for layout in layouts(after, 384)] == [[[0], [1]], [[1], [0]]]
 
 
-def test_there_are_two_sizes_to_choose_from_where_a_parameter_is_larger_than_a_block() -> None:
-    for embedding, sizes in ((384, 1), (500, 1), (600, 2), (5000, 2)):
-        profile = make_profile([(None, [(embedding, 0)]), *BLOCKS, (None, [0])])
-        found = chunk_sizes(profile)
-        assert len(found) == sizes
-        assert found[-1] == choose_chunk_elements(profile)
-        assert found[-1] >= align(embedding)
-        assert sizes == 1 or found[0] == 384
+def test_what_units_hold_at_once_is_counted_by_kind() -> None:
+    profile = make_profile([(None, [(1000, 0)]), *BLOCKS, (None, [(100, 0)]), (None, [(890, 0)]), (None, [0, 25, 26])])
+    usual, large = zip(*most_held(profile, pack(profile, 384)), strict=True)
+    # The last unit holds embedding, norm and head; blocks hold one chunk.
+    assert usual == (*[1] * 14, 0, 0)
+    assert large == (2, *[1] * 14, 0)
+
+
+@pytest.mark.parametrize(("embedding", "is_large"), [(384, False), (500, False), (600, True), (5000, True)])
+def test_chunks_are_of_a_block_where_a_parameter_is_much_larger(embedding: int, is_large: bool) -> None:
+    profile = make_profile([(None, [(embedding, 0)]), *BLOCKS, (None, [0])])
+    size = choose_chunk_elements(profile)
+    assert (size == 384) if is_large else (size >= align(embedding))
+    assert pack(profile, size).is_large(pack(profile, size).chunks[0]) is is_large
 
 
 def test_blocks_that_are_next_to_nothing_do_not_make_thousands_of_chunks() -> None:
@@ -152,7 +174,7 @@ def test_blocks_that_are_next_to_nothing_do_not_make_thousands_of_chunks() -> No
     tiny = [(n, [(128, 0)]) for n in range(12)]
     heads = [(None, [(64_000, 0)]) for _ in range(12)]
     profile = make_profile([*tiny, *heads])
-    assert chunk_sizes(profile) == (choose_chunk_elements(profile),)
+    assert choose_chunk_elements(profile) >= 64_000
 
 
 def test_the_chosen_size_is_one_block_for_equal_blocks() -> None:

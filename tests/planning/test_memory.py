@@ -162,7 +162,7 @@ def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_b
         assert several.accumulator_bytes(n_persist) == 4 * sum(chunk.elements for chunk in layout.chunks[n_persist:])
         assert (
             several.host_gradient_bytes(n_persist, 0)
-            <= 2 * layout.gradient_elements(n_persist)[1] * traced.element_bytes
+            <= 2 * layout.gradient_elements(n_persist)[0] * traced.element_bytes
         )
         assert several.static_bytes(n_persist, 1) == memory.static_bytes(n_persist, 1)
     # All on the device: no staging, only the partial sums of the norm.
