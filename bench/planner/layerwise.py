@@ -148,19 +148,26 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def view_step(model: nn.Module, batch: dict[str, Tensor], *, recompute: bool) -> LayerView:
-    """One step of ``model``, whose weights are in place, as its layers' hooks see it, and the truth."""
+    """One step of ``model``, whose weights are in place, as its layers' hooks see it, and the truth.
+
+    It is the second of a loop that holds what the model returned until it returns the next.
+    """
     device = next(model.parameters()).device
     meter = CudaMeter(device) if device.type == "cuda" else StorageMeter()
     meter.ignore((*model.parameters(), *model.buffers()))
     meter.count(batch.values())
     view = LayerView(meter)
     on_meta = as_if_on_gpu() if device.type == "meta" else nullcontext()
-    watched = _watched(model, view, find_blocks(model), recompute=recompute)
-    with on_meta, meter, watched, set_checkpoint_early_stop(False), warnings.catch_warnings():  # to each layer's end
+    arguments = batches.training_arguments(model, batch)
+    with on_meta, meter, set_checkpoint_early_stop(False), warnings.catch_warnings():  # to each layer's end
         warnings.filterwarnings("ignore", message="Full backward hook")  # of the embedding, whose inputs are words
-        meter.reset_peak()
-        batches.loss_of(model(**batches.training_arguments(model, batch))).backward()
-        view.end()
+        with torch.no_grad():
+            output = model(**arguments)
+        with _watched(model, view, find_blocks(model), recompute=recompute):
+            meter.reset_peak()
+            output = model(**arguments)
+            batches.loss_of(output).backward()
+            view.end()
     return view
 
 

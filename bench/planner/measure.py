@@ -135,7 +135,8 @@ def _train(
         starts.append(_now(device))
         if len(starts) == steps + 1:
             break
-        model(**batch).loss.backward()
+        output = model(**batch)  # held until the next, as plans allow for
+        output.loss.backward()
         if clip:
             optimizer.clip_grad_norm_(_CLIP_NORM)
         optimizer.step()

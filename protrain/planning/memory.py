@@ -17,6 +17,9 @@ and less what its modes take away:
 
 either only from when the model itself, in a list of hidden states say, no longer holds them.
 
+What the model returns stays in backward, where the trace has it, and in the forward of the next step, as in a loop that
+has ``output = model(**batch)``.
+
 A block's own saved activations in its own backward are part of the measured peak, which recomputed them.
 
 Where a step has several batches, every chunk has an fp32 accumulator in place of its gradient, and 16-bit gradients on
@@ -348,7 +351,8 @@ def _walk(profile: ModelProfile) -> _Walk:
             moving = max(0, moving - held_before[0])  # there anyway
         if segment.held_bytes:
             held.append((index, segment.held_until, segment.held_bytes))
-        sizes = (segment.live_bytes, segment.peak_bytes, keeping, share[block], unsaved[block], inputs[block])
+        live = segment.live_bytes + (profile.output_bytes if forward else 0)  # of the step before
+        sizes = (live, segment.peak_bytes, keeping, share[block], unsaved[block], inputs[block])
         rows.append((block, neighbour, forward, *sizes, share[neighbour], moving))
         if block >= 0:
             before, held_before = block, (segment.held_bytes, segment.held_until)

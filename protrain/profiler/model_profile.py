@@ -111,6 +111,7 @@ class ModelProfile(Record):
     calls: tuple[int, ...]  # unit indexes in the order of one forward
     blocks: tuple[BlockRecord, ...]
     segments: tuple[SegmentRecord, ...]
+    output_bytes: int = 0  # returned by forward: a loop may hold it until the next one is over
     compiled: bool = False  # the blocks
     chunked_loss: bool = False  # logits are never whole, and the head's gradients are made in forward
     # Of how it is trained; nothing of the trace depends on these.

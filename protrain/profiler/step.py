@@ -5,6 +5,9 @@ needs the room of one block, whatever the model's size. A block's weights are on
 recomputation and backward, run. Boundaries are the block's call in forward, and in backward the gradients of its
 outputs (start) and inputs (end). Between blocks each unit ends a stretch in forward and starts one in backward: what
 the engine moves of a block is gone when the forward of the unit behind it is done, and comes when its backward begins.
+
+What the model returns stays until backward is over, as in a loop that has ``output = model(**batch)``, and in such a
+loop until the next forward is: :attr:`Step.output_bytes`.
 """
 
 from __future__ import annotations
@@ -104,6 +107,7 @@ class Step:
         self._outer = {index for unit, indexes in owned.items() if unit not in blocks for index in indexes}
         self._inner = InnerBackwards({path: owned[path] for path in blocks}, self._outer, weights)
         self._constants = {storage_key(tensor) for tensor in (*weights.stand_ins, *weights.unmanaged.values())}
+        self.output_bytes = 0  # of what the model returned and was not given
         self._meter: Meter | None = None
         self._given = GivenInputs()
         self._open: Segment | None = None
@@ -151,8 +155,9 @@ class Step:
             with uses if self._measure else nullcontext(), saved if self._measure else nullcontext():
                 output = self._model(*args, **kwargs)
                 loss = batches.loss_of(output)
-            self._given.look(len(self.segments), returned=True)
-            del output
+            given = self._constants | {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+            sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_in(output)}
+            self.output_bytes = sum(size for key, size in sizes.items() if key not in given)
             self._forward = False
             self._switch(None)
             self.kept_between |= self._given.look(len(self.segments), returned=True)

@@ -163,6 +163,7 @@ def _traced(
         tokens=batches.tokens(example_batch),
         chunked_loss=is_chunked(model),
         compiled=step.compiled,
+        output_bytes=step.output_bytes,
         buffer_bytes=weights.unmanaged_bytes(),
         parameters=parameter_records(model, optimizer),
         units=tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from protrain.batch import loss_of
 from protrain.engine.engine import Engine
 from protrain.errors import PlanError
 from protrain.optim import ProTrainOptimizer
 from protrain.planning import Plan
 from protrain.profiler.meter import StorageMeter
+from protrain.trees import tensors_in
 from tests.engine.harness import adamw
 
 VOCABULARY = 256
@@ -98,12 +101,22 @@ def plans_within_budgets(
     return plans
 
 
-def train(model: nn.Module, optimizer: ProTrainOptimizer, batch: Mapping[str, Tensor], *, backwards: int = 1) -> None:
-    for _ in range(backwards):
-        optimizer.backward(model(**batch).loss)
-    optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+def train(
+    model: nn.Module,
+    optimizer: ProTrainOptimizer,
+    batch: Mapping[str, Tensor],
+    *,
+    steps: int = 1,
+    backwards: int = 1,
+) -> None:
+    """With what the model returns held until it returns the next."""
+    for _ in range(steps):
+        for _ in range(backwards):
+            output = model(**batch)
+            optimizer.backward(output.loss)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class DeviceMeter(StorageMeter):
@@ -140,25 +153,29 @@ def true_peak_bytes(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch
     meter.count(resident(engine))
     meter.count(batch.values())
     with meter:
-        train(model, optimizer, batch, backwards=backwards)
-        train(model, optimizer, batch, backwards=backwards)
+        train(model, optimizer, batch, steps=2, backwards=backwards)
     engine.wait_for_updates()
     return meter.peak_bytes
 
 
-def peak_of_second_step(optimizer: ProTrainOptimizer, loss: Callable[[], Tensor], inputs: list[Tensor]) -> int:
-    """Most bytes alive on the simulated device, with ``inputs`` there throughout."""
+def peak_of_second_step(
+    optimizer: ProTrainOptimizer,
+    forward: Callable[[], Any],
+    inputs: list[Tensor],
+    *,
+    loss: Callable[[Any], Tensor] = loss_of,
+) -> int:
+    """Most bytes alive on the simulated device, with ``inputs`` there throughout and outputs until the next."""
     meter = DeviceMeter(optimizer._engine)
-
-    def step() -> None:
-        loss().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    optimizer._engine.wait_for_updates()
-    meter.count(resident(optimizer._engine))
-    meter.count(inputs)
-    with meter:
-        step()
+    output: Any = None
+    for measured in (False, True):
+        if measured:
+            optimizer._engine.wait_for_updates()
+            meter.count(resident(optimizer._engine))
+            meter.count([*inputs, *tensors_in(output)])
+        with meter if measured else nullcontext():
+            output = forward()
+            loss(output).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     return meter.peak_bytes

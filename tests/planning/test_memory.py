@@ -33,7 +33,10 @@ def _model(traced: ModelProfile) -> MemoryModel:
 
 
 def _true_peak(model: nn.Module, batch: dict[str, Tensor], checkpointed: set[str]) -> int:
-    """Storage bytes at the peak of a plain step, weights aside, with gradients freed as they arrive."""
+    """Storage bytes at the peak of plain steps, weights aside, with gradients freed as they arrive.
+
+    With what the model returned held until it returns the next.
+    """
     model.train()
     with ExitStack() as stack:
         for name in checkpointed:
@@ -48,7 +51,9 @@ def _true_peak(model: nn.Module, batch: dict[str, Tensor], checkpointed: set[str
         meter.ignore((*model.parameters(), *model.buffers()))
         meter.count(batch.values())
         with meter:
-            batches.loss_of(model(**batches.training_arguments(model, batch))).backward()
+            for _ in range(2):
+                output = model(**batches.training_arguments(model, batch))
+                batches.loss_of(output).backward()
     return meter.peak_bytes
 
 
