@@ -115,9 +115,10 @@ def training_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, An
 def loss_of(output: Any) -> Tensor:
     """The scalar to call ``backward`` on.
 
-    ``output.loss``, ``output["loss"]`` or a scalar output is taken as it is. Any other output gets a stand-in of about
-    the cost of a cross entropy, the mean of the log-softmax in fp32 over every floating tensor that has a gradient.
-    ValueError when nothing in ``output`` depends on a trainable parameter.
+    ``output.loss``, ``output["loss"]`` or a scalar output is taken as it is. Of any other output the sum of its scalars
+    is taken, and of every tensor that they do not come from, as a loss comes from logits, a stand-in of about the cost
+    of a cross entropy: the mean of the log-softmax in fp32. What has no gradient counts for nothing. ValueError when
+    nothing in ``output`` depends on a trainable parameter.
     """
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
@@ -133,8 +134,24 @@ def loss_of(output: Any) -> Tensor:
             "the model's output depends on no trainable parameter, so there is nothing to train; "
             "set requires_grad on the parameters to be trained and pass labels if the model computes its own loss"
         )
-    parts = [tensor.float().log_softmax(-1).mean() if tensor.ndim else tensor.float() for tensor in tensors]
+    scalars = [tensor for tensor in tensors if tensor.numel() == 1]
+    used = _graph_of(scalars)
+    others = [tensor for tensor in tensors if tensor.numel() != 1 and tensor.grad_fn not in used]
+    parts = [tensor.float().reshape(()) for tensor in scalars]
+    parts += [tensor.float().log_softmax(-1).mean() for tensor in others]
     return torch.stack(parts).sum()
+
+
+def _graph_of(tensors: list[Tensor]) -> set[Any]:
+    """The nodes that ``tensors`` come from."""
+    found: set[Any] = set()
+    left = [tensor.grad_fn for tensor in tensors]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [before for before, _ in node.next_functions]
+    return found
 
 
 def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

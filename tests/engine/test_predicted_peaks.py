@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain.batch import loss_of
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, adamw, wrap_under
 from tests.engine.true_memory import peak_of_second_step
 
 CPU = torch.device("cpu")
 
 
-def planned_to_true(model: nn.Module, x: Tensor, modes: Any) -> float:
+def planned_to_true(model: nn.Module, x: Tensor, modes: Any, loss: Callable[[Any], Tensor] = loss_of) -> float:
     """The planned device memory by that of a step."""
     model, optimizer = wrap_under(Spec("none", "least", modes), model, adamw(model), (x,), device=CPU)
-    return optimizer.plan.device_bytes / peak_of_second_step(optimizer, lambda: model(x), [x])
+    return optimizer.plan.device_bytes / peak_of_second_step(optimizer, lambda: model(x), [x], loss=loss)
 
 
 class _Outputs(nn.Module):
@@ -90,6 +92,28 @@ class _InDoubles(nn.Module):
     def forward(self, x: Tensor | tuple[Tensor]) -> Tensor:
         [x] = [x] if isinstance(x, Tensor) else x
         return x + self.down(x.double().tanh().float()).sum(-1, keepdim=True)
+
+
+class _Words(nn.Module):
+    """Returns logits of a large vocabulary and the loss that it makes of them, as nanoGPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4))
+        self.head = nn.Linear(64, 1024)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        targets = torch.arange(len(x)) % 1024
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return logits, nn.functional.cross_entropy(logits, targets)
+
+
+@pytest.mark.parametrize("modes", [(NONE,), (CKPT,)], ids=lambda modes: modes[0].value)
+def test_logits_beside_a_loss_are_there_and_nothing_is_made_of_them(modes: Any) -> None:
+    torch.manual_seed(0)
+    assert 1.0 <= planned_to_true(_Words(), torch.randn(512, 64), modes, lambda output: output[1]) <= 1.03
 
 
 class _Collecting(nn.Module):

@@ -108,6 +108,17 @@ def test_a_loss_is_taken_and_others_get_a_stand_in() -> None:
     assert x.grad.abs().sum() > 0
 
 
+def test_a_loss_beside_its_logits_is_the_loss_and_one_beside_others_is_not_all() -> None:
+    x = torch.randn(3, 5, requires_grad=True)
+    logits = x * 2
+    loss, other = torch.logsumexp(logits.float().view(-1), 0), (x * x).sum().reshape(1)
+    assert batches.loss_of((logits, loss)).equal(loss)
+    assert batches.loss_of([loss, {"logits": logits, "aside": torch.ones(3)}]).equal(loss)
+    assert batches.loss_of((logits, loss, other)).equal(loss + other[0])
+    assert batches.loss_of((logits, other)).equal(other[0] + logits.log_softmax(-1).mean())
+    assert batches.loss_of((x, other)).equal(other[0] + x.log_softmax(-1).mean()), "a leaf, and no node"
+
+
 def test_an_output_without_gradient_says_so() -> None:
     with pytest.raises(ValueError, match="depends on no trainable parameter"):
         batches.loss_of(torch.zeros(3))
