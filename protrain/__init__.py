@@ -1,8 +1,8 @@
 """ProTrain: trains models far bigger than the GPU's memory, with the results of the plain loop and nothing to tune."""
 
 from protrain.checkpoint import load_checkpoint, save_checkpoint
-from protrain.engine.materialise import empty_parameters
-from protrain.engine.state_hooks import full_parameters
+from protrain.engine.states.materialise import empty_parameters
+from protrain.engine.weights.state_hooks import full_parameters
 from protrain.errors import BudgetError, CheckpointError, MisuseError, PlanError
 from protrain.hardware import HardwareProfile, calibrate
 from protrain.planning import Plan, search

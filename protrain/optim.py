@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from protrain.clipping import Clipping
-from protrain.engine.chunks import Chunk, Member
 from protrain.engine.engine import Engine
-from protrain.engine.groups import Groups, check_options
 from protrain.engine.report import Report, StepClock, make_report
-from protrain.engine.states import check_shapes, export_state, import_state
-from protrain.engine.updates import Scale, Updates
-from protrain.engine.values import read_master, read_weight, write_weight
+from protrain.engine.states.chunks import Chunk, Member
+from protrain.engine.states.groups import Groups, check_options
+from protrain.engine.states.of_parameters import check_shapes, export_state, import_state
+from protrain.engine.states.values import read_master, read_weight, write_weight
+from protrain.engine.updates.updates import Scale, Updates
 from protrain.errors import MisuseError
 from protrain.hardware import HardwareProfile
 from protrain.loss_scale import LossScale
-from protrain.planning.explain import Explanation
-from protrain.planning.host_rate import host_gparams
+from protrain.planning.explain.explanation import Explanation
+from protrain.planning.explain.host_rate import host_gparams
 from protrain.planning.plan import Plan
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from protrain.engine.chunks import Chunk
 from protrain.engine.engine import Engine
+from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import CudaStreams
 from protrain.engine.units import Unit
 from protrain.optim import ProTrainOptimizer
-from protrain.planning.explain import timeline_of
+from protrain.planning.explain.explanation import timeline_of
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Timeline
 
 _MEASURED, _PREDICTED = 1, 2  # process ids

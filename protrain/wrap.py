@@ -22,18 +22,18 @@ from torch import nn
 
 from protrain import batch as batches
 from protrain.engine.build import build_engine
-from protrain.engine.chunks import DTYPES
-from protrain.engine.parameter import PresentParameter, has_moved
-from protrain.engine.weight_files import check_weights
+from protrain.engine.states.chunks import DTYPES
+from protrain.engine.states.weight_files import check_weights
+from protrain.engine.weights.parameter import PresentParameter, has_moved
 from protrain.errors import MisuseError, PlanError
 from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim import ProTrainOptimizer, check_supported, retire
 from protrain.planning import Plan, check, search
-from protrain.planning.mismatch import name_other_use, refuse_other_model, refuse_other_parameters
 from protrain.planning.plan import MOMENT_DTYPES
-from protrain.planning.streaming import staging_bytes
+from protrain.planning.rates.streaming import staging_bytes
+from protrain.planning.search.mismatch import name_other_use, refuse_other_model, refuse_other_parameters
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.cache import cached_profile

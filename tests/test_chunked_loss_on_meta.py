@@ -20,7 +20,7 @@ from protrain.chunked_loss import chunk_loss
 from protrain.chunked_loss_on_meta import causal_lm_loss, piece_rows
 from protrain.hardware import load
 from protrain.planning import fingerprint, search
-from protrain.planning.compute_times import compute_times
+from protrain.planning.rates.compute_times import compute_times
 from protrain.profiler import ModelProfile
 from protrain.profiler.meta_device import as_if_on_gpu
 from protrain.profiler.meter import StorageMeter

@@ -58,6 +58,8 @@ ALLOWED = {
         "protrain_kernels",
     ),
 }
+# Inside the planner a folder imports those before it.
+PLANNER = tuple(f"protrain.planning.{folder}" for folder in ("rates", "memory", "runtime", "search", "explain"))
 PURE = ("protrain.planning", "protrain.records", "protrain.quantities", "protrain.errors")  # no torch: plain data
 
 
@@ -103,6 +105,9 @@ def violations(module: str, imported: set[str]) -> list[str]:
         owner = next((package for package in ALLOWED if _within(module, (package,))), None)
         if owner is not None and not _within(name, (owner, *ALLOWED[owner])) and not _reaches(name, ALLOWED[owner]):
             wrong.append(f"{module} imports {name}")
+        folder = ".".join(module.split(".")[:3])
+        if folder in PLANNER and _within(name, PLANNER[PLANNER.index(folder) + 1 :]):
+            wrong.append(f"{module} imports {name}, which builds on it")
         if _within(name, ("protrain.cli",)) and not _within(module, ("protrain.cli",)):
             wrong.append(f"{module} imports {name}, but nothing imports the command line")
     return wrong
@@ -124,8 +129,9 @@ def test_imports_go_one_way() -> None:
     ("module", "source"),
     [
         ("protrain_kernels.adam", "from protrain import records"),
-        ("protrain.planning.search", "import torch"),
-        ("protrain.planning.search", "from protrain.engine import core"),
+        ("protrain.planning.search.search", "import torch"),
+        ("protrain.planning.search.search", "from protrain.engine import core"),
+        ("protrain.planning.memory.model", "from protrain.planning.runtime.model import RuntimeModel"),
         ("protrain.hardware.detect", "from protrain.profiler import model_profile"),
         ("protrain.profiler.trace", "def late():\n    from protrain.planning import plan"),
         ("protrain.engine.core", "from protrain.planning import search"),

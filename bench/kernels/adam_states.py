@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.kernels.peers import close, same_bits
 from bench.kernels.recorder import Recorder
 from bench.kernels.rows import OURS
-from protrain.engine.arena import Arena
+from protrain.engine.states.arena import Arena
 from protrain_kernels import adam_reference, adam_scalars, split
 
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, STEP = 1e-4, 0.9, 0.95, 1e-8, 0.1, 10

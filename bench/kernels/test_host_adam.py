@@ -18,7 +18,7 @@ from bench.kernels.recorder import ON_HOST, Recorder
 from bench.kernels.roofs import DRAM, NO_ROOF
 from bench.kernels.rows import COMPILED, EAGER, OURS
 from bench.kernels.shapes import QUICK, chunk_elements
-from protrain.engine.arena import Arena
+from protrain.engine.states.arena import Arena
 from protrain_kernels import adam
 
 pytestmark = ON_HOST

@@ -17,7 +17,7 @@ from bench.kernels.roofs import DRAM, PCIE_BOTH
 from bench.kernels.rows import EAGER, OURS
 from bench.kernels.shapes import chunk_elements
 from bench.kernels.timing import host_timer
-from protrain.engine.arena import Arena
+from protrain.engine.states.arena import Arena
 from protrain_kernels import AdamStaging, adam, padded, streamed_adam
 
 pytestmark = ON_HOST

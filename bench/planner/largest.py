@@ -27,7 +27,7 @@ from protrain.cli.summary import versions
 from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import largest
-from protrain.planning.largest import Largest
+from protrain.planning.search.largest import Largest
 from protrain.planning.tables import aligned, format_ms
 from protrain.profiler import ModelProfile
 from protrain.quantities import format_bytes

@@ -12,8 +12,8 @@ from bench.planner.cases import Case
 from bench.planner.measure import Point
 from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, RuntimeModel
-from protrain.planning.paper import paper_step_ms
 from protrain.planning.plan import as_planned, layout_of
+from protrain.planning.runtime.paper import paper_step_ms
 from protrain.profiler import ModelProfile
 from protrain.records import Record
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from protrain.checkpoint import StreamingOptimizer
-from protrain.engine.weight_files import unmanaged
+from protrain.engine.states.weight_files import unmanaged
 from protrain.tensor_files import TensorWriter, sync_directory
 from protrain_kernels.split_master import split
 

@@ -32,7 +32,7 @@ from protrain.cli.shapes import SHAPES
 from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile, detect, load
 from protrain.planning import frontier, largest
-from protrain.planning.explain import timeline_of
+from protrain.planning.explain.explanation import timeline_of
 from protrain.planning.plan import MOMENT_DTYPES
 from protrain.planning.tables import format_ms
 from protrain.profiler import ModelProfile

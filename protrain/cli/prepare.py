@@ -23,10 +23,10 @@ from protrain.cli.job import TrainJob
 from protrain.cli.metrics import MetricsFile, ProgressLine
 from protrain.cli.models import LoadedModel, fit_positions, load_model
 from protrain.cli.run import Run
-from protrain.engine.weight_files import weight_sources
+from protrain.engine.states.weight_files import weight_sources
 from protrain.manifest import list_saves
 from protrain.planning import Plan
-from protrain.planning.mismatch import refuse_other_parameters
+from protrain.planning.search.mismatch import refuse_other_parameters
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.trace import parameter_records
 from protrain.progress import Progress

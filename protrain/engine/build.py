@@ -9,20 +9,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from protrain.engine.arena import Arena, aligned
-from protrain.engine.buffers import BufferPool
-from protrain.engine.chunks import DTYPES, complete_chunks, held_states, make_chunks, make_members, size_bytes
+from protrain.engine.activations.ledger import Ledger, SimulatedLedger
+from protrain.engine.activations.swap import ALIGNMENT_BYTES, HostSlots
 from protrain.engine.engine import Engine
-from protrain.engine.gradients import Gradients
+from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.hooks import install
-from protrain.engine.ledger import Ledger, SimulatedLedger
-from protrain.engine.materialise import fill
-from protrain.engine.state_hooks import StateHooks
-from protrain.engine.streamer import Streamer
+from protrain.engine.states.arena import Arena, aligned
+from protrain.engine.states.chunks import DTYPES, complete_chunks, held_states, make_chunks, make_members, size_bytes
+from protrain.engine.states.materialise import fill
 from protrain.engine.streams import streams_for
-from protrain.engine.swap import ALIGNMENT_BYTES, HostSlots
 from protrain.engine.units import make_units
-from protrain.engine.worker import HostWorker
+from protrain.engine.updates.streamer import Streamer
+from protrain.engine.updates.worker import HostWorker
+from protrain.engine.weights.buffers import BufferPool
+from protrain.engine.weights.state_hooks import StateHooks
 from protrain.planning.layout import most_held, streamed_chunks, updated_chunks
 from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, moved_input_bytes
 from protrain.planning.schedule import Schedule

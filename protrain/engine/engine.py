@@ -29,19 +29,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
-from protrain.engine.arena import Arena
-from protrain.engine.buffers import BufferPool
-from protrain.engine.chunks import Chunk, Member
-from protrain.engine.edits import edit_error, edited_in, recall
-from protrain.engine.gradients import Gradients
-from protrain.engine.ledger import Ledger
-from protrain.engine.parameter import PresentParameter, ReleasedParameter, point_at, release
-from protrain.engine.saved import Copy, Frame, WeightView, storage_address
-from protrain.engine.streamer import Streamer
+from protrain.engine.activations.ledger import Ledger
+from protrain.engine.activations.saved import Copy, Frame, WeightView, storage_address
+from protrain.engine.activations.swap import HostSlots, Swaps
+from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.states.arena import Arena
+from protrain.engine.states.chunks import Chunk, Member
+from protrain.engine.states.edits import edit_error, edited_in, recall
 from protrain.engine.streams import Streams
-from protrain.engine.swap import HostSlots, Swaps
 from protrain.engine.units import Unit
-from protrain.engine.worker import HostWorker
+from protrain.engine.updates.streamer import Streamer
+from protrain.engine.updates.worker import HostWorker
+from protrain.engine.weights.buffers import BufferPool
+from protrain.engine.weights.parameter import PresentParameter, ReleasedParameter, point_at, release
 from protrain.errors import MisuseError
 from protrain.planning.plan import Plan
 from protrain.planning.schedule import Schedule

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from protrain import batch as batches
 from protrain.compilation import CompiledForward
+from protrain.engine.activations.saved import Frame
 from protrain.engine.engine import Engine
-from protrain.engine.parameter import Handle, PresentParameter, manage, release
-from protrain.engine.saved import Frame
 from protrain.engine.units import Unit
+from protrain.engine.weights.parameter import Handle, PresentParameter, manage, release
 from protrain.errors import MisuseError
 from protrain.profiler.blocks import checkpointing_switches, refuse_own_checkpointing
 

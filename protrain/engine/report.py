@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from protrain.engine.ledger import SimulatedLedger
+from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.planning.tables import format_change, format_ms
 from protrain.quantities import format_bytes
 from protrain.records import Record
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine
-    from protrain.engine.updates import Tally
+    from protrain.engine.updates.updates import Tally
 
 _KEPT_STEPS = 200
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from protrain.engine.chunks import Chunk, Member
-from protrain.engine.module_state import BlockModules
-from protrain.engine.saved import CheckpointFrame, Frame
-from protrain.engine.swap import CheckpointSwapFrame, SwapFrame
+from protrain.engine.activations.module_state import BlockModules
+from protrain.engine.activations.saved import CheckpointFrame, Frame
+from protrain.engine.activations.swap import CheckpointSwapFrame, SwapFrame
+from protrain.engine.states.chunks import Chunk, Member
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode, Plan
 from protrain.profiler.model_profile import ModelProfile

@@ -1,13 +1,13 @@
 """The planner: chunk layout, memory model, runtime model and search. Pure Python: it never touches a device."""
 
-from protrain.planning.explain import Explanation, explain
-from protrain.planning.frontier import Frontier, frontier
-from protrain.planning.largest import Largest, largest
+from protrain.planning.explain.explanation import Explanation, explain
 from protrain.planning.layout import ChunkRecord, Layout, Slot, choose_chunk_elements, pack
-from protrain.planning.memory import MemoryModel
+from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes
-from protrain.planning.runtime import RuntimeModel
-from protrain.planning.search import check, evaluate, fingerprint, search
+from protrain.planning.runtime.model import RuntimeModel
+from protrain.planning.search.frontier import Frontier, frontier
+from protrain.planning.search.largest import Largest, largest
+from protrain.planning.search.search import check, evaluate, fingerprint, search
 
 __all__ = [
     "BlockMode",

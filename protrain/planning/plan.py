@@ -19,7 +19,7 @@ from protrain.profiler.model_profile import BlockRecord, ModelProfile
 from protrain.records import Record
 
 if TYPE_CHECKING:
-    from protrain.planning.explain import Explanation
+    from protrain.planning.explain.explanation import Explanation
 
 
 MOMENT_DTYPES = ("float32", "bfloat16")
@@ -107,8 +107,8 @@ class Plan(Record):
     def explain(
         self, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
     ) -> Explanation:
-        """What limits this plan and what would change that: :func:`protrain.planning.explain.explain`."""
-        from protrain.planning.explain import explain  # it makes plans
+        """What limits this plan and what would change that: :func:`protrain.planning.explain.explanation.explain`."""
+        from protrain.planning.explain.explanation import explain  # it makes plans
 
         return explain(self, profile, hardware, step_during_backward=step_during_backward)
 

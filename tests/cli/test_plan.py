@@ -20,8 +20,8 @@ from protrain.cli.plan_text import COLUMNS, busy_shares, summary_text, timeline_
 from protrain.cli.prepare import adamw, choose_loss
 from protrain.hardware import load
 from protrain.planning import BlockMode, Explanation, Frontier, Largest, Plan
-from protrain.planning.explain import Better
-from protrain.planning.phases import Phase
+from protrain.planning.explain.explanation import Better
+from protrain.planning.explain.phases import Phase
 from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
 from protrain.profiler import ModelProfile
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from protrain.engine.buffers import BufferPool
-from protrain.engine.worker import HostWorker, Job
+from protrain.engine.updates.worker import HostWorker, Job
+from protrain.engine.weights.buffers import BufferPool
 from protrain.optim import ProTrainOptimizer
 from protrain_kernels import flatten
 from tests.engine.late_streams import LateStreams
@@ -152,7 +152,7 @@ class Lateness:
             patch.setattr("protrain.engine.build.streams_for", make_streams)
             patch.setattr("protrain.engine.build.HostWorker", make_worker)
             patch.setattr(ProTrainOptimizer, "__init__", made)
-            patch.setattr("protrain.engine.gradients.flatten", flattened)
+            patch.setattr("protrain.engine.gradients.gradients.flatten", flattened)
             yield self
         faults = [fault for streams in self.streams for fault in streams.faults]
         assert not faults, faults

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.engine.gradients import Gradients
+from protrain.engine.gradients.gradients import Gradients
 from protrain.errors import PlanError
 from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import CKPT, FEW_PLANS, NONE, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under

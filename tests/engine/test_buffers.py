@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.engine.buffers import LEGAL, BufferPool, Residency
-from protrain.engine.chunks import Chunk
+from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Streams
-from protrain.engine.worker import HostWorker, Job
+from protrain.engine.updates.worker import HostWorker, Job
+from protrain.engine.weights.buffers import LEGAL, BufferPool, Residency
 from protrain.planning import evaluate
 from protrain.planning.schedule import FAR, Schedule
 from tests.engine.harness import CKPT, NONE, Spec, adamw, wrap_under

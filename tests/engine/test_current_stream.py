@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.engine.chunks import Chunk
-from protrain.engine.gradients import Gradients
+from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import CudaStreams, Streams
 from protrain.errors import MisuseError
 from tests.engine.harness import CKPT, Spec, adamw, assert_same, default_loss, states, wrap_under

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.engine import chunks
-from protrain.engine.chunks import Chunk
-from protrain.engine.gradients import Gradients
+from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.states import chunks
+from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark
-from protrain.engine.updates import _Round
+from protrain.engine.updates.updates import _Round
 from protrain.optim import ProTrainOptimizer
 from protrain.tracing import _Recorder
 from tests.engine import residual

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.engine.chunks import Chunk
-from protrain.engine.updates import _Round
+from protrain.engine.states.chunks import Chunk
+from protrain.engine.updates.updates import _Round
 from tests.engine import residual
 from tests.engine.harness import CKPT, NONE, Spec, adamw, default_loss, wrap_under
 

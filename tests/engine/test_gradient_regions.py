@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.engine.arena import aligned
-from protrain.engine.chunks import Chunk
-from protrain.engine.gradients import Gradients
-from protrain.engine.regions import Regions
+from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.gradients.regions import Regions
+from protrain.engine.states.arena import aligned
+from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Streams
-from protrain.engine.worker import Job
+from protrain.engine.updates.worker import Job
 from protrain.errors import PlanError
 from protrain.optim import ProTrainOptimizer
 from tests.engine import residual
@@ -130,7 +130,7 @@ def test_a_region_is_handed_on_when_nothing_reads_it_any_more(
     data = residual.batches(6)
     model, optimizer = residual_under(spec, inside=False)
     expected = Loop().run(model, optimizer, data), states(model, optimizer)
-    monkeypatch.setattr("protrain.engine.chunks._STRETCH", 128)
+    monkeypatch.setattr("protrain.engine.states.chunks._STRETCH", 128)
     with kind.applied(monkeypatch):
         model, optimizer = residual_under(spec, inside=True)
         assert 0 < optimizer.plan.n_host_gradient < optimizer.plan.n_chunks / 2

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.engine import swap
-from protrain.engine.buffers import BufferPool
+from protrain.engine.activations import swap
+from protrain.engine.weights.buffers import BufferPool
 from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,

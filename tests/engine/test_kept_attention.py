@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import protrain.engine.kept_attention as _module
+import protrain.engine.activations.kept_attention as _module
 from protrain.attention import for_backward, is_attention
 from tests.engine.harness import (
     CKPT,

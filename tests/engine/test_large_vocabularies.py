@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.engine.buffers import Buffer, BufferPool
-from protrain.engine.chunks import Chunk
+from protrain.engine.states.chunks import Chunk
+from protrain.engine.weights.buffers import Buffer, BufferPool
 from protrain.errors import PlanError
 from protrain.optim import ProTrainOptimizer
 from protrain.planning import MemoryModel, Plan, evaluate, frontier
-from protrain.planning.fetches import Fetches
 from protrain.planning.layout import layouts, most_held
 from protrain.planning.plan import layout_of
+from protrain.planning.runtime.fetches import Fetches
 from protrain.profiler import ModelProfile
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, plain_run, states
 from tests.engine.lateness import Lateness

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.engine.arena import Arena
+from protrain.engine.activations.swap import HostSlots
+from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
-from protrain.engine.swap import HostSlots
 from protrain.optim import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
@@ -62,7 +62,7 @@ def batches(count: int = 4) -> list[Batch]:
 def lateness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lateness]:
     """Engines of this test meet one kind of lateness."""
     kind = Lateness(request.param.schedule, request.param.seed)
-    monkeypatch.setattr("protrain.engine.chunks._STRETCH", 128)  # looks at the link between
+    monkeypatch.setattr("protrain.engine.states.chunks._STRETCH", 128)  # looks at the link between
     with kind.applied(monkeypatch):
         yield kind
 

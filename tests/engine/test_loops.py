@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.engine.buffers import BufferPool
-from protrain.engine.chunks import Chunk
+from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import CudaStreams
+from protrain.engine.weights.buffers import BufferPool
 from protrain.optim import ProTrainOptimizer
 from protrain.planning.schedule import Schedule
 from tests.engine.harness import (

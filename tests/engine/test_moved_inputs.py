@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.engine.ledger import SimulatedLedger
+from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.streams import Streams, streams_for
 from protrain.optim import ProTrainOptimizer
 from protrain.planning import evaluate

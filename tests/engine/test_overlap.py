@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.engine import gradients
+from protrain.engine.gradients import gradients
 from protrain.optim import ProTrainOptimizer
 from protrain.planning import evaluate
 from protrain_kernels import adam
@@ -80,7 +80,7 @@ class Gates:
 @pytest.fixture
 def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gates]:
     gates = Gates()
-    monkeypatch.setattr("protrain.engine.chunks.adam", gates)
+    monkeypatch.setattr("protrain.engine.states.chunks.adam", gates)
     yield gates
     gates.open_all()  # the worker must end
 

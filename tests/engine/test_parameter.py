@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.engine import state_hooks
-from protrain.engine.chunks import Member
-from protrain.engine.parameter import point_at
-from protrain.engine.values import read_weight
+from protrain.engine.states.chunks import Member
+from protrain.engine.states.values import read_weight
+from protrain.engine.weights import state_hooks
+from protrain.engine.weights.parameter import point_at
 from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import (
@@ -169,7 +169,7 @@ def test_entering_full_parameters_without_memory_leaves_all_as_it_was(
         point_at(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("protrain.engine.state_hooks.point_at", point)
+        patch.setattr("protrain.engine.weights.state_hooks.point_at", point)
         with pytest.raises(MemoryError, match="no memory for the copy"), protrain.full_parameters(model):
             raise AssertionError("not reached")
     assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)

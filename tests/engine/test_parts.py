@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from protrain.engine.arena import Arena
-from protrain.engine.ledger import SimulatedLedger
-from protrain.engine.worker import HostWorker
+from protrain.engine.activations.ledger import SimulatedLedger
+from protrain.engine.states.arena import Arena
+from protrain.engine.updates.worker import HostWorker
 from protrain.errors import BudgetError
 from protrain.loss_scale import LossScale
 
@@ -169,7 +169,7 @@ def test_a_worker_that_collects_another_does_not_wait_for_it() -> None:
 
 def test_the_collector_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may run where its caller holds what a queued job waits for, as one kernel at a time compiles."""
-    monkeypatch.setattr("protrain.engine.worker._PATIENCE_S", 0.1)
+    monkeypatch.setattr("protrain.engine.updates.worker._PATIENCE_S", 0.1)
     compiling = threading.Lock()
     worker = HostWorker(threads=1)
     thread, job = worker._thread, worker.submit(lambda: assert_true(compiling.acquire(timeout=20)))
@@ -185,8 +185,8 @@ def test_the_collector_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -
 def test_the_interpreters_exit_waits_for_queued_work(tmp_path: Path, dropped: bool) -> None:
     program = f"""
 import pathlib, time
-from protrain.engine import worker as module
-from protrain.engine.worker import HostWorker
+from protrain.engine.updates import worker as module
+from protrain.engine.updates.worker import HostWorker
 module._PATIENCE_S = 0.0
 worker = HostWorker(threads=1)
 worker.submit(lambda: time.sleep(0.3))
@@ -203,7 +203,7 @@ def test_work_after_the_end_of_all_threads_is_done_at_once(tmp_path: Path) -> No
     program = f"""
 import atexit, pathlib
 atexit.register(lambda: worker.submit(lambda: pathlib.Path({str(tmp_path / "done")!r}).touch()).wait())
-from protrain.engine.worker import HostWorker
+from protrain.engine.updates.worker import HostWorker
 worker = HostWorker(threads=1)
 """
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""}

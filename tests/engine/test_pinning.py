@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.engine.arena import Arena
-from protrain.engine.buffers import BufferPool
-from protrain.engine.chunks import Chunk
+from protrain.engine.states.arena import Arena
+from protrain.engine.states.chunks import Chunk
+from protrain.engine.weights.buffers import BufferPool
 from protrain.planning.plan import BlockMode
 from tests.engine import residual
 from tests.engine.harness import Spec, adamw, default_loss, wrap_under

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.engine.arena import Arena
+from protrain.engine.states.arena import Arena
 from protrain.errors import PlanError
 from protrain.planning import Plan
 from protrain.quantities import parse_bytes

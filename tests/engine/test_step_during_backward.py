@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.engine import updates
-from protrain.engine.chunks import Chunk
-from protrain.engine.updates import _Round
+from protrain.engine.states.chunks import Chunk
+from protrain.engine.updates import updates
+from protrain.engine.updates.updates import _Round
 from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
 from protrain.planning import BlockMode

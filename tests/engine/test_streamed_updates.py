@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.engine.chunks import Chunk
-from protrain.engine.gradients import host_accumulate
-from protrain.engine.streamer import Streamer
+from protrain.engine.gradients.gradients import host_accumulate
+from protrain.engine.states.chunks import Chunk
+from protrain.engine.updates.streamer import Streamer
 from protrain.optim import ProTrainOptimizer
 from protrain.planning.layout import streamed_chunks
 from protrain_kernels import AdamStaging
@@ -152,7 +152,7 @@ def test_a_gradient_that_the_host_still_adds_to_is_waited_for(
         time.sleep(0.005)
         host_accumulate(*args, **options)
 
-    monkeypatch.setattr("protrain.engine.gradients.host_accumulate", slow)
+    monkeypatch.setattr("protrain.engine.gradients.gradients.host_accumulate", slow)
     optimizer = trained(looping(max_norm=0.5, accumulate=2, no_sync=no_sync), device)
     check_shared(updates, optimizer, steps=STEPS // 2)
 

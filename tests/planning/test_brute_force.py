@@ -12,7 +12,7 @@ import pytest
 from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, block_modes, check, pack, search
 from protrain.planning.choices import Choices
-from protrain.planning.streamed_search import STREAMING_GAIN
+from protrain.planning.search.streamed_search import STREAMING_GAIN
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.machines import H100
 

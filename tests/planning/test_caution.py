@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protrain.planning import check, explain, search
-from protrain.planning.caution import UNKNOWN, cautious, host_share
+from protrain.planning.rates.caution import UNKNOWN, cautious, host_share
 from protrain.profiler import ModelProfile
 from tests.planning.machines import H100
 from tests.planning.test_search import make_profile
@@ -44,7 +44,7 @@ def test_of_a_steady_host_all_counts_and_of_an_unknown_one_nearly_all() -> None:
 def test_a_slower_host_costs_little(profile: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     careful, late = search(profile, MACHINE), cautious(MACHINE)
     with monkeypatch.context() as patch:
-        patch.setattr("protrain.planning.caution.host_share", lambda hardware: 1.0)
+        patch.setattr("protrain.planning.rates.caution.host_share", lambda hardware: 1.0)
         bold, best = search(profile, MACHINE), search(profile, late)
     assert careful.step_ms <= 1.03 * bold.step_ms
     assert check(careful, profile, late).step_ms == best.step_ms

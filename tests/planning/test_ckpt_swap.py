@@ -12,7 +12,7 @@ from torch import nn
 from protrain import profiler
 from protrain.hardware import detect
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, check, choose_chunk_elements, evaluate, pack
-from protrain.planning.paper import paper_step_ms
+from protrain.planning.runtime.paper import paper_step_ms
 from protrain.profiler import ModelProfile
 from tests.engine import residual
 

@@ -8,7 +8,7 @@ import pytest
 
 from protrain.hardware import HardwareProfile
 from protrain.hardware.profile import Contention
-from protrain.planning.contention import OTHERS, rates
+from protrain.planning.rates.contention import OTHERS, rates
 from protrain.planning.timeline import DOWN, GPU, HOST, UP
 from tests.planning.machines import H100
 

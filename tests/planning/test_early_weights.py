@@ -25,9 +25,9 @@ from protrain.planning import (
     pack,
     search,
 )
-from protrain.planning.bounds import Undisturbed
 from protrain.planning.choices import Choices
-from protrain.planning.passes import Run
+from protrain.planning.runtime.bounds import Undisturbed
+from protrain.planning.runtime.passes import Run
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.test_brute_force import N as CHUNK

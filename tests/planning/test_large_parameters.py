@@ -45,7 +45,7 @@ def search_each(
     for layout in layouts(profile):
         with monkeypatch.context() as patched:
             # The package has a function of the module's name.
-            patched.setattr(sys.modules["protrain.planning.search"], "layouts", lambda *_, only=layout: (only,))
+            patched.setattr(sys.modules["protrain.planning.search.search"], "layouts", lambda *_, only=layout: (only,))
             try:
                 found.append(search(profile, hardware))
             except PlanError as error:

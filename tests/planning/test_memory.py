@@ -18,7 +18,7 @@ from protrain import batch as batches
 from protrain import profiler
 from protrain.hardware import detect
 from protrain.planning import BlockMode, MemoryModel, block_modes, choose_chunk_elements, pack
-from protrain.planning.memory import state_bytes
+from protrain.planning.memory.model import state_bytes
 from protrain.profiler import ModelProfile
 from protrain.profiler.meter import StorageMeter
 

@@ -11,8 +11,8 @@ import pytest
 
 from protrain.planning import MemoryModel, RuntimeModel, block_modes, pack
 from protrain.planning.choices import Choices
-from protrain.planning.early_times import takes_at_least, times_by_early
-from protrain.planning.relaxed import Relaxed, _Common
+from protrain.planning.search.early_times import takes_at_least, times_by_early
+from protrain.planning.search.relaxed import Relaxed, _Common
 from tests.planning.test_brute_force import N, as_measured, random_machine, random_profile
 
 SEEDS = range(12)

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import protrain
-from protrain.engine.buffers import BufferPool
-from protrain.engine.chunks import Chunk
+from protrain.engine.states.chunks import Chunk
+from protrain.engine.weights.buffers import BufferPool
 from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, evaluate, pack
 from protrain.planning.choices import Choices
-from protrain.planning.compute_times import ComputeTimes, compute_times
-from protrain.planning.fetches import Fetches
-from protrain.planning.paper import paper_step_ms
+from protrain.planning.rates.compute_times import ComputeTimes, compute_times
+from protrain.planning.runtime.fetches import Fetches
+from protrain.planning.runtime.paper import paper_step_ms
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.machines import H100

@@ -25,11 +25,11 @@ from protrain.planning import (
     evaluate,
     fingerprint,
     pack,
-    runtime,
     search,
 )
 from protrain.planning.choices import Choices
-from protrain.planning.simulate import simulate
+from protrain.planning.runtime import model as runtime
+from protrain.planning.runtime.simulate import simulate
 from protrain.profiler import ModelProfile
 from protrain.profiler.model_profile import BlockRecord, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.quantities import parse_bytes

@@ -11,9 +11,9 @@ import pytest
 from protrain.hardware import HardwareProfile
 from protrain.hardware.profile import Contention
 from protrain.planning import BlockMode, RuntimeModel, pack
-from protrain.planning.contention import OTHERS, rates
 from protrain.planning.layout import streamed_chunks, updated_chunks
-from protrain.planning.streaming import staging_bytes
+from protrain.planning.rates.contention import OTHERS, rates
+from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP
 from tests.planning.machines import H100
 from tests.planning.test_runtime import MACHINE, MOVE, N, make_profile, model_of

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from protrain.planning import RuntimeModel, evaluate, pack, search
-from protrain.planning.host_rate import host_gparams
-from protrain.planning.memory import MemoryModel
-from protrain.planning.streaming import streamed_rates
-from protrain.planning.timeline import GPU, HOST, STREAM
-from protrain.planning.update_rates import (
+from protrain.planning.explain.host_rate import host_gparams
+from protrain.planning.memory.model import MemoryModel
+from protrain.planning.rates.streaming import streamed_rates
+from protrain.planning.rates.update_rates import (
     device_update_gparams,
     host_update_gparams,
     moved_bytes,
     read_bytes,
     written_bytes,
 )
+from protrain.planning.timeline import GPU, HOST, STREAM
 from tests.planning.machines import H100
 from tests.planning.test_search import make_profile
 

@@ -1,0 +1,309 @@
+"""What a unit's forward leaves behind for its backward.
+
+[Note: saved weights] Autograd saves views of weights (``F.linear`` saves ``weight.t()``), and a weight in a chunk
+buffer is gone by the time backward runs. So every tensor that a unit saves passes through hooks: one whose storage is
+a chunk buffer is kept as (chunk, shape, stride, offset) and rebuilt on whatever buffer holds the chunk in backward. No
+copies, no allocator traffic, any operator.
+
+[Note: written over] Autograd watches the versions of what it saves, and raises where a backward needs what was changed
+in place since; but not of what goes through hooks. So whatever is kept here, or copied to the host later, has its
+version looked at when it is used. Inputs of a block that is recomputed are watched likewise.
+
+A :class:`Frame` is one call of a unit. Its kind is the activation mode: keep what is saved (NONE), keep only the
+inputs and run forward again (CKPT), move what is saved to host memory and back (SWAP), or the inputs (CKPT_SWAP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from protrain.engine.activations.caches import copied, is_cache, tensors_of
+from protrain.engine.activations.kept_attention import KeptAttention
+from protrain.engine.activations.random_state import BlockRandomState
+from protrain.engine.states.chunks import Chunk
+from protrain.errors import MisuseError
+from protrain.trees import tensors_in
+
+if TYPE_CHECKING:
+    from protrain.engine.engine import Engine
+    from protrain.engine.units import Unit
+
+
+INPUTS = "its inputs, as it is recomputed"
+SAVED = "tensors that it saved"
+GIVEN = "parameters that it was given, as it is recomputed"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightView:
+    """A saved view of a weight in a chunk buffer."""
+
+    chunk: Chunk
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Kept(NamedTuple):
+    """A saved tensor that stays on the device. See [Note: written over]."""
+
+    tensor: Tensor
+    version: int  # autograd's count of changes in place when it was saved
+    chunk: Chunk | None  # the persistent one whose weight it is a view of
+
+
+class Copy(torch.autograd.Function):
+    """A copy with the strides of the original, expanded dimensions included: operators see no difference."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Tensor) -> Tensor:
+        """The copy, in memory of its own."""
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if tensor.numel():
+            copy.as_strided((span,), (1,)).copy_(tensor.as_strided((span,), (1,)))
+        return copy
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        """The gradient as it is."""
+        return gradients[0]
+
+
+class Frame:
+    """One call of a unit whose saved tensors are kept as they are (NONE)."""
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self.engine = engine
+        self.unit = unit
+        self.steps = engine.steps  # a backward after the next optimizer step would meet other weights
+        self.updated = engine.updated_inside.copy()  # chunks whose update inside backward came before this call
+        self.shared: set[int] = set()  # storages of arguments that the unit before was given too
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``function`` so that what it saves goes through this frame."""
+        self.shared = self.engine.swaps.called((args, kwargs))
+        with saved_tensors_hooks(self.pack, self.unpack):
+            output = function(*args, **kwargs)
+        self.engine.swaps.settle()  # the offload of the block before had this forward to finish
+        return output
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps in place of ``tensor``."""
+        view = self.engine.weight_view(tensor)
+        if view is not None:
+            return view
+        # Detached: an output that held its own graph node would never be freed.
+        kept = tensor.detach()
+        chunk = self.engine.persistent_chunk(storage_address(kept))
+        if chunk is None:
+            self.engine.ledger.hold(kept)
+        return Kept(kept, kept._version, chunk)
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor that ``packed`` stands for, on the device."""
+        self.enter_backward()
+        return self.rebuild(packed)
+
+    def enter_backward(self) -> None:
+        """Tell the engine that backward has reached this unit."""
+        if self.steps != self.engine.steps:
+            raise MisuseError(
+                f"backward through {self.unit.label} after optimizer.step() changed its weights: call backward() "
+                "before step(), or run the forward again"
+            )
+        self.engine.enter_backward(self.unit)
+
+    def rebuild(self, packed: Any) -> Tensor:
+        """A kept tensor as it was."""
+        updated = self.engine.updated_inside
+        if updated and packed.chunk is not None and packed.chunk.index in updated - self.updated:
+            raise MisuseError(
+                f"backward through {self.unit.label} needs a weight that step_during_backward=True updated before, in "
+                "another backward() or as all its gradients had arrived: a detached weight gets none. Wrap with "
+                "step_during_backward=False"
+            )
+        if isinstance(packed, WeightView):
+            return self.engine.weight(packed)
+        if packed.tensor._version != packed.version:
+            raise self.written_over(SAVED)
+        return packed.tensor
+
+    def written_over(self, what: str) -> MisuseError:
+        """What to say where a backward would go on with other values than its forward: [Note: written over]."""
+        return MisuseError(
+            f"backward through {self.unit.label} needs {what}, but one was changed in place since: change a copy "
+            "(tensor.clone())"
+        )
+
+
+class _Stop(Exception):
+    """Recomputation has saved all that the first run saved; the rest of the unit needs no second run."""
+
+
+class CheckpointFrame(Frame):
+    """Keeps the inputs and recomputes the rest (CKPT): same random numbers, same autocast, same saved tensors.
+
+    torch's own checkpoint keeps the recomputed weight views itself, which would outlive their buffer when backward
+    alternates between units; here they go through [Note: saved weights] too.
+
+    Where the plan says so, outputs of attention are kept beside the inputs: [Note: what is not computed twice].
+    """
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        super().__init__(engine, unit)
+        self.forms: list[tuple[torch.Size, torch.dtype]] = []  # of what the first run saved
+        self.recomputed: dict[int, Any] = {}
+        self.attention = KeptAttention(engine.device) if engine.plan.keep_attention else None
+        self.watched: list[tuple[Tensor, int]] = []  # inputs, with their versions when the first run began
+        self.inputs_changed = False  # since
+        self.cached: list[tuple[Tensor, int]] = []  # likewise, tensors in key/value caches among them
+
+    @override
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Lists and dictionaries are the model's, which may fill them further once this is over.
+        self.function, (self.args, self.kwargs) = function, tree_map(self._as_given, (args, kwargs))
+        for tensor in tensors_in((args, kwargs)):
+            if not isinstance(tensor, nn.Parameter):  # which lies in a chunk
+                self.engine.ledger.hold(tensor)
+        self.watched = watch(tensors_in((args, kwargs)))
+        self.autocast = _autocast_state(self.engine.device.type)
+        self.modules = self.unit.modules.called()
+        self.random_state = BlockRandomState(self.engine.device, self.unit.modules.generators)
+        if self.attention is None:
+            output = super().run(function, args, kwargs)
+        else:
+            output = super().run(self.attention.noting(function), args, kwargs)
+            for tensor in self.attention.keep():
+                self.engine.ledger.hold(tensor)
+        self.modules.over()
+        self.recomputed.clear()  # of a block that computes gradients itself: backward comes much later
+        self._look_at_caches()
+        return output
+
+    def _as_given(self, leaf: Any) -> Any:
+        if is_cache(leaf):
+            self.cached += watch(tensors_of(leaf))
+            return copied(leaf)
+        return leaf
+
+    def _look_at_caches(self) -> None:
+        """MisuseError where copies of the caches are no longer what the first run was given."""
+        if any(tensor._version != version for tensor, version in self.cached):
+            raise MisuseError(
+                f"{self.unit.label} was given a key/value cache whose tensors were written to since, so it cannot be "
+                "recomputed: pass use_cache=False, or a cache that grows (transformers.DynamicCache)"
+            )
+
+    @override
+    def pack(self, tensor: Tensor) -> int:
+        if self.attention is not None and tensor.layout == torch.strided:
+            self.attention.note_saved(tensor)
+        self.forms.append((tensor.shape, tensor.dtype))
+        return len(self.forms) - 1
+
+    @override
+    def rebuild(self, packed: int) -> Tensor:
+        if packed not in self.recomputed:
+            self._recompute()
+        if packed not in self.recomputed:
+            raise self._other_operations(f"saved {len(self.forms)} tensors in forward but fewer when recomputed")
+        return super().rebuild(self.recomputed.pop(packed))
+
+    def _other_operations(self, what: str) -> MisuseError:
+        return MisuseError(
+            f"{self.unit.label} {what}: its forward must do the same operations each time to be checkpointed, with the "
+            "same sdpa_kernel and requires_grad when backward runs"
+        )
+
+    def fresh_input(self, leaf: Any) -> Any:
+        """What the second run gets for a leaf of what is kept: no part of the first run's graph."""
+        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+            return leaf.detach().requires_grad_(leaf.requires_grad)
+        return copied(leaf) if is_cache(leaf) else leaf
+
+    def look_at_inputs(self) -> None:
+        """Note whether an input is no longer what the first run was given."""
+        self.inputs_changed |= any(tensor._version != version for tensor, version in self.watched)
+
+    def _recompute(self) -> None:
+        self.look_at_inputs()
+        if self.inputs_changed:
+            raise self.written_over(INPUTS)
+        self._look_at_caches()
+        if self.modules.given_changed():
+            raise self.written_over(GIVEN)
+        if (name := self.modules.changed_table()) is not None:
+            raise MisuseError(
+                f"backward through {self.unit.label} needs its buffer {name} as forward met it, but it has changed "
+                "since, for the first time, and no copy was made: run this step again, from now on there is one"
+            )
+        self.recomputed.clear()
+        args, kwargs = tree_map(self.fresh_input, (self.args, self.kwargs))
+        attention = nullcontext() if self.attention is None else self.attention.again(self.fresh_input)
+        with (
+            self.modules.again(),
+            suppress(_Stop),
+            torch.enable_grad(),
+            self.random_state,
+            self.autocast(),
+            self._keeping(),
+            attention,
+        ):
+            self.function(*args, **kwargs)
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Keep what the second run saves. Its graph has no backward but that of gradients which the block computes."""
+        running = [self]  # a tensor that the block puts aside holds the graph: it must not hold the frame
+
+        def unpack(index: int) -> Tensor:
+            assert running, "the recomputed graph has no backward of its own"
+            return Frame.rebuild(running[0], running[0].recomputed[index])
+
+        with saved_tensors_hooks(self._keep, unpack):
+            try:
+                yield
+            finally:
+                running.clear()
+
+    def _keep(self, tensor: Tensor) -> int:
+        index = len(self.recomputed)
+        if (tensor.shape, tensor.dtype) != self.forms[index]:
+            first, second = self._form(*self.forms[index]), self._form(tensor.shape, tensor.dtype)
+            raise self._other_operations(f"saved {first} in forward and {second} in its place when recomputed")
+        self.recomputed[index] = super().pack(tensor)
+        if index + 1 == len(self.forms):
+            raise _Stop
+        return index
+
+    @staticmethod
+    def _form(shape: torch.Size, dtype: torch.dtype) -> str:
+        return f"a {dtype} tensor of shape {tuple(shape)}"
+
+
+def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """Those of ``tensors`` that have versions, with these; of parameters [Note: edits] takes care."""
+    return [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Address of the memory that ``tensor`` is a view of."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _autocast_state(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    cache = torch.is_autocast_cache_enabled()
+    return lambda: torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache)

@@ -1,0 +1,137 @@
+"""What ``.grad`` of a managed parameter is while its gradient lies in a chunk: metadata, a norm and a factor.
+
+That is what torch's own clipping asks for, wherever it was imported: ``torch.nn.utils.clip_grad_norm_`` takes the norm
+of each gradient, makes one factor of them all and multiplies every gradient by it. The squares of each have been summed
+on the way into the chunk, and the factor goes into the update. Whatever else is done with it raises an error that names
+the parameter and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from protrain.engine.weights.metadata import METADATA
+from protrain.errors import MisuseError
+from protrain.trees import tensors_in
+
+if TYPE_CHECKING:
+    from protrain.engine.weights.parameter import Handle
+
+_DATA: Any = Tensor.data
+
+
+class KeptGradient(Tensor):
+    """Stands for the gradient of one parameter, with its shape, type and device."""
+
+    protrain_handle: Handle
+
+    @classmethod
+    def of(cls, handle: Handle, shape: torch.Size) -> KeptGradient:
+        """The one of the parameter with ``handle``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            kept = handle.engine.placeholder.expand(shape).as_subclass(cls)
+        kept.protrain_handle = handle
+        return kept
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let metadata, norms and factors through; name the parameter and the remedy for anything else."""
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _HANDLED:
+            done = _HANDLED[func](*args, **(kwargs or {}))
+            if done is not NotImplemented:
+                return done
+        for tensor in tensors_in((args, kwargs)):
+            if isinstance(tensor, KeptGradient):
+                raise MisuseError(
+                    f"the gradient of {tensor.protrain_handle.name} is kept in ProTrain's chunks, not in .grad, and "
+                    f"cannot be used here ({getattr(func, '__name__', func)}): its 2-norm can be read, and all "
+                    "gradients be multiplied by one factor, as torch.nn.utils.clip_grad_norm_ does. Use "
+                    "optimizer.zero_grad() to clear it, optimizer.backward(loss) in place of torch.amp.GradScaler, and "
+                    "parameter.register_post_accumulate_grad_hook before protrain.wrap to see or change it"
+                )
+        raise AssertionError("a kept gradient was dispatched without being an argument")
+
+    def _norm(self) -> Tensor:
+        handle = self.protrain_handle
+        return handle.engine.gradient_norm(handle.index)
+
+    def _multiply(self, factor: Tensor | float) -> KeptGradient:
+        handle = self.protrain_handle
+        handle.engine.multiply_gradient(handle.index, factor)
+        return self
+
+    def _describe(self, **_: Any) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"{type(self).__name__}({self.protrain_handle.name}, {tuple(self.shape)}, {self.dtype})"
+
+    __repr__: Any = _describe
+
+
+def _norm(
+    tensor: Any, order: Any = 2.0, *args: Any, p: Any = None, ord: Any = None, dtype: Any = None, **options: Any
+) -> Any:
+    order = p if p is not None else ord if ord is not None else order
+    more = any(value is not None and value is not False for value in (*args, *options.values()))  # dim, keepdim, out
+    if not isinstance(tensor, KeptGradient) or order not in (2, "fro", None) or more:
+        return NotImplemented
+    return tensor._norm() if dtype is None else tensor._norm().to(dtype)
+
+
+def _matrix_norm(tensor: Any, order: Any = None, *args: Any, ord: Any = None, **options: Any) -> Any:
+    """``torch.linalg.norm``: 2 is the largest singular value of a matrix, and "fro" of nothing else."""
+    order = order if ord is None else ord
+    known = order is None or (order == 2 and tensor.dim() <= 1) or (order == "fro" and tensor.dim() == 2)
+    return _norm(tensor, None, *args, **options) if known else NotImplemented
+
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
+
+
+def _multiplied(tensor: Any, other: Any) -> Any:
+    if not isinstance(tensor, KeptGradient) or not _is_factor(other):
+        return NotImplemented
+    return tensor._multiply(other)
+
+
+def _norms(tensors: Iterable[Tensor], order: Any = 2.0, *, ord: Any = None, dtype: torch.dtype | None = None) -> Any:
+    found = [_norm_of_any(tensor, order if ord is None else ord, dtype=dtype) for tensor in tensors]
+    return NotImplemented if any(norm is NotImplemented for norm in found) else found
+
+
+def _norm_of_any(tensor: Tensor, order: Any, *, dtype: torch.dtype | None) -> Any:
+    if isinstance(tensor, KeptGradient):
+        return _norm(tensor, order, dtype=dtype)
+    return torch.linalg.vector_norm(tensor, order, dtype=dtype)
+
+
+def _all_multiplied(tensors: Iterable[Tensor], other: Any) -> Any:
+    if not _is_factor(other):
+        return NotImplemented
+    for tensor in tensors:
+        tensor.mul_(other)
+    return None
+
+
+_HANDLED: dict[Any, Callable[..., Any]] = {
+    # On their way to a norm: parameter.grad.detach().data.norm(2)
+    Tensor.detach: lambda tensor: tensor,
+    _DATA.__get__: lambda tensor, *_: tensor,
+    torch.linalg.vector_norm: _norm,
+    torch.linalg.norm: _matrix_norm,
+    torch.norm: _norm,
+    Tensor.norm: _norm,
+    torch._foreach_norm: _norms,
+    Tensor.mul_: _multiplied,
+    Tensor.__imul__: _multiplied,
+    torch._foreach_mul_: _all_multiplied,
+}

@@ -1,0 +1,70 @@
+"""Values of managed parameters that were changed where the engine does not see it.
+
+[Note: edits] The master of a 16-bit weight, and the copy in host memory of one that is fetched, do not follow what is
+written into the weight on the device. So values are edited inside ``full_parameters`` alone, and anything else is an
+error. Storage of another address shows that the data was replaced; that it was changed in place shows in the version
+counter of the parameter, which autograd keeps and which nothing of the engine touches: kernels write to chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from protrain.engine.states.chunks import Member
+from protrain.engine.states.values import write_master
+from protrain.errors import MisuseError
+
+
+def recall(members: Iterable[Member]) -> None:
+    """Point parameters of persistent chunks at their chunk again, where a module gave them storage of their own.
+
+    Recurrent modules do (``flatten_parameters``), with the same values, and an update of the chunk would no longer
+    reach them.
+
+    Raises:
+        MisuseError: the values are others, or were changed in place. The latter count, as if assigned as the master.
+    """
+    edited = []
+    for member in members:
+        if member.parameter.data_ptr() != member.address:
+            _take_back(member)
+        elif member.parameter._version != member.edits:
+            edited.append(member)
+    for member in edited:  # all of them: a master that does not belong to its weight can be NaN
+        member.edits = member.parameter._version
+        if member.chunk.master is not None:
+            write_master(member, member.parameter.detach())
+        member.chunk.version += 1
+    if edited:
+        raise edit_error(edited[0], "changed in place")
+
+
+def edited_in(member: Member, buffer: Tensor) -> bool:
+    """Whether a parameter was changed in place in its chunk's buffer, whose content is no longer that of the chunk."""
+    before, member.edits = member.edits, member.parameter._version
+    # Storage of its own, from flatten_parameters, is dropped with whatever was written there.
+    return before != member.edits and member.parameter.data_ptr() == member.view(buffer).data_ptr()
+
+
+def edit_error(member: Member, how: str) -> MisuseError:
+    """What to say when the data of a parameter was ``how``."""
+    return MisuseError(
+        f"the data of {member.name} was {how} outside `with protrain.full_parameters(model):`, which is where the "
+        "values of managed parameters can be edited"
+    )
+
+
+def _take_back(member: Member) -> None:
+    kept, found = member.view(member.chunk.weight), member.parameter.data.to(member.chunk.weight.device)
+    if found.dtype != kept.dtype or not torch.equal(_bits(found), _bits(kept)):
+        raise edit_error(member, "replaced")
+    member.parameter.data = kept
+    member.edits = member.parameter._version
+
+
+def _bits(values: Tensor) -> Tensor:
+    """As bytes, so that NaN equals itself."""
+    return values.reshape(-1).view(torch.uint8)

@@ -1,0 +1,45 @@
+"""The optimizer's state of single parameters, as tensors on the CPU. Callers hold ``engine.quiet()``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protrain.engine.states.chunks import Member
+from protrain.engine.states.values import read_master, read_state, write_master, write_state
+
+_STATES = ("exp_avg", "exp_avg_sq")
+
+
+def export_state(member: Member, steps: list[int]) -> dict[str, Tensor]:
+    """Copies of all state of ``member`` in the format of torch.optim.AdamW, with the ``master`` that a weight has.
+
+    ``steps`` is how many each parameter has made.
+    """
+    state = {"step": torch.tensor(float(steps[member.index]), device="cpu")}
+    state |= {name: read_state(member, name) for name in _STATES}
+    if member.chunk.master is not None:
+        state["master"] = read_master(member)
+    return state
+
+
+def import_state(member: Member, steps: list[int], tensors: Mapping[str, Any]) -> None:
+    """Set what :func:`export_state` returned; what is missing is as at the start."""
+    steps[member.index] = int(tensors.get("step", 0))
+    for name in _STATES:
+        write_state(member, name, tensors.get(name, 0.0))
+    if "master" in tensors:
+        write_master(member, tensors["master"])
+
+
+def check_shapes(member: Member, tensors: Mapping[str, Any]) -> None:
+    """ValueError where ``tensors`` are of another parameter."""
+    for name in ("master", "weight", *_STATES):
+        if name in tensors and tuple(tensors[name].shape) != tuple(member.shape):
+            raise ValueError(
+                f"{name} of {member.name} has shape {tuple(tensors[name].shape)}, the model's is "
+                f"{tuple(member.shape)}: load a state of the same model"
+            )

@@ -1,0 +1,175 @@
+"""The model's state_dict and load_state_dict, and whole parameters on demand.
+
+``state_dict`` of the model or any part of it has the names, shapes and dtypes of the unwrapped one; its tensors are CPU
+copies. ``load_state_dict`` writes straight into chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from protrain.engine.engine import Engine
+from protrain.engine.states.chunks import Member
+from protrain.engine.states.values import read_weight, write_weight
+from protrain.engine.weights.parameter import PresentParameter, ReleasedParameter, point_at, release
+from protrain.errors import MisuseError
+
+
+class _Exported(ReleasedParameter):
+    """A parameter inside state_dict(): ``detach`` yields a CPU copy."""
+
+    hooks: ClassVar[WeakValueDictionary[int, StateHooks]] = WeakValueDictionary()
+
+    @classmethod
+    def intercept(cls, parameter: ReleasedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hooks = cls.hooks[id(parameter)]
+        if func is Tensor.detach:
+            return hooks.export(parameter.protrain_handle.index)
+        if func is Tensor.copy_:
+            hooks.load(parameter.protrain_handle.index, args[1])
+            return parameter
+        return super().intercept(parameter, func, args, kwargs)
+
+
+class StateHooks:
+    """Hooks on every module, which keep this object alive."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._open: list[nn.Module] = []  # those whose state_dict() runs, each a child of the one before
+        self._copies: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # of the outermost of these
+        by_parameter = {id(member.parameter): member for member in engine.members}
+        for module in engine.model.modules():
+            own = [by_parameter[id(p)] for p in module.parameters(recurse=False) if id(p) in by_parameter]
+            module.register_state_dict_pre_hook(partial(self._begin, own))
+            module.register_state_dict_post_hook(partial(self._end_state_dict, own))
+            if not own:
+                continue
+            module.register_load_state_dict_pre_hook(partial(self._begin_load, own))
+            module.register_load_state_dict_post_hook(partial(self._end_load, own))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.engine.members[0].parameter.__reduce_ex__(protocol)  # says what to do in place of pickling
+
+    def export(self, index: int) -> Tensor:
+        """A CPU copy of a weight; the same tensor for tied names of one state_dict, never that of another one."""
+        copy = self._copies.get(index)
+        if copy is None:
+            copy = self._copies[index] = read_weight(self.engine.members[index])
+        return copy
+
+    def load(self, index: int, value: Tensor) -> None:
+        """Write a weight from a state_dict."""
+        member = self.engine.members[index]
+        write_weight(member, value)
+        self.engine.weights_changed([member.chunk])
+
+    def _begin(self, members: list[Member], module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._open or module not in self._open[-1]._modules.values():  # or the one before was interrupted
+            self._open.clear()
+            self._copies.clear()
+        self._open.append(module)
+        if members and not keep_vars:
+            self._enter(members)
+
+    def _end_state_dict(self, members: list[Member], module: nn.Module, *_: Any) -> None:
+        if self._open and self._open[-1] is module:
+            self._open.pop()
+        self._end(members)
+
+    def _begin_load(
+        self,
+        members: list[Member],
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *_: Any,
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise MisuseError("load_state_dict(assign=True) would take parameters out of ProTrain: use assign=False")
+        self._enter(members)
+
+    def _enter(self, members: list[Member]) -> None:
+        with self.engine.quiet():
+            for member in members:
+                if member.index not in self.engine.whole:  # inside full_parameters it is like any parameter
+                    self.engine.exported[member.index] = member
+                    member.parameter.__class__ = _Exported
+                    _Exported.hooks[id(member.parameter)] = self
+
+    def _end_load(self, members: list[Member], *_: Any) -> None:
+        self._end(members)
+
+    def _end(self, members: list[Member]) -> None:
+        self.engine.end_export(member.index for member in members)
+
+
+@contextmanager
+def full_parameters(module: nn.Module) -> Iterator[None]:
+    """Make every parameter of ``module`` whole for reading or editing, on the CPU; edits are written back.
+
+    ``module`` is a wrapped model or any part of one. Inside, parameters hold CPU copies of their 16-bit (or fp32)
+    weights, so ask for a part of a large model at a time. Nothing of the model runs inside.
+
+    Raises:
+        ValueError: ``module`` is not wrapped, or a parameter was given another shape; no edit is kept then.
+    """
+    engine, members = _members(module)
+    with engine.quiet():
+        members = [member for member in members if member.index not in engine.whole]  # within another one
+        copies = [read_weight(member) for member in members]
+        try:
+            for member, copy in zip(members, copies, strict=True):
+                engine.whole.add(member.index)
+                point_at(member.parameter, copy.clone())
+        except BaseException:  # no memory for the copies, or interrupted
+            _put_back(engine, [member for member in members if member.index in engine.whole])
+            raise
+    try:
+        yield
+    finally:
+        edited = [member.parameter.data.to("cpu") for member in members]
+        _put_back(engine, members)
+        _keep_edits(engine, members, copies, edited)
+
+
+def _put_back(engine: Engine, members: list[Member]) -> None:
+    for member in members:
+        engine.whole.remove(member.index)
+        member.edits = member.parameter._version
+        if member.chunk.persistent:
+            point_at(member.parameter, member.view(member.chunk.weight))
+        else:
+            release(member.parameter, engine.placeholder)
+
+
+def _keep_edits(engine: Engine, members: list[Member], copies: list[Tensor], edited: list[Tensor]) -> None:
+    changed = []
+    for member, copy, value in zip(members, copies, edited, strict=True):
+        if value.shape != member.shape:
+            raise ValueError(
+                f"{member.name} was given the shape {tuple(value.shape)}, not {tuple(member.shape)}: no edit made in "
+                "this full_parameters is kept"
+            )
+        if value.dtype != copy.dtype or not torch.equal(value, copy):
+            changed.append((member, value))
+    for member, value in changed:
+        write_weight(member, value)
+    if changed:
+        engine.weights_changed([member.chunk for member, _ in changed])
+
+
+def _members(module: nn.Module) -> tuple[Engine, list[Member]]:
+    handles = [p.protrain_handle for p in module.parameters() if isinstance(p, PresentParameter)]
+    if not handles:
+        raise ValueError("full_parameters needs a model that protrain.wrap returned, or a part of one")
+    engine = handles[0].engine
+    return engine, [engine.members[handle.index] for handle in handles]

@@ -1,0 +1,284 @@
+"""Why a plan takes the time it takes: what each phase waits for, what each knob would do, what more memory would buy.
+
+All of it comes from the models that the search uses; what a phase waits for is read from the simulated timeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.explain.knobs import Change, PlanModels, changes_of
+from protrain.planning.explain.phases import WAITS, Phase, phases
+from protrain.planning.memory.model import MemoryModel
+from protrain.planning.plan import BlockMode, Plan, moved_input_bytes
+from protrain.planning.rates.caution import host_share
+from protrain.planning.rates.update_rates import device_update_gparams, host_update_gparams
+from protrain.planning.search.search import check, search
+from protrain.planning.tables import aligned, format_change, format_ms
+from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
+from protrain.profiler.model_profile import ModelProfile
+from protrain.quantities import format_bytes
+from protrain.records import Record
+
+MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # shares of the memory there is, on top of it
+_SAME = 0.005  # times this close are the same: the search itself prefers by other grounds within it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Better(Record):
+    """The fastest plan of a machine with more memory."""
+
+    memory: str  # "device" or "host"
+    more_bytes: int  # what the plan needs beyond what there is
+    step_ms: float
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation(Record):
+    """What a plan takes, what limits it, and what would change that."""
+
+    file_kind = "the explanation of a plan"
+
+    plan: Plan  # with the predictions that all of this is about
+    host_share: float  # of the host's rate that plans count on: see [Note: caution]
+    cautious_ms: float  # of a step with that
+    tokens_per_s: float
+    device_limit_bytes: int
+    host_limit_bytes: int
+    large_buffers: int  # beside the plan's n_buffer, for chunks of large parameters
+    device_parts: dict[str, int]
+    host_parts: dict[str, int]
+    phases: tuple[Phase, ...]
+    changes: tuple[Change, ...]
+    here: Plan | None  # one that a search finds on this machine, and that is faster
+    better: tuple[Better, ...]
+
+    def table(self) -> str:
+        """Everything as text."""
+        tables = (self.memory_table(), self.phase_table(), self.knob_table(), self.better_table())
+        step = f"{self.plan}: {format_ms(self.plan.step_ms)}, {self.tokens_per_s:,.0f} tokens/s"
+        step += f"; {slower}" if (slower := self.on_slower_host()) else ""
+        return "\n\n".join((step, *tables))
+
+    def on_slower_host(self) -> str:
+        """A step's time with the share of the host's rate that plans count on; "" where that is all of it."""
+        if not self._host_is_slower:
+            return ""
+        return f"{format_ms(self.cautious_ms)} should the host update {1 - self.host_share:.0%} more slowly"
+
+    @property
+    def _host_is_slower(self) -> bool:
+        return self.host_share < 0.995  # by 1% and more, as it is written
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def memory_table(self) -> str:
+        """Bytes by kind."""
+        rows = []
+        for name, total, limit, parts in (
+            ("device memory", self.plan.device_bytes, self.device_limit_bytes, self.device_parts),
+            ("host memory", self.plan.host_bytes, self.host_limit_bytes, self.host_parts),
+        ):
+            rows.append([name, format_bytes(total), f"of {format_bytes(limit)}"])
+            rows += [[f"  {part}", format_bytes(size)] for part, size in parts.items()]
+        return aligned(rows)
+
+    def phase_table(self) -> str:
+        """The phases, and what each waits for."""
+        waits = [name for name in WAITS.values() if any(phase.waits_ms[name] > 0 for phase in self.phases)]
+        rows = [["phase", "time", "computing", *(f"waiting for {name}" for name in waits), "limited by"]]
+        for phase in self.phases:
+            parts = [phase.compute_ms, *(phase.waits_ms[name] for name in waits)]
+            shares = [f"{part / phase.length_ms:.0%}" if phase.length_ms else "-" for part in parts]
+            rows.append([phase.name, format_ms(phase.length_ms), *shares, phase.limit])
+        return aligned(rows)
+
+    def knob_table(self) -> str:
+        """One step of each knob."""
+        slower = [f"host {1 - self.host_share:.0%} slower"] if self._host_is_slower else []
+        rows = [["one more or less", "step time", *slower, "device memory", "host memory", ""]]
+        for change in self.changes:
+            at = int(getattr(self.plan, change.knob))
+            name = f"{change.knob} {at} -> {at + change.step}"
+            if change.step_ms is None or change.cautious_ms is None:
+                rows.append([name, "-", *["-"] * len(slower), "-", "-", change.impossible])
+                continue
+            over = [
+                f"{format_bytes(size)} too much {where} memory"
+                for size, where in ((change.device_over_bytes, "device"), (change.host_over_bytes, "host"))
+                if size
+            ]
+            rows.append(
+                [
+                    name,
+                    f"{format_ms(change.step_ms)} ({format_change(change.step_ms, self.plan.step_ms)})",
+                    *[format_change(change.cautious_ms, self.cautious_ms)] * len(slower),
+                    _signed(change.device_bytes - self.plan.device_bytes),
+                    _signed(change.host_bytes - self.plan.host_bytes),
+                    f"infeasible: {', '.join(over)}" if over else "",
+                ]
+            )
+        return aligned(rows)
+
+    def better_table(self) -> str:
+        """What more memory would buy."""
+        lines = []
+        if self.here is not None:
+            lines.append(f"as it is: {self._compared(self.here)}")
+        for found in self.better:
+            lines.append(
+                f"with {format_bytes(found.more_bytes)} more {found.memory} memory: {self._compared(found.plan)}"
+            )
+        for memory in ("device", "host"):
+            if not any(found.memory == memory for found in self.better):
+                lines.append(f"up to twice the {memory} memory: no faster plan")
+        return "\n".join(lines)
+
+    def _compared(self, plan: Plan) -> str:
+        return f"{format_ms(plan.step_ms)} ({format_change(plan.step_ms, self.plan.step_ms)}), {plan}"
+
+
+def explain(
+    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
+) -> Explanation:
+    """What limits ``plan`` for ``profile`` on ``hardware``, and what would change that.
+
+    Raises:
+        ValueError: the plan was made for another model, or contradicts itself.
+        PlanError: it does not fit ``hardware``.
+    """
+    plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
+    models = PlanModels(plan, profile, hardware, step_during_backward=step_during_backward)
+    here, better = _with_more(plan, profile, hardware, step_during_backward)
+    return Explanation(
+        plan=plan,
+        tokens_per_s=plan.tokens_per_s,
+        device_limit_bytes=hardware.device_bytes,
+        host_limit_bytes=hardware.host_bytes,
+        large_buffers=models.memory.large_buffers(plan.n_persist),
+        device_parts=device_parts(plan, models.memory),
+        host_parts=host_parts(plan, models.memory),
+        host_share=host_share(hardware),
+        cautious_ms=models.slower.step_ms(
+            plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
+        ),
+        phases=phases(_timeline(plan, profile, models)),
+        changes=tuple(changes_of(plan, profile, hardware, models)),
+        here=here,
+        better=tuple(better),
+    )
+
+
+def timeline_of(
+    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
+) -> Timeline:
+    """One step of ``plan``. On a CPU, where all follows each other, forward, backward, copies and updates."""
+    models = PlanModels(plan, profile, hardware, step_during_backward=step_during_backward)
+    return _timeline(plan, profile, models)
+
+
+def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
+    """The device memory of ``plan`` by kind."""
+    static = memory.static_parts(plan.n_persist, plan.n_buffer, plan.n_stream)
+    activations = memory.activations(plan.block_modes)
+    parts = {**static, "activations": activations.peak_bytes}
+    parts["margin and workspaces"] = memory.margined_bytes(activations) - activations.peak_bytes
+    return parts
+
+
+def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
+    """The host memory of ``plan`` by kind."""
+    away = memory.layout.chunks[plan.n_persist :]
+    element = memory.profile.element_bytes
+    weights = sum(chunk.elements * element for chunk in away)
+    states = sum(memory.chunk_bytes(chunk) for chunk in away)
+    accumulators = memory.accumulator_bytes(plan.n_persist)
+    own = accumulators or memory.gradients.own_bytes(plan.n_persist)[1]
+    activations = memory.activations(plan.block_modes)
+    moved = sum(
+        moved_input_bytes(block)
+        for block, mode in zip(memory.profile.blocks, plan.block_modes, strict=True)
+        if mode is BlockMode.CKPT_SWAP
+    )
+    parts = {
+        "weights": weights,
+        "gradients": memory.host_gradient_bytes(plan.n_persist, activations.swapped_bytes),
+        "optimizer states": states - weights - own,
+        "swapped activations": activations.swapped_bytes - moved,
+    }
+    if accumulators:
+        parts["sums of gradients"] = accumulators
+    if plan.n_ckpt_swap:
+        parts["moved inputs of recomputed blocks" + (", and attention" if plan.keep_attention else "")] = moved
+    if plan.n_speculate:
+        name = "second weights for early updates" if plan.early_weights else "second copies for early updates"
+        parts[name] = memory.spare_bytes(plan.n_persist, plan.n_speculate)
+    needed = memory.host_bytes(plan.n_persist, activations, plan.n_speculate)
+    return {**parts, "other": needed - sum(parts.values())}
+
+
+def _timeline(plan: Plan, profile: ModelProfile, models: PlanModels) -> Timeline:
+    runtime, hardware, layout = models.runtime, models.memory.hardware, models.memory.layout
+    if hardware.device_type != "cpu":
+        counts = plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
+        return runtime.timeline(plan.block_modes, *counts)
+    times = runtime.times
+    forward_ms = sum(times.forward) + sum(times.gap_forward)
+    recomputed = (ms for ms, mode in zip(times.recompute, plan.block_modes, strict=True) if mode.recomputes)
+    backward_ms = times.total - forward_ms + sum(recomputed)
+    on_device, on_host = device_update_gparams(profile, hardware), host_update_gparams(profile, hardware)
+    update_ms = sum(
+        chunk.elements / (on_device if index < plan.n_persist else on_host) / 1e6
+        for index, chunk in enumerate(layout.chunks)
+        if chunk.trainable
+    )
+    ends = [forward_ms, forward_ms + backward_ms, plan.step_ms - update_ms, plan.step_ms]
+    row = [
+        Operation(lane=lane, name=name, start_ms=start, end_ms=end)
+        for lane, name, start, end in zip(
+            (GPU, GPU, UP, HOST), ("forward", "backward", "copies", "update"), [0.0, *ends], ends, strict=False
+        )
+        if end > start
+    ]
+    return Timeline(step_ms=ends[3], forward_end_ms=ends[0], backward_end_ms=ends[1], operations=tuple(row))
+
+
+def _with_more(
+    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool
+) -> tuple[Plan | None, list[Better]]:
+    """A faster plan that fits as it is, and the fastest ones with more memory, each faster than the one before."""
+
+    def fastest(device_bytes: int, host_bytes: int) -> Plan:
+        machine = replace(hardware, device_bytes=device_bytes, host_bytes=host_bytes)
+        return search(profile, machine, chunk_elements=plan.chunk_elements, step_during_backward=step_during_backward)
+
+    device, host = hardware.device_bytes, hardware.host_bytes
+    here = fastest(device, host)
+    best_ms = min(here.step_ms, plan.step_ms)
+    found = []
+    for memory in ("device", "host"):
+        known_ms = best_ms
+        most_ms = _grown(fastest, memory, device, host, MORE[-1]).step_ms
+        for share in MORE:
+            if most_ms >= known_ms * (1 - _SAME):
+                break  # nothing more to gain
+            better = _grown(fastest, memory, device, host, share)
+            if better.step_ms < known_ms * (1 - _SAME):
+                known_ms = better.step_ms
+                needed = better.device_bytes - device if memory == "device" else better.host_bytes - host
+                found.append(Better(memory=memory, more_bytes=needed, step_ms=known_ms, plan=better))
+    return here if here.step_ms < plan.step_ms * (1 - _SAME) else None, found
+
+
+def _grown(fastest: Callable[[int, int], Plan], memory: str, device: int, host: int, share: float) -> Plan:
+    if memory == "device":
+        return fastest(int(device * (1 + share)), host)
+    return fastest(device, int(host * (1 + share)))
+
+
+def _signed(size: int) -> str:
+    return "the same" if size == 0 else f"{'+' if size > 0 else '-'}{format_bytes(abs(size))}"

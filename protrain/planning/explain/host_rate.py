@@ -1,0 +1,30 @@
+"""How fast the host updates in a step, beside all else that runs in it: what a report holds its own against."""
+
+from __future__ import annotations
+
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.explain.explanation import timeline_of
+from protrain.planning.layout import updated_chunks
+from protrain.planning.plan import Plan, layout_of
+from protrain.planning.rates.update_rates import host_update_gparams
+from protrain.planning.timeline import HOST
+from protrain.profiler.model_profile import ModelProfile
+
+_WHOLE = ("update", "early update", "deferred update")
+
+
+def host_gparams(
+    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
+) -> float:
+    """Predicted 1e9 parameters a second of the host's whole updates under ``plan``; 0 where it makes none."""
+    layout = layout_of(profile, plan)
+    if hardware.device_type == "cpu":  # nothing runs beside them
+        n_away = sum(chunk >= plan.n_persist for chunk in updated_chunks(profile, layout))
+        return host_update_gparams(profile, hardware) if n_away > plan.n_stream else 0.0
+    elements, milliseconds = 0, 0.0
+    for operation in timeline_of(plan, profile, hardware, step_during_backward=step_during_backward).operations:
+        kind, _, chunk = operation.name.rpartition(" ")
+        if operation.lane == HOST and kind in _WHOLE:
+            elements += layout.chunks[int(chunk)].elements
+            milliseconds += operation.end_ms - operation.start_ms
+    return elements / milliseconds / 1e6 if milliseconds else 0.0

@@ -1,0 +1,159 @@
+"""What every operation of a step takes by itself, and which turns of which units there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain, cycle
+
+from protrain.planning.layout import STAGING_BUFFERS, most_held, updated_chunks
+from protrain.planning.memory.model import MemoryModel
+from protrain.planning.rates.compute_times import compute_times
+from protrain.planning.rates.contention import OTHERS, rates
+from protrain.planning.rates.streaming import streamed_rates
+from protrain.planning.rates.update_rates import (
+    CALIBRATED_DTYPE,
+    device_update_gparams,
+    host_update_gparams,
+    moved_bytes,
+    written_bytes,
+)
+from protrain.planning.rates.visits import computing_by_visit, gradients_by_visit
+from protrain.planning.runtime.fetches import Fetches
+from protrain.planning.runtime.step import Visit
+from protrain.planning.timeline import GPU, HOST, STREAM
+
+_ACCUMULATOR_BYTES = 4  # of a parameter; an addition reads and writes it
+
+
+class Durations:
+    """In milliseconds at full rate, for the model, layout and machine of ``memory``.
+
+    Args:
+        memory: the memory model.
+        only_adds: of a forward and backward whose gradients are added to others, without updates.
+    """
+
+    def __init__(self, memory: MemoryModel, *, only_adds: bool = False) -> None:
+        profile, hardware, layout = memory.profile, memory.hardware, memory.layout
+        self.times = compute_times(profile, hardware)
+        self._profile = profile
+        self._hardware = hardware
+        self._layout = layout
+        self._memory = memory
+        self._in_backward = memory.update_in_backward or only_adds
+        element = profile.element_bytes
+        held = [self._held(unit) for unit in profile.calls]
+        held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
+        self._updated = updated_chunks(profile, layout)
+        updated = [chunk.index in self._updated for chunk in layout.chunks]
+        trainable = [chunk.elements if updated[chunk.index] else 0 for chunk in layout.chunks]
+        self._upload = [_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
+        dtype, moment_bytes = profile.dtype, profile.moment_bytes
+        host_gparams, device_gparams = host_update_gparams(profile, hardware), device_update_gparams(profile, hardware)
+        adam_bytes = moved_bytes(dtype, moment_bytes)
+        per_byte = [n / hardware.host_adam_gparams / 1e6 / moved_bytes(dtype) for n in trainable]
+        self._host_add = [ms * (element + 2 * _ACCUMULATOR_BYTES) if memory.accumulates else 0.0 for ms in per_byte]
+        self._host_norm = [ms * _ACCUMULATOR_BYTES if memory.accumulates else 0.0 for ms in per_byte]
+        self._device_update = [0.0 if only_adds else n / device_gparams / 1e6 for n in trainable]
+        update_ms = [n / host_gparams / 1e6 for n in trainable]
+        if memory.accumulates:
+            update_ms = [ms * (1 + (_ACCUMULATOR_BYTES - element) / adam_bytes) for ms in update_ms]
+            adam_bytes += _ACCUMULATOR_BYTES - element
+        self._host_update = self._host_add if only_adds else update_ms
+        self._visits = [*profile.calls, *reversed(profile.calls)]
+        self._forward_ms, self._backward_ms = computing_by_visit(profile, self.times)
+        # By unit, of one call: out and back of its saved activations, of its inputs; recomputation; which block may be
+        # swapped.
+        self._swap_ms = [(0.0, 0.0)] * len(profile.units)
+        self._inputs_ms = [(0.0, 0.0)] * len(profile.units)
+        self._recompute_ms = [0.0] * len(profile.units)
+        self._swappable: list[int | None] = [None] * len(profile.units)
+        for unit, n_calls in Counter(profile.calls).items():
+            if (block := profile.units[unit].block) is not None:
+                size = profile.blocks[block].saved_bytes / n_calls
+                self._swap_ms[unit] = _ms(size, hardware.d2h_gbps), _ms(size, hardware.h2d_gbps)
+                size_in = profile.blocks[block].input_bytes / n_calls
+                self._inputs_ms[unit] = _ms(size_in, hardware.d2h_gbps), _ms(size_in, hardware.h2d_gbps)
+                self._recompute_ms[unit] = self.times.recompute[block] / n_calls
+                self._swappable[unit] = block if size else None
+        self._n_large = [n_large for _, n_large in most_held(profile, layout)]
+        self._fetches = Fetches(self._visits, layout.unit_chunks, held, layout, self._n_large)
+        self._needed = held
+        self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
+        streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
+        self._rates = rates(hardware, host_gparams * moved_bytes(dtype, moment_bytes), streamed_gbps)
+        self._streamed_ms = host_gparams / streamed_gparams  # by the device, of a millisecond of the host
+        # Of a whole update's time for the weight alone: it reads as much and writes no other state. How long
+        # that takes is calibrated in bf16: arithmetic may be what limits it, not memory.
+        self._weight_share = _for_weight(adam_bytes, written_bytes(dtype, moment_bytes), element)
+        if hardware.host_adam_weight_gparams is not None:
+            measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
+            counted = _for_weight(moved_bytes(CALIBRATED_DTYPE), written_bytes(CALIBRATED_DTYPE), 2)
+            self._weight_share *= measured / counted
+            self._weight_share = min(1.0, self._weight_share)
+        self._visits_of: dict[int, list[Visit]] = {}  # by n_persist
+
+    def streamable(self, n_persist: int, n_speculate: int) -> int:
+        """How many chunks the device may update in host memory."""
+        return sum(chunk >= n_persist + n_speculate for chunk in self._updated)
+
+    def balanced(self, n_persist: int, n_speculate: int) -> int:
+        """How many of those to end when the host ends, both beside computing."""
+        host, device = (
+            self._rates[lane][tuple(other in (GPU, HOST, STREAM) for other in OTHERS[lane])] for lane in (HOST, STREAM)
+        )
+        return round(self.streamable(n_persist, n_speculate) / (1 + self._streamed_ms * host / device))
+
+    @property
+    def streams(self) -> bool:
+        """Whether the search may have the device update chunks in host memory: how fast it does must be known."""
+        return self._hardware.device_type == "cuda" and self._hardware.streamed_adam_gparams is not None
+
+    @property
+    def speculates(self) -> bool:
+        """Whether updates before step() save time: with updates inside backward, or on a CPU, there is none to save."""
+        return not self._in_backward and self._hardware.device_type != "cpu"
+
+    def _held(self, unit: int) -> tuple[int, ...]:
+        chunks = self._layout.unit_chunks
+        around = (unit, *self._profile.units[unit].within)
+        return tuple(sorted({chunk for member in around for chunk in chunks[member]}))
+
+    def _staging(self, n_persist: int) -> dict[int, int]:
+        """By gradient which buffer it passes through: usual ones take turns, the last is for large ones; -1: none."""
+        turns, found = cycle(range(STAGING_BUFFERS)), {}
+        for index in chain.from_iterable(self._gradients_of_visit):
+            chunk = self._layout.chunks[self._gradients[index][0]]
+            found[index] = -1
+            if chunk.index >= n_persist:
+                found[index] = STAGING_BUFFERS if self._layout.is_large(chunk) else next(turns)
+        return found
+
+    def _placed(self, n_persist: int) -> list[Visit]:
+        """The turns of forward and backward where so many chunks are persistent."""
+        known = self._visits_of.get(n_persist)
+        if known is not None:
+            return known
+        n_visits, staging = len(self._profile.calls), self._staging(n_persist)
+        visits = self._visits_of[n_persist] = [
+            Visit(
+                name=self._profile.units[unit].name,
+                unit=unit,
+                chunks=tuple(chunk for chunk in self._needed[at] if chunk >= n_persist),
+                gradients=tuple(
+                    (index, *self._gradients[index], staging[index])
+                    for index in (self._gradients_of_visit[at - n_visits] if at >= n_visits else ())
+                ),
+            )
+            for at, unit in enumerate(self._visits)
+        ]
+        return visits
+
+
+def _for_weight(adam_bytes: int, written: int, element_bytes: int) -> float:
+    """Of the bytes of an update, which writes so many, those of one that makes the weight alone."""
+    return (adam_bytes - written + element_bytes) / adam_bytes
+
+
+def _ms(size_bytes: float, gbps: float) -> float:
+    return size_bytes / gbps / 1e6

@@ -1,0 +1,227 @@
+"""The runtime model: how long a step takes under a plan (paper section 4, and beyond).
+
+[Note: several batches] A step of several batches is as many forwards and backwards, of which the last is followed by
+the updates. In all of them the host adds the gradients that arrive to fp32 accumulators. Those before the last are
+worked out as a step whose updates are these additions, inside backward; in the last one they are part of early updates,
+and of other chunks they are over by the time the norm is known. For that the host goes through all it has added.
+
+From the memory model of a profile, a machine and a layout to the :class:`~protrain.planning.runtime.step.Step` of any
+plan. On a CPU, where nothing overlaps, the operations add up.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+from protrain.planning.layout import streamed_chunks
+from protrain.planning.memory.model import MemoryModel
+from protrain.planning.plan import BlockMode
+from protrain.planning.runtime.bounds import Bounds
+from protrain.planning.runtime.passes import Begun, begin
+from protrain.planning.runtime.simulate import in_a_row, simulate, timeline
+from protrain.planning.runtime.step import Step, Update, Work
+from protrain.planning.runtime.stretches import Stretches
+from protrain.planning.runtime.updating import Queue
+from protrain.planning.timeline import HOST, STREAM, Timeline
+
+Modes = tuple[BlockMode, ...]
+
+_T = TypeVar("_T")
+_BEGUN = 100  # steps of which the beginning is kept: neighbours in a search come soon after each other
+_WORK = 200  # choices of block modes of which the work is
+
+
+class RuntimeModel(Bounds):
+    """Predictions for the model, layout and machine of ``memory``, with updates inside backward if it says so.
+
+    Args:
+        memory: the memory model.
+        only_adds: of a forward and backward whose gradients are added to others, without updates.
+    """
+
+    def __init__(self, memory: MemoryModel, *, only_adds: bool = False) -> None:
+        super().__init__(memory, only_adds=only_adds)
+        self._stretches = Stretches(self._rates)
+        self._work: dict[Modes, tuple[list[Work], list[float]]] = {}
+        self._begun: dict[tuple[Modes, int, int], Begun] = {}
+        # By turn, where nothing is swapped: its work in forward, and in backward without and with recomputation.
+        calls, units = memory.profile.calls, enumerate(memory.profile.units)
+        self._unit_blocks = [(unit, record.block) for unit, record in units if record.block is not None]
+        self._forward_work: list[Work] = [(compute_ms, 0.0, ()) for compute_ms in self._forward_ms]
+        self._backward_work: list[tuple[Work, Work]] = [
+            ((compute_ms, 0.0, ()), (compute_ms + self._recompute_ms[unit], 0.0, ()))
+            for unit, compute_ms in zip(calls, self._backward_ms, strict=True)
+        ]
+
+    def making_weights(self) -> RuntimeModel:
+        """The same, but that early updates make weights alone; what is worked out of either is known to both."""
+        other = copy.copy(self)
+        other._memory = self._memory.making_weights()
+        return other
+
+    @property
+    def early_weights(self) -> bool:
+        """Whether early updates make weights alone."""
+        return self._memory.early_weights
+
+    def step_ms(
+        self,
+        modes: Modes,
+        n_persist: int,
+        n_buffer: int,
+        n_speculate: int = 0,
+        n_stream: int = 0,
+        *,
+        limit_ms: float = float("inf"),
+    ) -> float:
+        """Predicted time of one step in steady state, in milliseconds; if above ``limit_ms``, by how much is open.
+
+        None of its gradients is clipped: then no update is done twice.
+        """
+        before_ms = self._before_ms(modes, n_persist, n_buffer, limit_ms)
+        if before_ms >= limit_ms:
+            return before_ms
+        if self._hardware.device_type == "cpu":  # where the device is the host as well
+            return before_ms + in_a_row(self._step(modes, n_persist, n_buffer, n_speculate))
+        step = self._step(modes, n_persist, n_buffer, n_speculate, n_stream)
+        return before_ms + self._simulated(step, (modes, n_persist, n_buffer), limit_ms - before_ms)[0]
+
+    def _before_ms(self, modes: Modes, n_persist: int, n_buffer: int, limit_ms: float) -> float:
+        """All but the last forward and backward of a step."""
+        if self._before is None:
+            return 0.0
+        each_ms = self._before.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms / self._n_before)
+        return self._n_before * each_ms
+
+    def fitted_ms(
+        self,
+        modes: Modes,
+        n_persist: int,
+        n_buffer: int,
+        most: int,
+        *,
+        limit_ms: float = float("inf"),
+    ) -> tuple[float, int]:
+        """The same with up to ``most`` early updates: as many as seem best. See [Note: how many early updates].
+
+        Returns:
+            (step time, n_speculate).
+        """
+        if not most:
+            return self.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms), 0
+        before_ms = self._before_ms(modes, n_persist, n_buffer, limit_ms)
+        if before_ms >= limit_ms:
+            return before_ms, 0
+        step = self._step(modes, n_persist, n_buffer, most, open_early=True)
+        step_ms, n_early = self._simulated(step, (modes, n_persist, n_buffer), limit_ms - before_ms)
+        return before_ms + step_ms, step.host.updates[n_early - 1][0] - n_persist + 1 if n_early else 0
+
+    def timeline(
+        self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0, n_stream: int = 0
+    ) -> Timeline:
+        """What runs where and when in that step, as on a GPU; of several batches with the last one."""
+        return timeline(self._step(modes, n_persist, n_buffer, n_speculate, n_stream), self._stretches)
+
+    def _simulated(self, step: Step, placed: tuple[Modes, int, int], limit_ms: float) -> tuple[float, int]:
+        """``simulate`` of a step under these modes, n_persist and n_buffer."""
+        if step.making_room:
+            return simulate(step, self._stretches, limit_ms=limit_ms)
+        begun = self._begun.get(placed)
+        if begun is None:
+            begun = _remember(self._begun, placed, begin(step), _BEGUN)
+        return simulate(step, self._stretches, limit_ms=limit_ms, begun=begun)
+
+    def _step(
+        self,
+        modes: Modes,
+        n_persist: int,
+        n_buffer: int,
+        n_speculate: int,
+        n_stream: int = 0,
+        *,
+        open_early: bool = False,
+    ) -> Step:
+        n_visits, last = len(self._profile.calls), n_persist + n_speculate
+        work, swap_in = self._work_for(modes)
+        visits, fetches = self._placed(n_persist), self._fetches.of(n_persist, n_buffer)
+        by_device = streamed_chunks([chunk for chunk in self._updated if chunk >= last], n_stream)
+        host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist and c not in by_device]
+        if self._n_before:
+            adds_all = self._in_backward or self._hardware.device_type == "cpu"
+            host = [(c, t + self._host_add[c] * (adds_all or c < last)) for c, t in host]
+            if not self._in_backward:
+                compute_ms, swap_ms, swap_back = work[-1]
+                work = [*work[:-1], (compute_ms + sum(self._host_norm[n_persist:]), swap_ms, swap_back)]
+        streamed = [(chunk, self._host_update[chunk] * self._streamed_ms) for chunk in by_device]
+        making_room: dict[int, Update] = {}
+        if self._in_backward:
+            n_regions = self._memory.host_regions(n_persist, self._memory.swapped_bytes(modes))
+            if handed_on := self._memory.gradients.handed_on(n_persist, n_regions):
+                updates = {chunk: Update(HOST, chunk, ms) for chunk, ms in host}
+                updates.update({chunk: Update(STREAM, chunk, ms) for chunk, ms in streamed})
+                making_room = {index: updates[chunk] for index, chunk in handed_on}
+                first = {chunk for _, chunk in handed_on}
+                host, streamed = ([pair for pair in one if pair[0] not in first] for one in (host, streamed))
+        n_early = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
+        return Step(
+            forward=visits[:n_visits],
+            backward=visits[n_visits:],
+            forward_fetches=fetches[:n_visits],
+            backward_fetches=fetches[n_visits:],
+            forward_work=work[:n_visits],
+            backward_work=work[n_visits:],
+            upload_ms=self._upload,
+            swap_ms=swap_in,
+            device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
+            host=Queue(host, n_early, self._weight_share if n_speculate and self._memory.early_weights else 0.0),
+            streamed=Queue(streamed, len(streamed) if self._in_backward else 0),
+            after_ms=self._after_ms,
+            making_room=making_room,
+            open_early=open_early,
+        )
+
+    def _work_for(self, modes: Modes) -> tuple[list[Work], list[float]]:
+        known = self._work.get(modes)
+        if known is None:
+            known = _remember(self._work, modes, self._work_of(modes), _WORK)
+        return known
+
+    def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
+        """Work of every turn, and the time to fetch each unit's activations or inputs back."""
+        profile = self._profile
+        nothing = (0.0, 0.0)
+        swap = [nothing] * len(profile.units)
+        recomputes = [False] * len(profile.units)
+        for unit, block in self._unit_blocks:
+            mode = modes[block]
+            if mode is BlockMode.SWAP:
+                swap[unit] = self._swap_ms[unit]
+            elif mode is not BlockMode.NONE:
+                recomputes[unit] = True
+                if mode is BlockMode.CKPT_SWAP:
+                    swap[unit] = self._inputs_ms[unit]
+        calls = profile.calls
+        work = self._forward_work.copy()
+        for at, unit in enumerate(calls):
+            if out_ms := swap[unit][0]:
+                work[at] = self._forward_ms[at], out_ms, ()
+        fetched = -1  # ahead, by the visit before
+        for at in range(len(calls) - 1, -1, -1):
+            unit, earlier = calls[at], calls[at - 1] if at else -1
+            of_unit = self._backward_work[at][recomputes[unit]]
+            swap_ms, ahead = swap[unit][0], earlier >= 0 and swap[earlier][0] and earlier != unit
+            if swap_ms or ahead:
+                swap_back = (unit,) if swap_ms and fetched != unit else ()
+                of_unit = of_unit[0], swap_ms, (*swap_back, earlier) if ahead else swap_back
+            fetched = earlier if ahead else -1
+            work.append(of_unit)
+        return work, [back for _, back in swap]
+
+
+def _remember(known: dict[Any, Any], key: object, value: _T, most: int) -> _T:
+    """``value``, which is ``known`` from now on, in place of what has been for the longest time."""
+    if len(known) >= most:
+        del known[next(iter(known))]
+    known[key] = value
+    return value
