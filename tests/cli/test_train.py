@@ -86,12 +86,12 @@ def test_a_run_learns_and_leaves_its_files(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["initial_loss"] > 5
     assert summary["unigram_entropy"] == pytest.approx(3.05, abs=0.1)
-    assert summary["final_loss"] < 2.6
+    assert summary["final_loss"] < 1
     assert summary["tokens_per_step"] == 128
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     losses = [row for row in rows if "loss" in row]
     assert [row["step"] for row in losses] == list(range(1, 91))
-    assert summary["final_loss"] == pytest.approx(sum(row["loss"] for row in losses[-3:]) / 3)
+    assert summary["final_loss"] == pytest.approx(sum(row["loss"] for row in losses[-9:]) / 9)
     assert [row["step"] for row in rows if "evaluation_loss" in row] == [21, 42, 63, 84, 90]
     rates = [row["learning_rate"] for row in losses]
     assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
