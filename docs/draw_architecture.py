@@ -70,7 +70,7 @@ def main() -> None:
         ("16-bit weights\nchunks.py", "host"),
         ("SWAP: activations\nswap.py", "host"),
         ("gradients, fp32 accumulators\ngradients.py", "host"),
-        ("AdamW in C on the others\nupdate.py, one worker", "host"),
+        ("AdamW in C on the others\nupdates.py, one worker", "host"),
     ]
     axes.add_patch(plt.Rectangle((0.0, 0.2), 11.0, 1.25, facecolor="#fff7f7", edgecolor="#9ca3af", linewidth=0.8))
     axes.text(0.1, 0.27, "host memory: one pinned arena, arena.py", fontsize=7.5, style="italic")
