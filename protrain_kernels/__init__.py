@@ -4,20 +4,22 @@ Triton, C and the plain torch references give the same bits. Importing needs no 
 use.
 """
 
-from protrain_kernels.adam import AdamScalars, adam, adam_reference, adam_scalars
+from protrain_kernels.adam import adam, adam_reference
+from protrain_kernels.adam_types import MASTER_DTYPES, AdamScalars, AdamStates, adam_scalars
 from protrain_kernels.checks import PADDING, TILE, padded, tiles
 from protrain_kernels.flatten import flatten, unflatten
 from protrain_kernels.flatten_kernels import flatten_reference, unflatten_reference
 from protrain_kernels.flatten_plan import FlattenPlan
 from protrain_kernels.host_adam import host_accumulate
 from protrain_kernels.host_library import host_compiler_notice
-from protrain_kernels.out_of_place_adam import AdamStates, adam_out_of_place, adam_weight
+from protrain_kernels.out_of_place_adam import adam_out_of_place, adam_weight
 from protrain_kernels.pack import Packed, PackPlan, find_masks, pack, unpack
 from protrain_kernels.split_master import join, join_reference, split, split_reference
 from protrain_kernels.streamed_adam import AdamStaging, streamed_adam
 from protrain_kernels.sum_of_squares import sum_of_squares, sum_of_squares_reference
 
 __all__ = [
+    "MASTER_DTYPES",
     "PADDING",
     "TILE",
     "AdamScalars",

@@ -25,98 +25,25 @@ Moments in bf16 take 8 less.
 
 from __future__ import annotations
 
-import ctypes
-import math
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from protrain_kernels import host_adam
+from protrain_kernels.adam_types import MASTER_DTYPES, MOMENT_DTYPES, AdamScalars
 from protrain_kernels.checks import LAUNCH_OPTIONS, are_aligned_vectors, check_aligned, check_scalar, check_vector
 from protrain_kernels.launch import launch
 from protrain_kernels.split_master import join_bits, join_reference, split_bits, split_reference, widen
 from protrain_kernels.stochastic_rounding import random_bits, round_moments_reference, upper_half
 
 BLOCK = 1024
-STEPS_APART = 1 << 24  # numbers of steps that fp32 tells apart, after which those of the random bits begin anew
 REFERENCE_SLICE = 1 << 18  # elements at a time where the reference stands in for the C kernel: bounds its temporaries
-MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
-MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 _DTYPES = {  # of weight, exp_avg, exp_avg_sq, grad, and master where there is one
     (weight, moment, moment, grad, *([] if master is None else [master]))
     for weight, master in MASTER_DTYPES.items()
     for moment in MOMENT_DTYPES
     for grad in (weight, torch.float32)
 }
-
-
-@dataclass(frozen=True)
-class AdamScalars:
-    """The constants of one step, each a double that fp32 represents exactly. Made by ``adam_scalars``."""
-
-    decay: float
-    l2: float
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    inv_sqrt_bias_correction2: float
-    eps: float
-    step_size: float
-    step: float  # modulo STEPS_APART
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        """The constants in order, as the kernels take them."""
-        return (
-            *(self.decay, self.l2, self.beta1, self.one_minus_beta1, self.beta2, self.one_minus_beta2),
-            *(self.inv_sqrt_bias_correction2, self.eps, self.step_size, self.step),
-        )
-
-
-def adam_scalars(
-    *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, decoupled: bool
-) -> AdamScalars:
-    """The constants of step number ``step`` (the first is 1), computed in double and rounded to fp32 once.
-
-    Args:
-        lr: learning rate, at least 0.
-        beta1: decay of the momentum, in [0, 1).
-        beta2: decay of the variance, in [0, 1).
-        eps: added to the denominator, at least 0.
-        weight_decay: at least 0.
-        step: how many steps this one completes.
-        decoupled: AdamW's decay of the weight (True) or Adam's term in the gradient (False).
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and at least 0, not {value!r}")
-    for name, value in (("beta1", beta1), ("beta2", beta2)):
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"{name} must be in [0, 1), not {value!r}")
-    if step < 1:
-        raise ValueError(f"step counts from 1, not {step!r}")
-    return AdamScalars(
-        decay=_fp32(1.0 - lr * weight_decay if decoupled else 1.0),
-        l2=_fp32(0.0 if decoupled else weight_decay),
-        beta1=_fp32(beta1),
-        one_minus_beta1=_fp32(1.0 - beta1),
-        beta2=_fp32(beta2),
-        one_minus_beta2=_fp32(1.0 - beta2),
-        inv_sqrt_bias_correction2=_fp32(1.0 / math.sqrt(1.0 - beta2**step)),
-        eps=_fp32(eps),
-        step_size=_fp32(lr / (1.0 - beta1**step)),
-        step=float(step % STEPS_APART),
-    )
-
-
-def _fp32(value: float) -> float:
-    return ctypes.c_float(value).value
 
 
 def adam_reference(

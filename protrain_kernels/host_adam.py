@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from protrain_kernels.adam_types import AdamScalars, AdamStates
 from protrain_kernels.checks import FLOATS, check_vector
 from protrain_kernels.host_library import library
-
-if TYPE_CHECKING:
-    from protrain_kernels.adam import AdamScalars
-    from protrain_kernels.out_of_place_adam import AdamStates
 
 _DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _Scalars = ctypes.c_float * 11

@@ -10,25 +10,15 @@ moments in bf16 these are 18 and 12.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from protrain_kernels.adam import MASTER_DTYPES, MOMENT_DTYPES, AdamScalars, adam
+from protrain_kernels.adam import adam
+from protrain_kernels.adam_types import MASTER_DTYPES, MOMENT_DTYPES, AdamScalars, AdamStates
 from protrain_kernels.checks import FLOATS, check_aligned, check_scalar, check_vector
 from protrain_kernels.host_adam import host_adam_out_of_place
 
 _CPU = torch.device("cpu")
-
-
-class AdamStates(NamedTuple):
-    """What a step reads and writes: 1-d, of one length."""
-
-    weight: Tensor  # bfloat16, float16 or float32
-    master: Tensor | None  # int16 remainder, float32, None: see ``adam``
-    exp_avg: Tensor  # float32 or bfloat16
-    exp_avg_sq: Tensor  # of the same type
 
 
 def adam_out_of_place(

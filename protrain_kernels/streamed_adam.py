@@ -26,7 +26,8 @@ import torch
 import triton
 import triton.language as tl
 
-from protrain_kernels.adam import BLOCK, AdamScalars, adam, adam_arguments, adam_block, check_adam, launch_adam
+from protrain_kernels.adam import BLOCK, adam, adam_arguments, adam_block, check_adam, launch_adam
+from protrain_kernels.adam_types import AdamScalars
 from protrain_kernels.checks import LAUNCH_OPTIONS, PADDING, check_scalar
 from protrain_kernels.launch import launch
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from triton.compiler import ASTSource
 
-from protrain_kernels.adam import BLOCK, AdamScalars, adam_kernel
+from protrain_kernels.adam import BLOCK, adam_kernel
+from protrain_kernels.adam_types import AdamScalars
 from protrain_kernels.checks import (
     LAUNCH_OPTIONS,
     TILE_GROUP,

@@ -26,6 +26,7 @@ from protrain.planning.layout import ChunkRecord, Layout
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels import (
+    MASTER_DTYPES,
     AdamScalars,
     AdamStaging,
     AdamStates,
@@ -39,7 +40,6 @@ _STRETCH = 1 << 25  # elements, which the host updates in some 7 ms
 _TRANSFERRED = ("weight", "grad")  # the states of a non-persistent chunk that travel
 _VALUES = ("weight", "master")  # the states that initialising and loading write
 Piece = tuple[slice, AdamScalars]  # elements of a chunk, and what holds for them in a step
-MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
