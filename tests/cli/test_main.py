@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,15 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version") == (0, f"protrain {importlib.metadata.version('protrain')}\n", "")
+
+
+def test_the_package_runs_as_a_program() -> None:
+    program = [sys.executable, "-m", "protrain"]
+    told = subprocess.run([*program, "--version"], capture_output=True, text=True, check=True)
+    assert told.stdout == f"protrain {importlib.metadata.version('protrain')}\n"
+    refused = subprocess.run([*program, "nothing"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("protrain: ")
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "calibrate"])
