@@ -19,7 +19,8 @@ choose from. So chunks are of about a block, and every larger parameter has one 
 buffers of their own, no more than the units active at one time need (one, where embedding and head are two units),
 staging of their own for gradients, and in host memory room for these that no other chunk takes turns in. All that is
 needed only while not all of them persist, and the head is the last chunk. So there are two orders to choose from: large
-chunks where they are first used, or before all others, so that they persist first. The search tries both.
+chunks where they are first used, or before all others, so that they persist first, or else are updated first: the
+gradient of the head is the first to come. The search tries both.
 
 [Note: which chunks are streamed] The next forward needs chunks in order, so both must come along in that order: of
 every k chunks the device gets the last, which has to be there when the host is done with the k - 1 before it. Chunks
@@ -34,7 +35,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from protrain.profiler.model_profile import ModelProfile
+from protrain.profiler.model_profile import ModelProfile, UnitRecord
 from protrain.records import Record
 
 ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every length that a kernel sees
@@ -266,12 +267,23 @@ def _place(
     return places, used, trainable
 
 
+def _prefix(unit: UnitRecord) -> str:
+    """Of the names of all modules in that of ``unit``, a dot behind each."""
+    return f"{unit.name}." if unit.name else ""
+
+
 def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
-    """By n_persist: the most other chunks that the units active at one time hold, and of large ones."""
-    chains = {
-        tuple(sorted({chunk for member in (index, *unit.within) for chunk in layout.unit_chunks[member]}))
-        for index, unit in enumerate(profile.units)
-    }
+    """By n_persist: the most other chunks that the units active at one time hold, and of large ones.
+
+    Where a unit would be called that the trace did not call, all whose modules enclose its own are taken to be active.
+    """
+    called = set(profile.calls)
+    chains = set()
+    for index, unit in enumerate(profile.units):
+        active = (index, *unit.within)
+        if index not in called:
+            active = tuple(at for at, other in enumerate(profile.units) if f"{unit.name}.".startswith(_prefix(other)))
+        chains.add(tuple(sorted({chunk for member in active for chunk in layout.unit_chunks[member]})))
     usual, large = (
         [[chunk for chunk in chain if layout.is_large(layout.chunks[chunk]) is kind] for chain in chains]
         for kind in (False, True)

@@ -8,17 +8,19 @@ import random
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.engine.states.chunks import Chunk
+from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import LEGAL, BufferPool, Residency
+from protrain.errors import MisuseError
 from protrain.planning import evaluate
 from protrain.planning.schedule import FAR, Schedule
 from tests.engine.harness import CKPT, NONE, Spec, adamw, wrap_under
@@ -105,7 +107,8 @@ def test_a_buffer_is_kept_while_held_and_poisoned_when_given_up() -> None:
     second = pool.acquire(chunks[1], schedule)
     assert pool.acquire(chunks[0], schedule) is first
     assert pool.fetches == 2, "it was there"
-    with pytest.raises(AssertionError, match="more chunks at once than there are buffers"):
+    chunks[2].members.append(cast(Member, SimpleNamespace(name="head.weight")))
+    with pytest.raises(MisuseError, match=r"forward uses head.weight while .* pass an example_batch with which"):
         pool.acquire(chunks[2], schedule)
     with pytest.raises(AssertionError, match="updated while a unit uses it"):
         pool.invalidate(chunks[0])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import protrain
 from protrain.engine.states.chunks import Chunk
@@ -207,3 +207,67 @@ def test_the_frontier_begins_with_the_least_of_both_orders() -> None:
     assert points[0].plan.device_bytes == least
     with pytest.raises(PlanError):
         protrain.search(profile, replace(HARDWARE, device_bytes=least - 1))
+
+
+class _Tables(nn.Module):
+    """Holds an embedding itself, and has two heads, of which a step uses one or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WORDS, 64) * 0.1)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(64, WORDS) for _ in range(2))
+
+    def forward(self, ids: Tensor, head: int) -> Tensor:
+        x = nn.functional.embedding(ids, self.table)
+        for layer in self.layers:
+            x = x + layer(x)
+        return (self.heads[head](x) if head >= 0 else x).square().mean()
+
+
+@pytest.mark.parametrize("head", [-1, 0])
+@pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
+def test_a_head_that_the_trace_did_not_use_finds_a_buffer(head: int, inside: bool) -> None:
+    """Beside the table, which the model holds while its parts run."""
+    torch.manual_seed(0)
+    model = _Tables()
+    ids = make_batch()["input_ids"]
+    profile = protrain.profile(model, (ids, head), optimizer=adamw(model), device="cpu", dtype=torch.bfloat16)
+    plan = plan_of(profile, 0, CKPT, inside=inside)
+    wrapped, optimizer = protrain.wrap(
+        model,
+        adamw(model),
+        example_batch=(ids, head),
+        device="cpu",
+        dtype=torch.bfloat16,
+        plan=plan,
+        device_memory="1GiB",
+        host_memory="1GiB",
+        step_during_backward=inside,
+        progress=False,
+    )
+    for other in (0, 1, -1, 1):
+        loss = wrapped(ids, other)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss.isfinite()
+
+
+@pytest.mark.parametrize("schedule", ["late", "early"])
+@pytest.mark.parametrize(("n_persist", "large_first"), [(2, False), (100, False), (2, True)])
+def test_sums_of_gradients_take_no_more_of_the_device_where_chunks_share_regions(
+    n_persist: int, large_first: bool, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates inside backward, and a backward before that only adds."""
+    data = [make_batch() for _ in range(4)]
+    loop, device = Loop(max_norm=None, accumulate=2, no_sync=True), torch.device("cpu")
+    expected, final = plain_run(lambda: make("llama"), data, loop=loop, device=device, dtype=torch.bfloat16)
+    plan = plan_of(traced("llama", make("llama")), n_persist, CKPT, large_first=large_first, inside=True)
+    assert plan.n_device_gradient > 0
+    wrapped, optimizer = wrap_with(plan, "llama", device, device_memory=plan.device_bytes, inside=True)
+    assert true_peak_bytes(wrapped, optimizer, data[0], backwards=2, inside=True) <= plan.device_bytes
+    with Lateness(schedule).applied(monkeypatch):
+        wrapped, optimizer = wrap_with(plan, "llama", device, device_memory=plan.device_bytes, inside=True)
+        assert loop.run(wrapped, optimizer, data) == expected
+        assert_same(states(wrapped, optimizer), final)

@@ -108,13 +108,17 @@ def train(
     *,
     steps: int = 1,
     backwards: int = 1,
+    inside: bool = False,
 ) -> None:
-    """With what the model returns held until it returns the next."""
+    """With what the model returns held until it returns the next; ``inside`` the last backward of a step it is made."""
     for _ in range(steps):
-        for _ in range(backwards):
-            output = model(**batch)
-            optimizer.backward(output.loss)
-        optimizer.clip_grad_norm_(1.0)
+        for left in reversed(range(backwards)):
+            only_adds: Any = model.no_sync if inside and left else nullcontext
+            with only_adds():
+                output = model(**batch)
+                optimizer.backward(output.loss)
+        if not inside:
+            optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -144,16 +148,18 @@ def resident(engine: Engine) -> list[Tensor]:
     return [tensor for address, tensor in found.items() if address not in arena]
 
 
-def true_peak_bytes(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch, *, backwards: int = 1) -> int:
+def true_peak_bytes(
+    model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch, *, backwards: int = 1, inside: bool = False
+) -> int:
     """Most device memory during a step: what lies there, the batch, and whatever operations allocate."""
     engine = optimizer._engine
-    train(model, optimizer, batch, backwards=backwards)
+    train(model, optimizer, batch, backwards=backwards, inside=inside)
     engine.wait_for_updates()
     meter = DeviceMeter(engine)
     meter.count(resident(engine))
     meter.count(batch.values())
     with meter:
-        train(model, optimizer, batch, steps=2, backwards=backwards)
+        train(model, optimizer, batch, steps=2, backwards=backwards, inside=inside)
     engine.wait_for_updates()
     return meter.peak_bytes
 

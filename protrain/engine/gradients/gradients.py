@@ -191,7 +191,8 @@ class Gradients:
         chunk.wait_for_accumulation()  # and with it for what was offloaded from chunk.grad
         room = self._staging_memory
         if chunk.elements > self._staging_elements:
-            if (own := self._own_staging(chunk)) is not None and own.numel() > PADDING:
+            own = self._own_staging(chunk)
+            if own.numel() > PADDING:
                 room = own[: own.numel() // (2 * PADDING) * (2 * PADDING)]
             else:
                 self._need_staging(chunk.elements)
@@ -265,15 +266,13 @@ class Gradients:
             assert target is not None
             flatten(gradients, target, offsets, self.partials, tile_offsets, accumulate=accumulate)
             return
-        own = self._own_staging(chunk) if chunk.elements > self._staging_elements else None
-        if own is not None:
-            staging, drained = own, self._filled_whole
+        if chunk.persistent and chunk.elements > self._staging_elements:
+            staging, drained = self._own_staging(chunk), self._filled_whole
             self.streams.compute_waits(chunk.offloaded)
         elif chunk.large and not chunk.persistent:
             staging, drained = self._large_staging[: chunk.elements], self._large_drained
             self.streams.compute_waits(drained)
         else:
-            self._need_staging(chunk.elements)
             turn = self._turn
             self._turn = (turn + 1) % STAGING_BUFFERS
             staging, drained = self._staging[turn], self._drained[turn]
@@ -318,24 +317,13 @@ class Gradients:
         """Give ``chunk`` an fp32 accumulator that starts as the gradient it has, if any. See [Note: accumulation]."""
         count = chunk.elements * 4
         begun = any(self.present[member.index] for member in chunk.members)
-        if chunk.persistent:
-            waiting = {m.chunk.index: m.chunk for m in self.members if m.group >= 0 and m.chunk.persistent}.values()
-            staging, largest = 0, max(other.elements for other in waiting)
-            if self._shared(chunk) is not None:
-                staging = max(0, STAGING_BUFFERS * largest * self.dtype.itemsize - self._staging_memory.nbytes)
-            everything = sum(other.elements * 4 for other in waiting if other.accumulator is None)
-            # An accumulator on the host needs staging on the device where a chunk has no gradient of its own, which
-            # would do: its room comes first unless none will be there.
-            if min(everything, count + staging) <= self.spare_device_bytes:
-                chunk.accumulator = torch.zeros(chunk.elements, dtype=torch.float32, device=self.device)
-                if begun:
-                    assert chunk.grad is not None
-                    chunk.accumulator.copy_(chunk.grad)
-                self.spare_device_bytes -= count
-                return
-            if staging:
-                self.spare_device_bytes -= staging
-                self._need_staging(largest)
+        if chunk.persistent and count <= self.spare_device_bytes:
+            chunk.accumulator = torch.zeros(chunk.elements, dtype=torch.float32, device=self.device)
+            if begun:
+                assert chunk.grad is not None
+                chunk.accumulator.copy_(chunk.grad)
+            self.spare_device_bytes -= count
+            return
         count = aligned(count) + (aligned(chunk.elements * self.dtype.itemsize) if chunk.persistent else 0)
         if self.arena.total_bytes + count > self.host_bytes:
             raise PlanError(
@@ -380,9 +368,14 @@ class Gradients:
         self._uploaded.wait()  # the host vector is rewritten by the next call
         torch.where(self._on_host, self._from_host, self.partials, out=self.partials)
 
-    def _own_staging(self, chunk: Chunk) -> Tensor | None:
-        """Of a chunk whose gradients are summed on the host: the room that its gradient had on the device."""
-        return chunk.grad if chunk.persistent and self._shared(chunk) is None else None
+    def _own_staging(self, chunk: Chunk) -> Tensor:
+        """Of a persistent chunk whose gradients are summed on the host: the room that its gradient has on the device.
+
+        Where chunks take turns in that it is the chunk's until :meth:`give_back`.
+        """
+        self._borrow(chunk)
+        assert chunk.grad is not None
+        return chunk.grad
 
     def _need_staging(self, elements: int) -> None:
         if elements <= self._staging_elements:

@@ -24,6 +24,7 @@ from torch import Tensor
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.updates.worker import Job
+from protrain.errors import MisuseError
 from protrain.planning.schedule import Schedule
 
 
@@ -128,7 +129,13 @@ class BufferPool:
         buffer = self._holding(chunk.index)
         if buffer is None:
             buffer = self._free_buffer(chunk, schedule, needed_in=0)
-            assert buffer is not None, "a unit needs more chunks at once than there are buffers"
+            if buffer is None:
+                names = ", ".join(member.name for member in chunk.members[:3])
+                raise MisuseError(
+                    f"forward uses {names} while chunk buffers hold nothing but weights that are in use around it, as "
+                    "they did not in the step that was profiled: pass an example_batch with which the model runs as it "
+                    "will be trained"
+                )
             self._assign(buffer, chunk)
         if buffer.state is Residency.QUEUED:
             chunk.wait_for_update()

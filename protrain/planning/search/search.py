@@ -70,50 +70,70 @@ def search(
 def _searched(
     profile: ModelProfile, hardware: HardwareProfile, chunk_elements: int | None, step_during_backward: bool
 ) -> Plan:
-    best: Plan | None = None
-    errors = []
-    for layout in layouts(profile, chunk_elements):
-        models = _Models(profile, hardware, layout, step_during_backward)
-        plan = _fastest(models)  # no limit: streamed updates or kept attention may yet gain what it is slower by
-        if plan is None:
-            errors.append(nothing_fits(models.memory, models.moves))
-            continue
-        limit_ms = plan.step_ms * (1 - _ATTENTION_GAIN)
-        if least_ms(profile, hardware, plan.step_ms) < limit_ms + plan.step_ms * _TOLERANCE:
-            models = _Models(profile, hardware, layout, step_during_backward, keep_attention=True)
-            keeping = _fastest(models, limit_ms)
-            plan = plan if keeping is None or keeping.step_ms >= limit_ms else keeping
-        best = plan if best is None or plan.step_ms < best.step_ms else best
-    if best is None:
+    found = layouts(profile, chunk_elements)
+
+    def models(*, keep_attention: bool = False) -> list[_Models]:
+        return [
+            _Models(profile, hardware, layout, step_during_backward, keep_attention=keep_attention) for layout in found
+        ]
+
+    plan = _fastest(either := models())
+    if plan is None:
+        errors = [nothing_fits(one.memory, one.moves) for one in either]
         raise min(errors, key=lambda error: error.needed_bytes - error.available_bytes)
-    return best
+    limit_ms = plan.step_ms * (1 - _ATTENTION_GAIN)
+    if least_ms(profile, hardware, plan.step_ms) >= limit_ms + plan.step_ms * _TOLERANCE:
+        return plan
+    keeping = _fastest(models(keep_attention=True), limit_ms)
+    return plan if keeping is None or keeping.step_ms >= limit_ms else keeping
 
 
-def _fastest(models: _Models, limit_ms: float = inf) -> Plan | None:
-    """The plan to take of those that are faster than ``limit_ms``, or hardly slower; None where there is none."""
+def _fastest(either: list[_Models], limit_ms: float = inf) -> Plan | None:
+    """The plan to take of those that are faster than ``limit_ms``, or hardly slower; None where there is none.
+
+    ``either`` has models of every order of chunks. What is to gain something clearly must do so beyond the best of all.
+    """
+    # No order is limited by what another takes: streamed updates may yet gain what it is slower by.
+    found = [_of_order(models, limit_ms) for models in either]
+    whole = [best for best, _ in found]
+    plan = min(filter(None, whole), key=_step_ms, default=None)
+    if plan is not None:
+        limit_ms = plan.step_ms * (1 - WEIGHTS_GAIN)
+    faster = [weights for _, weights in found if weights is not None and weights.step_ms < limit_ms]
+    plan = min(faster, key=_step_ms, default=plan)
+    if plan is None or not either[0].runtime.streams:
+        return plan
+    streamed = [
+        (best, at, early_weights)
+        for at, models in enumerate(either)
+        for early_weights in ((False, True) if models.runtime.speculates else (False,))
+        if (begin := (early_weights and found[at][1]) or whole[at])
+        and (best := StreamedSearch(*models.kinds[early_weights]).fastest(begin))
+    ]
+    best, at, early_weights = min(streamed, default=(None, 0, False))
+    if best is None or best.step_ms >= plan.step_ms * (1 - STREAMING_GAIN):
+        return plan
+    return either[at].plan(*best[1:], early_weights=early_weights)
+
+
+def _of_order(models: _Models, limit_ms: float) -> tuple[Plan | None, Plan | None]:
+    """The plan of one order whose early updates are whole, and one of weights alone that is clearly faster, if any."""
     columns = Columns(
         models.profile, models.hardware, models.memory, models.runtime, models.moves, tolerance=_TOLERANCE
     )
     found = columns.walk(limit_ms=limit_ms * (1 + _REFINES))
-    plan = whole = _settled(models, found) if found else None
-    if plan is not None:
-        limit_ms = plan.step_ms * (1 - WEIGHTS_GAIN)
+    whole = _settled(models, found) if found else None
+    if whole is not None:
+        limit_ms = whole.step_ms * (1 - WEIGHTS_GAIN)
     if models.runtime.speculates and (found := columns.walk(weights=True, limit_ms=limit_ms)):
         weights = models.plan(*models.best_early(min(found)[1:], early_weights=True), early_weights=True)
         if weights.step_ms < limit_ms:
-            plan = weights
-    if plan is None or not models.runtime.streams:
-        return plan
-    begins = {False: whole, True: plan if models.runtime.speculates else None}
-    streamed = [
-        (best, early_weights)
-        for early_weights, begin in begins.items()
-        if begin is not None and (best := StreamedSearch(*models.kinds[early_weights]).fastest(begin))
-    ]
-    best, early_weights = min(streamed, default=(None, False))
-    if best is None or best.step_ms >= plan.step_ms * (1 - STREAMING_GAIN):
-        return plan
-    return models.plan(*best[1:], early_weights=early_weights)
+            return whole, weights
+    return whole, None
+
+
+def _step_ms(plan: Plan) -> float:
+    return plan.step_ms
 
 
 def _settled(models: _Models, found: list[Candidate]) -> Plan:
