@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from protrain.batch import loss_of
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.weights.buffers import Buffer, BufferPool
 from protrain.errors import PlanError
@@ -27,9 +28,38 @@ WORDS = 3000  # by 64: 192,000 elements, of a block 40,000 to 50,000
 HARDWARE = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
 
 
+class _Pair(nn.Module):
+    """Two tables in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(WORDS + more, 64) * 0.1) for more in (0, 9))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.first) + nn.functional.embedding(ids, self.second)
+
+
+class _TwoTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = _Pair()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 320), nn.Linear(320, 64)) for _ in range(4))
+        self.head = nn.Linear(64, WORDS)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
 def make(family: str) -> nn.Module:
     """``family`` may end in "-frozen": then only blocks are trained, as with adapters."""
-    model = make_model(family.removesuffix("-frozen"), WORDS)
+    if family.startswith("two-tables"):
+        torch.manual_seed(0)
+        model: nn.Module = _TwoTables()
+    else:
+        model = make_model(family.removesuffix("-frozen"), WORDS)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not family.endswith("-frozen") or "layers" in name)
     return model
@@ -145,7 +175,9 @@ def test_large_chunks_have_a_buffer_and_staging_of_their_own(
 
 
 @pytest.mark.parametrize("large_first", [False, True])
-@pytest.mark.parametrize(("family", "n_persist"), [("llama", 0), ("llama", 1), ("llama-frozen", 0), ("gpt2", 0)])
+@pytest.mark.parametrize(
+    ("family", "n_persist"), [("llama", 0), ("llama", 1), ("llama-frozen", 0), ("gpt2", 0), ("two-tables-frozen", 0)]
+)
 def test_chunks_are_fetched_as_predicted(
     family: str, n_persist: int, large_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +195,7 @@ def test_chunks_are_fetched_as_predicted(
     monkeypatch.setattr(BufferPool, "_upload", count)
     for _ in range(3):
         issued.clear()
-        wrapped(**make_batch()).loss.backward()
+        loss_of(wrapped(**make_batch())).backward()
         optimizer.step()
         optimizer.zero_grad()
         optimizer.state_dict()  # waits, so that no upload is late

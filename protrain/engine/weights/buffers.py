@@ -25,7 +25,7 @@ from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.updates.worker import Job
 from protrain.errors import MisuseError
-from protrain.planning.schedule import Schedule
+from protrain.planning.schedule import FAR, Schedule
 
 
 class Residency(enum.Enum):
@@ -233,14 +233,17 @@ class BufferPool:
         return buffer if buffer.chunk.index == index else None
 
     def _free_buffer(self, chunk: Chunk, schedule: Schedule, *, needed_in: int) -> Buffer | None:
-        """One for ``chunk``: empty, or the one whose content is needed last and later than ``needed_in`` visits."""
-        victim, latest = None, needed_in
+        """One for ``chunk``: empty, or the one whose content is needed last and later than ``needed_in`` visits.
+
+        Of several that with the last chunk, as :mod:`protrain.planning.runtime.fetches` has it.
+        """
+        victim, latest = None, (needed_in, FAR)
         for buffer in self._for_large[chunk.large]:
             if buffer.state is Residency.EMPTY:
                 return buffer
             assert buffer.chunk is not None
             if buffer.holders == 0:
-                use = schedule.next_use(buffer.chunk.index)
+                use = schedule.next_use(buffer.chunk.index), buffer.chunk.index
                 if use > latest:
                     victim, latest = buffer, use
         if victim is not None:

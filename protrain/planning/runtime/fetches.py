@@ -105,7 +105,7 @@ class Fetches:
             return -1
         next_use = self._next_use[at]
         free = [chunk for chunk in present[is_large] if chunk not in held and next_use[chunk] > needed_in]
-        return max(free, key=next_use.__getitem__) if free else None
+        return max(free, key=lambda chunk: (next_use[chunk], chunk)) if free else None
 
     def _take(self, present: Present, chunk: int, victim: int) -> Fetch:
         kind = present[self._is_large[chunk]]
