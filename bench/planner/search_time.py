@@ -73,6 +73,7 @@ SEARCHES = (
     Search(shape="llama2-13b", batch=8, sequence=2048, hardware="h100", host_gib=116, inside=True),
     Search(shape="gpt2-10b", batch=16, sequence=1024, hardware="h100", host_gib=116),
     Search(shape="llama-7b", batch=8, sequence=2048, hardware="h100", host_gib=116),
+    Search(shape="llama3-8b", batch=8, sequence=2048, hardware="h100", host_gib=116),
 )
 
 
