@@ -86,7 +86,9 @@ class Gradients:
         self._need_staging(staging_elements[0])
         self._large_staging = streams.lasting(torch.zeros(staging_elements[1], dtype=dtype, device=device))
         self._device_region, self._host_region = region_elements
-        self._on_device = torch.zeros((n_device_regions, self._device_region), dtype=dtype, device=device)
+        self._on_device = streams.lasting(
+            torch.zeros((n_device_regions, self._device_region), dtype=dtype, device=device)
+        )
         self._regions = {  # by whether they are those of persistent chunks
             persistent: Regions(memory, more=more)
             for persistent, memory, more in (
@@ -227,7 +229,7 @@ class Gradients:
         if count > self.spare_device_bytes:
             raise self._no_region("device", count, self.spare_device_bytes, "device_memory")
         self.spare_device_bytes -= count
-        return torch.zeros(self._device_region, dtype=self.dtype, device=self.device)
+        return self.streams.lasting(torch.zeros(self._device_region, dtype=self.dtype, device=self.device))
 
     def _another_on_host(self) -> Tensor:
         count = aligned(self._host_region * self.dtype.itemsize)
@@ -338,6 +340,8 @@ class Gradients:
         chunk.accumulator = self.arena.take(chunk.elements, torch.float32)
         whole = [(0, chunk.elements)]
         if chunk.persistent:
+            if chunk.grad is not None:
+                self.streams.lasting(chunk.grad)  # copies will use it
             chunk.landing = self.arena.take(chunk.elements, self.dtype)
             if begun:
                 assert chunk.grad is not None
