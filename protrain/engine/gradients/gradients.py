@@ -10,9 +10,9 @@ from the start, and 16-bit gradients on their way to those in host memory take t
 first backward of a step leaves 16-bit gradients, and for a second one accumulators are made on demand: on the device
 while the budget has room, in host memory otherwise, and in either place the same additions in the same order. A chunk
 whose device states are updated from a host accumulator streams it through staging, or, where it is larger, in parts
-through the room of its own 16-bit gradient, which nothing else needs from then on. Where chunks share regions for
-16-bit gradients (:mod:`protrain.engine.gradients.regions`) those do not last until the next backward: accumulators are
-made by the first that only accumulates.
+through the room of its own 16-bit gradient, which nothing else needs from then on, or through a region that it
+borrows. Where chunks share regions for 16-bit gradients (:mod:`protrain.engine.gradients.regions`) those do not last
+until the next backward: accumulators are made by the first that only accumulates.
 """
 
 from __future__ import annotations
