@@ -108,10 +108,7 @@ def build_engine(
         arena=arena,
         spare_device_bytes=spare_device_bytes,
         host_bytes=host_bytes,
-        region_elements=(
-            layout.persistent_gradient_elements(plan.n_persist),
-            layout.gradient_elements(plan.n_persist)[0],
-        ),
+        region_elements=layout.region_elements(plan.n_persist),
         n_device_regions=plan.n_device_gradient,
         n_host_regions=plan.n_host_gradient,
         poison=debugging(),

@@ -94,9 +94,10 @@ class Layout(Record):
         """Of the largest gradient of a chunk that does not persist, and of a large one."""
         return _largest(self, [chunk for chunk in self.chunks[n_persist:] if chunk.trainable])
 
-    def persistent_gradient_elements(self, n_persist: int) -> int:
-        """Of the largest gradient of a persistent chunk."""
-        return max((chunk.elements for chunk in self.chunks[:n_persist] if chunk.trainable), default=0)
+    def region_elements(self, n_persist: int) -> tuple[int, int]:
+        """Of a region that gradients of persistent chunks share; of one that those of others do, without large chunks."""
+        here = max((chunk.elements for chunk in self.chunks[:n_persist] if chunk.trainable), default=0)
+        return here, self.gradient_elements(n_persist)[0]
 
 
 def _largest(layout: Layout, chunks: Iterable[ChunkRecord]) -> tuple[int, int]:

@@ -230,11 +230,13 @@ def test_sums_of_gradients_take_no_more_of_the_device(
 def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype) -> None:
     plans = plans_within_budgets(lambda: make(family), make_batch(16), dtype, count=6)
     assert len({plan.device_bytes for plan in plans}) > 3
+    assert all(plan.chunk_elements < WORDS * 64 for plan in plans), "chunks are not of a block"
 
 
 def test_the_frontier_begins_with_the_least_of_both_orders() -> None:
     profile = traced("llama", make("llama"))
     points = frontier(profile, HARDWARE, n_limits=4).points
+    assert points[-1].plan.chunk_elements < WORDS * 64
     least = points[0].device_limit_bytes
     assert points[0].plan.device_bytes == least
     with pytest.raises(PlanError):

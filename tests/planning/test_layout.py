@@ -139,7 +139,7 @@ def test_a_large_parameter_has_a_chunk_of_its_own() -> None:
     ]
     # The head is frozen.
     assert [in_order.gradient_elements(n) for n in (0, 1, 13, 14)] == [(384, 1024), (384, 0), (128, 0), (0, 0)]
-    assert [in_order.persistent_gradient_elements(n) for n in (0, 1, 2, 15)] == [0, 1024, 1024, 1024]
+    assert [in_order.region_elements(n) for n in (0, 1, 2, 15)] == [(0, 384), (1024, 384), (1024, 384), (1024, 0)]
 
 
 def test_large_parameters_that_are_needed_first_have_one_order() -> None:

@@ -306,7 +306,7 @@ def make_chunks(
         sizes += [record.elements * dtype.itemsize for record in early]
     else:
         sizes += [size for record in early for size in size_bytes(record, copied)]
-    sizes += [layout.gradient_elements(plan.n_persist)[0] * dtype.itemsize] * plan.n_host_gradient
+    sizes += [layout.region_elements(plan.n_persist)[1] * dtype.itemsize] * plan.n_host_gradient
     arena.reserve(sum(map(aligned, sizes)))
     chunks = []
     for record in layout.chunks:

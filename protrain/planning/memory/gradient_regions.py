@@ -48,8 +48,7 @@ class GradientRegions:
         element, placements = profile.element_bytes, range(len(layout.chunks) + 1)
         # By n_persist: of a region on the device, and of one in host memory.
         self._region_bytes = [
-            (layout.persistent_gradient_elements(first) * element, layout.gradient_elements(first)[0] * element)
-            for first in placements
+            (here * element, away * element) for here, away in map(layout.region_elements, placements)
         ]
         self._is_large = is_large = [layout.is_large(chunk) for chunk in layout.chunks]
         own = [chunk.elements * element if chunk.trainable else 0 for chunk in layout.chunks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain, cycle
 
-from protrain.planning.layout import STAGING_BUFFERS, most_held, updated_chunks
+from protrain.planning.layout import STAGING_BUFFERS, updated_chunks
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.rates.compute_times import compute_times
 from protrain.planning.rates.contention import OTHERS, rates
@@ -76,7 +76,7 @@ class Durations:
                 self._inputs_ms[unit] = _ms(size_in, hardware.d2h_gbps), _ms(size_in, hardware.h2d_gbps)
                 self._recompute_ms[unit] = self.times.recompute[block] / n_calls
                 self._swappable[unit] = block if size else None
-        self._n_large = [n_large for _, n_large in most_held(profile, layout)]
+        self._n_large = [memory.large_buffers(n_persist) for n_persist in range(len(layout.chunks) + 1)]
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, layout, self._n_large)
         self._needed = held
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)

@@ -52,31 +52,34 @@ class Fetches:
         """
         known = self._known.get((n_persist, n_buffer))
         if known is None:
+            rooms = n_buffer, self._n_large[n_persist]
             present: Present = ({}, {})
             if not all(self._trainable[n_persist:]):  # otherwise none is left from the step before
-                self._cycle(present, n_persist, n_buffer)
+                self._cycle(present, n_persist, rooms)
                 for kind in present:
                     for chunk in [chunk for chunk in kind if self._trainable[chunk]]:
                         del kind[chunk]
-            known = self._known[n_persist, n_buffer] = self._cycle(present, n_persist, n_buffer)
+            known = self._known[n_persist, n_buffer] = self._cycle(present, n_persist, rooms)
         return known
 
-    def _cycle(self, present: Present, n_persist: int, n_buffer: int) -> list[tuple[Fetch, ...]]:
-        ahead = self._ahead(present, (), 0, n_persist, n_buffer)
+    def _cycle(self, present: Present, n_persist: int, rooms: tuple[int, int]) -> list[tuple[Fetch, ...]]:
+        ahead = self._ahead(present, (), 0, n_persist, rooms)
         fetches = []
         for position, needed in enumerate(self._held):
             held = tuple([chunk for chunk in needed if chunk >= n_persist])
             now = []
             for chunk in held:
                 if chunk not in present[self._is_large[chunk]]:
-                    victim = self._victim(present, held, position + 1, 0, n_persist, n_buffer, chunk)
+                    victim = self._victim(present, held, position + 1, 0, rooms, chunk)
                     assert victim is not None, "a unit needs more chunks at once than there are buffers"
                     now.append(self._take(present, chunk, victim))
-            fetches.append((*ahead, *now, *self._ahead(present, held, position + 1, n_persist, n_buffer)))
+            fetches.append((*ahead, *now, *self._ahead(present, held, position + 1, n_persist, rooms)))
             ahead = []
         return fetches
 
-    def _ahead(self, present: Present, held: tuple[int, ...], at: int, n_persist: int, n_buffer: int) -> list[Fetch]:
+    def _ahead(
+        self, present: Present, held: tuple[int, ...], at: int, n_persist: int, rooms: tuple[int, int]
+    ) -> list[Fetch]:
         found: list[Fetch] = []
         if sum(map(len, present)) == len(self._trainable) - n_persist:  # all are there
             return found
@@ -84,7 +87,7 @@ class Fetches:
         for chunk in self._upcoming[at]:
             if chunk < n_persist or chunk in present[self._is_large[chunk]]:
                 continue
-            victim = self._victim(present, held, at, next_use[chunk], n_persist, n_buffer, chunk)
+            victim = self._victim(present, held, at, next_use[chunk], rooms, chunk)
             if victim is None:
                 break
             found.append(self._take(present, chunk, victim))
@@ -96,12 +99,11 @@ class Fetches:
         held: tuple[int, ...],
         at: int,
         needed_in: int,
-        n_persist: int,
-        n_buffer: int,
+        rooms: tuple[int, int],
         coming: int,
     ) -> int | None:
         is_large = self._is_large[coming]
-        if len(present[is_large]) < (self._n_large[n_persist] if is_large else n_buffer):
+        if len(present[is_large]) < rooms[is_large]:
             return -1
         next_use = self._next_use[at]
         free = [chunk for chunk in present[is_large] if chunk not in held and next_use[chunk] > needed_in]

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -96,11 +97,11 @@ def _fastest(either: list[_Models], limit_ms: float = inf) -> Plan | None:
     # No order is limited by what another takes: streamed updates may yet gain what it is slower by.
     found = [_of_order(models, limit_ms) for models in either]
     whole = [best for best, _ in found]
-    plan = min(filter(None, whole), key=_step_ms, default=None)
+    plan = min(filter(None, whole), key=attrgetter("step_ms"), default=None)
     if plan is not None:
         limit_ms = plan.step_ms * (1 - WEIGHTS_GAIN)
     faster = [weights for _, weights in found if weights is not None and weights.step_ms < limit_ms]
-    plan = min(faster, key=_step_ms, default=plan)
+    plan = min(faster, key=attrgetter("step_ms"), default=plan)
     if plan is None or not either[0].runtime.streams:
         return plan
     streamed = [
@@ -130,10 +131,6 @@ def _of_order(models: _Models, limit_ms: float) -> tuple[Plan | None, Plan | Non
         if weights.step_ms < limit_ms:
             return whole, weights
     return whole, None
-
-
-def _step_ms(plan: Plan) -> float:
-    return plan.step_ms
 
 
 def _settled(models: _Models, found: list[Candidate]) -> Plan:
