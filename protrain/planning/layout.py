@@ -95,7 +95,7 @@ class Layout(Record):
         return _largest(self, [chunk for chunk in self.chunks[n_persist:] if chunk.trainable])
 
     def region_elements(self, n_persist: int) -> tuple[int, int]:
-        """Of a region that gradients of persistent chunks share; of one that those of others do, without large chunks."""
+        """Of a region that gradients of persistent chunks share, and of one for those of others but large ones."""
         here = max((chunk.elements for chunk in self.chunks[:n_persist] if chunk.trainable), default=0)
         return here, self.gradient_elements(n_persist)[0]
 
