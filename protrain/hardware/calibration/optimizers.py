@@ -17,7 +17,6 @@ from protrain_kernels import AdamStaging, AdamStates, adam, adam_scalars, adam_w
 
 ADAM_BYTES = 26  # a parameter, bf16 with the split master
 _STREAMED_BYTES = 14  # a parameter to the device, and 2 less back: the gradient stays
-_STREAMED_SHARE = 4  # of a chunk's parameters is streamed: a link is many times slower than memory
 _ENOUGH = 0.97  # of the best rate: more threads than reach it are better left to others
 STEP = adam_scalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
 
@@ -111,11 +110,15 @@ def best_threads(by_threads: dict[int, Figure]) -> int:
 
 
 class StreamedChunk:
-    """States and gradient in pinned host memory, as in a step, which the device updates over the link in either way."""
+    """States and gradient in pinned host memory, as in a step, which the device updates over the link in either way.
+
+    As many of them as a chunk has: by copies they go in pieces of some 5 million parameters, the first of which comes
+    before anything is updated and the last of which goes after, so a few pieces alone are slower.
+    """
 
     def __init__(self, device: torch.device, elements: int) -> None:
         self.device = device
-        self.chunk = AdamChunk.on(CPU, max(128, elements // _STREAMED_SHARE // 128 * 128))
+        self.chunk = AdamChunk.on(CPU, elements)
         self._staging = AdamStaging(device)
 
     @contextlib.contextmanager
