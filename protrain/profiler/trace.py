@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,10 @@ _SUSTAINED_S = 1.0
 _MOST_STEPS = 4
 _SPARE = 0.5  # of the free device memory, for weights that are used again
 _OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED")
+
+Durations = list[tuple[float, float]]  # of every segment: the whole, and recomputation
+
+T = TypeVar("T")
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -118,11 +122,11 @@ def _traced(
 
         step = Step(model, owned, blocks, weights, device, measure=True, show=tell("measuring memory"))
         step.run(args, kwargs)
-        timed = step
+        timed = [[(0.0, 0.0)] * len(step.segments)]
         if device.type != "meta":
             weights.random = device.type == "cuda"  # filling from the host again would take longer than the step
 
-            def timed_step() -> Step:
+            def timed_step() -> Durations:
                 rewind()
                 once = Step(
                     model,
@@ -135,7 +139,7 @@ def _traced(
                     differentiating=step.differentiating,
                 )
                 once.run(args, kwargs)
-                return once
+                return _durations(once.segments)
 
             if step.compiled:
                 timed_step()  # compiles
@@ -145,12 +149,12 @@ def _traced(
             calls = [call for use in step.blocks.values() for call in use.attention]
             tell("measuring times")("attention alone")
             attention_ms = attention_times_ms(calls, device)
-    durations = _durations(timed.segments) if device.type != "meta" else [(0.0, 0.0)] * len(step.segments)
-    if len(durations) != len(step.segments):
+    if any(len(durations) != len(step.segments) for durations in timed):
         raise ValueError(
             f"two identical steps of {type(model).__name__} called its blocks differently, so it cannot be profiled; "
             "make its forward depend on its inputs and torch's random state alone"
         )
+    durations = _typical(timed)
     units = _units(step, owned)
     own = _own_inputs(step)
     position = {unit: index for index, unit in enumerate(units)}
@@ -191,18 +195,25 @@ def _traced(
     )
 
 
-def sustained(step: Callable[[], Step], *, seconds: float) -> Step:
-    """The last of as many steps as take ``seconds``, though of no more than a few; one that is longer is the first.
+def sustained(step: Callable[[], T], *, seconds: float) -> list[T]:
+    """What ``step`` returns, of those that count of as many as take ``seconds``, though of no more than a few.
 
-    For a moment a GPU that was idle clocks higher than its power limit allows in training, where one step follows
-    another.
+    The first counts only where it is the one: for a moment a GPU that was idle clocks higher than its power limit
+    allows in training, where one step follows another.
     """
     begin = time.perf_counter()
-    for _ in range(_MOST_STEPS - 1):
-        done = step()
-        if time.perf_counter() - begin >= seconds:
-            return done
-    return step()
+    done = [step()]
+    while len(done) < _MOST_STEPS and time.perf_counter() - begin < seconds:
+        done.append(step())
+    return done[1:] or done
+
+
+def _typical(timed: list[Durations]) -> Durations:
+    """Of every segment the medians: what else holds up a machine holds up one step."""
+    return [
+        (median(whole for whole, _ in segment), median(recomputation for _, recomputation in segment))
+        for segment in zip(*timed, strict=True)
+    ]
 
 
 def _owned(model: nn.Module, units: list[str], blocks: list[str], weights: Weights) -> dict[str, tuple[int, ...]]:
@@ -245,7 +256,7 @@ def _units(step: Step, owned: dict[str, tuple[int, ...]]) -> dict[str, tuple[int
     return {unit: indexes for unit, indexes in used.items() if indexes}
 
 
-def _durations(segments: list[Segment]) -> list[tuple[float, float]]:
+def _durations(segments: list[Segment]) -> Durations:
     """(whole, recomputation) of every segment in milliseconds."""
 
     def between(start: Any, end: Any) -> float:

@@ -55,21 +55,39 @@ def test_recomputation_ends_with_the_last_saved_tensor() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [(0.0, 1), (0.08, 2), (10.0, 4)],
-    ids=["on a CPU the first", "the second of two", "the last of four, however short they are"],
+    [(0.0, [1]), (0.08, [2]), (0.12, [2, 3]), (10.0, [2, 3, 4])],
+    ids=["on a CPU the first", "the second of two", "two of three", "three of four, however short they are"],
 )
-def test_times_are_those_of_a_step_that_others_came_before(
-    seconds: float, expected: int, monkeypatch: pytest.MonkeyPatch
+def test_times_are_those_of_steps_that_others_came_before(
+    seconds: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = 0
 
-    def step() -> Any:
+    def step() -> int:
         nonlocal made
         made += 1
         return made
 
     monkeypatch.setattr("protrain.profiler.trace.time", SimpleNamespace(perf_counter=lambda: 0.05 * made))
-    assert sustained(step, seconds=seconds) == made == expected
+    assert sustained(step, seconds=seconds) == expected
+    assert made == expected[-1]
+
+
+def test_a_hiccup_in_one_of_several_steps_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protrain.profiler.trace.sustained", lambda step, seconds: sustained(step, seconds=60.0))
+    model = nn.Sequential(*[_Slow() for _ in range(3)])
+    n_runs = 0
+
+    def hold_up(*_: object) -> None:
+        nonlocal n_runs
+        n_runs += 1
+        _Slow.held_up_s = 0.05 * (n_runs == 5)  # one step for memory, and four for times, of which this is the last
+
+    monkeypatch.setattr(_Slow, "held_up_s", 0.0)
+    model[0].register_forward_pre_hook(hold_up)
+    found = profiler.profile(model, (torch.randn(4, 8),), device="cpu")
+    assert n_runs == 5
+    assert max(block.forward_ms for block in found.blocks) < 25.0
 
 
 @pytest.mark.gpu
