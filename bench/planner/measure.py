@@ -7,7 +7,6 @@ import statistics
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 import protrain
 from bench.planner.cases import Case
+from bench.planner.clock import durations_ms, now
 from protrain.cli.models import load_model
 from protrain.errors import BudgetError
 from protrain.forwards import change_forwards
@@ -103,11 +103,11 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
     )
     wrap_s = time.perf_counter() - start
     error = ""
-    durations_ms: tuple[float, ...] = ()
+    step_ms: tuple[float, ...] = ()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        durations_ms = _train(wrapped, trainer, batch, device, clip=case.clip, steps=_WARM_UP + steps)[_WARM_UP:]
+        step_ms = _train(wrapped, trainer, batch, device, clip=case.clip, steps=_WARM_UP + steps)[_WARM_UP:]
         if traced is not None:
             with protrain.trace(trainer, traced, kernels=False):
                 _train(wrapped, trainer, batch, device, clip=case.clip, steps=2)
@@ -116,7 +116,7 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
     report = trainer.report()
     return Point(
         plan=trainer.plan,
-        step_ms=durations_ms,
+        step_ms=step_ms,
         allocated_bytes=report.device_bytes,
         reserved_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else report.device_bytes,
         host_bytes=report.host_bytes,
@@ -132,7 +132,7 @@ def _train(
     """Milliseconds between the beginnings of steps, by the device's own clock."""
     starts: list[Any] = []
     for _ in range(steps + 1):
-        starts.append(_now(device))
+        starts.append(now(device))
         if len(starts) == steps + 1:
             break
         output = model(**batch)  # held until the next, as plans allow for
@@ -141,17 +141,4 @@ def _train(
             optimizer.clip_grad_norm_(_CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        times = [first.elapsed_time(second) for first, second in pairwise(starts)]
-    else:
-        times = [(second - first) * 1e3 for first, second in pairwise(starts)]
-    return tuple(times)
-
-
-def _now(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    return durations_ms(starts, device)
