@@ -26,6 +26,7 @@ GIB = 1024**3
 # Copies take no time, so nothing runs beside an update that could slow it down.
 _COPIES: dict[str, Any] = dict.fromkeys(("h2d_gbps", "d2h_gbps", "bidirectional_gbps", "host_dram_gbps"), 1e9)
 ALONE = replace(H100, device_bytes=60 * GIB, host_bytes=200 * GIB, host_adam_gparams=5.0, contention=(), **_COPIES)
+ALONE = replace(ALONE, host_adam_narrow_gparams=5.0 * 26 / 18)  # memory is the limit
 PROFILE = make_profile(16, elements=208 * 1024**2, saved=1300 * 1024**2, ms=12.0)
 NARROW = replace(PROFILE, moment_dtype="bfloat16")
 COUNTS: dict[str, Any] = {"n_persist": 2, "n_buffer": 4, "n_swap": 0, "n_ckpt": 16}
@@ -39,12 +40,13 @@ def test_bytes_are_those_of_the_kernels() -> None:
     assert (read_bytes("bfloat16", 2), written_bytes("bfloat16", 2)) == (10, 8)
 
 
-def test_the_hosts_rate_is_the_calibrated_one_and_without_it_that_of_the_bytes() -> None:
+def test_the_hosts_rate_is_the_calibrated_one_and_without_it_that_of_an_h100s_host() -> None:
     calibrated = replace(ALONE, host_adam_gparams=5.0, host_adam_narrow_gparams=6.0, device_adam_gparams=100.0)
     counted = replace(calibrated, host_adam_narrow_gparams=None)
-    for machine, bf16, fp16 in ((calibrated, 6.0, 6.0 * 18 / 26 * 28 / 20), (counted, 5.0 * 26 / 18, 5.0 * 28 / 20)):
+    for machine, bf16 in ((calibrated, 6.0), (counted, 0.92 * 5.0)):
         assert host_update_gparams(NARROW, machine) == pytest.approx(bf16)
-        assert host_update_gparams(replace(NARROW, dtype="float16"), machine) == pytest.approx(fp16)
+        in_fp16 = host_update_gparams(replace(NARROW, dtype="float16"), machine)
+        assert in_fp16 == pytest.approx(bf16 * 18 / 26 * 28 / 20)
         assert host_update_gparams(PROFILE, machine) == 5.0
         assert device_update_gparams(NARROW, machine) == pytest.approx(100.0 * 26 / 18)
         assert device_update_gparams(PROFILE, machine) == 100.0
@@ -95,7 +97,8 @@ def test_a_report_expects_the_rate_of_fewer_bytes(device_type: str) -> None:
 
 
 def test_a_search_finds_a_faster_plan_where_the_host_is_the_limit() -> None:
-    machine = replace(H100, device_bytes=24 * GIB, host_bytes=60 * GIB)
+    by_bytes = H100.host_adam_gparams * 26 / 18
+    machine = replace(H100, device_bytes=24 * GIB, host_bytes=60 * GIB, host_adam_narrow_gparams=by_bytes)
     whole, narrow = (search(profile, machine) for profile in (PROFILE, NARROW))
     assert narrow.moment_dtype == "bfloat16"
     assert narrow.step_ms < 0.95 * whole.step_ms
