@@ -1,4 +1,4 @@
-"""Compiles ``host/kernels.c`` at first use and loads it with ctypes, whose calls release the GIL.
+"""Compiles the C of ``host/`` at first use and loads it with ctypes, whose calls release the GIL.
 
 The library lies in ProTrain's cache, named by a hash of source, flags, compiler and CPU, and is moved there atomically:
 many processes may build at once, and a shared home serves unlike machines. Without a working compiler, or with
@@ -22,7 +22,8 @@ from pathlib import Path
 
 from protrain_kernels.cache import cache_folder, say_unwritable
 
-SOURCE = Path(__file__).parent / "host" / "kernels.c"
+_FILES = sorted((Path(__file__).parent / "host").glob("*.[ch]"))
+SOURCES = tuple(str(path) for path in _FILES if path.suffix == ".c")
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 # No FMA contraction: the Triton kernels and the torch reference round after every operation, and so must these.
 # Copies of a block stay loops: as calls of memmove, gcc's default, they run at half the speed where source and target
@@ -98,12 +99,12 @@ def _compilers() -> list[list[str]]:
 
 
 def build(compiler: list[str], flags: tuple[str, ...], folder: Path) -> Path:
-    """Compile ``SOURCE`` into ``folder`` unless it is there. OSError or SubprocessError when that fails.
+    """Compile ``SOURCES`` into ``folder`` unless it is there. OSError or SubprocessError when that fails.
 
     ``folder`` gives way to the folder for temporary files where it can't be written.
     """
     version = _run([*compiler, "--version"])
-    identity = "\0".join((SOURCE.read_text(), *compiler, *flags, version, _cpu_model()))
+    identity = "\0".join((*(path.read_text() for path in _FILES), *compiler, *flags, version, _cpu_model()))
     name = f"host_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
     try:
         if (folder / name).exists():
@@ -118,7 +119,7 @@ def build(compiler: list[str], flags: tuple[str, ...], folder: Path) -> Path:
         handle, scratch = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     try:
-        _run([*compiler, *flags, str(SOURCE), "-o", scratch, "-lm"])
+        _run([*compiler, *flags, *SOURCES, "-o", scratch, "-lm"])
         os.replace(scratch, folder / name)
     finally:
         Path(scratch).unlink(missing_ok=True)

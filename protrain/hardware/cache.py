@@ -22,7 +22,8 @@ from protrain.hardware.profile import HardwareProfile
 from protrain_kernels.cache import cache_folder, keeps_measurements, say_unwritable
 
 # Raised where a figure comes to mean something else, so that older profiles are measured again.
-# 2: streamed updates read their gradients from host memory, as in a step. 3: they are of a whole chunk.
+# 2: streamed updates read their gradients from host memory, as in a step. 3: they are of a whole chunk; and the host
+# updates moments in bf16 by another kernel.
 _METHOD = 3
 
 

@@ -10,7 +10,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from protrain_kernels import adam, adam_reference, adam_scalars, host_accumulate, join, split
+from protrain_kernels import (
+    AdamStates,
+    adam,
+    adam_out_of_place,
+    adam_reference,
+    adam_scalars,
+    host_accumulate,
+    join,
+    split,
+)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -53,6 +62,54 @@ def test_threads_do_not_change_the_result(compiled: None, same_bits: Callable[..
     adam(*found, grad, scalars, threads=threads)
     adam_reference(*expected, grad, scalars)
     for ours, theirs in zip(found, expected, strict=True):
+        same_bits(ours, theirs)
+
+
+_INF, _NAN, _LARGE = float("inf"), float("nan"), 3.39e38  # the last is the largest bf16
+_SPECIAL = [
+    *(("grad", value) for value in (_NAN, _INF, -_INF, _LARGE, 3e19, -3e19)),
+    *(("weight", value) for value in (_NAN, _INF, -_INF, _LARGE)),
+    *(("exp_avg", value) for value in (_NAN, _INF, -_INF, _LARGE, -_LARGE)),
+    *(("exp_avg_sq", value) for value in (_NAN, _INF, _LARGE, -1.0, -0.0)),
+    *[("overflow", _LARGE)] * 4,  # variances that must be rounded down: beyond the largest bf16 is infinity
+]
+
+
+@pytest.mark.parametrize("out_of_place", [False, True], ids=["in place", "out of place"])
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+def test_one_special_value_among_ordinary_ones(
+    compiled: None, same_bits: Callable[..., None], decoupled: bool, out_of_place: bool
+) -> None:
+    """Moments in bf16: blocks without any go another way, with neighbours in pairs."""
+    block = 512
+    count = 2 * block * len(_SPECIAL)
+    generator = torch.Generator().manual_seed(5)
+    scalars = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.5, eps=1e-8, weight_decay=0.1, step=3, decoupled=decoupled)
+    weight, remainder = split(torch.randn(count, generator=generator))
+    exp_avg, grad = (torch.randn(count, generator=generator).bfloat16() for _ in range(2))
+    exp_avg_sq = torch.rand(count, generator=generator).bfloat16()
+    changed = {"grad": grad, "weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    scale = torch.tensor([1.0039])
+    for at, (name, value) in enumerate(_SPECIAL):
+        for side in range(2):  # of a pair
+            place = (2 * at + side) * block + 17 + side
+            if name == "overflow":
+                exp_avg_sq[place], grad[place] = value, 1.8375e19  # its square, scaled, is just finite
+                exp_avg[place] = 1e15 * place  # for other random bits
+            else:
+                changed[name][place] = value
+    old = AdamStates(weight, remainder, exp_avg, exp_avg_sq)
+    expected = AdamStates(*(tensor.clone() for tensor in (weight, remainder, exp_avg, exp_avg_sq)))
+    adam_reference(*expected, grad, scalars, scale=scale)
+    found = old
+    if out_of_place:
+        found = AdamStates(*(torch.zeros_like(tensor) for tensor in (weight, remainder, exp_avg, exp_avg_sq)))
+        adam_out_of_place(old, found, grad, scalars, scale=scale, threads=2)
+    else:
+        adam(*found, grad, scalars, scale=scale, threads=2)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None
+        assert theirs is not None
         same_bits(ours, theirs)
 
 

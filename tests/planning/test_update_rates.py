@@ -40,10 +40,10 @@ def test_bytes_are_those_of_the_kernels() -> None:
     assert (read_bytes("bfloat16", 2), written_bytes("bfloat16", 2)) == (10, 8)
 
 
-def test_the_hosts_rate_is_the_calibrated_one_and_without_it_that_of_an_h100s_host() -> None:
+def test_the_hosts_rate_is_the_calibrated_one_and_without_it_a_measured_share_of_it() -> None:
     calibrated = replace(ALONE, host_adam_gparams=5.0, host_adam_narrow_gparams=6.0, device_adam_gparams=100.0)
     counted = replace(calibrated, host_adam_narrow_gparams=None)
-    for machine, bf16 in ((calibrated, 6.0), (counted, 0.92 * 5.0)):
+    for machine, bf16 in ((calibrated, 6.0), (counted, 1.2 * 5.0)):
         assert host_update_gparams(NARROW, machine) == pytest.approx(bf16)
         in_fp16 = host_update_gparams(replace(NARROW, dtype="float16"), machine)
         assert in_fp16 == pytest.approx(bf16 * 18 / 26 * 28 / 20)
