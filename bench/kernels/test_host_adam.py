@@ -29,6 +29,8 @@ FUSED_FP32 = "torch.optim fused AdamW, fp32 without casts"
 DEEPSPEED = "DeepSpeed CPUAdam"
 NOTHING = "nothing beside"
 _LAUNCHES = 2000
+_LEAST = 2.0**-149  # that fp32 has beside zero
+_END_OF_MOMENTUM, _END_OF_VARIANCE = 4 * _LEAST, 9 * _LEAST  # times BETA1 and BETA2 they round to themselves
 
 
 @pytest.mark.parametrize("implementation", [OURS, EAGER, COMPILED, FUSED, FUSED_FP32, DEEPSPEED])
@@ -79,6 +81,47 @@ def test_host_adam_with_bf16_moments(recorder: Recorder, shape: str) -> None:
         roof=DRAM,
         on_host=True,
         tune_threads=True,
+    )
+
+
+@pytest.mark.parametrize("implementation", [OURS, FUSED_FP32])
+def test_host_adam_on_rare_words(recorder: Recorder, implementation: str) -> None:
+    """Rows of an embedding that no batch has had for hundreds of steps: zero gradients, and moments as they end.
+
+    Subnormal numbers that decay rounds to themselves. Processors that treat these apart are many times slower.
+    """
+    shape = QUICK[0]
+    elements = chunk_elements(shape, whole=recorder.timed)
+    states, fp32_grad = host_states(recorder, elements, split_master=implementation == OURS)
+    states.grad.zero_()
+    states.exp_avg.fill_(_END_OF_MOMENTUM)
+    states.exp_avg_sq.fill_(_END_OF_VARIANCE)
+    run, version = _implementation(recorder, states, fp32_grad, implementation)
+
+    def check() -> str:
+        if isinstance(run, OptimizerStep):
+            run.start()
+        before = [states.part(place) for place in states.places()]
+        run()
+        assert bool((states.exp_avg == _END_OF_MOMENTUM).all()), "the momentum has not come to its end"
+        assert bool((states.exp_avg_sq == _END_OF_VARIANCE).all()), "the variance has not come to its end"
+        if implementation == OURS:
+            return adam_states.expect_bits(states, before)
+        return adam_states.expect_close(states, before, weight=False)
+
+    recorder.measure(
+        operator="host adam, rare words",
+        shape=f"{shape} block",
+        dtype="bfloat16",
+        implementation=implementation,
+        version=version,
+        roof=DRAM,
+        bytes_moved=BYTES[torch.bfloat16] * elements,
+        flops=FLOPS * elements,
+        on_host=True,
+        tune_threads=True,
+        run=run,
+        check=check,
     )
 
 
