@@ -16,6 +16,7 @@ from bench.train.contestants import Contestant
 from bench.train.models import blocks_of, build_model, fill, parameter_groups, replace_loss, shape_blocks
 from bench.train.results import Outcome
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job, Task
+from protrain.engine.report import Report
 from protrain.planning import Plan
 
 Step = Callable[[Tensor], tuple[Tensor, Tensor | None]]  # token ids [batch, sequence] -> loss, gradient norm
@@ -30,6 +31,7 @@ class Trainer:
     config: dict[str, Any]  # everything that was chosen for it
     plan: Plan | None = None
     pinned_bytes: Callable[[], int] = field(default=lambda: 0)  # beside what torch's own allocator pins
+    said_afterwards: Callable[[], dict[str, Any]] = field(default=dict)  # what the steps showed, beside their times
 
 
 def weight_dtype(device: torch.device) -> torch.dtype:
@@ -89,7 +91,14 @@ def protrain_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
         },
         plan=optimizer.plan,
         pinned_bytes=lambda: optimizer.report().host_bytes,
+        said_afterwards=lambda: _reached(optimizer.report()),
     )
+
+
+def _reached(report: Report) -> dict[str, Any]:
+    """Of a report what explains a step that takes longer than planned."""
+    names = ("host_gparams", "predicted_host_gparams", "early_updates", "redone_updates")
+    return {name: getattr(report, name) for name in names}
 
 
 def floor_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:

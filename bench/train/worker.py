@@ -82,6 +82,7 @@ def run(job: Job, device: torch.device) -> Outcome:
         host_pinned_bytes=trainer.pinned_bytes() + _pinned_by_torch(device),
         config={
             **trainer.config,
+            **trainer.said_afterwards(),
             # One for all blocks; more would mean that the compiler gave some of them up.
             "compiled_graphs": graphs_compiled(),
             "host_threads": torch.get_num_threads(),
