@@ -9,6 +9,7 @@ Where a step computes longer than its profile says, so does every plan's.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import shlex
 import statistics
@@ -113,6 +114,9 @@ def _of_profile(times: ComputeTimes, *, recomputed: bool) -> tuple[float, float]
 
 def _plain_steps(case: Case, device: torch.device, *, recomputed: bool, repeat: int) -> list[tuple[float, float]]:
     """Milliseconds of forward and of backward of each."""
+    gc.collect()  # the model before is a ring of references
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     model, _, batch = build(case)
     fill(model, model, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
     blocks = blocks_of(model)

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from statistics import median
+from statistics import median, median_low
 from typing import Any, TypeVar
 
 import torch
@@ -209,9 +209,9 @@ def sustained(step: Callable[[], T], *, seconds: float) -> list[T]:
 
 
 def _typical(timed: list[Durations]) -> Durations:
-    """Of every segment the medians: what else holds up a machine holds up one step."""
+    """Of every segment the medians, of two the lesser: what else holds up a machine seldom holds up two steps."""
     return [
-        (median(whole for whole, _ in segment), median(recomputation for _, recomputation in segment))
+        (median_low(whole for whole, _ in segment), median_low(recomputation for _, recomputation in segment))
         for segment in zip(*timed, strict=True)
     ]
 

@@ -8,7 +8,7 @@
 
 #include "adam.h"
 
-typedef uint32_t __attribute__((may_alias)) pair; /* of elements, the first in the lower half */
+typedef uint32_t __attribute__((may_alias, aligned(2))) pair; /* of elements, the first in the lower half */
 
 typedef struct {
     pair weight[BLOCK / 2], remainder[BLOCK / 2], exp_avg[BLOCK / 2], exp_avg_sq[BLOCK / 2];

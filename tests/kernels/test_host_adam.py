@@ -80,9 +80,9 @@ _SPECIAL = [
 def test_one_special_value_among_ordinary_ones(
     compiled: None, same_bits: Callable[..., None], decoupled: bool, out_of_place: bool
 ) -> None:
-    """Moments in bf16: blocks without any go another way, with neighbours in pairs."""
+    """Moments in bf16: blocks without any, here every second one, go another way, with neighbours in pairs."""
     block = 512
-    count = 2 * block * len(_SPECIAL)
+    count = 4 * block * len(_SPECIAL)
     generator = torch.Generator().manual_seed(5)
     scalars = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.5, eps=1e-8, weight_decay=0.1, step=3, decoupled=decoupled)
     weight, remainder = split(torch.randn(count, generator=generator))
@@ -92,7 +92,7 @@ def test_one_special_value_among_ordinary_ones(
     scale = torch.tensor([1.0039])
     for at, (name, value) in enumerate(_SPECIAL):
         for side in range(2):  # of a pair
-            place = (2 * at + side) * block + 17 + side
+            place = 2 * (2 * at + side) * block + 17 + side
             if name == "overflow":
                 exp_avg_sq[place], grad[place] = value, 1.8375e19  # its square, scaled, is just finite
                 exp_avg[place] = 1e15 * place  # for other random bits

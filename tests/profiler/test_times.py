@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from protrain import profiler
 from protrain.profiler.step import Step
-from protrain.profiler.trace import sustained
+from protrain.profiler.trace import _typical, sustained
 from tests.profiler.test_trace import _batch, _Block, _Model
 
 
@@ -71,6 +71,11 @@ def test_times_are_those_of_steps_that_others_came_before(
     monkeypatch.setattr("protrain.profiler.trace.time", SimpleNamespace(perf_counter=lambda: 0.05 * made))
     assert sustained(step, seconds=seconds) == expected
     assert made == expected[-1]
+
+
+def test_of_two_steps_the_lesser_times_count_and_of_three_the_middle_ones() -> None:
+    assert _typical([[(10.0, 3.0), (5.0, 0.0)], [(20.0, 1.0), (4.0, 0.0)]]) == [(10.0, 1.0), (4.0, 0.0)]
+    assert _typical([[(10.0, 3.0)], [(20.0, 1.0)], [(12.0, 2.0)]]) == [(12.0, 2.0)]
 
 
 def test_a_hiccup_in_one_of_several_steps_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
