@@ -56,8 +56,8 @@ static inline uint32_t adam_lanes(const pair *restrict weight, const pair *restr
 
 /* Whether new holds the update of count elements from first on; else they are for the other loops. */
 static inline int adam_pairs(const void *weight, int weight_dtype, const void *master, const void *exp_avg,
-                      const void *exp_avg_sq, int moment_dtype, const void *grad, int grad_dtype, int64_t first,
-                      int64_t count, const adam_scalars s, pair_block *restrict new) {
+                             const void *exp_avg_sq, int moment_dtype, const void *grad, int grad_dtype, int64_t first,
+                             int64_t count, const adam_scalars s, pair_block *restrict new) {
     if (!LITTLE_ENDIAN_PAIRS || weight_dtype != BF16 || moment_dtype != BF16 || grad_dtype != BF16 || count % 2)
         return 0;
     const pair *w = (const pair *)((const uint16_t *)weight + first), *r = (const pair *)((const int16_t *)master + first);
