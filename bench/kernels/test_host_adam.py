@@ -40,31 +40,7 @@ def test_host_adam(recorder: Recorder, shape: str, implementation: str) -> None:
         pytest.skip("torch.compile for the host takes a minute and is compared at one shape")
     elements = chunk_elements(shape, whole=recorder.timed)
     states, fp32_grad = host_states(recorder, elements, split_master=implementation == OURS)
-    run, version = _implementation(recorder, states, fp32_grad, implementation)
-
-    def check() -> str:
-        if isinstance(run, OptimizerStep):
-            run.start()
-        before = [states.part(place) for place in states.places()]
-        run()
-        if implementation == OURS:
-            return adam_states.expect_bits(states, before)
-        return adam_states.expect_close(states, before, weight=implementation != FUSED_FP32)
-
-    recorder.measure(
-        operator="host adam",
-        shape=f"{shape} block",
-        dtype="bfloat16",
-        implementation=implementation,
-        version=version,
-        roof=DRAM,
-        bytes_moved=BYTES[torch.bfloat16] * elements,
-        flops=FLOPS * elements,
-        on_host=True,
-        tune_threads=True,
-        run=run,
-        check=check,
-    )
+    _measure(recorder, states, fp32_grad, implementation, operator="host adam", shape=shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -88,7 +64,7 @@ def test_host_adam_with_bf16_moments(recorder: Recorder, shape: str) -> None:
 def test_host_adam_on_rare_words(recorder: Recorder, implementation: str) -> None:
     """Rows of an embedding that no batch has had for hundreds of steps: zero gradients, and moments as they end.
 
-    Subnormal numbers that decay rounds to themselves. Processors that treat these apart are many times slower.
+    Subnormal numbers that decay rounds to themselves, which some processors treat apart.
     """
     shape = QUICK[0]
     elements = chunk_elements(shape, whole=recorder.timed)
@@ -96,21 +72,40 @@ def test_host_adam_on_rare_words(recorder: Recorder, implementation: str) -> Non
     states.grad.zero_()
     states.exp_avg.fill_(_END_OF_MOMENTUM)
     states.exp_avg_sq.fill_(_END_OF_VARIANCE)
+    ends = ((states.exp_avg, _END_OF_MOMENTUM), (states.exp_avg_sq, _END_OF_VARIANCE))
+
+    def stay() -> None:
+        assert all(bool((moment == end).all()) for moment, end in ends), "the moments have not come to their end"
+
+    _measure(recorder, states, fp32_grad, implementation, operator="host adam, rare words", shape=shape, after=stay)
+
+
+def _measure(
+    recorder: Recorder,
+    states: States,
+    fp32_grad: Tensor,
+    implementation: str,
+    *,
+    operator: str,
+    shape: str,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    """A row of one implementation; ``after`` checks more of the states when they took a step."""
     run, version = _implementation(recorder, states, fp32_grad, implementation)
+    elements = states.weight.numel()
 
     def check() -> str:
         if isinstance(run, OptimizerStep):
             run.start()
         before = [states.part(place) for place in states.places()]
         run()
-        assert bool((states.exp_avg == _END_OF_MOMENTUM).all()), "the momentum has not come to its end"
-        assert bool((states.exp_avg_sq == _END_OF_VARIANCE).all()), "the variance has not come to its end"
+        after()
         if implementation == OURS:
             return adam_states.expect_bits(states, before)
-        return adam_states.expect_close(states, before, weight=False)
+        return adam_states.expect_close(states, before, weight=implementation != FUSED_FP32)
 
     recorder.measure(
-        operator="host adam, rare words",
+        operator=operator,
         shape=f"{shape} block",
         dtype="bfloat16",
         implementation=implementation,

@@ -19,7 +19,7 @@ static const uint32_t UPPER = 0xffff0000u, HUGE_BITS = 0x7f7f0000u; /* from ther
 
 static inline uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-/* One element, all of it fp32 bits: the new master, and in place its moments, of which the upper half is the new one. */
+/* One element, all of it fp32 bits: the new master, and in place its moments, the upper halves of which count. */
 static inline uint32_t adam_lane(uint32_t master, uint32_t grad, uint32_t *restrict exp_avg,
                                  uint32_t *restrict exp_avg_sq, const adam_scalars s, const int l2, uint32_t seed,
                                  uint32_t *restrict largest) {
@@ -60,7 +60,8 @@ static inline int adam_pairs(const void *weight, int weight_dtype, const void *m
                              int64_t count, const adam_scalars s, pair_block *restrict new) {
     if (!LITTLE_ENDIAN_PAIRS || weight_dtype != BF16 || moment_dtype != BF16 || grad_dtype != BF16 || count % 2)
         return 0;
-    const pair *w = (const pair *)((const uint16_t *)weight + first), *r = (const pair *)((const int16_t *)master + first);
+    const pair *w = (const pair *)((const uint16_t *)weight + first);
+    const pair *r = (const pair *)((const int16_t *)master + first);
     const pair *m = (const pair *)((const uint16_t *)exp_avg + first);
     const pair *v = (const pair *)((const uint16_t *)exp_avg_sq + first);
     const pair *g = (const pair *)((const uint16_t *)grad + first);

@@ -37,7 +37,8 @@ static inline float float_of(uint32_t bits) {
 }
 
 /* ---- 16-bit floats ----
-   What goes over a block is static but not inline: with it in their bodies gcc makes AdamW's loops 5% slower. */
+   What goes over a block is static but not inline: with it in their bodies gcc 12 makes AdamW's loops 5% slower (fp32
+   moments, in the caches of a Zen 4). */
 
 static inline float widen_half(uint16_t half) {
     const uint32_t infinity = 0x7c00u << 13;

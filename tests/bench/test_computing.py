@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench.planner import computing as command
+from bench.planner.cases import Case
 
 
 def test_both_modes_are_measured_beside_their_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,10 +42,12 @@ def test_blocks_are_recomputed_where_the_row_says_so(monkeypatch: pytest.MonkeyP
 def test_what_does_not_fit_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = command._plain_steps
 
-    def only_recomputed(*args: object, recomputed: bool, repeat: int) -> list[tuple[float, float]]:
+    def only_recomputed(
+        case: Case, device: torch.device, *, recomputed: bool, repeat: int
+    ) -> list[tuple[float, float]]:
         if not recomputed:
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-        return steps(*args, recomputed=recomputed, repeat=repeat)  # type: ignore[arg-type]
+        return steps(case, device, recomputed=recomputed, repeat=repeat)
 
     monkeypatch.setattr(command, "_plain_steps", only_recomputed)
     kept, recomputed = command.measured(command.SMOKE[0], 1)
