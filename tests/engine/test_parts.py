@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from protrain.engine.activations.ledger import SimulatedLedger
+from protrain.engine.states import chunks
 from protrain.engine.states.arena import Arena
 from protrain.engine.updates.worker import HostWorker
 from protrain.errors import BudgetError
 from protrain.loss_scale import LossScale
+from protrain_kernels import adam_scalars
 
 
 def assert_true(value: bool) -> None:
@@ -78,6 +80,22 @@ def test_jobs_run_in_order_on_one_thread() -> None:
     del worker
     assert done[-1] == (50, 0), "what is queued comes first"
     assert not thread.is_alive()
+
+
+def test_stretches_end_where_nothing_is_left_to_take_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_STRETCH", 256)
+    first, second = (
+        adam_scalars(lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1, decoupled=True) for lr in (1, 2)
+    )
+    left = iter((True, True, True, False))
+    pieces = [(slice(128, 512), first), (slice(640, 1664), second)]
+    found = list(chunks._stretched(pieces, lambda: next(left)))
+    assert found == [
+        (slice(128, 384), first),
+        (slice(384, 512), first),
+        (slice(640, 896), second),
+        (slice(896, 1664), second),
+    ]
 
 
 def test_a_job_that_is_run_ahead_is_done_once() -> None:

@@ -134,7 +134,7 @@ class Chunk:
         *,
         threads: int,
         first: int = 0,
-        between: Callable[[], None] | None = None,
+        between: Callable[[], bool] | None = None,
     ) -> None:
         """AdamW on ``pieces``, runs of elements with the same hyperparameters, wherever the chunk lies.
 
@@ -146,7 +146,7 @@ class Chunk:
             scale: factor on it, 0-d or one element, beside it.
             threads: on the host.
             first: where that part begins.
-            between: called before every stretch of some milliseconds, on the host.
+            between: called before a stretch of some milliseconds, on the host, until it says that it need not be.
         """
         assert self.exp_avg is not None
         assert self.exp_avg_sq is not None
@@ -227,11 +227,15 @@ class Chunk:
         return AdamStates(self.weight, self.master, self.exp_avg, self.exp_avg_sq)
 
 
-def _stretched(pieces: list[Piece], between: Callable[[], None]) -> Iterator[Piece]:
+def _stretched(pieces: list[Piece], between: Callable[[], bool]) -> Iterator[Piece]:
+    more = True
     for part, scalars in pieces:
-        for start in range(part.start, part.stop, _STRETCH):
-            between()
-            yield slice(start, min(part.stop, start + _STRETCH)), scalars
+        start = part.start
+        while start < part.stop:
+            more = more and between()
+            stop = min(part.stop, start + _STRETCH) if more else part.stop
+            yield slice(start, stop), scalars
+            start = stop
 
 
 def _part(states: AdamStates, part: slice) -> AdamStates:

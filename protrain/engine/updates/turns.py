@@ -53,7 +53,11 @@ class Ahead:
         """Find those of ``turns`` that are made."""
         self._jobs = deque(turn.job for turn in turns if turn.is_made())
 
-    def take(self) -> None:
-        """Take as many as the link has time for: an upload begins with the first whose chunk is wanted."""
+    def take(self) -> bool:
+        """Take as many as the link has time for, where an upload begins with the first whose chunk is wanted.
+
+        Returns whether any are left.
+        """
         while self._jobs and self._link_is_idle():
             self._jobs.popleft().run()
+        return bool(self._jobs)

@@ -55,15 +55,16 @@ class Tally:
     counted: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_COUNTED_UPDATES))
 
     @contextmanager
-    def counting(self, pieces: list[Piece]) -> Iterator[Callable[[Callable[[], None]], None]]:
+    def counting(self, pieces: list[Piece]) -> Iterator[Callable[[Callable[[], bool]], bool]]:
         """The body updates ``pieces`` on the host, states and all; what it gets calls what does not count."""
         aside_s = 0.0
 
-        def aside(work: Callable[[], None]) -> None:
+        def aside(work: Callable[[], bool]) -> bool:
             nonlocal aside_s
             begin = time.perf_counter()
-            work()
+            answer = work()
             aside_s += time.perf_counter() - begin
+            return answer
 
         begin = time.perf_counter()
         yield aside
