@@ -25,6 +25,7 @@ from bench.planner.clock import durations_ms, now
 from bench.planner.measure import build, profiled
 from bench.planner.output import put_out, repeating
 from bench.train.models import blocks_of, fill, shape_blocks
+from protrain import batch as batches
 from protrain.cli.summary import device_name, versions
 from protrain.planning.rates.compute_times import ComputeTimes, compute_times
 from protrain.planning.tables import aligned
@@ -121,7 +122,7 @@ def _plain_steps(case: Case, device: torch.device, *, recomputed: bool, repeat: 
     fill(model, model, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
     blocks = blocks_of(model)
     shape_blocks(blocks, compile=case.compile, checkpointed=[recomputed] * len(blocks))
-    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    batch = batches.training_arguments(model, {name: tensor.to(device) for name, tensor in batch.items()})
     moments = []
     for _ in range(_WARM_UP + repeat):
         moments.append(now(device))

@@ -118,7 +118,7 @@ class Step:
         self._probing = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """One forward and backward. An exception of the model passes, with a note on where it came from."""
+        """Queue one forward and backward. An exception of the model passes, with a note on where it came from."""
         inputs = tensors_in((args, kwargs))
         with ExitStack() as stack:
             stack.enter_context(self._hooks())
@@ -144,8 +144,6 @@ class Step:
                         "a model whose forward depends on values cannot be traced on meta; use the CPU or a GPU"
                     )
                 raise
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.enable_grad(), set_checkpoint_early_stop(True):

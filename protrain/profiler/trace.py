@@ -7,6 +7,7 @@ any plan exists.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
@@ -29,7 +30,7 @@ from protrain.profiler.step import Segment, Step
 from protrain.profiler.weights import Weights
 
 _SUSTAINED_S = 1.0
-_MOST_STEPS = 4
+_MOST_STEPS = 3  # that count
 _SPARE = 0.5  # of the free device memory, for weights that are used again
 _OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED")
 
@@ -126,7 +127,7 @@ def _traced(
         if device.type != "meta":
             weights.random = device.type == "cuda"  # filling from the host again would take longer than the step
 
-            def timed_step() -> Durations:
+            def timed_step() -> list[Segment]:
                 rewind()
                 once = Step(
                     model,
@@ -139,11 +140,18 @@ def _traced(
                     differentiating=step.differentiating,
                 )
                 once.run(args, kwargs)
-                return _durations(once.segments)
+                return once.segments
+
+            def wait() -> None:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
 
             if step.compiled:
                 timed_step()  # compiles
-            timed = sustained(timed_step, seconds=_SUSTAINED_S if device.type == "cuda" else 0.0)
+            wait()
+            steps = sustained(timed_step, wait, seconds=_SUSTAINED_S if device.type == "cuda" else 0.0)
+            wait()
+            timed = [_durations(segments) for segments in steps]
         attention_ms: dict[AttentionCall, float] = {}
         if device.type != "meta":
             calls = [call for use in step.blocks.values() for call in use.attention]
@@ -195,17 +203,21 @@ def _traced(
     )
 
 
-def sustained(step: Callable[[], T], *, seconds: float) -> list[T]:
-    """What ``step`` returns, of those that count of as many as take ``seconds``, though of no more than a few.
+def sustained(step: Callable[[], T], wait: Callable[[], object], *, seconds: float) -> list[T]:
+    """What ``step`` returns of those steps that count: of one, or of a few where one takes less than ``seconds``.
 
-    The first counts only where it is the one: for a moment a GPU that was idle clocks higher than its power limit
-    allows in training, where one step follows another.
+    ``step`` queues one, and ``wait`` blocks until it is done. A GPU that has waited clocks higher for a moment than its
+    power limit allows in training, where one step follows another. So a few are queued together, and count but for the
+    first of them. In a long step that moment is over before most of its blocks have run.
     """
     begin = time.perf_counter()
-    done = [step()]
-    while len(done) < _MOST_STEPS and time.perf_counter() - begin < seconds:
-        done.append(step())
-    return done[1:] or done
+    alone = step()
+    wait()
+    lasted = time.perf_counter() - begin
+    if lasted >= seconds:
+        return [alone]
+    n_steps = min(_MOST_STEPS, math.ceil((seconds - lasted) / lasted)) if lasted > 0 else _MOST_STEPS
+    return [step() for _ in range(1 + n_steps)][1:]
 
 
 def _typical(timed: list[Durations]) -> Durations:

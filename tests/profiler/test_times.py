@@ -54,23 +54,31 @@ def test_recomputation_ends_with_the_last_saved_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(0.0, [1]), (0.08, [2]), (0.12, [2, 3]), (10.0, [2, 3, 4])],
-    ids=["on a CPU the first", "the second of two", "two of three", "three of four, however short they are"],
+    ("seconds", "counted", "order"),
+    [
+        (0.0, "1", "1w"),
+        (0.05, "1", "1w"),
+        (0.08, "3", "1w23"),
+        (0.12, "34", "1w234"),
+        (10.0, "345", "1w2345"),
+    ],
+    ids=["on a CPU one", "a long one", "one behind another", "two behind another", "three, however short they are"],
 )
-def test_times_are_those_of_steps_that_others_came_before(
-    seconds: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+def test_short_steps_are_queued_together_and_count_but_for_the_first(
+    seconds: float, counted: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = 0
+    done: list[str] = []
 
-    def step() -> int:
-        nonlocal made
-        made += 1
-        return made
+    def steps() -> int:
+        return sum(each.isdigit() for each in done)
 
-    monkeypatch.setattr("protrain.profiler.trace.time", SimpleNamespace(perf_counter=lambda: 0.05 * made))
-    assert sustained(step, seconds=seconds) == expected
-    assert made == expected[-1]
+    def step() -> str:
+        done.append(str(steps() + 1))
+        return done[-1]
+
+    monkeypatch.setattr("protrain.profiler.trace.time", SimpleNamespace(perf_counter=lambda: 0.05 * steps()))
+    assert "".join(sustained(step, lambda: done.append("w"), seconds=seconds)) == counted
+    assert "".join(done) == order
 
 
 def test_of_two_steps_the_lesser_times_count_and_of_three_the_middle_ones() -> None:
@@ -79,19 +87,21 @@ def test_of_two_steps_the_lesser_times_count_and_of_three_the_middle_ones() -> N
 
 
 def test_a_hiccup_in_one_of_several_steps_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protrain.profiler.trace.sustained", lambda step, seconds: sustained(step, seconds=60.0))
+    monkeypatch.setattr(
+        "protrain.profiler.trace.sustained", lambda step, wait, seconds: sustained(step, wait, seconds=60.0)
+    )
     model = nn.Sequential(*[_Slow() for _ in range(3)])
     n_runs = 0
 
     def hold_up(*_: object) -> None:
         nonlocal n_runs
         n_runs += 1
-        _Slow.held_up_s = 0.05 * (n_runs == 5)  # one step for memory, and four for times, of which this is the last
+        _Slow.held_up_s = 0.05 * (n_runs == 6)  # one step for memory, and five for times, of which this is the last
 
     monkeypatch.setattr(_Slow, "held_up_s", 0.0)
     model[0].register_forward_pre_hook(hold_up)
     found = profiler.profile(model, (torch.randn(4, 8),), device="cpu")
-    assert n_runs == 5
+    assert n_runs == 6
     assert max(block.forward_ms for block in found.blocks) < 25.0
 
 
@@ -108,5 +118,5 @@ def test_on_a_gpu_short_steps_are_timed_after_others(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("protrain.profiler.trace._SUSTAINED_S", 1e9)  # even where others keep the GPU busy
     # in fp32, as a GPU has no backward of this batch norm with 16-bit weights and fp32 statistics
     found = profiler.profile(_Model(), _batch(), device="cuda", dtype=torch.float32)
-    assert runs == [True, False, False, False, False]
+    assert runs == [True] + 5 * [False]
     assert all(block.forward_ms > 0 for block in found.blocks)
