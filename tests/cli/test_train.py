@@ -149,8 +149,9 @@ def test_a_killed_and_a_stopped_run_resume_to_the_same_bits(finished: Path, work
 
 
 def start_process(command: list[str]) -> subprocess.Popen[str]:
+    run = [sys.executable, "-c", "import sys; from protrain.cli.main import main; sys.exit(main())", *command]
     return subprocess.Popen(
-        [sys.executable, "-c", "import sys; from protrain.cli.main import main; sys.exit(main())", *command],
+        ["nice", "-n", "10", *run],  # where cores are short it must not end before this process sends its signal
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
