@@ -15,6 +15,7 @@ import torch
 from protrain.hardware import HardwareProfile, calibrate
 from protrain.hardware.calibration import differences
 from protrain.hardware.calibration.contention import Together, groups_on
+from protrain.hardware.calibration.device_rates import Products
 from protrain.hardware.calibration.effort import Effort
 from protrain.hardware.calibration.host_memory import CPU, random_tensor
 from protrain.hardware.calibration.optimizers import (
@@ -98,7 +99,7 @@ def test_states_are_streamed_in_the_way_that_leaves_most_in_a_step(by_copies: fl
 def test_what_streaming_leaves_of_products_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zero copy takes multiprocessors from them."""
     together = object.__new__(Together)
-    together._chunk = AdamChunk.on(CPU, 4096)
+    together._chunk_elements = 4096
     together._streamed = StreamedChunk(torch.device("cpu"), 1024)
     by_way = {True: (5.0, 3.0, 9.0), False: (6.0, 3.0, 5.0)}
 
@@ -112,6 +113,16 @@ def test_what_streaming_leaves_of_products_counts(monkeypatch: pytest.MonkeyPatc
         worth[together.streams_by_copies] = together.streaming_worth(duration_s=0.5)
     assert worth[True] == pytest.approx((5.0 * 1024 + 3.0 * 4096) * 9.0)
     assert worth[True] > worth[False]
+
+
+def test_beside_others_the_host_updates_all_of_its_chunks() -> None:
+    chunks = [AdamChunk.on(CPU, 4096) for _ in range(3)]
+    before = [chunk.exp_avg.clone() for chunk in chunks]
+    effort = _effort(seconds=0.01)
+    together = Together(CPU, effort, Products(CPU, effort), chunks, threads=1)
+    with together.ready():
+        together.measure(("host_adam", "matmul"), duration_s=0.01)
+    assert not any(torch.equal(chunk.exp_avg, was) for chunk, was in zip(chunks, before, strict=True))
 
 
 def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:

@@ -7,6 +7,7 @@ the last bell, none of them having stopped, gives its rate; against its rate alo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -141,10 +142,11 @@ class Together:
     """The activities of one machine, with what they work on. Made once, used for every group."""
 
     def __init__(
-        self, device: torch.device, effort: Effort, products: Products, chunk: AdamChunk, *, threads: int
+        self, device: torch.device, effort: Effort, products: Products, chunks: Sequence[AdamChunk], *, threads: int
     ) -> None:
         self._device = device
-        self._chunk = chunk
+        self._chunk_elements = chunks[0].elements
+        turns = itertools.cycle(chunks)  # the rate differs between parts of the host's memory
         self._copies = Transfers(device, max(effort.transfer_bytes))
         self.streams_by_copies = False  # updates by the device of states in host memory; otherwise by zero copy
         self._streamed = StreamedChunk(device, effort.adam_elements) if device.type == "cuda" else None
@@ -152,7 +154,7 @@ class Together:
         runs: dict[str, Callable[[], object]] = {
             "h2d": self._on_device(self._copies.up),
             "d2h": self._on_device(self._copies.down),
-            "host_adam": lambda: chunk.update(threads),
+            "host_adam": lambda: next(turns).update(threads),
             "matmul": self._on_device(lambda: products.run(_PRODUCTS_IN_UNIT)),
         }
         if self._streamed is not None:
@@ -177,7 +179,7 @@ class Together:
     def streaming_worth(self, *, duration_s: float) -> float:
         """How much is done beside streamed updates: what they and the host update, times the products' rate."""
         assert self._streamed is not None
-        elements = {"streamed_adam": self._streamed.chunk.elements, "host_adam": self._chunk.elements}
+        elements = {"streamed_adam": self._streamed.chunk.elements, "host_adam": self._chunk_elements}
         rates = self._rates((*elements, "matmul"), duration_s)
         return sum(rates[name] * each for name, each in elements.items()) * rates["matmul"]
 

@@ -179,7 +179,7 @@ class Calibration:
         self._host_over_memory(chunks, _OVER_MEMORY[0])
         self._optimizers_and_kernels()
         self._host_over_memory(chunks, _OVER_MEMORY[1])
-        pinned.append(self._together(chunks[0]))
+        pinned.append(self._together(chunks))
         self._host_over_memory(chunks, _OVER_MEMORY[2])
         del chunks
         self._collectives()
@@ -287,8 +287,8 @@ class Calibration:
             with self._stage("flatten and pack", _KERNEL_S) as budget_s:
                 self.figures.append(kernel(self.device, self.effort.hidden, budget_s=budget_s, sheet=self._sheet))
 
-    def _together(self, chunk: AdamChunk) -> bool:
-        together = Together(self.device, self.effort, self._products, chunk, threads=self._adam_threads)
+    def _together(self, chunks: Sequence[AdamChunk]) -> bool:
+        together = Together(self.device, self.effort, self._products, chunks, threads=self._adam_threads)
         with together.ready() as accepted:
             all_accepted = self.ranks.agree(accepted)
             if all_accepted and self.on_gpu:
