@@ -10,6 +10,7 @@ from protrain_kernels.checks import PADDING, TILE, padded, tiles
 from protrain_kernels.flatten import flatten, unflatten
 from protrain_kernels.flatten_kernels import flatten_reference, unflatten_reference
 from protrain_kernels.flatten_plan import FlattenPlan
+from protrain_kernels.from_host import from_host
 from protrain_kernels.host_adam import host_accumulate
 from protrain_kernels.host_library import host_compiler_notice
 from protrain_kernels.out_of_place_adam import adam_out_of_place, adam_weight
@@ -36,6 +37,7 @@ __all__ = [
     "find_masks",
     "flatten",
     "flatten_reference",
+    "from_host",
     "host_accumulate",
     "host_compiler_notice",
     "join",

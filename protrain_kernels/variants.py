@@ -20,6 +20,8 @@ from protrain_kernels.checks import (
     TILE_UNROLL,
 )
 from protrain_kernels.flatten_kernels import BF16, FP16, FP32, MIXED, flatten_kernel, unflatten_kernel
+from protrain_kernels.from_host import BLOCK as FROM_HOST_BLOCK
+from protrain_kernels.from_host import from_host_kernel
 from protrain_kernels.pack import PACK_OPTIONS, PACK_STEPS
 from protrain_kernels.pack_kernels import pack_kernel, unpack_kernel
 from protrain_kernels.pack_layout import BITS, FP8, GATHER, MASK, RAW, TILE
@@ -94,6 +96,7 @@ def variants(*, every: bool = False) -> Iterator[Variant]:
     yield from _flatten_variants(every)
     yield from _unflatten_variants(every)
     yield from _split_variants(every)
+    yield from _from_host_variants(every)
     yield from _pack_variants()
 
 
@@ -245,6 +248,20 @@ def _split_variants(every: bool) -> Iterator[Variant]:
             wide_loads=2 if multiple else 0,
             wide_stores=2 if multiple else 0,
         )
+
+
+def _from_host_variants(every: bool) -> Iterator[Variant]:
+    for kind, large in product(("u8", "i64"), (False, True)):
+        if every or not large:
+            yield Variant(
+                name=f"from_host {kind}{', large' * large}",
+                kernel=from_host_kernel,
+                pointers={"source": kind, "target": kind},
+                integers={"numel": _LARGE if large else _SMALL},
+                constants={"BLOCK": FROM_HOST_BLOCK},
+                wide_loads=4 if kind == "i64" else 0,
+                wide_stores=4 if kind == "i64" else 0,
+            )
 
 
 def _pack_variants() -> Iterator[Variant]:

@@ -54,8 +54,6 @@ class Run:
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:
         """Mean next-token loss of ``ids`` [batch, sequence]; the model shifts the labels itself."""
-        if self.device.type == "cuda":
-            ids = ids.pin_memory().to(self.device, non_blocking=True)
         loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
         return loss
 

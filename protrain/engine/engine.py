@@ -33,6 +33,7 @@ from protrain.engine.activations.ledger import Ledger
 from protrain.engine.activations.saved import Copy, Frame, WeightView, storage_address
 from protrain.engine.activations.swap import HostSlots, Swaps
 from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.inputs import Inputs
 from protrain.engine.states.arena import Arena
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.states.edits import edit_error, edited_in, recall
@@ -81,6 +82,7 @@ class Engine:
         self.device = device
         self.dtype = dtype
         self.streams = streams
+        self.inputs = Inputs(device, streams)
         self.arena = arena
         self.worker = worker
         self.streamer = streamer  # None where the device updates nothing that lies in host memory

@@ -112,7 +112,7 @@ def _root_forward(engine: Engine) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = batches.to_device((args, kwargs), engine.device)
+        args, kwargs = engine.inputs.to_device((args, kwargs))
         args, kwargs = batches.cast_inputs(args, kwargs, engine.dtype)
         if torch.is_grad_enabled():
             refuse_own_checkpointing(model, switches, MisuseError, since="since protrain.wrap")

@@ -11,6 +11,7 @@ import torch
 import protrain_kernels as kernels
 from protrain_kernels import host_library
 from protrain_kernels.adam import launch_adam
+from protrain_kernels.from_host import launch_from_host
 from protrain_kernels.split_master import launch_join, launch_split
 from protrain_kernels.sum_of_squares import launch_sum_of_squares
 
@@ -91,6 +92,9 @@ class Backend:
             kernels.FlattenPlan(tensors, offsets).launch_unflatten(chunk, tensors, scale=scale)
         else:
             kernels.unflatten(chunk, tensors, offsets, scale=scale)
+
+    def from_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        (launch_from_host if self.interpreted else kernels.from_host)(source, target)
 
     def pack(self, tensors: list[torch.Tensor], **rules: list[int]) -> kernels.Packed:
         plan = kernels.PackPlan(tensors, **rules)

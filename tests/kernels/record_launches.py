@@ -15,6 +15,7 @@ import torch
 
 from protrain_kernels import FlattenPlan, PackPlan, adam_scalars
 from protrain_kernels.adam import adam_arguments, launch_adam
+from protrain_kernels.from_host import launch_from_host
 from protrain_kernels.split_master import launch_join, launch_split
 from protrain_kernels.streamed_adam import launch_zero_copy
 from protrain_kernels.sum_of_squares import launch_sum_of_squares
@@ -124,6 +125,8 @@ def other_launches() -> None:
     for numel in (1, 17, 32, LARGE):
         launch_split(empty(numel, FP32), empty(numel, BF16), empty(numel, I16))
         launch_join(empty(numel, BF16), empty(numel, I16), empty(numel, FP32))
+    for numel in (1, 8, 17, 128, LARGE - 1, 8 * LARGE):
+        launch_from_host(empty(numel, U8), empty(numel, U8))
     tensors = [torch.zeros(100), torch.zeros(100) > 0]
     plan = PackPlan(tensors)
     buffer = torch.zeros(plan.packed_bytes, dtype=U8)
@@ -134,7 +137,7 @@ def other_launches() -> None:
 def main() -> None:
     for variant in variants(every=True):
         known[variant.kernel].add(key(variant.kernel, variant.signature(), variant.constants))
-    for module in ("adam", "flatten_plan", "pack", "split_master", "streamed_adam", "sum_of_squares"):
+    for module in ("adam", "flatten_plan", "from_host", "pack", "split_master", "streamed_adam", "sum_of_squares"):
         sys.modules[f"protrain_kernels.{module}"].__dict__["launch"] = record
     flatten_launches()
     adam_launches()

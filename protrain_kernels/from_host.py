@@ -1,0 +1,78 @@
+"""Bytes from pinned host memory to the device by a kernel, in its turn among other kernels.
+
+A copy engine takes what it is given first in, first out, whatever stream it comes from. So the few bytes of a batch,
+copied, wait for all weights that go up at the time, and the kernels behind them wait as well. A kernel reads host
+memory over the same link beside those copies.
+
+Bytes: each read once over the link and written once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from protrain_kernels.checks import LAUNCH_OPTIONS, check_vector
+from protrain_kernels.launch import launch
+
+BLOCK = 1024  # words: 16 bytes a load of a thread, four in flight
+PROGRAMS = 128  # 1 MiB in flight fills a 64 GB/s link with room to spare
+
+
+# The length ends a mask at most, whatever it is a multiple of.
+@triton.jit(do_not_specialize=["numel"])
+def from_host_kernel(source: tl.tensor, target: tl.tensor, numel: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Every program copies the blocks whose turn is its own."""
+    block = tl.program_id(0).to(tl.int64)
+    while (block + 1) * BLOCK <= numel:  # without a mask the loads are wide whatever the length
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        tl.store(target + offsets, tl.load(source + offsets))
+        block += tl.num_programs(0)
+    if block * BLOCK < numel:
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        tl.store(target + offsets, tl.load(source + offsets, mask=offsets < numel, other=0), mask=offsets < numel)
+
+
+def launch_from_host(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Launch the Triton kernel on checked tensors, by words of 8 bytes where they are whole ones."""
+    addresses = source.data_ptr() | target.data_ptr() | source.numel()
+    if addresses % 8 == 0:
+        source, target = source.view(torch.int64), target.view(torch.int64)
+    numel = source.numel()
+    launch(
+        from_host_kernel,
+        min(PROGRAMS, -(-numel // BLOCK)),
+        (source, target),
+        numel,
+        (),
+        (BLOCK,),
+        LAUNCH_OPTIONS,
+        device_index=target.get_device(),
+        on_host=(0,) if target.is_cuda else (),
+    )
+
+
+def from_host(
+    source: torch.Tensor,  # [n] uint8 in pinned host memory
+    target: torch.Tensor,  # [n] uint8, written
+) -> None:
+    """Copy bytes from pinned host memory to a device, on its current stream.
+
+    Args:
+        source: [n] uint8, contiguous. It must stay as it is until the kernel has run: no allocator knows of it.
+        target: [n] uint8, contiguous, on a GPU, or on the CPU, where this is a copy.
+
+    Raises:
+        ValueError: a tensor has the wrong type, device, layout or length, or the host memory isn't pinned.
+    """
+    check_vector("source", source, dtypes=(torch.uint8,), device=torch.device("cpu"))
+    check_vector("target", target, dtypes=(torch.uint8,), device=target.device, numel=source.numel())
+    if source.numel() == 0:
+        return
+    if not target.is_cuda:
+        target.copy_(source)
+        return
+    if not source.is_pinned():
+        raise ValueError(f"source must be in pinned host memory for {target.device} to reach it: pass .pin_memory()")
+    launch_from_host(source, target)

@@ -1,0 +1,89 @@
+"""Bytes come from host memory as they are, all of them and no others."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from protrain_kernels import from_host
+from protrain_kernels.from_host import BLOCK, PROGRAMS
+
+COUNTS = [1, 7, 8, 12, 1024, 8 * BLOCK, 8 * BLOCK + 8, 8 * 3 * BLOCK - 8, 2 * BLOCK + 1]
+
+
+def _source(count: int, first: int, device: torch.device) -> torch.Tensor:
+    whole = torch.randint(256, (first + count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    return (whole.pin_memory() if device.type == "cuda" else whole)[first:]
+
+
+@pytest.mark.parametrize("first", [0, 1, 8], ids=["aligned", "by one byte", "by one word"])
+@pytest.mark.parametrize("count", COUNTS)
+def test_every_byte_and_none_beside(backend: Any, count: int, first: int) -> None:
+    source = _source(count, first, backend.device)
+    whole = torch.full((first + count + 16,), 0xA5, dtype=torch.uint8, device=backend.device)
+    backend.from_host(source, whole[first : first + count])
+    assert torch.equal(whole[first : first + count].cpu(), source)
+    assert torch.equal(whole.cpu()[:first], torch.full((first,), 0xA5, dtype=torch.uint8))
+    assert torch.equal(whole.cpu()[first + count :], torch.full((16,), 0xA5, dtype=torch.uint8))
+
+
+def test_programs_take_turns(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = PROGRAMS
+    if backend.device.type == "cpu":
+        programs = 3
+        monkeypatch.setattr(sys.modules["protrain_kernels.from_host"], "PROGRAMS", programs)
+    source = _source(8 * BLOCK * (2 * programs + 1) + 24, 0, backend.device)
+    target = torch.zeros(source.numel(), dtype=torch.uint8, device=backend.device)
+    backend.from_host(source, target)
+    assert torch.equal(target.cpu(), source)
+
+
+def test_nothing_is_copied_of_nothing(backend: Any) -> None:
+    from_host(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8, device=backend.device))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        (torch.zeros(8), torch.zeros(8, dtype=torch.uint8), "source must be torch.uint8, not torch.float32"),
+        (torch.zeros(8, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8), "target has 4 elements and needs 8"),
+        (
+            torch.zeros(16, dtype=torch.uint8)[::2],
+            torch.zeros(8, dtype=torch.uint8),
+            "source must be 1-d and contiguous",
+        ),
+        (torch.zeros(8, dtype=torch.uint8, device="meta"), torch.zeros(8, dtype=torch.uint8), "source is on meta"),
+    ],
+    ids=["type", "length", "layout", "device"],
+)
+def test_wrong_tensors_are_refused(source: torch.Tensor, target: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_host(source, target)
+
+
+@pytest.mark.gpu
+def test_memory_that_the_gpu_cannot_reach_is_refused() -> None:
+    with pytest.raises(ValueError, match="source must be in pinned host memory"):
+        from_host(torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_it_does_not_wait_behind_a_bulk_copy() -> None:
+    """Which a copy of the same bytes may have to, as both take the one copy engine of that direction."""
+    bulk = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
+    sink = torch.empty_like(bulk, device="cuda")
+    source, target = _source(1 << 17, 0, sink.device), torch.zeros(1 << 17, dtype=torch.uint8, device="cuda")
+    from_host(source, target)  # compiles
+    stream, copied, read = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        sink.copy_(bulk, non_blocking=True)
+        copied.record()
+    from_host(source, target)
+    read.record()
+    read.synchronize()
+    assert not copied.query(), "some 20 ms"
+    assert torch.equal(target.cpu(), source)
