@@ -24,6 +24,8 @@ class Outcome(Record):
     parameters: int = 0
     first_loss: float = 0.0  # of the first timed step
     last_loss: float = 0.0
+    losses: tuple[float, ...] = ()  # of every step, those before the timed ones included: contestants' are about alike
+    gradient_norms: tuple[float, ...] = ()  # likewise, where there is clipping
     device: str = ""  # what it ran on
     clipped_steps: int = 0  # timed steps whose gradient norm was above the limit
     setup_s: float = 0.0  # until the first step: weights, planning, states

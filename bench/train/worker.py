@@ -73,9 +73,11 @@ def run(job: Job, device: torch.device) -> Outcome:
         contestant=job.contestant,
         step_ms=tuple(step_ms),
         parameters=trainer.parameters,
-        first_loss=losses[0],
+        first_loss=losses[job.task.warm_up],
         last_loss=losses[-1],
-        clipped_steps=sum(norm > job.task.clip_norm for norm in norms),
+        losses=tuple(losses),
+        gradient_norms=tuple(norms),
+        clipped_steps=sum(norm > job.task.clip_norm for norm in norms[job.task.warm_up :]),
         device=device_name(device),
         setup_s=setup_s,
         **peaks(device),
@@ -105,7 +107,7 @@ def peaks(device: torch.device) -> dict[str, Any]:
 def train(
     job: Job, trainer: Trainer, batches: Tensor, device: torch.device
 ) -> tuple[list[float], list[float], list[float]]:
-    """(milliseconds, loss, gradient norm) of every timed step; the norms are none without clipping.
+    """Milliseconds of every timed step, and loss and gradient norm of every step; there are no norms without clipping.
 
     A step ends when the compute stream is done with it. What a system still does then beside it (ProTrain's deferred
     updates) the next step waits for, so in the steady state nothing is left out. Raises RuntimeError for a loss that is
@@ -122,9 +124,9 @@ def train(
         now = time.perf_counter()
         if index >= job.task.warm_up:
             step_ms.append((now - before) * 1e3)
-            losses.append(loss.item())
-            if norm is not None:
-                norms.append(norm.item())
+        losses.append(loss.item())
+        if norm is not None:
+            norms.append(norm.item())
         before = time.perf_counter()
     if not all(math.isfinite(loss) for loss in losses):
         raise RuntimeError(f"the loss is not finite: {losses}")
