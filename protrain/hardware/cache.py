@@ -23,7 +23,7 @@ from protrain_kernels.cache import cache_folder, keeps_measurements, say_unwrita
 
 # Raised where a figure comes to mean something else, so that older profiles are measured again.
 # 2: streamed updates read their gradients from host memory, as in a step. 3: they are of a whole chunk; and the host
-# updates moments in bf16 by another kernel. 4: beside others the host's AdamW goes over as much memory as alone.
+# updates moments in bf16 by another kernel. 4: what runs beside others goes over more memory than caches hold.
 _METHOD = 4
 
 

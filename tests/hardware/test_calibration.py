@@ -28,6 +28,7 @@ from protrain.hardware.calibration.optimizers import (
 from protrain.hardware.calibration.ranks import ranks_of_this_run
 from protrain.hardware.calibration.run import Calibration, decisive, rate_over_time
 from protrain.hardware.calibration.timing import durations_s, figure_of, spread_of
+from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.detect import assume
 from protrain.hardware.memory import usable_cores
 from protrain.hardware.profile import Contention, Figure
@@ -391,3 +392,18 @@ def test_a_gpu_is_measured() -> None:
     assert found == {group for group in groups_on(torch.device("cuda")) if len(group) > 1}
     assert 0.2 < measured.share("host_adam", ["h2d", "d2h"]) < 1.05
     assert measured.share("matmul", ["h2d", "d2h"]) > 0.7
+
+
+def test_copies_take_regions_of_the_hosts_memory_in_turn() -> None:
+    transfers = Transfers(CPU, 4096, regions=3)
+    (sources, targets), (near, far) = transfers._host, transfers._far
+    for source in (*sources, sources[0]):
+        near.zero_()
+        transfers.up()
+        assert torch.equal(near, source)
+    for target in targets:
+        assert not torch.equal(target, far)
+    for _ in targets:
+        transfers.down()
+    for target in targets:
+        assert torch.equal(target, far)

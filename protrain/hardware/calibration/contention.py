@@ -23,6 +23,7 @@ from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.profile import Contention
 
 _PRODUCTS_IN_UNIT = 4
+_REGIONS = 4  # 1 GiB each way: a host may have a cache of 300 MiB
 _LEAST_UNITS = 4
 _SLICES = 8  # of a run, whose median rate counts: a stall of the machine falls into one of them
 
@@ -147,7 +148,7 @@ class Together:
         self._device = device
         self._chunk_elements = chunks[0].elements
         turns = itertools.cycle(chunks)  # the rate differs between parts of the host's memory
-        self._copies = Transfers(device, max(effort.transfer_bytes))
+        self._copies = Transfers(device, max(effort.transfer_bytes), regions=_REGIONS)
         self.streams_by_copies = False  # updates by the device of states in host memory; otherwise by zero copy
         self._streamed = StreamedChunk(device, effort.adam_elements) if device.type == "cuda" else None
         self._found: dict[tuple[str, ...], list[dict[str, float]]] = {}  # rates, by group

@@ -63,7 +63,7 @@ def calibrate(
 ) -> HardwareProfile:
     """Measure ``device`` and its host; later calls that detect the machine use what was measured.
 
-    Takes under a minute, up to 3 GiB of the device's memory and 11 GiB of the host's; the machine should be idle. Under
+    Takes under a minute, up to 3 GiB of the device's memory and 14 GiB of the host's; the machine should be idle. Under
     torchrun every process calls it, all measure at once, and each gets the figures of the slowest.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,11 +17,18 @@ _STREAMED_BYTES = 64 * 1024**2  # of small copies in a row, so that starting and
 
 
 class Transfers:
-    """Two pairs of buffers and two streams, as the engine has them."""
+    """A buffer on the device for each way, and a stream.
 
-    def __init__(self, device: torch.device, size_bytes: int) -> None:
+    Args:
+        device: the one side.
+        size_bytes: of a buffer, and of the largest copy.
+        regions: of the host's memory, for each way, which copies take in turn. One alone may stay in the caches.
+    """
+
+    def __init__(self, device: torch.device, size_bytes: int, *, regions: int = 1) -> None:
         self.device = device
-        self._host = [random_tensor(size_bytes, torch.uint8, CPU) for _ in range(2)]
+        self._host = [[random_tensor(size_bytes, torch.uint8, CPU) for _ in range(regions)] for _ in range(2)]
+        self._sources, self._targets = map(itertools.cycle, self._host)
         self._far = [random_tensor(size_bytes, torch.uint8, device) for _ in range(2)]
         on_gpu = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(2)]
@@ -29,16 +37,16 @@ class Transfers:
     @contextlib.contextmanager
     def ready(self) -> Iterator[bool]:
         """Pin the host's side inside the context; whether that was possible."""
-        with pinned(*self._host, device=self.device) as accepted:
+        with pinned(*itertools.chain(*self._host), device=self.device) as accepted:
             yield accepted
 
     def up(self, size_bytes: int | None = None) -> None:
         """Queue a copy to the device."""
-        self._far[0][:size_bytes].copy_(self._host[0][:size_bytes], non_blocking=True)
+        self._far[0][:size_bytes].copy_(next(self._sources)[:size_bytes], non_blocking=True)
 
     def down(self, size_bytes: int | None = None) -> None:
         """Queue a copy to the host."""
-        self._host[1][:size_bytes].copy_(self._far[1][:size_bytes], non_blocking=True)
+        next(self._targets)[:size_bytes].copy_(self._far[1][:size_bytes], non_blocking=True)
 
     def both(self, size_bytes: int, count: int) -> None:
         """Queue ``count`` copies each way, at once on a GPU."""
