@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 import mmap
+import queue
 import subprocess
 import sys
 import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from torch import Tensor
 from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.states import chunks
 from protrain.engine.states.arena import Arena
-from protrain.engine.updates.worker import HostWorker
+from protrain.engine.states.chunks import Chunk
+from protrain.engine.updates.turns import Ahead, Turn
+from protrain.engine.updates.worker import HostWorker, Job
 from protrain.errors import BudgetError
 from protrain.loss_scale import LossScale
 from protrain_kernels import adam_scalars
@@ -96,6 +100,39 @@ def test_stretches_end_where_nothing_is_left_to_take_between_them(monkeypatch: p
         (slice(640, 896), second),
         (slice(896, 1664), second),
     ]
+
+
+def _ahead(count: int, link: list[bool]) -> tuple[Ahead, list[Job], list[int]]:
+    """Of so many turns that are made; whether the link is idle, one answer after another."""
+    taken: list[int] = []
+    worker: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+    jobs = [Job(functools.partial(taken.append, index), worker) for index in range(count)]
+    ahead = Ahead(lambda: link.pop(0))
+    ahead.look([Turn(cast(Chunk, None), job, lambda: True) for job in jobs])
+    return ahead, jobs, taken
+
+
+def test_between_stretches_as_many_turns_are_taken_as_the_link_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once none is left the rest of an update goes in one."""
+    monkeypatch.setattr(chunks, "_STRETCH", 256)
+    ahead, _, taken = _ahead(3, [False, True, False, True, True])
+    whole = (
+        slice(0, 2048),
+        adam_scalars(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1, decoupled=True),
+    )
+    seen = [(part.start, part.stop, len(taken)) for part, _ in chunks._stretched([whole], ahead.take)]
+    assert seen == [(0, 256, 0), (256, 512, 1), (512, 2048, 3)]
+
+
+def test_turns_that_have_come_are_not_left_to_take() -> None:
+    ahead, jobs, taken = _ahead(3, [False, False])
+    assert ahead.take()
+    for job in jobs[:2]:
+        job.run()
+    assert ahead.take(), "the third is left"
+    jobs[2].run()
+    assert not ahead.take(), "without a look at the link"
+    assert taken == [0, 1, 2]
 
 
 def test_a_job_that_is_run_ahead_is_done_once() -> None:

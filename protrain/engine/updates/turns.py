@@ -58,6 +58,6 @@ class Ahead:
 
         Returns whether any are left.
         """
-        while self._jobs and self._link_is_idle():
+        while self._jobs and (self._jobs[0].done or self._link_is_idle()):  # done: in its own turn
             self._jobs.popleft().run()
         return bool(self._jobs)
