@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import cast
@@ -14,7 +16,7 @@ import torch
 
 from protrain.hardware import HardwareProfile, calibrate
 from protrain.hardware.calibration import differences
-from protrain.hardware.calibration.contention import Together, groups_on
+from protrain.hardware.calibration.contention import Activity, Together, groups_on, portions_of
 from protrain.hardware.calibration.device_rates import Products
 from protrain.hardware.calibration.effort import Effort
 from protrain.hardware.calibration.host_memory import CPU, random_tensor
@@ -100,7 +102,7 @@ def test_states_are_streamed_in_the_way_that_leaves_most_in_a_step(by_copies: fl
 def test_what_streaming_leaves_of_products_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zero copy takes multiprocessors from them."""
     together = object.__new__(Together)
-    together._chunk_elements = 4096
+    together._portion_elements = 4096
     together._streamed = StreamedChunk(torch.device("cpu"), 1024)
     by_way = {True: (5.0, 3.0, 9.0), False: (6.0, 3.0, 5.0)}
 
@@ -116,14 +118,37 @@ def test_what_streaming_leaves_of_products_counts(monkeypatch: pytest.MonkeyPatc
     assert worth[True] > worth[False]
 
 
-def test_beside_others_the_host_updates_all_of_its_chunks() -> None:
+def test_beside_others_the_host_updates_parts_of_all_its_chunks_at_a_time() -> None:
+    """The rate differs between them."""
     chunks = [AdamChunk.on(CPU, 4096) for _ in range(3)]
+    portions = portions_of(chunks)
     before = [chunk.exp_avg.clone() for chunk in chunks]
-    effort = _effort(seconds=0.01)
-    together = Together(CPU, effort, Products(CPU, effort), chunks, threads=1)
-    with together.ready():
-        together.measure(("host_adam", "matmul"), duration_s=0.01)
-    assert not any(torch.equal(chunk.exp_avg, was) for chunk, was in zip(chunks, before, strict=True))
+    for index, portion in enumerate(portions):
+        for part in portion:
+            part.update()
+        first, end = index * 1280, (index + 1) * 1280
+        for chunk, was in zip(chunks, before, strict=True):
+            assert not torch.equal(chunk.exp_avg[first:end], was[first:end])
+            assert torch.equal(chunk.exp_avg[end:], was[end:])
+    [[whole]] = portions_of(chunks[:1])
+    assert whole.elements == 4096
+
+
+def test_what_was_measured_together_leaves_no_memory_behind() -> None:
+    """Though nobody collects: an activity may refer to all of them, as that of streamed updates does."""
+    effort, chunk = _effort(seconds=0.01), AdamChunk.on(CPU, 4096)
+    memory = weakref.ref(chunk.exp_avg)
+    together = Together(CPU, effort, Products(CPU, effort), [chunk], threads=1)
+    together._activities["itself"] = Activity(name="itself", run=together.contention)
+    gc.collect()
+    gc.disable()
+    try:
+        with together.ready():
+            together.measure(("host_adam",), duration_s=0.01)
+        del together, chunk
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:

@@ -21,6 +21,7 @@ from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk
 from protrain.hardware.calibration.timing import spread_of
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.profile import Contention
+from protrain_kernels import PADDING
 
 _PRODUCTS_IN_UNIT = 4
 _REGIONS = 4  # 1 GiB each way: a host may have a cache of 300 MiB
@@ -146,8 +147,14 @@ class Together:
         self, device: torch.device, effort: Effort, products: Products, chunks: Sequence[AdamChunk], *, threads: int
     ) -> None:
         self._device = device
-        self._chunk_elements = chunks[0].elements
-        turns = itertools.cycle(chunks)  # the rate differs between parts of the host's memory
+        portions = portions_of(chunks)
+        self._portion_elements = sum(part.elements for part in portions[0])
+        turns = itertools.cycle(portions)
+
+        def update_portion() -> None:
+            for part in next(turns):
+                part.update(threads)
+
         self._copies = Transfers(device, max(effort.transfer_bytes), regions=_REGIONS)
         self.streams_by_copies = False  # updates by the device of states in host memory; otherwise by zero copy
         self._streamed = StreamedChunk(device, effort.adam_elements) if device.type == "cuda" else None
@@ -155,7 +162,7 @@ class Together:
         runs: dict[str, Callable[[], object]] = {
             "h2d": self._on_device(self._copies.up),
             "d2h": self._on_device(self._copies.down),
-            "host_adam": lambda: next(turns).update(threads),
+            "host_adam": update_portion,
             "matmul": self._on_device(lambda: products.run(_PRODUCTS_IN_UNIT)),
         }
         if self._streamed is not None:
@@ -175,12 +182,13 @@ class Together:
             accepted = stack.enter_context(self._copies.ready())
             if self._streamed is not None:
                 accepted = stack.enter_context(self._streamed.ready()) and accepted
+            stack.callback(self._activities.clear)  # they refer to all of the memory, and to this
             yield accepted
 
     def streaming_worth(self, *, duration_s: float) -> float:
         """How much is done beside streamed updates: what they and the host update, times the products' rate."""
         assert self._streamed is not None
-        elements = {"streamed_adam": self._streamed.chunk.elements, "host_adam": self._chunk_elements}
+        elements = {"streamed_adam": self._streamed.chunk.elements, "host_adam": self._portion_elements}
         rates = self._rates((*elements, "matmul"), duration_s)
         return sum(rates[name] * each for name, each in elements.items()) * rates["matmul"]
 
@@ -194,6 +202,13 @@ class Together:
     def contention(self) -> list[Contention]:
         """The shares of every group that was measured."""
         return best_shares(self._found)
+
+
+def portions_of(chunks: Sequence[AdamChunk]) -> list[list[AdamChunk]]:
+    """As many as there are ``chunks``, each a part of all of them: alike, though some chunks are slower than others."""
+    count = len(chunks)
+    elements = chunks[0].elements // count // PADDING * PADDING
+    return [[chunk.part(index * elements, elements) for chunk in chunks] for index in range(count)]
 
 
 def best_shares(found: Mapping[tuple[str, ...], Sequence[Mapping[str, float]]]) -> list[Contention]:

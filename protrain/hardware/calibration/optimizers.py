@@ -47,6 +47,11 @@ class AdamChunk:
         """Its parameters."""
         return self.weight.numel()
 
+    def part(self, first: int, elements: int) -> AdamChunk:
+        """``elements`` of it from ``first`` on, both multiples of 128."""
+        whole = (self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad)
+        return AdamChunk(*(tensor[first : first + elements] for tensor in whole))
+
     def update(self, threads: int = 0, moments: tuple[Tensor, Tensor] | None = None) -> None:
         """One AdamW step where the chunk lies, with ``moments`` in place of its own where they are given."""
         exp_avg, exp_avg_sq = moments or (self.exp_avg, self.exp_avg_sq)
