@@ -36,8 +36,8 @@ def from_host_kernel(source: tl.tensor, target: tl.tensor, numel: tl.tensor, BLO
 
 def launch_from_host(source: torch.Tensor, target: torch.Tensor) -> None:
     """Launch the Triton kernel on checked tensors, by words of 8 bytes where they are whole ones."""
-    addresses = source.data_ptr() | target.data_ptr() | source.numel()
-    if addresses % 8 == 0:
+    words = all(tensor.data_ptr() % 8 == tensor.storage_offset() % 8 == 0 for tensor in (source, target))
+    if words and source.numel() % 8 == 0:
         source, target = source.view(torch.int64), target.view(torch.int64)
     numel = source.numel()
     launch(

@@ -8,13 +8,16 @@ kernel that runs in its turn reads them from there.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
+from protrain import batch as batches
 from protrain.engine.streams import Mark, Streams
 from protrain_kernels import from_host
 
@@ -27,11 +30,19 @@ class Inputs:
         self._streams = streams
         self._aside: deque[tuple[Mark, list[Tensor]]] = deque()  # what is being read, until which point
 
+    def __del__(self) -> None:
+        """Nobody else may get what is still being read."""
+        if self._aside and not sys.is_finalizing():
+            self._aside[-1][0].wait()
+
     def to_device(self, tree: Any) -> Any:
         """``tree`` with every tensor on the device; one already there is kept, not copied.
 
-        Kernels launched from now on find the values there, and the caller may change its own at once.
+        Kernels launched on the compute stream from now on find the values there, and the caller may change its own at
+        once.
         """
+        if torch.compiler.is_compiling():  # of a whole model, with its hooks
+            return batches.to_device(tree, self._device)
         while self._aside and self._aside[0][0].reached():
             self._aside.popleft()
         aside: list[Tensor] = []
@@ -45,10 +56,7 @@ class Inputs:
     def _moved(self, tensor: Tensor, aside: list[Tensor]) -> Tensor:
         if self._is_here(tensor):
             return tensor
-        # Of these alone it is known that their bytes are all there is to them.
-        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
-            return tensor.to(self._device)
-        if tensor.requires_grad or tensor.is_quantized or not tensor.numel():
+        if not _is_plain(tensor):
             return tensor.to(self._device)
         # Not of the arena: nobody knows beforehand how large the next batch is.
         source = torch.empty_like(tensor, pin_memory=self._device.type == "cuda").copy_(tensor)
@@ -59,6 +67,14 @@ class Inputs:
 
     def _is_here(self, tensor: Tensor) -> bool:
         return tensor.device == self._device
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the bytes of ``tensor``, in host memory, are all there is to it."""
+    if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    transformed = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or forward_ad._current_level >= 0
+    return not tensor.requires_grad and not transformed
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from protrain.engine.inputs import Inputs
 from protrain.engine.streams import Mark, Streams, streams_for
+from tests.engine import residual
+from tests.engine.harness import NONE, Spec, adamw, wrap_under
 
 
 class _Own(Tensor):
@@ -72,34 +78,129 @@ def test_what_is_there_is_not_copied() -> None:
 def test_what_is_put_aside_stays_until_it_has_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no longer."""
 
-    class Late(Mark):
-        read = False
+    sources: list[weakref.ref[Tensor]] = []
 
-        def reached(self) -> bool:
-            return self.read
+    def noted(source: Tensor, target: Tensor) -> None:
+        sources.append(weakref.ref(_owners[source.data_ptr()]))
+        target.copy_(source)
 
-    class Marking(Streams):
-        def __init__(self) -> None:
-            self.marks: list[Late] = []
-
-        def mark(self) -> Mark:
-            self.marks.append(Late())
-            return self.marks[-1]
-
+    _owners = _watched(monkeypatch)
+    monkeypatch.setattr("protrain.engine.inputs.from_host", noted)
     monkeypatch.setattr(Inputs, "_is_here", lambda *_: False)
-    streams = Marking()
+    streams = _Marking()
     inputs = Inputs(torch.device("cpu"), streams)
+
+    def held() -> list[bool]:
+        _owners.clear()
+        inputs.to_device("no tensor")
+        return [each() is not None for each in sources]
+
     for _ in range(3):
         inputs.to_device({"ids": torch.arange(5), "labels": torch.arange(5), "text": "no tensor"})
-    inputs.to_device("no tensor")
-    assert len(streams.marks) == 3
-    assert len(inputs._aside) == 3
+    assert held() == 6 * [True]
+    assert [mark.placed for mark in streams.marks] == 3 * [True], "one that was never placed counts as reached"
     streams.marks[0].read = streams.marks[2].read = True
-    inputs.to_device("no tensor")
-    assert len(inputs._aside) == 2, "the second is being read, and the third comes after it"
+    assert held() == 2 * [False] + 4 * [True], "the second is being read, and the third comes after it"
     streams.marks[1].read = True
-    inputs.to_device("no tensor")
+    assert held() == 6 * [False]
+
+
+def test_who_ends_it_waits_for_what_is_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Inputs, "_is_here", lambda *_: False)
+    streams = _Marking()
+    inputs = Inputs(torch.device("cpu"), streams)
+    for _ in range(2):
+        inputs.to_device(torch.arange(5))
+    del inputs
+    assert [mark.waited for mark in streams.marks] == [False, True], "the last comes after the others"
+
+
+def test_a_model_gets_its_inputs_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Tensor] = []
+    moved = Inputs._moved
+
+    def noted(inputs: Inputs, tensor: Tensor, aside: list[Tensor]) -> Tensor:
+        taken.append(tensor)
+        return moved(inputs, tensor, aside)
+
+    monkeypatch.setattr(Inputs, "_moved", noted)
+    data, model = residual.batches(1), residual.make()
+    device, spec = torch.device("cpu"), Spec("some", "least", (NONE,))
+    wrapped, _ = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.float32)
+    wrapped(*data[0])
+    assert [id(tensor) for tensor in taken] == [id(tensor) for tensor in data[0]]
+
+
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "dual", "batched"])
+def test_other_tensors_are_moved_by_their_own_means(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Inputs, "_is_here", lambda *_: False)
+    inputs = Inputs(torch.device("cpu"), Streams())
+    dense = torch.randn(4, 3)
+    if kind == "dual":
+        with forward_ad.dual_level():
+            moved = inputs.to_device(forward_ad.make_dual(dense, tangent := torch.randn(4, 3)))
+            assert torch.equal(forward_ad.unpack_dual(moved).tangent, tangent)
+    elif kind == "batched":
+        assert torch.equal(torch.vmap(inputs.to_device)(dense), dense)
+    elif kind == "sparse":
+        assert torch.equal(inputs.to_device(dense.to_sparse()).to_dense(), dense)
+    else:
+        tensor = torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
+        assert torch.equal(inputs.to_device(tensor).dequantize(), tensor.dequantize())
     assert not inputs._aside
+
+
+class _Late(Mark):
+    """Reached when somebody says so."""
+
+    placed = read = waited = False
+
+    def reached(self) -> bool:
+        return self.read
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+class _Marking(Streams):
+    def __init__(self) -> None:
+        self.marks: list[_Late] = []
+
+    def mark(self) -> Mark:
+        self.marks.append(_Late())
+        return self.marks[-1]
+
+    def compute_reached(self, mark: Mark) -> None:
+        assert isinstance(mark, _Late)
+        mark.placed = True
+
+
+def _watched(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tensor]:
+    """What is put aside, by address."""
+    made: dict[int, Tensor] = {}
+    empty_like = torch.empty_like
+
+    def noted(tensor: Tensor, **options: Any) -> Tensor:
+        found = empty_like(tensor, **options)
+        made[found.data_ptr()] = found
+        return found
+
+    monkeypatch.setattr(torch, "empty_like", noted)
+    return made
+
+
+@pytest.mark.gpu
+def test_a_batch_does_not_take_the_place_of_one_that_is_still_to_be_read() -> None:
+    device = torch.device("cuda", 0)
+    inputs = Inputs(device, streams_for(device))
+    inputs.to_device(torch.zeros(1 << 20))  # compiles
+    torch.cuda.synchronize()
+    work = torch.randn(8192, 8192, device=device)
+    for _ in range(20):
+        work @ work
+    moved = [inputs.to_device(torch.full((1 << 20,), float(index))) for index in range(5)]
+    for index, tensor in enumerate(moved):
+        assert torch.equal(tensor.cpu(), torch.full((1 << 20,), float(index)))
 
 
 @pytest.mark.gpu

@@ -30,6 +30,23 @@ def test_every_byte_and_none_beside(backend: Any, count: int, first: int) -> Non
     assert torch.equal(whole.cpu()[first + count :], torch.full((16,), 0xA5, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize(("of_source", "of_target"), [(1, 0), (0, 1), (8, 1), (3, 8)])
+def test_one_side_may_lie_otherwise_than_the_other(backend: Any, of_source: int, of_target: int) -> None:
+    source = _source(64, of_source, backend.device)
+    target = torch.zeros(64 + of_target, dtype=torch.uint8, device=backend.device)[of_target:]
+    backend.from_host(source, target)
+    assert torch.equal(target.cpu(), source)
+
+
+def test_a_view_whose_own_memory_is_not_aligned(backend: Any) -> None:
+    if backend.device.type == "cuda":
+        pytest.skip("pinned memory is aligned")
+    source = torch.frombuffer(bytearray(range(80)), dtype=torch.uint8, offset=1)[7:71]
+    target = torch.zeros(64, dtype=torch.uint8)
+    backend.from_host(source, target)
+    assert torch.equal(target, source)
+
+
 def test_programs_take_turns(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = PROGRAMS
     if backend.device.type == "cpu":
