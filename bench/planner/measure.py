@@ -39,6 +39,8 @@ class Point(Record):
     host_bytes: int  # of the host arena
     host_gparams: float  # of the report: all updates over all time (the earliest records: of the middle update)
     wrap_s: float
+    early_updates: int = 0  # of all steps, those before the timed ones included
+    redone_updates: int = 0  # of these
     error: str = ""
 
     @property
@@ -122,6 +124,8 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
         host_bytes=report.host_bytes,
         host_gparams=report.host_gparams,
         wrap_s=wrap_s,
+        early_updates=report.early_updates,
+        redone_updates=report.redone_updates,
         error=error,
     )
 

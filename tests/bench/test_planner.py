@@ -19,8 +19,9 @@ from bench.planner.beside import beside_each_other
 from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
 from bench.planner.descent import again, descend
 from bench.planner.draw import draw
-from bench.planner.measure import Point, build, forbid_more
+from bench.planner.measure import Point, build, forbid_more, measure
 from bench.planner.results import CaseResult, Results
+from protrain.engine.updates.updates import _Round
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.profiler import ModelProfile
@@ -265,3 +266,14 @@ def test_cases_of_regret_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None
     # Nothing takes any time here, so that more is left for those that follow.
     assert limits[:8] == pytest.approx([250, 1000 / 3, 500, 1000] + [1000] * 4, abs=20)
     assert limits[8:] == [float("inf")] * 4
+
+
+def test_a_point_says_how_many_updates_were_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(_Round, "is_over", lambda _: False)  # as if the host were always in time
+    chosen = measure(SMOKE[0], None, device, steps=1)
+    plan = replace(chosen.plan, n_persist=1, n_buffer=chosen.plan.n_chunks - 1, n_speculate=2)
+    point = measure(SMOKE[0], plan, device, steps=1)
+    assert point.error == ""
+    assert point.early_updates == 2 * 3, "of two steps before the timed one, and of that"
+    assert (point.redone_updates, chosen.early_updates) == (0, 0)
