@@ -206,9 +206,10 @@ def _traced(
 def sustained(step: Callable[[], T], wait: Callable[[], object], *, seconds: float) -> list[T]:
     """What ``step`` returns of those steps that count: of one, or of a few where one takes less than ``seconds``.
 
-    ``step`` queues one, and ``wait`` blocks until it is done. A GPU that has waited clocks higher for a moment than its
-    power limit allows in training, where one step follows another. So a few are queued together, and count but for the
-    first of them. In a long step that moment is over before most of its blocks have run.
+    ``step`` queues one, and ``wait`` blocks until it is done. A GPU that has waited is faster at first than in
+    training, where one step follows another: an H200 by 4% in a forward of 60 ms, by 1% to 2% in the backward behind it
+    (7 B width, 8 layers, 4 x 2048). So a few are queued together, and count but for the first of them. Of a long step,
+    alone, most comes later than that.
     """
     begin = time.perf_counter()
     alone = step()

@@ -39,12 +39,11 @@ def test_one_side_may_lie_otherwise_than_the_other(backend: Any, of_source: int,
 
 
 def test_a_view_whose_own_memory_is_not_aligned(backend: Any) -> None:
-    if backend.device.type == "cuda":
-        pytest.skip("pinned memory is aligned")
-    source = torch.frombuffer(bytearray(range(80)), dtype=torch.uint8, offset=1)[7:71]
-    target = torch.zeros(64, dtype=torch.uint8)
+    memory = _source(80, 0, backend.device).numpy()
+    source = torch.frombuffer(memory, dtype=torch.uint8, offset=1)[7:71]
+    target = torch.zeros(64, dtype=torch.uint8, device=backend.device)
     backend.from_host(source, target)
-    assert torch.equal(target, source)
+    assert torch.equal(target.cpu(), source)
 
 
 def test_programs_take_turns(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +57,10 @@ def test_programs_take_turns(backend: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(target.cpu(), source)
 
 
-def test_nothing_is_copied_of_nothing(backend: Any) -> None:
-    from_host(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8, device=backend.device))
+@pytest.mark.gpu
+def test_nothing_is_launched_for_nothing() -> None:
+    from_host(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8, device="cuda"))
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize(
