@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,28 @@ from protrain.profiler import find_blocks
 
 
 def build_model(task: Task) -> Any:
-    """The model with its parameters on the meta device, and without key/value caches: in training they only cost."""
+    """The model with its parameters on the meta device, and without key/value caches: in training they only cost.
+
+    Whoever draws its start values, and in whatever order, draws the same: losses of contestants can be compared.
+    """
     loaded = load_model(task.model, layers=task.layers)
     fit_positions(loaded, task.sequence)
     loaded.config.use_cache = False
+    _seed_by_name(loaded.model)
     return loaded.model.train()
+
+
+def _seed_by_name(model: nn.Module) -> None:
+    """Have the rule that initialises a module of ``model`` begin at a seed of that module's own."""
+    seeds = {module: zlib.crc32(name.encode()) for name, module in model.named_modules()}
+
+    def seeded(module: nn.Module, *, rule: Callable[[nn.Module], None]) -> None:
+        torch.manual_seed(seeds[module])
+        rule(module)
+
+    for module in seeds:
+        if (rule := getattr(module, "_init_weights", None)) is not None:
+            vars(module)["_init_weights"] = partial(seeded, rule=rule)
 
 
 def replace_loss(model: nn.Module, task: Task, device: torch.device) -> None:
@@ -46,7 +64,6 @@ def fill(model: Any, module: nn.Module, *, device: torch.device, dtype: torch.dt
     """
     made: dict[int, nn.Parameter] = {}  # a tied parameter is made once
     for owner in module.modules():
-        fresh = False
         for name, parameter in list(owner._parameters.items()):
             if parameter is None or not parameter.is_meta:
                 continue
@@ -54,10 +71,19 @@ def fill(model: Any, module: nn.Module, *, device: torch.device, dtype: torch.dt
                 values = torch.full(parameter.shape, float("nan"), dtype=dtype, device=device)
                 made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             owner._parameters[name] = made[id(parameter)]
-            fresh = True
-        if fresh:
-            with torch.no_grad():
-                model._init_weights(owner)
+    fresh = {id(parameter) for parameter in made.values()}
+    drawn: set[int] = set()
+
+    def initialise(owner: nn.Module) -> None:
+        own = {id(parameter) for parameter in owner.parameters(recurse=False)}
+        parts = {id(parameter) for parameter in owner.parameters()}
+        if not parts or parts - fresh or (own and own <= drawn):  # a tied one is drawn by its first owner, as in wrap
+            return
+        model._init_weights(owner)
+        drawn.update(own)
+
+    with torch.no_grad():
+        module.apply(initialise)  # children first: rules of parents may set their children's parameters
 
 
 def shape_blocks(blocks: Sequence[nn.Module], *, compile: bool, checkpointed: Sequence[bool]) -> None:

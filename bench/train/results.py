@@ -107,7 +107,16 @@ class Comparison(Record):
     def table(self) -> str:
         """The comparison for people; one line per contestant, and a reason where there are no figures."""
         own = self.own_rows()
-        head = ["", "ms/step (p20 to p80)", "tokens/s", "6NT TFLOP/s", "GPU GiB (reserved)", "host GiB", "clipped"]
+        head = [
+            "",
+            "ms/step (p20 to p80)",
+            "tokens/s",
+            "6NT TFLOP/s",
+            "GPU GiB (reserved)",
+            "host GiB",
+            "clipped",
+            "last loss",
+        ]
         rows = [[*head, *(f"{one.contestant.name} is faster" for one in own)]]
         failed = []
         for outcome in self.outcomes:
@@ -126,6 +135,7 @@ class Comparison(Record):
                     f"{outcome.clipped_steps}/{len(outcome.step_ms)}"
                     if outcome.contestant.clip and outcome.contestant.kind != "floor"
                     else "-",
+                    f"{outcome.last_loss:.4f}" if outcome.contestant.kind != "floor" else "-",  # it trains nothing
                     *("" if ratio is None else f"{ratio:.2f} times" for ratio in ratios),
                 ]
             )
