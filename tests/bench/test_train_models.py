@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+import protrain
 from bench.train.contestants import parse
 from bench.train.models import blocks_of, build_model, fill, parameter_groups, shape_blocks
 from bench.train.results import Outcome
@@ -24,7 +26,6 @@ TASK = Task(model="tiny", layers=3, batch=1, sequence=16, steps=4, warm_up=1, le
 
 
 def _filled(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
     model = build_model(TASK)
     fill(model, model, device=CPU, dtype=dtype)
     return model
@@ -62,6 +63,24 @@ def test_weights_have_the_model_s_own_start_values_and_ties_survive() -> None:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
         else:
             assert parameter.float().std().item() == pytest.approx(0.02, rel=0.1), name
+
+
+@pytest.mark.parametrize("shape", ["tiny", "gpt2"])  # GPT-2's blocks set their children's residual projections
+def test_everyone_begins_with_the_same_weights(shape: str) -> None:
+    task = replace(TASK, model=shape, layers=2)
+    whole, by_block, wrapped = (build_model(task) for _ in range(3))
+    fill(whole, whole, device=CPU, dtype=torch.float32)
+    for module in (*reversed(blocks_of(by_block)), by_block):  # as for FSDP2, in another order
+        fill(by_block, module, device=CPU, dtype=torch.float32)
+    ids = torch.zeros((1, 16), dtype=torch.long)
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+    wrapped, _ = protrain.wrap(wrapped, optimizer, example_batch={"input_ids": ids, "labels": ids}, device=CPU)
+    expected = wrapped.state_dict()
+    for model in (whole, by_block):
+        found = model.state_dict()
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    a, b = (dict(block.named_parameters()) for block in blocks_of(whole))
+    assert [name for name in a if a[name].std() > 0 and torch.equal(a[name], b[name])] == []  # no seed twice
 
 
 def test_checkpointed_blocks_run_twice_and_gradients_stay() -> None:
