@@ -21,7 +21,7 @@ from protrain.profiler import find_blocks
 def build_model(task: Task) -> Any:
     """The model with its parameters on the meta device, and without key/value caches: in training they only cost.
 
-    Whoever draws its start values, and in whatever order, draws the same: losses of contestants can be compared.
+    In one dtype, whoever draws its start values, and in whatever order, draws the same: losses can be compared.
     """
     loaded = load_model(task.model, layers=task.layers)
     fit_positions(loaded, task.sequence)
