@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -52,7 +54,7 @@ def supervise(command: list[str], contestant: Contestant, out: Path, log: Path, 
     """Run ``command``, which is to write an Outcome to ``out``, and watch the machine's memory meanwhile."""
     start = time.monotonic()
     available = least = available_host_bytes()
-    with open(log, "wb") as sink:
+    with open(log, "wb") as sink, _ending_on_signals():
         # A session of its own, so that what the worker starts ends with it.
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -78,6 +80,27 @@ def supervise(command: list[str], contestant: Contestant, out: Path, log: Path, 
     return Outcome(
         contestant=contestant, error=error, host_used_bytes=available - least, host_available_bytes=available
     )
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit: a worker has a session of its own, and is to be killed first.
+
+    One that is ignored stays so (nohup relies on it), and so does one that a library has taken.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
+    changed = [one for one, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+    for one in changed:
+        signal.signal(one, end)
+    try:
+        yield
+    finally:
+        for one in changed:
+            signal.signal(one, before[one])
 
 
 def _cannot(contestant: Contestant, folder: Path) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
+import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,6 +178,33 @@ def test_a_worker_that_takes_too_long_ends_with_all_that_it_started(tmp_path: Pa
     assert _supervised(tmp_path, code, limit_s=1.5).error == "not done within 2 s"
     waited = _supervised(tmp_path, "import time; time.sleep(4)")
     assert waited.error.startswith("exit status 0")
+    assert not late.exists()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_a_worker_ends_with_a_bench_that_is_ended(tmp_path: Path, ending: signal.Signals) -> None:
+    begun, late = tmp_path / "begun", tmp_path / "late"
+    touch = "__import__('pathlib').Path({!r}).touch()".format
+    worker = f"import time; {touch(str(begun))}; time.sleep(3); {touch(str(late))}"
+    bench = textwrap.dedent(f"""
+        import sys
+        from pathlib import Path
+        from bench.train.contestants import Contestant
+        from bench.train.launch import supervise
+        folder = Path({str(tmp_path)!r})
+        command = [sys.executable, "-c", {worker!r}]
+        supervise(command, Contestant(kind="fsdp2"), folder / "out.json", folder / "log", limit_s=60.0)
+    """)
+    process = subprocess.Popen([sys.executable, "-c", bench])
+    try:
+        while not begun.exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(ending)
+        assert process.wait(timeout=20) == 128 + ending
+    finally:
+        process.kill()
+    time.sleep(4)
     assert not late.exists()
 
 
