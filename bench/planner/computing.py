@@ -23,7 +23,7 @@ import protrain
 from bench.planner.cases import CASES, Case
 from bench.planner.clock import durations_ms, now
 from bench.planner.measure import build, profiled
-from bench.planner.output import put_out, repeating
+from bench.planner.output import repeating, write_out
 from bench.train.models import blocks_of, fill, shape_blocks
 from protrain import batch as batches
 from protrain.cli.summary import device_name, versions
@@ -143,6 +143,15 @@ def main(argv: list[str] | None = None, cases: tuple[Case, ...] | None = None) -
     if device.type == "cpu":
         print("no GPU here: a tiny model as a check that everything runs; the figures mean nothing", file=sys.stderr)
     rows: list[Row] = []
+
+    def table() -> Table:
+        return Table(
+            command=f"python -m bench.planner.computing {shlex.join(arguments)}",
+            device=device_name(device),
+            versions=versions(),
+            measured=tuple(rows),
+        )
+
     whole = [case for case in CASES if case.layers <= 16]  # whole models and their gradients do not fit
     for case in cases or (whole if device.type == "cuda" else SMOKE):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
@@ -150,13 +159,8 @@ def main(argv: list[str] | None = None, cases: tuple[Case, ...] | None = None) -
         for row in found:
             print("  ".join(row.line), file=sys.stderr, flush=True)
         rows += found
-    table = Table(
-        command=f"python -m bench.planner.computing {shlex.join(arguments)}",
-        device=device_name(device),
-        versions=versions(),
-        measured=tuple(rows),
-    )
-    put_out(table, args.out, FILE)
+        write_out(table(), args.out, FILE)
+    print(table().table())
     return 0
 
 

@@ -11,6 +11,11 @@ from protrain.records import Record
 def put_out(table: Record, folder: Path | None, file: str) -> None:
     """Print ``table``, and write its JSON to ``file`` in ``folder`` where one is given."""
     print(table.table())
+    write_out(table, folder, file)
+
+
+def write_out(table: Record, folder: Path | None, file: str) -> None:
+    """Write the JSON alone, by a command that may be ended before it has measured everything."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         table.save(folder / file)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import protrain
-from bench.planner.output import put_out, repeating
+from bench.planner.output import repeating, write_out
 from protrain.cli.models import load_model
 from protrain.cli.summary import device_name, versions
 from protrain.planning.tables import aligned
@@ -126,23 +126,24 @@ def main(argv: list[str] | None = None, profiles: tuple[Asked, ...] | None = Non
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         print("no GPU here: a tiny model as a check that everything runs; the figures mean nothing", file=sys.stderr)
-    rows = []
-    for asked in profiles or (PROFILES if device.type == "cuda" else SMOKE):
-        print(f"{asked.shape}, {asked.batch} x {asked.sequence}", file=sys.stderr, flush=True)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            rows.append(process.submit(profiled, asked, args.repeat).result())
-        print(", ".join(f"{seconds:.2f} s" for seconds in rows[-1].profile_s), file=sys.stderr, flush=True)
-    put_out(
-        Table(
+    rows: list[Row] = []
+
+    def table() -> Table:
+        return Table(
             command=f"python -m bench.planner.profile_time {shlex.join(arguments)}",
             device=device_name(device),
             device_bytes=protrain.hardware.detect(device).device_bytes,
             versions=versions(),
             profiled=tuple(rows),
-        ),
-        args.out,
-        FILE,
-    )
+        )
+
+    for asked in profiles or (PROFILES if device.type == "cuda" else SMOKE):
+        print(f"{asked.shape}, {asked.batch} x {asked.sequence}", file=sys.stderr, flush=True)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            rows.append(process.submit(profiled, asked, args.repeat).result())
+        print(", ".join(f"{seconds:.2f} s" for seconds in rows[-1].profile_s), file=sys.stderr, flush=True)
+        write_out(table(), args.out, FILE)
+    print(table().table())
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,13 @@ def test_both_modes_are_measured_beside_their_profile(tmp_path: Path, capsys: py
     out = capsys.readouterr().out
     assert "tiny-2x2x64  kept" in out
     assert "tiny-2x2x64  recomputed" in out
+
+
+def test_what_was_measured_is_kept_when_the_rest_fails(tmp_path: Path) -> None:
+    unknown = replace(command.SMOKE[0], shape="no-such-shape")
+    with pytest.raises(ValueError, match="only named shapes"):
+        command.main(["--repeat", "1", "--out", str(tmp_path)], (command.SMOKE[0], unknown))
+    assert [row.case for row in command.Table.load(tmp_path / command.FILE).measured] == [command.SMOKE[0]] * 2
 
 
 def test_blocks_are_recomputed_where_the_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

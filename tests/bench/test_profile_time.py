@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ def test_a_profile_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(row.profile_s) == 2
     assert min(row.profile_s) > 0
     assert "tiny   0.00 B      2 x 64  0 GiB on the host" in capsys.readouterr().out
+
+
+def test_what_was_timed_is_kept_when_the_rest_fails(tmp_path: Path) -> None:
+    unknown = replace(command.SMOKE[0], shape="no-such-shape")
+    with pytest.raises(ValueError, match="no-such-shape"):
+        command.main(["--repeat", "1", "--out", str(tmp_path)], (command.SMOKE[0], unknown))
+    [row] = command.Table.load(tmp_path / command.FILE).profiled
+    assert row.asked == command.SMOKE[0]
 
 
 def test_weights_on_the_host_are_filled_and_stay_tied(monkeypatch: pytest.MonkeyPatch) -> None:
