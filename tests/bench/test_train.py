@@ -187,8 +187,9 @@ def test_a_worker_ends_with_a_bench_that_is_ended(tmp_path: Path, ending: signal
     touch = "__import__('pathlib').Path({!r}).touch()".format
     worker = f"import time; {touch(str(begun))}; time.sleep(3); {touch(str(late))}"
     bench = textwrap.dedent(f"""
-        import sys
+        import signal, sys
         from pathlib import Path
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup these tests, and what they start, ignore it
         from bench.train.contestants import Contestant
         from bench.train.launch import supervise
         folder = Path({str(tmp_path)!r})
