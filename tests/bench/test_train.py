@@ -257,12 +257,8 @@ def test_ratios_are_of_medians_within_the_run() -> None:
     heading = next(line for line in table.splitlines() if "protrain is faster" in line)
     assert heading.endswith("protrain is faster  protrain-unclipped is faster")
     assert next(line for line in table.splitlines() if line.startswith("FSDP2")).split("  ")[-1] == "3.12 times"
-    assert [line.split("  ").count("5.2500") for line in table.splitlines()[3:7]] == [
-        1,
-        0,
-        1,
-        1,
-    ]  # floors train nothing
+    # Floors train nothing.
+    assert [line.split("  ").count("5.2500") for line in table.splitlines()[3:7]] == [1, 0, 1, 1]
     assert "whole logits" in comparison.headline()
     assert "chunked loss" in replace(comparison, task=replace(TASK, chunked_loss=True)).headline()
     assert table.endswith("zero2: no memory")
