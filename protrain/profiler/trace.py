@@ -7,14 +7,12 @@ any plan exists.
 
 from __future__ import annotations
 
-import math
 import re
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from statistics import median, median_low
-from typing import Any, TypeVar
+from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,16 +25,11 @@ from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_u
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.profiler.restored import restored
 from protrain.profiler.step import Segment, Step
+from protrain.profiler.timing import SUSTAINED_MS, expected_ms, finish, sustained, typical
 from protrain.profiler.weights import Weights
 
-_SUSTAINED_S = 1.0
-_MOST_STEPS = 3  # that count
 _SPARE = 0.5  # of the free device memory, for weights that are used again
 _OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED")
-
-Durations = list[tuple[float, float]]  # of every segment: the whole, and recomputation
-
-T = TypeVar("T")
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -142,16 +135,14 @@ def _traced(
                 once.run(args, kwargs)
                 return once.segments
 
-            def wait() -> None:
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-
-            if step.compiled:
-                timed_step()  # compiles
-            wait()
-            steps = sustained(timed_step, wait, seconds=_SUSTAINED_S if device.type == "cuda" else 0.0)
-            wait()
-            timed = [_durations(segments) for segments in steps]
+            finish(device)
+            timed = sustained(
+                timed_step,
+                device,
+                expected_ms=expected_ms(step.segments),
+                compiled=step.compiled,
+                sustained_ms=SUSTAINED_MS if device.type == "cuda" else 0.0,
+            )
         attention_ms: dict[AttentionCall, float] = {}
         if device.type != "meta":
             calls = [call for use in step.blocks.values() for call in use.attention]
@@ -162,7 +153,7 @@ def _traced(
             f"two identical steps of {type(model).__name__} called its blocks differently, so it cannot be profiled; "
             "make its forward depend on its inputs and torch's random state alone"
         )
-    durations = _typical(timed)
+    durations = typical(timed)
     units = _units(step, owned)
     own = _own_inputs(step)
     position = {unit: index for index, unit in enumerate(units)}
@@ -203,32 +194,6 @@ def _traced(
     )
 
 
-def sustained(step: Callable[[], T], wait: Callable[[], object], *, seconds: float) -> list[T]:
-    """What ``step`` returns of those steps that count: of one, or of a few where one takes less than ``seconds``.
-
-    ``step`` queues one, and ``wait`` blocks until it is done. A GPU that has waited is faster at first than in
-    training, where one step follows another: an H200 by 4% in a forward of 60 ms, by 1% to 2% in the backward behind it
-    (7 B width, 8 layers, 4 x 2048). So a few are queued together, and count but for the first of them. Of a long step,
-    alone, most comes later than that.
-    """
-    begin = time.perf_counter()
-    alone = step()
-    wait()
-    lasted = time.perf_counter() - begin
-    if lasted >= seconds:
-        return [alone]
-    n_steps = min(_MOST_STEPS, math.ceil((seconds - lasted) / lasted)) if lasted > 0 else _MOST_STEPS
-    return [step() for _ in range(1 + n_steps)][1:]
-
-
-def _typical(timed: list[Durations]) -> Durations:
-    """Of every segment the medians, of two the lesser: what else holds up a machine seldom holds up two steps."""
-    return [
-        (median_low(whole for whole, _ in segment), median_low(recomputation for _, recomputation in segment))
-        for segment in zip(*timed, strict=True)
-    ]
-
-
 def _owned(model: nn.Module, units: list[str], blocks: list[str], weights: Weights) -> dict[str, tuple[int, ...]]:
     """Per unit the parameters that are its own: a block's all, another module's direct ones."""
     whole = set(blocks)
@@ -267,17 +232,6 @@ def _units(step: Step, owned: dict[str, tuple[int, ...]]) -> dict[str, tuple[int
     known = dict.fromkeys((*step.calls, *owned))
     used = {unit: tuple(dict.fromkeys((*owned.get(unit, ()), *sorted(step.uses.get(unit, ()))))) for unit in known}
     return {unit: indexes for unit, indexes in used.items() if indexes}
-
-
-def _durations(segments: list[Segment]) -> Durations:
-    """(whole, recomputation) of every segment in milliseconds."""
-
-    def between(start: Any, end: Any) -> float:
-        if start is None or end is None:
-            return 0.0
-        return float(start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else end - start)
-
-    return [(between(segment.start, segment.end), between(segment.start, segment.recomputed)) for segment in segments]
 
 
 def _own_inputs(step: Step) -> dict[str, dict[StorageWeakRef, int]]:

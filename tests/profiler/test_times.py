@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from protrain import profiler
-from protrain.profiler.step import Step
-from protrain.profiler.trace import _typical, sustained
+from protrain.profiler import timing
+from protrain.profiler.step import Segment, Step
+from protrain.profiler.timing import expected_ms, sustained, typical
 from tests.profiler.test_trace import _batch, _Block, _Model
 
 
@@ -53,42 +53,91 @@ def test_recomputation_ends_with_the_last_saved_tensor() -> None:
         assert block.backward_ms < 50.0
 
 
+class _Steps:
+    """Steps of 50 ms, and the order in which they were queued and waited for, and something else was computed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, compiling: int = 0) -> None:
+        self.order = ""
+        self.n_queued = 0
+        monkeypatch.setattr(timing, "finish", lambda device: self._note("w"))
+        monkeypatch.setattr(timing, "_keep_busy", lambda device: self._note("b"))
+        monkeypatch.setattr(timing, "graphs_compiled", lambda: 7 + min(compiling, self.n_queued))
+
+    def _note(self, what: str) -> None:
+        self.order += what
+
+    def queue(self) -> list[Segment]:
+        self.n_queued += 1
+        self._note(str(self.n_queued))
+        return [Segment("forward", "block", start=100.0, recomputed=100.0 + self.n_queued, end=150.0)]
+
+    def counted(self, *, compiled: bool = False, expected_ms: float = 0.0, sustained_ms: float) -> str:
+        device = torch.device("cuda" if sustained_ms else "cpu")
+        steps = sustained(self.queue, device, expected_ms=expected_ms, compiled=compiled, sustained_ms=sustained_ms)
+        assert all(whole == 50.0 for [(whole, _)] in steps)
+        return "".join(f"{recomputation:.0f}" for [(_, recomputation)] in steps)
+
+
 @pytest.mark.parametrize(
-    ("seconds", "counted", "order"),
+    ("sustained_ms", "counted", "order"),
     [
         (0.0, "1", "1w"),
-        (0.05, "1", "1w"),
-        (0.08, "3", "1w23"),
-        (0.12, "34", "1w234"),
-        (10.0, "345", "1w2345"),
+        (50.0, "1", "1w"),
+        (80.0, "3", "1w23w"),
+        (120.0, "34", "1w234w"),
+        (10000.0, "345", "1w2345w"),
     ],
     ids=["on a CPU one", "a long one", "one behind another", "two behind another", "three, however short they are"],
 )
 def test_short_steps_are_queued_together_and_count_but_for_the_first(
-    seconds: float, counted: str, order: str, monkeypatch: pytest.MonkeyPatch
+    sustained_ms: float, counted: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[str] = []
+    steps = _Steps(monkeypatch)
+    assert steps.counted(sustained_ms=sustained_ms) == counted
+    assert steps.order == order
 
-    def steps() -> int:
-        return sum(each.isdigit() for each in done)
 
-    def step() -> str:
-        done.append(str(steps() + 1))
-        return done[-1]
+def test_before_a_long_step_the_gpu_is_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = _Steps(monkeypatch)
+    assert steps.counted(expected_ms=50.0, sustained_ms=50.0) == "1"
+    assert steps.order == "b1w"
 
-    monkeypatch.setattr("protrain.profiler.trace.time", SimpleNamespace(perf_counter=lambda: 0.05 * steps()))
-    assert "".join(sustained(step, lambda: done.append("w"), seconds=seconds)) == counted
-    assert "".join(done) == order
+
+@pytest.mark.parametrize(("expected_ms", "order"), [(0.0, "1w2w"), (60.0, "b1wb2w")], ids=["unexpectedly", "long"])
+def test_a_step_in_which_something_was_compiled_does_not_count(
+    expected_ms: float, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = _Steps(monkeypatch, compiling=1)
+    assert steps.counted(compiled=True, expected_ms=expected_ms, sustained_ms=50.0) == "2"
+    assert steps.order == order
+
+
+def test_a_compiled_step_in_which_nothing_was_left_to_compile_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = _Steps(monkeypatch)
+    assert steps.counted(compiled=True, sustained_ms=50.0) == "1"
+    assert steps.order == "1w"
+
+
+def test_what_one_block_takes_longer_than_others_is_not_expected_again() -> None:
+    def segment(phase: str, block: str | None, duration_ms: float) -> Segment:
+        return Segment(phase, block, start=10.0, end=10.0 + duration_ms)
+
+    forward = [segment("forward", block, 3.0) for block in "abc"]
+    backward = [segment("backward", "c", 9000.0), segment("backward", "b", 7.0), segment("backward", "a", 6.0)]
+    between = [segment("forward", None, 0.5), segment("backward", None, 0.25)]
+    assert expected_ms([*forward, *between, *backward]) == 3 * 3.0 + 0.75 + 3 * 7.0
+    assert expected_ms(between) == 0.75
 
 
 def test_of_two_steps_the_lesser_times_count_and_of_three_the_middle_ones() -> None:
-    assert _typical([[(10.0, 3.0), (5.0, 0.0)], [(20.0, 1.0), (4.0, 0.0)]]) == [(10.0, 1.0), (4.0, 0.0)]
-    assert _typical([[(10.0, 3.0)], [(20.0, 1.0)], [(12.0, 2.0)]]) == [(12.0, 2.0)]
+    assert typical([[(10.0, 3.0), (5.0, 0.0)], [(20.0, 1.0), (4.0, 0.0)]]) == [(10.0, 1.0), (4.0, 0.0)]
+    assert typical([[(10.0, 3.0)], [(20.0, 1.0)], [(12.0, 2.0)]]) == [(12.0, 2.0)]
 
 
 def test_a_hiccup_in_one_of_several_steps_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "protrain.profiler.trace.sustained", lambda step, wait, seconds: sustained(step, wait, seconds=60.0)
+        "protrain.profiler.trace.sustained",
+        lambda step, device, **options: sustained(step, device, **{**options, "sustained_ms": 60000.0}),
     )
     model = nn.Sequential(*[_Slow() for _ in range(3)])
     n_runs = 0
@@ -115,8 +164,20 @@ def test_on_a_gpu_short_steps_are_timed_after_others(monkeypatch: pytest.MonkeyP
         run(step, *args)
 
     monkeypatch.setattr(Step, "run", counted)
-    monkeypatch.setattr("protrain.profiler.trace._SUSTAINED_S", 1e9)  # even where others keep the GPU busy
+    monkeypatch.setattr("protrain.profiler.trace.SUSTAINED_MS", 1e12)  # even where others keep the GPU busy
     # in fp32, as a GPU has no backward of this batch norm with 16-bit weights and fp32 statistics
     found = profiler.profile(_Model(), _batch(), device="cuda", dtype=torch.float32)
     assert runs == [True] + 5 * [False]
     assert all(block.forward_ms > 0 for block in found.blocks)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_products_before_a_long_step_take_most_of_a_second() -> None:
+    device = torch.device("cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    timing._keep_busy(device)
+    torch.cuda.synchronize()
+    assert 0.5 < time.perf_counter() - begin < 2.0  # others may keep the GPU busy, too
+    assert torch.cuda.memory_allocated() == before
