@@ -17,7 +17,7 @@ from types import FrameType
 import torch
 
 from bench.train.contestants import KINDS, Contestant
-from bench.train.results import Outcome
+from bench.train.results import UNFINISHED, Outcome
 from bench.train.task import Job, Task
 from protrain.hardware.memory import available_host_bytes
 
@@ -51,7 +51,10 @@ def take_part(contestant: Contestant, task: Task, folder: Path, *, limit_s: floa
 
 
 def supervise(command: list[str], contestant: Contestant, out: Path, log: Path, *, limit_s: float) -> Outcome:
-    """Run ``command``, which is to write an Outcome to ``out``, and watch the machine's memory meanwhile."""
+    """Run ``command``, which is to write an Outcome to ``out``, and watch the machine's memory meanwhile.
+
+    Where it is ended from outside, what it had written by then is kept.
+    """
     start = time.monotonic()
     available = least = available_host_bytes()
     with open(log, "wb") as sink, _ending_on_signals():
@@ -67,8 +70,10 @@ def supervise(command: list[str], contestant: Contestant, out: Path, log: Path, 
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    if out.exists():
-        return replace(Outcome.load(out), host_used_bytes=available - least, host_available_bytes=available)
+    outcome = Outcome.load(out) if out.exists() else Outcome(contestant=contestant, error=UNFINISHED)
+    outcome = replace(outcome, host_used_bytes=available - least, host_available_bytes=available)
+    if outcome.error != UNFINISHED:
+        return outcome
     if late:
         error = f"not done within {limit_s:.0f} s"
     elif process.returncode == -signal.SIGKILL:
@@ -77,9 +82,7 @@ def supervise(command: list[str], contestant: Contestant, out: Path, log: Path, 
         error = f"died of {signal.Signals(-process.returncode).name}: {_last_line(log)}"
     else:
         error = f"exit status {process.returncode}: {_last_line(log)}"
-    return Outcome(
-        contestant=contestant, error=error, host_used_bytes=available - least, host_available_bytes=available
-    )
+    return replace(outcome, error=error)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from protrain.planning import Plan
 from protrain.records import Record
 
 GIB = 1024**3
+UNFINISHED = "not done"  # what a contestant leaves that is ended from outside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +41,17 @@ class Outcome(Record):
 
     @property
     def failure(self) -> str:
-        """The error, with the memory that had been taken by then as far as it is known; "" when there is none."""
+        """The error, with steps done and memory taken by then as far as they are known; "" when there is none."""
         if not self.error:
             return ""
-        memory = []
+        memory, steps = [], ""
+        if self.setup_s:
+            steps = f" [at least {len(self.losses)} steps done, ready after {self.setup_s:.0f} s]"
         if self.host_available_bytes:
             memory.append(f"host {self.host_used_bytes / GIB:.1f} of {self.host_available_bytes / GIB:.1f} GiB")
         if self.device_reserved_bytes:
             memory.append(f"GPU {self.device_reserved_bytes / GIB:.1f} GiB")
-        return self.error + (f" [memory taken: {', '.join(memory)}]" if memory else "")
+        return self.error + steps + (f" [memory taken: {', '.join(memory)}]" if memory else "")
 
     @property
     def median_ms(self) -> float:

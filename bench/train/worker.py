@@ -10,6 +10,7 @@ import math
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ import torch
 from torch import Tensor
 
 from bench.train.peers import deepspeed_trainer, fsdp2_trainer, torchao_trainer
-from bench.train.results import Outcome
+from bench.train.results import UNFINISHED, Outcome
 from bench.train.task import Job
 from bench.train.trainers import Trainer, floor_trainer, protrain_trainer, resident_trainer
 from protrain.cli.summary import device_name
 from protrain.compilation import graphs_compiled
 from protrain.hardware.allocator import use_expandable_segments
+
+_KEEP_EVERY_S = 5.0
 
 BUILDERS: dict[str, Callable[[Job, torch.device, Tensor], Trainer]] = {
     "protrain": protrain_trainer,
@@ -45,18 +48,19 @@ def main() -> None:
     job = Job.load(args.job)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        outcome = run(job, device)
+        outcome = run(job, device, args.out)
     except Exception as error:  # whatever a system says when it cannot do the task is a result
         message = next((line for line in str(error).splitlines() if line.strip()), "")
         text = f"{type(error).__name__}: {message}"[:500]
-        outcome = Outcome(contestant=job.contestant, error=text, **peaks(device))
+        begun = Outcome.load(args.out) if args.out.exists() else Outcome(contestant=job.contestant)
+        outcome = replace(begun, error=text, **peaks(device))
     outcome.save(args.out)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def run(job: Job, device: torch.device) -> Outcome:
-    """Build the contestant, warm up, and time its steps."""
+def run(job: Job, device: torch.device, out: Path) -> Outcome:
+    """Build the contestant, warm up, and time its steps. What is known by then goes to ``out`` on the way."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         use_expandable_segments()  # ProTrain sets it; the others gain by it too
@@ -68,18 +72,27 @@ def run(job: Job, device: torch.device) -> Outcome:
     setup_s = time.perf_counter() - start
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    step_ms, losses, norms = train(job, trainer, batches, device)
-    return Outcome(
+    begun = Outcome(
         contestant=job.contestant,
-        step_ms=tuple(step_ms),
+        error=UNFINISHED,
         parameters=trainer.parameters,
+        device=device_name(device),
+        setup_s=setup_s,
+        plan=trainer.plan,
+    )
+    begun.save(out)
+    step_ms, losses, norms = train(
+        job, trainer, batches, device, lambda taken, losses: replace(begun, step_ms=taken, losses=losses).save(out)
+    )
+    return replace(
+        begun,
+        error="",
+        step_ms=tuple(step_ms),
         first_loss=losses[job.task.warm_up],
         last_loss=losses[-1],
         losses=tuple(losses),
         gradient_norms=tuple(norms),
         clipped_steps=sum(norm > job.task.clip_norm for norm in norms[job.task.warm_up :]),
-        device=device_name(device),
-        setup_s=setup_s,
         **peaks(device),
         host_pinned_bytes=trainer.pinned_bytes() + _pinned_by_torch(device),
         config={
@@ -90,7 +103,6 @@ def run(job: Job, device: torch.device) -> Outcome:
             "host_threads": torch.get_num_threads(),
             "allocator": "expandable_segments:True",
         },
-        plan=trainer.plan,
     )
 
 
@@ -105,17 +117,22 @@ def peaks(device: torch.device) -> dict[str, Any]:
 
 
 def train(
-    job: Job, trainer: Trainer, batches: Tensor, device: torch.device
+    job: Job,
+    trainer: Trainer,
+    batches: Tensor,
+    device: torch.device,
+    keep: Callable[[tuple[float, ...], tuple[float, ...]], None],
 ) -> tuple[list[float], list[float], list[float]]:
     """Milliseconds of every timed step, and loss and gradient norm of every step; there are no norms without clipping.
 
     A step ends when the compute stream is done with it. What a system still does then beside it (ProTrain's deferred
-    updates) the next step waits for, so in the steady state nothing is left out. Raises RuntimeError for a loss that is
-    not finite, and when the time was up before three steps were timed.
+    updates) the next step waits for, so in the steady state nothing is left out. ``keep`` is given times and losses now
+    and then, seldom enough for what it takes to show in no time. Raises RuntimeError for a loss that is not finite, and
+    when the time was up before three steps were timed.
     """
     step_ms, losses, norms = [], [], []
     finish(device)
-    before = time.perf_counter()
+    before = kept = time.perf_counter()
     for index, ids in enumerate(batches):
         if time.time() > job.until:
             break
@@ -127,6 +144,9 @@ def train(
         losses.append(loss.item())
         if norm is not None:
             norms.append(norm.item())
+        if now - kept > _KEEP_EVERY_S:
+            keep(tuple(step_ms), tuple(losses))
+            kept = now
         before = time.perf_counter()
     if not all(math.isfinite(loss) for loss in losses):
         raise RuntimeError(f"the loss is not finite: {losses}")

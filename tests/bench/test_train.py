@@ -12,12 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from bench.train import worker
 from bench.train.__main__ import main
 from bench.train.contestants import DEFAULT, DEFAULT_ON_CPU, VARIANTS, Contestant, parse, parse_all
 from bench.train.launch import supervise, take_part
-from bench.train.results import Comparison, Outcome
-from bench.train.task import Job, Task
+from bench.train.results import UNFINISHED, Comparison, Outcome
+from bench.train.task import Job, Task, make_tokens
+from bench.train.trainers import Trainer
 from protrain.planning.plan import BlockMode
 
 TASK = Task(model="tiny", layers=2, batch=2, sequence=64, steps=4, warm_up=1)
@@ -150,6 +153,8 @@ def test_a_failure_says_what_memory_was_taken_as_far_as_it_is_known() -> None:
     assert killed.failure == "killed [memory taken: host 118.0 of 120.5 GiB]"
     full = replace(killed, error="no memory", device_reserved_bytes=78 * gib)
     assert full.failure == "no memory [memory taken: host 118.0 of 120.5 GiB, GPU 78.0 GiB]"
+    begun = replace(killed, setup_s=41.3, losses=(3.0, 2.0))
+    assert begun.failure == "killed [at least 2 steps done, ready after 41 s] [memory taken: host 118.0 of 120.5 GiB]"
     assert Outcome(contestant=ONE, error="skipped").failure == "skipped"
     assert replace(full, error="").failure == ""
 
@@ -179,6 +184,52 @@ def test_a_worker_that_takes_too_long_ends_with_all_that_it_started(tmp_path: Pa
     waited = _supervised(tmp_path, "import time; time.sleep(4)")
     assert waited.error.startswith("exit status 0")
     assert not late.exists()
+
+
+@pytest.mark.parametrize(
+    ("ending", "limit_s", "error"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 60.0, "killed (SIGKILL): out of host memory?"),
+        ("import time; time.sleep(9)", 3.0, "not done within 3 s"),
+    ],
+    ids=["killed", "late"],
+)
+def test_what_a_worker_had_done_when_it_was_ended_is_kept(
+    tmp_path: Path, ending: str, limit_s: float, error: str
+) -> None:
+    begun = Outcome(contestant=ONE, error=UNFINISHED, setup_s=3.0, losses=(2.5, 2.25), step_ms=(7.0,))
+    begun.save(tmp_path / "begun.json")
+    move = f"import os; os.replace({str(tmp_path / 'begun.json')!r}, {str(tmp_path / 'out.json')!r})"
+    outcome = _supervised(tmp_path, f"{move}; {ending}", limit_s=limit_s)
+    assert outcome.error == error
+    assert (outcome.setup_s, outcome.losses, outcome.step_ms) == (3.0, (2.5, 2.25), (7.0,))
+    assert outcome.host_available_bytes > 0
+
+
+def test_a_contestant_that_fails_in_a_step_leaves_the_steps_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = replace(TASK, model="tiny", layers=1, batch=1, sequence=8, steps=4, warm_up=1)
+    make_tokens(task, tmp_path / "tokens.pt")
+    losses = iter([4.0, 3.0, 2.0])
+
+    def step(ids: torch.Tensor) -> tuple[torch.Tensor, None]:
+        loss = next(losses, None)
+        if loss is None:
+            raise MemoryError("no room for another step")
+        return torch.tensor(loss), None
+
+    monkeypatch.setitem(worker.BUILDERS, ONE.kind, lambda *_: Trainer(step=step, parameters=5, config={}))
+    monkeypatch.setattr(worker, "_KEEP_EVERY_S", 0.0)
+    job = Job(task=task, contestant=ONE, tokens=str(tmp_path / "tokens.pt"), planned_by=None, until=time.time() + 60)
+    job.save(tmp_path / "job.json")
+    monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path / "job.json"), str(tmp_path / "out.json")])
+    worker.main()
+    outcome = Outcome.load(tmp_path / "out.json")
+    assert outcome.error == "MemoryError: no room for another step"
+    assert outcome.losses == (4.0, 3.0, 2.0)
+    assert len(outcome.step_ms) == 2
+    assert outcome.parameters == 5
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
