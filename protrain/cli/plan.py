@@ -128,9 +128,7 @@ def run_command(args: argparse.Namespace) -> None:
         details = [
             ("one step", timeline_text(timeline)),
             ("the prediction, and what would change it", why.table()),
-            ("plan", plan.table()),
-            ("model", profile.table()),
-            ("machine", hardware.table()),
+            ("the machine, as far as it is known", hardware.table()),
         ]
         sections = [f"{title.upper()}\n{table}" for title, table in details]
         text = "\n\n".join([f"{_subject(profile, hardware)}: fits\n{answer}{_about_loss(args, hardware)}", *sections])

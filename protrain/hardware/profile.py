@@ -158,7 +158,7 @@ class HardwareProfile(Record):
         return [
             (name, value)
             for name, value in super().rows()
-            if name not in ("contention", "figures", "warnings", "method") and value not in ("None", "")
+            if name not in ("contention", "figures", "warnings", "method") and value not in ("-", "")
         ]
 
 

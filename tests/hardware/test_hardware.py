@@ -27,6 +27,14 @@ def test_shipped_profiles_are_plausible(name: str) -> None:
     assert profile.host_adam_gparams * 26 < profile.host_dram_gbps * 1.1
 
 
+def test_a_table_of_a_machine_has_what_is_known_of_it_alone() -> None:
+    rows = dict(load("rtx3090").rows())
+    assert rows["h2d_gbps"] == "12.5"
+    assert "flatten_gbps" not in rows, "nobody has measured that"
+    assert "flatten_gbps" in dict(load("h100").rows())
+    assert not {"-", ""} & set(rows.values())
+
+
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_these_figures_are_the_measured_ones(gpu: str) -> None:
     recorded = HardwareProfile.load(Path(__file__).parents[2] / f"bench/results/{gpu}/calibration.json")
