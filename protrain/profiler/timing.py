@@ -103,11 +103,14 @@ def _whole_ms(step: Durations) -> float:
 
 
 def _keep_busy(device: torch.device) -> None:
-    """Queue products that take some ``_BUSY_MS``."""
+    """Queue products that take some ``_BUSY_MS``; nothing where they have no room."""
     generator = torch.Generator(device).manual_seed(0)
     size = (_BUSY_SIZE, _BUSY_SIZE)
-    factor = torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)  # zeros would draw less power
-    product = torch.empty_like(factor)
+    try:  # zeros would draw less power
+        factor = torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+        product = torch.empty_like(factor)
+    except torch.OutOfMemoryError:  # no reason for there to be no profile
+        return
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.mm(factor, factor, out=product)  # the first loads the library's kernel
     start.record()

@@ -181,3 +181,12 @@ def test_on_a_gpu_the_products_before_a_long_step_take_most_of_a_second() -> Non
     torch.cuda.synchronize()
     assert 0.5 < time.perf_counter() - begin < 2.0  # others may keep the GPU busy, too
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+def test_without_room_for_the_products_the_profile_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty_like", no_room)
+    timing._keep_busy(torch.device("cuda"))
