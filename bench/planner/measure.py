@@ -115,6 +115,8 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
                 _train(wrapped, trainer, batch, device, clip=case.clip, steps=2)
     except (torch.OutOfMemoryError, BudgetError) as failure:
         error = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
+    if not error:
+        trainer._engine.wait_for_updates()  # or the last step's early ones may be missing in the report
     report = trainer.report()
     return Point(
         plan=trainer.plan,
