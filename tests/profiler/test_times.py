@@ -172,14 +172,14 @@ def test_on_a_gpu_short_steps_are_timed_after_others(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_products_before_a_long_step_take_most_of_a_second() -> None:
+def test_on_a_gpu_the_products_before_a_long_step_take_a_quarter_of_a_second() -> None:
     device = torch.device("cuda")
     before = torch.cuda.memory_allocated()
     torch.cuda.synchronize()
     begin = time.perf_counter()
     timing._keep_busy(device)
     torch.cuda.synchronize()
-    assert 0.5 < time.perf_counter() - begin < 2.0  # others may keep the GPU busy, too
+    assert 0.15 < time.perf_counter() - begin < 1.0  # others may keep the GPU busy, too
     assert torch.cuda.memory_allocated() == before
 
 
