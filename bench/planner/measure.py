@@ -21,7 +21,6 @@ from protrain.forwards import change_forwards
 from protrain.planning import Plan
 from protrain.profiler import ModelProfile
 from protrain.profiler.cache import cached_profile
-from protrain.quantities import parse_bytes
 from protrain.records import Record
 
 _CLIP_NORM = 1e6  # gradients are never that long: predictions are about steps that are not clipped
@@ -71,14 +70,6 @@ def profiled(case: Case, device: torch.device) -> ModelProfile:
     with suppress(torch.OutOfMemoryError):
         return taken(on_meta=False)
     return taken(on_meta=True)
-
-
-def forbid_more(case: Case, device: torch.device) -> None:
-    """Make the allocator refuse what ``device_memory`` of the case does not allow."""
-    if case.device_memory is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        limit = parse_bytes(case.device_memory, name="device_memory")
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), torch.cuda.current_device())
 
 
 def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, traced: Path | None = None) -> Point:

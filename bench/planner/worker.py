@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
+from bench.allocator import forbid_more
 from bench.planner.cases import Case
 from bench.planner.descent import again, descend
 from bench.planner.draw import draw
-from bench.planner.measure import Point, forbid_more, measure, profiled
+from bench.planner.measure import Point, measure, profiled
 from bench.planner.results import CaseResult
 from protrain.errors import PlanError
 from protrain.hardware import HardwareProfile, detect
@@ -42,8 +43,8 @@ def main() -> None:
     begin = time.time()
     case = Case.load(args.case)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if args.kind == "limits" and device.type == "cuda":
-        forbid_more(case, device)
+    if args.kind == "limits":
+        forbid_more(case.device_memory, device)
     profile = profiled(case, device)
     hardware = detect(device, device_memory=case.device_memory, host_memory=case.host_memory)
     hardware = replace(hardware, figures=())  # which no prediction needs, and a record would hold once for every case

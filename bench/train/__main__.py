@@ -78,9 +78,9 @@ def _parser() -> Parser:
         help="Liger's loss for all, logits never whole (default: on a GPU, if liger-kernel is installed)",
     )
     parser.add_argument(
-        "--device-memory", type=memory, default=None, metavar="SIZE", help="for ProTrain to stay within"
+        "--device-memory", type=memory, default=None, metavar="SIZE", help="of the GPU, for every contestant"
     )
-    parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="likewise, of the host")
+    parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="of the host, for ProTrain")
     parser.add_argument(
         "--time-limit", type=number(1), default=3600.0, metavar="SECONDS", help="for the whole run (default: an hour)"
     )

@@ -30,7 +30,7 @@ class Task(Record):
     chunked_loss: bool = False  # Liger's, for all or for nobody
     clip_norm: float = 1.0
     learning_rate: float = 1e-4
-    device_memory: str | None = None  # ProTrain's alone can be held to it
+    device_memory: str | None = None  # for every contestant, cached blocks included
     host_memory: str | None = None
 
     @property

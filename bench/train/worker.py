@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.allocator import forbid_more
 from bench.train.peers import deepspeed_trainer, fsdp2_trainer, torchao_trainer
 from bench.train.results import UNFINISHED, Outcome
 from bench.train.task import Job
@@ -63,6 +64,7 @@ def run(job: Job, device: torch.device, out: Path) -> Outcome:
     """Build the contestant, warm up, and time its steps. What is known by then goes to ``out`` on the way."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        forbid_more(job.task.device_memory, device)
         use_expandable_segments()  # ProTrain sets it; the others gain by it too
     torch.manual_seed(0)
     batches = torch.load(job.tokens).to(device)

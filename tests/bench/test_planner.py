@@ -13,13 +13,14 @@ import pytest
 import torch
 
 import protrain
+from bench.allocator import forbid_more
 from bench.planner.__main__ import FILES, main
 from bench.planner.accuracy import errors_of, limits_table, regret, regret_table
 from bench.planner.beside import beside_each_other
 from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
 from bench.planner.descent import again, descend
 from bench.planner.draw import draw
-from bench.planner.measure import Point, build, forbid_more, measure
+from bench.planner.measure import Point, build, measure
 from bench.planner.results import CaseResult, Results
 from protrain.engine.updates.updates import _Round
 from protrain.hardware import HardwareProfile, load
@@ -243,7 +244,7 @@ def test_limits_count_what_was_refused_before_it_was_tried(tmp_path: Path, capsy
 def test_the_allocator_refuses_what_a_case_does_not_allow() -> None:
     device = torch.device("cuda")
     try:
-        forbid_more(replace(SMOKE[0], device_memory="1GiB"), device)
+        forbid_more("1GiB", device)
         torch.empty(2**29, dtype=torch.uint8, device=device)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(2**31, dtype=torch.uint8, device=device)

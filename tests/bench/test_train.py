@@ -356,6 +356,7 @@ def test_everything_that_a_cpu_can_do_runs(tmp_path: Path, capsys: pytest.Captur
         # They train the same model, from the same weights, on the same tokens.
         assert outcome.losses == pytest.approx(rows["resident-eager"].losses, rel=1e-5), outcome.contestant.name
         assert outcome.gradient_norms == pytest.approx(rows["resident-eager"].gradient_norms, rel=1e-4)
+    assert 0 < rows["fsdp2-eager"].config["clip_ms"] < rows["fsdp2-eager"].median_ms
     plan, reached = rows["protrain-eager"].plan, rows["protrain-eager"].config
     assert reached["host_gparams"] > 0
     assert reached["predicted_host_gparams"] > 0
@@ -367,6 +368,17 @@ def test_everything_that_a_cpu_can_do_runs(tmp_path: Path, capsys: pytest.Captur
     assert {outcome.config["chunked_loss"] for outcome in rows.values()} == {False}
     assert "protrain-eager is faster" in capsys.readouterr().out
     assert (tmp_path / "compare-tiny-4layers-4x256-within-40MiB.png").stat().st_size > 5000
+
+
+@pytest.mark.gpu
+def test_a_contestant_gets_no_more_of_the_gpu_than_the_task_says(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    task = replace(TASK, device_memory="64MiB")
+    make_tokens(task, tmp_path / "tokens.pt")
+    outcomes = [take_part(parse(name), task, tmp_path, limit_s=120.0) for name in ("resident-eager", "fsdp2-eager")]
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    outcome = take_part(parse("resident-eager"), replace(task, device_memory="16MiB"), tmp_path, limit_s=120.0)
+    assert outcome.error.startswith("OutOfMemoryError")
 
 
 def test_a_run_out_of_time_says_who_was_not_begun(tmp_path: Path) -> None:
