@@ -18,7 +18,7 @@ from protrain.planning.plan import layout_of
 from protrain.profiler import ModelProfile
 
 _SWITCHES = ("early_weights", "keep_attention")
-_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream", *_SWITCHES)
+_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream", "n_whole", *_SWITCHES)
 _BETTER = 0.995  # of the step time: less is noise
 _RIVALS = 2  # of the chosen plan, measured again with it
 _ROUNDS = 3
@@ -111,6 +111,7 @@ def _neighbours(
             if not 0 <= away <= plan.n_chunks:
                 continue
             early = counts["n_speculate"] if knob == "n_speculate" else min(counts["n_speculate"], away)
+            whole = counts["n_whole"] if counts["early_weights"] or knob == "n_whole" else 0
             moved = counts["n_ckpt_swap"] if knob == "n_ckpt_swap" else min(counts["n_ckpt_swap"], counts["n_ckpt"])
             buffers = counts["n_buffer"]
             if knob != "n_buffer":
@@ -130,6 +131,7 @@ def _neighbours(
                         n_ckpt_swap=moved,
                         n_speculate=early,
                         early_weights=bool(counts["early_weights"]),
+                        n_whole=whole,
                         n_stream=stream,
                         keep_attention=bool(counts["keep_attention"]),
                         chunk_elements=plan.chunk_elements,

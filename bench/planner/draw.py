@@ -49,19 +49,22 @@ def draw(
         fits = memory.device_bytes(n_persist, n_buffer, activations) <= hardware.device_bytes
         if not fits or memory.host_bytes(n_persist, activations) > hardware.host_bytes:
             continue
-        n_speculate, early_weights = 0, False
+        n_speculate, n_whole, early_weights = 0, 0, False
         if not step_during_backward and hardware.device_type == "cuda":
             early_weights = generator.random() < 0.5
             kind = memory.making_weights() if early_weights else memory
             most = int(kind.most_early(n_persist, np.array(activations.swapped_bytes)))
             n_speculate = generator.choice([0, most, generator.randint(0, most)])
+            if early_weights and n_speculate:
+                whole = min(n_speculate - 1, kind.most_whole(n_persist, n_speculate, activations.swapped_bytes))
+                n_whole = generator.choice([0, whole])
         n_stream = 0
         others = sum(chunk >= n_persist + n_speculate for chunk in updated_chunks(profile, layout))
         if hardware.device_type == "cuda" and hardware.streamed_adam_gparams is not None:
             n_stream = generator.choice([0, generator.randint(0, others)])
         if memory.device_bytes(n_persist, n_buffer, activations, n_stream) > hardware.device_bytes:
             continue
-        updates = n_speculate, early_weights and n_speculate > 0, n_stream
+        updates = n_speculate, early_weights and n_speculate > 0, n_whole, n_stream
         key = (n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, *updates, keep_attention, layout.large_first)
         if key not in found:
             found[key] = evaluate(
@@ -74,6 +77,7 @@ def draw(
                 n_ckpt_swap=n_ckpt_swap,
                 n_speculate=n_speculate,
                 early_weights=early_weights,
+                n_whole=n_whole,
                 n_stream=n_stream,
                 keep_attention=keep_attention,
                 large_first=layout.large_first,

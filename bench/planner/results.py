@@ -47,10 +47,12 @@ class CaseResult(Record):
         runtime = RuntimeModel(memory)
         activations = memory.activations(plan.block_modes)
         return Prediction(
-            step_ms=runtime.step_ms(plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream),
+            step_ms=runtime.step_ms(
+                plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream, plan.n_whole
+            ),
             paper_ms=paper_step_ms(plan, profile, self.hardware, layout),
             device_bytes=memory.device_bytes(plan.n_persist, plan.n_buffer, activations, plan.n_stream),
-            host_bytes=memory.host_bytes(plan.n_persist, activations, plan.n_speculate),
+            host_bytes=memory.host_bytes(plan.n_persist, activations, plan.n_speculate, plan.n_whole),
         )
 
     def row(self, point: Point) -> str:

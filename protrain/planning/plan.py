@@ -72,6 +72,7 @@ class Plan(Record):
     keep_attention: bool = False  # recomputed blocks keep outputs of attention, where they keep their inputs
     n_speculate: int = 0  # chunks after the persistent ones that are updated before step(), into second copies
     early_weights: bool = False  # of their weights alone; the states follow
+    n_whole: int = 0  # but for the last of them, whose gradients come first: those are whole even so
     n_stream: int = 0  # of the other chunks in host memory: planning.layout says which the device updates
     # Regions that gradients of persistent chunks (of chunks in host memory) share while updates run inside backward; 0:
     # each has its own.
@@ -92,7 +93,8 @@ class Plan(Record):
             + (f" n_ckpt_swap={self.n_ckpt_swap}" if self.n_ckpt_swap else "")
             + (" keep_attention" if self.keep_attention else "")
             + (f" n_speculate={self.n_speculate}" if self.n_speculate else "")
-            + (" (weights)" if self.early_weights else "")
+            + (" (weights)" if self.early_weights and not self.n_whole else "")
+            + (f" n_whole={self.n_whole}" if self.n_whole else "")
             + (f" n_stream={self.n_stream}" if self.n_stream else "")
             + (f" n_host_gradient={self.n_host_gradient}" if self.n_host_gradient else "")
             + (f" accumulation={self.accumulation}" if self.accumulation > 1 else "")

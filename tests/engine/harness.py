@@ -41,11 +41,12 @@ class Spec:
     small: bool = False  # chunks as small as the largest parameter allows, so that a unit spreads over several
     early: bool = False  # updates begin before step() is called
     weights: bool = False  # of weights alone
+    whole: bool = False  # but for half of them, rounded down
     stream: bool = False  # the device updates half of the chunks in host memory, or of those not updated early
     attention: bool = False  # kept by recomputed blocks
 
     def __str__(self) -> str:
-        names = ("small", "early", "weights", "stream", "attention")
+        names = ("small", "early", "weights", "whole", "stream", "attention")
         chosen = {name: getattr(self, name) for name in names}
         marks = "".join(f"-{name}" for name, is_so in chosen.items() if is_so)
         return f"{self.persist}-{self.buffers}-{''.join(_LETTERS[mode] for mode in self.modes)}{marks}"
@@ -70,6 +71,7 @@ PLANS = (
     Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE), early=True),
     Spec("none", "least", (CKPT_SWAP,), small=True, attention=True),
     Spec("none", "middle", (CKPT, NONE), early=True, weights=True),
+    Spec("some", "least", (CKPT, SWAP), small=True, early=True, weights=True, whole=True),
     Spec("none", "middle", (CKPT,), stream=True),
     Spec("some", "least", (CKPT, NONE), small=True, early=True, stream=True),
 )
@@ -107,6 +109,7 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside
         n_ckpt_swap=modes.count(CKPT_SWAP),
         n_speculate=n_speculate,
         early_weights=spec.weights,
+        n_whole=n_speculate // 2 if spec.whole else 0,
         n_stream=-(-len(candidates) // 2) if spec.stream else 0,
         keep_attention=spec.attention,
         chunk_elements=chunk_elements,

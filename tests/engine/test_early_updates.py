@@ -22,6 +22,7 @@ from protrain.engine.streams import Mark
 from protrain.engine.updates.turns import Ahead
 from protrain.engine.updates.updates import _Round
 from protrain.optim import ProTrainOptimizer
+from protrain.planning.plan import layout_of
 from protrain.tracing import _Recorder
 from tests.engine import residual
 from tests.engine.harness import (
@@ -45,11 +46,12 @@ STEPS = 6
 Run = Callable[[nn.Module, Any, list[Batch]], Any]
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["states", "weights"])
+@pytest.fixture(autouse=True, params=["states", "weights", "both"])
 def kind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Early updates of all states, or of weights alone."""
+    """Early updates of all states, of weights alone, or some of either."""
+    weights, whole = request.param != "states", request.param == "both"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{__name__}.SPEC", dataclasses.replace(SPEC, weights=request.param))
+        patch.setattr(f"{__name__}.SPEC", dataclasses.replace(SPEC, weights=weights, whole=whole))
         yield
 
 
@@ -75,6 +77,8 @@ def trained(
     plan = optimizer.plan
     assert plan.n_speculate == plan.n_chunks - plan.n_persist > 0
     assert plan.early_weights == spec.weights
+    assert plan.n_whole == (plan.n_speculate // 2 if spec.whole else 0)
+    assert not spec.whole or 0 < plan.n_whole < plan.n_speculate
     return optimizer, plan.n_speculate
 
 
@@ -332,9 +336,9 @@ def test_host_memory_is_as_planned(device: torch.device) -> None:
     data, model = residual.batches(1), residual.make(width=256)
     profile = protrain.profile(model, data[0], optimizer=adamw(model), device=device, dtype=torch.bfloat16)
     with_room, without = (make_plan(dataclasses.replace(SPEC, early=early), profile, device) for early in (True, False))
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    second = 2 if SPEC.weights else 12
-    assert second * elements <= with_room.host_bytes - without.host_bytes <= (second + 0.1) * elements
+    sizes = [chunk.elements for chunk in layout_of(profile, with_room).chunks]
+    n_alone = with_room.n_speculate - with_room.n_whole if SPEC.weights else 0
+    assert with_room.host_bytes - without.host_bytes == 2 * sum(sizes[:n_alone]) + 12 * sum(sizes[n_alone:])
     _, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     assert optimizer.plan.host_bytes == with_room.host_bytes
     report = optimizer.report()

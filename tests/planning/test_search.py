@@ -161,7 +161,8 @@ def test_more_host_memory_never_makes_it_slower(host_adam_gparams: float) -> Non
     traced = make_profile(12, ms=2.0)
     rates = {"host_adam_gparams": host_adam_gparams, "streamed_adam_gparams": None}
     plans = [search(traced, machine("1200MiB", n * 512 * MIB, **rates)) for n in range(3, 12)]
-    assert all(more.step_ms <= 1.01 * less.step_ms for less, more in pairwise(plans))
+    # Early updates of both kinds are looked for beside the fastest of one kind alone.
+    assert all(more.step_ms <= (1.02 if less.n_whole else 1.01) * less.step_ms for less, more in pairwise(plans))
     assert plans[-1].step_ms < 0.95 * plans[0].step_ms
     assert [plan.early_weights for plan in (plans[0], plans[-1])] == [True, False]
 

@@ -215,16 +215,20 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     if plan.n_ckpt_swap:
         parts["moved inputs of recomputed blocks" + (", and attention" if plan.keep_attention else "")] = moved
     if plan.n_speculate:
-        name = "second weights for early updates" if plan.early_weights else "second copies for early updates"
-        parts[name] = memory.spare_bytes(plan.n_persist, plan.n_speculate)
-    needed = memory.host_bytes(plan.n_persist, activations, plan.n_speculate)
+        n_alone = plan.n_speculate - plan.n_whole if plan.early_weights else 0
+        alone = memory.spare_bytes(plan.n_persist, n_alone)
+        if alone:
+            parts["second weights for early updates"] = alone
+        if whole := memory.spare_bytes(plan.n_persist, plan.n_speculate, plan.n_whole) - alone:
+            parts["second copies for early updates"] = whole
+    needed = memory.host_bytes(plan.n_persist, activations, plan.n_speculate, plan.n_whole)
     return {**parts, "other": needed - sum(parts.values())}
 
 
 def _timeline(plan: Plan, profile: ModelProfile, models: PlanModels) -> Timeline:
     runtime, hardware, layout = models.runtime, models.memory.hardware, models.memory.layout
     if hardware.device_type != "cpu":
-        counts = plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
+        counts = plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream, plan.n_whole
         return runtime.timeline(plan.block_modes, *counts)
     times = runtime.times
     forward_ms = sum(times.forward) + sum(times.gap_forward)

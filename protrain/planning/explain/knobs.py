@@ -17,7 +17,7 @@ from protrain.planning.runtime.model import RuntimeModel
 from protrain.profiler.model_profile import ModelProfile
 from protrain.records import Record
 
-KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream")
+KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream", "n_whole")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def _turned(plan: Plan, models: PlanModels) -> Iterator[Change]:
     for knob in KNOBS:
         for step in (1, -1):
             counts = {name: getattr(plan, name) + (step if name == knob else 0) for name in KNOBS}
-            impossible = _impossible(counts, knob, n_chunks, n_blocks, speculates=models.runtime.speculates)
+            impossible = _impossible(counts, knob, n_chunks, n_blocks, models.runtime)
             if not impossible:
                 wanted = counts[knob]
                 _make_possible(counts, models)
@@ -107,18 +107,19 @@ def _make_possible(counts: dict[str, int], models: PlanModels) -> None:
     counts["n_speculate"] = min(counts["n_speculate"], len(memory.layout.chunks) - n_persist)
     counts["n_stream"] = min(counts["n_stream"], models.runtime.streamable(n_persist, counts["n_speculate"]))
     counts["n_ckpt_swap"] = min(counts["n_ckpt_swap"], counts["n_ckpt"])
+    counts["n_whole"] = min(counts["n_whole"], max(0, counts["n_speculate"] - 1)) if memory.early_weights else 0
 
 
 def _effect(change: Change, plan: Plan, models: PlanModels) -> Change:
     memory = models.memory
-    n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream = change.counts
+    n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream, n_whole = change.counts
     modes = plan.block_modes
     if change.knob in ("n_swap", "n_ckpt", "n_ckpt_swap"):
         modes = block_modes(len(modes), n_swap, n_ckpt, n_ckpt_swap)
     activations = memory.activations(modes)
     device_bytes = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
-    host_bytes = memory.host_bytes(n_persist, activations, n_speculate)
-    counts = n_persist, n_buffer, n_speculate, n_stream
+    host_bytes = memory.host_bytes(n_persist, activations, n_speculate, n_whole)
+    counts = n_persist, n_buffer, n_speculate, n_stream, n_whole
     return replace(
         change,
         step_ms=models.runtime.step_ms(modes, *counts),
@@ -160,16 +161,20 @@ def _switched(
     return _effect(replace(change, counts=tuple(counts.values())), plan, others)
 
 
-def _impossible(counts: dict[str, int], knob: str, n_chunks: int, n_blocks: int, *, speculates: bool) -> str:
+def _impossible(counts: dict[str, int], knob: str, n_chunks: int, n_blocks: int, runtime: RuntimeModel) -> str:
     """Why there is no such number; "" when there is."""
     if counts[knob] < 0:
         return "there is none to give up"
     if counts["n_persist"] > n_chunks:
         return "all chunks are persistent"
-    if knob == "n_speculate" and not speculates:
+    if knob == "n_speculate" and not runtime.speculates:
         return "no update waits for step()"
     if knob == "n_speculate" and counts["n_speculate"] > n_chunks - counts["n_persist"]:
         return "every chunk in host memory is updated early"
+    if knob == "n_whole" and not (runtime.early_weights and counts["n_speculate"]):
+        return "every early update is whole" if counts["n_speculate"] else "no update is early"
+    if knob == "n_whole" and counts["n_whole"] == counts["n_speculate"]:
+        return "none would be of a weight alone"
     if counts["n_swap"] + counts["n_ckpt"] > n_blocks:
         return "every block is swapped or checkpointed"
     if knob == "n_ckpt_swap" and counts["n_ckpt_swap"] > counts["n_ckpt"]:

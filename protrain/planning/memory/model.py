@@ -220,18 +220,19 @@ class MemoryModel:
         """Host memory of gradients."""
         return self.gradients.host_bytes(n_persist, self.host_regions(n_persist, swapped_bytes))
 
-    def host_bytes(self, n_persist: int, activations: Activations, n_speculate: int = 0) -> int:
+    def host_bytes(self, n_persist: int, activations: Activations, n_speculate: int = 0, n_whole: int = 0) -> int:
         """Predicted host memory of the engine."""
         swapped_bytes = activations.swapped_bytes
         more = self.host_gradient_bytes(n_persist, swapped_bytes) - self._least_gradient_bytes(n_persist)
-        return self.host_bytes_beside(n_persist, swapped_bytes, n_speculate) + more
+        return self.host_bytes_beside(n_persist, swapped_bytes, n_speculate, n_whole) + more
 
-    def host_bytes_beside(self, n_persist: int, swapped_bytes: int, n_speculate: int = 0) -> int:
+    def host_bytes_beside(self, n_persist: int, swapped_bytes: int, n_speculate: int = 0, n_whole: int = 0) -> int:
         """The least of it, with no more regions of gradients than there must be, beside that of activations."""
         states = self._persistent[-1] - self._persistent[n_persist]
         if not self.accumulates:
             states -= self.gradients.own_bytes(n_persist)[1]
-        chunks = states + self._least_gradient_bytes(n_persist) + self.spare_bytes(n_persist, n_speculate)
+        spare_bytes = self.spare_bytes(n_persist, n_speculate, n_whole)
+        chunks = states + self._least_gradient_bytes(n_persist) + spare_bytes
         return chunks + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
 
     def _least_gradient_bytes(self, n_persist: int) -> int:
@@ -243,10 +244,17 @@ class MemoryModel:
         other.early_weights = True
         return other
 
-    def spare_bytes(self, n_persist: int, n_speculate: int) -> int:
-        """Second copies of what early updates of ``n_speculate`` chunks write."""
-        sizes = self._copies[self.early_weights]
-        return sizes[n_persist + n_speculate] - sizes[n_persist]
+    def spare_bytes(self, n_persist: int, n_speculate: int, n_whole: int = 0) -> int:
+        """Second copies of what early updates of ``n_speculate`` chunks write, the last ``n_whole`` all states."""
+        last = n_persist + n_speculate
+        sizes, whole = self._copies[self.early_weights], self._copies[False]
+        return sizes[last - n_whole] - sizes[n_persist] + whole[last] - whole[last - n_whole]
+
+    def most_whole(self, n_persist: int, n_speculate: int, swapped_bytes: int) -> int:
+        """Of ``n_speculate`` early updates, those that host memory has room to do whole; -1 where it has for none."""
+        room = self.hardware.host_bytes - self.host_bytes_beside(n_persist, swapped_bytes)
+        fit = (n for n in range(n_speculate, -1, -1) if self.spare_bytes(n_persist, n_speculate, n) <= room)
+        return next(fit, -1)
 
     def most_early(self, n_persist: int, swapped_bytes: Bytes) -> Bytes:
         """Chunks of which second copies fit in what is left of host memory, by the size of what is swapped."""

@@ -72,6 +72,7 @@ class RuntimeModel(Bounds):
         n_buffer: int,
         n_speculate: int = 0,
         n_stream: int = 0,
+        n_whole: int = 0,
         *,
         limit_ms: float = float("inf"),
     ) -> float:
@@ -83,8 +84,8 @@ class RuntimeModel(Bounds):
         if before_ms >= limit_ms:
             return before_ms
         if self._hardware.device_type == "cpu":  # where the device is the host as well
-            return before_ms + in_a_row(self._step(modes, n_persist, n_buffer, n_speculate))
-        step = self._step(modes, n_persist, n_buffer, n_speculate, n_stream)
+            return before_ms + in_a_row(self._step(modes, n_persist, n_buffer, n_speculate, n_whole=n_whole))
+        step = self._step(modes, n_persist, n_buffer, n_speculate, n_stream, n_whole)
         return before_ms + self._simulated(step, (modes, n_persist, n_buffer), limit_ms - before_ms)[0]
 
     def _before_ms(self, modes: Modes, n_persist: int, n_buffer: int, limit_ms: float) -> float:
@@ -118,10 +119,16 @@ class RuntimeModel(Bounds):
         return before_ms + step_ms, step.host.updates[n_early - 1][0] - n_persist + 1 if n_early else 0
 
     def timeline(
-        self, modes: Modes, n_persist: int, n_buffer: int, n_speculate: int = 0, n_stream: int = 0
+        self,
+        modes: Modes,
+        n_persist: int,
+        n_buffer: int,
+        n_speculate: int = 0,
+        n_stream: int = 0,
+        n_whole: int = 0,
     ) -> Timeline:
         """What runs where and when in that step, as on a GPU; of several batches with the last one."""
-        return timeline(self._step(modes, n_persist, n_buffer, n_speculate, n_stream), self._stretches)
+        return timeline(self._step(modes, n_persist, n_buffer, n_speculate, n_stream, n_whole), self._stretches)
 
     def _simulated(self, step: Step, placed: tuple[Modes, int, int], limit_ms: float) -> tuple[float, int]:
         """``simulate`` of a step under these modes, n_persist and n_buffer."""
@@ -139,6 +146,7 @@ class RuntimeModel(Bounds):
         n_buffer: int,
         n_speculate: int,
         n_stream: int = 0,
+        n_whole: int = 0,
         *,
         open_early: bool = False,
     ) -> Step:
@@ -164,6 +172,8 @@ class RuntimeModel(Bounds):
                 first = {chunk for _, chunk in handed_on}
                 host, streamed = ([pair for pair in one if pair[0] not in first] for one in (host, streamed))
         n_early = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
+        weight_share = self._weight_share if n_speculate and self._memory.early_weights else 0.0
+        n_whole = sum(last - n_whole <= chunk < last for chunk, _ in host) if weight_share else 0
         return Step(
             forward=visits[:n_visits],
             backward=visits[n_visits:],
@@ -174,7 +184,7 @@ class RuntimeModel(Bounds):
             upload_ms=self._upload,
             swap_ms=swap_in,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
-            host=Queue(host, n_early, self._weight_share if n_speculate and self._memory.early_weights else 0.0),
+            host=Queue(host, n_early, weight_share, n_whole),
             streamed=Queue(streamed, len(streamed) if self._in_backward else 0),
             after_ms=self._after_ms,
             making_room=making_room,

@@ -16,7 +16,7 @@ that is open: [Note: how many early updates] in :mod:`protrain.planning.runtime.
 
 from __future__ import annotations
 
-from itertools import accumulate, islice
+from itertools import accumulate, islice, zip_longest
 from math import inf
 from operator import mul, sub
 
@@ -115,7 +115,7 @@ def in_a_row(step: Step) -> float:
     for visit in step.backward:
         for _, _, flatten, offload, staging in visit.gradients:
             total += flatten + (offload if staging >= 0 else 0.0)
-    early_ms = sum(time for _, time in step.host.updates[: step.host.n_early])
+    early_ms = sum(time for _, time in step.host.updates[: step.host.n_early - step.host.n_whole])
     total += early_ms * step.host.weight_share  # of weights, beside whole updates
     updates = [*step.device_update_ms, *step.host.updates]
     return total + sum(time for _, time in updates) + sum(update.ms for update in step.making_room.values())
@@ -139,9 +139,10 @@ def _names(step: Step, run: Run) -> list[list[tuple[str, object]]]:
     for update in step.making_room.values():
         names[update.lane].append(("early update", update.chunk))
     for lane, queue, early in zip((HOST, STREAM), (step.host, step.streamed), in_time, strict=True):
-        ahead = "early weight" if queue.weight_share else "early update"
-        updates = queue.ordered(early)
-        names[lane] += [(ahead if at < early else "update", chunk) for at, (chunk, _) in enumerate(updates)]
+        whole = min(early, queue.n_whole if queue.weight_share else early)
+        kinds = ["early update"] * whole + ["early weight"] * (early - whole)
+        chunks = [chunk for chunk, _ in queue.ordered(early)]
+        names[lane] += zip_longest(kinds, chunks, fillvalue="update")
         names[lane] += [("deferred update", chunk) for chunk, _ in queue.deferred(early)]
     names[GPU] += [("update", chunk) for chunk, _ in step.device_update_ms]
     return names

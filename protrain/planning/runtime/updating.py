@@ -6,6 +6,11 @@ the chunk's next gradient is: the engine issues nothing until then, as in [Note:
 chunks the last in execution order has the first gradient, so that waits for all of them, and they never delay the next
 early updates, whose gradients come after it. What is not begun in time is one whole update, with nothing deferred.
 
+[Note: both kinds] Every weight alone is work that is done twice, so where the host has no time to spare as many early
+updates are whole as it has memory for: the last in execution order. Their gradients come first, when the end of
+backward is far away. Those that come last, which the next forward needs first, take less time as weights alone, and
+their next gradients leave the host the most time for the states.
+
 [Note: how many early updates] More are not always better. Gradients come in backward order, so what begins in time of
 many early updates are chunks that the next forward needs last, and those that it needs first come after; of fewer it
 may be all of them. The first pass knows when gradients arrive and when forward takes which chunk, and so for any number
@@ -52,6 +57,7 @@ class Queue(NamedTuple):
     updates: Updates  # in execution order
     n_early: int  # of those, the first: updated as gradients come if that begins before backward is over
     weight_share: float = 0.0  # of an update's time, where early ones make the weight alone; 0: they are whole
+    n_whole: int = 0  # but for the last of them, which are: none where their number is still open
 
     def ordered(self, in_time: int) -> Updates:
         """In the order in which they are done: as gradients come, then as the next forward needs them.
@@ -64,7 +70,8 @@ class Queue(NamedTuple):
 
     def deferred(self, in_time: int) -> Updates:
         """What follows them where ``in_time`` updates of weights alone began in time."""
-        return self.updates[self.n_early - in_time : self.n_early][::-1] if self.weight_share else ()
+        alone = self.n_early - self.n_whole
+        return self.updates[self.n_early - in_time : alone][::-1] if self.weight_share else ()
 
     def in_time(self, free: float, offloaded: Sequence[float], over: float) -> int:
         """How many early updates begin before backward is ``over``, after ``free`` and when their gradients are there.
@@ -80,8 +87,10 @@ class Queue(NamedTuple):
 
     def _early(self) -> Updates:
         """The early ones as their gradients come."""
-        early = self.updates[: self.n_early][::-1]
-        return [(chunk, duration * self.weight_share) for chunk, duration in early] if self.weight_share else early
+        early, whole = self.updates[: self.n_early][::-1], self.n_whole
+        if not self.weight_share:
+            return early
+        return [*early[:whole], *((chunk, duration * self.weight_share) for chunk, duration in early[whole:])]
 
     def done(self, known: Known, limit_ms: float) -> Done | None:
         """How far the host gets with what is not deferred.

@@ -60,6 +60,7 @@ def host_error(
     activations: Activations,
     *,
     n_speculate: int = 0,
+    n_whole: int = 0,
     given: bool = False,
     narrow_moments: bool = False,
     on_device: int = 0,
@@ -69,8 +70,8 @@ def host_error(
     ``on_device`` is the device memory with which one would fit; 0: none would, or a plan was given.
     """
     hardware = memory.hardware
-    needed = memory.host_bytes(n_persist, activations, n_speculate)
-    spare = memory.spare_bytes(n_persist, n_speculate)
+    needed = memory.host_bytes(n_persist, activations, n_speculate, n_whole)
+    spare = memory.spare_bytes(n_persist, n_speculate, n_whole)
     gradients = memory.host_gradient_bytes(n_persist, activations.swapped_bytes)
     sums = memory.accumulator_bytes(n_persist)
     states = needed - activations.swapped_bytes - spare - gradients - sums

@@ -2,7 +2,7 @@
 
 It leaves nothing out that could win (:mod:`protrain.planning.search.columns`): first of the plans whose early updates
 are whole, then of those that update weights alone. Streamed updates are looked for from the fastest of either kind
-(:mod:`protrain.planning.search.streamed_search`).
+(:mod:`protrain.planning.search.streamed_search`), early updates of both kinds at once from the fastest of all.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -23,6 +24,7 @@ from protrain.planning.plan import BlockMode, Plan, block_modes, layout_of
 from protrain.planning.rates.caution import cautious
 from protrain.planning.rates.kept_attention import least_ms
 from protrain.planning.runtime.model import RuntimeModel
+from protrain.planning.search.both_kinds import both_kinds
 from protrain.planning.search.columns import WEIGHTS_GAIN, Candidate, Columns
 from protrain.planning.search.early_times import times_by_early
 from protrain.planning.search.infeasible import device_error, host_error, nothing_fits
@@ -96,6 +98,21 @@ def _fastest(either: list[_Models], limit_ms: float = inf) -> Plan | None:
     """
     # No order is limited by what another takes: streamed updates may yet gain what it is slower by.
     found = [_of_order(models, limit_ms) for models in either]
+    plan = _of_one_kind(either, found, limit_ms)
+    if plan is None:
+        return None
+    begins = [(models, begin) for models, pair in zip(either, found, strict=True) for begin in pair if begin]
+    begins += [(models, plan) for models in either if plan.n_stream and models.layout.large_first is plan.large_first]
+    limit_ms = plan.step_ms * (1 - WEIGHTS_GAIN)
+    for models, begin in begins:
+        if early := both_kinds(begin, *models.kinds[True], limit_ms=limit_ms):
+            plan = models.again(replace(begin, n_speculate=early[0], early_weights=True, n_whole=early[1]))
+            limit_ms = plan.step_ms
+    return plan
+
+
+def _of_one_kind(either: list[_Models], found: list[tuple[Plan | None, Plan | None]], limit_ms: float) -> Plan | None:
+    """The same of plans whose early updates are all whole, or all of weights alone, by what is ``found`` of orders."""
     whole = [best for best, _ in found]
     plan = min(filter(None, whole), key=attrgetter("step_ms"), default=None)
     if plan is not None:
@@ -157,6 +174,7 @@ def evaluate(
     n_ckpt_swap: int = 0,
     n_speculate: int = 0,
     early_weights: bool = False,
+    n_whole: int = 0,
     n_stream: int = 0,
     keep_attention: bool = False,
     chunk_elements: int | None = None,
@@ -172,8 +190,8 @@ def evaluate(
     layout = pack(profile, chunk_elements or choose_chunk_elements(profile), large_first=large_first)
     models = _Models(profile, hardware, layout, step_during_backward, keep_attention=keep_attention)
     counts = n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_stream
-    models.check_counts(*counts)
-    plan = models.plan(*counts, early_weights=early_weights)
+    models.check_counts(*counts, early_weights=early_weights, n_whole=n_whole)
+    plan = models.plan(*counts, early_weights=early_weights, n_whole=n_whole)
     models.check_fits(plan)
     return plan
 
@@ -204,7 +222,7 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
             f"n_swap={plan.n_swap}, n_ckpt={plan.n_ckpt}, n_ckpt_swap={plan.n_ckpt_swap}"
         )
     counts = (plan.n_persist, plan.n_buffer, *modes, plan.n_speculate, plan.n_stream)
-    models.check_counts(*counts)
+    models.check_counts(*counts, early_weights=plan.early_weights, n_whole=plan.n_whole)
     fresh = models.again(plan)
     models.check_fits(fresh)
     return fresh
@@ -264,7 +282,12 @@ class _Models:
         """``plan`` with predictions of these models."""
         counts = plan.n_persist, plan.n_buffer, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap
         return self.plan(
-            *counts, plan.n_speculate, plan.n_stream, early_weights=plan.early_weights, modes=plan.block_modes
+            *counts,
+            plan.n_speculate,
+            plan.n_stream,
+            early_weights=plan.early_weights,
+            n_whole=plan.n_whole,
+            modes=plan.block_modes,
         )
 
     def plan(
@@ -278,6 +301,7 @@ class _Models:
         n_stream: int = 0,
         *,
         early_weights: bool = False,
+        n_whole: int = 0,
         modes: tuple[BlockMode, ...] | None = None,
     ) -> Plan:
         """The plan with its predictions."""
@@ -299,15 +323,16 @@ class _Models:
             moment_dtype=profile.moment_dtype,
             chunked_loss=profile.chunked_loss,
             device_bytes=memory.device_bytes(n_persist, n_buffer, activations, n_stream),
-            host_bytes=memory.host_bytes(n_persist, activations, n_speculate),
+            host_bytes=memory.host_bytes(n_persist, activations, n_speculate, n_whole),
             n_ckpt_swap=n_ckpt_swap,
             keep_attention=self.keep_attention,
             n_speculate=n_speculate,
             early_weights=early_weights and n_speculate > 0,
+            n_whole=n_whole,
             n_stream=n_stream,
             n_device_gradient=memory.device_regions(n_persist),
             n_host_gradient=memory.host_regions(n_persist, activations.swapped_bytes),
-            step_ms=runtime.step_ms(modes, n_persist, n_buffer, n_speculate, n_stream),
+            step_ms=runtime.step_ms(modes, n_persist, n_buffer, n_speculate, n_stream, n_whole),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )
 
@@ -395,6 +420,9 @@ class _Models:
         n_ckpt_swap: int,
         n_speculate: int,
         n_stream: int,
+        *,
+        early_weights: bool,
+        n_whole: int,
     ) -> None:
         """ValueError for a count out of range."""
         n_chunks = len(self.layout.chunks)
@@ -411,6 +439,13 @@ class _Models:
             raise ValueError(f"n_speculate must be 0 to {away}, the number of chunks in host memory, not {n_speculate}")
         if n_speculate and self.in_backward:
             raise ValueError("n_speculate must be 0 with step_during_backward=True: no update waits for step() then")
+        if n_whole and not early_weights:
+            raise ValueError(f"n_whole must be 0 without early_weights, where early updates are whole, not {n_whole}")
+        if not 0 <= n_whole < max(1, n_speculate):
+            raise ValueError(
+                f"n_whole must be 0 to {max(0, n_speculate - 1)}, fewer than the early updates, not {n_whole}: where "
+                "all of them are to be whole, leave out early_weights"
+            )
         candidates = self.runtime.streamable(n_persist, n_speculate)
         if not 0 <= n_stream <= candidates:
             raise ValueError(
@@ -427,4 +462,11 @@ class _Models:
                 self.memory, plan.n_persist, plan.n_buffer, activations, n_stream=plan.n_stream, given=True
             )
         if plan.host_bytes > self.hardware.host_bytes:
-            raise host_error(self.memory, plan.n_persist, activations, n_speculate=plan.n_speculate, given=True)
+            raise host_error(
+                self.kinds[plan.early_weights][0],
+                plan.n_persist,
+                activations,
+                n_speculate=plan.n_speculate,
+                n_whole=plan.n_whole,
+                given=True,
+            )
