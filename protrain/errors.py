@@ -30,9 +30,12 @@ class PlanError(ValueError):
         self.available_bytes = available_bytes
         self.largest_part = largest_part
         self.remedy = remedy
+        needed, available = format_bytes(needed_bytes), format_bytes(available_bytes)
+        if needed == available:
+            needed, available = f"{needed_bytes:,} bytes", f"{available_bytes:,}"
         super().__init__(
             f"{'the plan does not fit' if given else 'no plan fits'} the {where} memory: "
-            f"needed {format_bytes(needed_bytes)}, available {format_bytes(available_bytes)}; "
+            f"needed {needed}, available {available}; "
             f"largest part: {largest_part}. {remedy}"
         )
 

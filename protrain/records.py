@@ -93,11 +93,15 @@ class Record:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON to ``path`` atomically."""
-        target = Path(path)
+        """Write JSON to ``path``, whole or not at all; where that is a link, to the file that it names."""
+        target = Path(path).resolve()
         scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        scratch.write_text(self.to_json() + "\n")
-        os.replace(scratch, target)
+        try:
+            scratch.write_text(self.to_json() + "\n")
+            os.replace(scratch, target)
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
 
     def rows(self) -> list[tuple[str, str]]:
         """(name, value) rows of the printed table; bytes as GiB."""

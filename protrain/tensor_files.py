@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -82,7 +83,10 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, in
     """
     module = _safetensors()
     try:
+        path.touch()
+        mode = stat.S_IMODE(path.stat().st_mode)  # as of any file of this user; safetensors makes its own private
         module.torch.save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)
     except KeyError as error:
         name = next(name for name, tensor in tensors.items() if tensor.dtype is error.args[0])
         raise ValueError(f"{name} is {error.args[0]}, which safetensors files cannot hold") from None

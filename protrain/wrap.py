@@ -73,8 +73,7 @@ def wrap(
 
     Args:
         model: any module; on the CPU, on a GPU, or built under :func:`protrain.empty_parameters`. Trained as it is in
-            training
-            mode. The same object comes back, with hooks.
+            training mode. The same object comes back, with hooks.
         optimizer: torch.optim.AdamW or Adam over the model's parameters, with any groups. Its param_groups stay live.
         example_batch: a mapping (``model(**batch)``) or a tuple (``model(*batch)``), in every dimension as long as any
             batch of the training.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import errno
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +75,28 @@ def test_a_record_survives_json_and_files(tmp_path: Path) -> None:
     dataclasses.replace(FULL, count=4).save(tmp_path / "record.json")
     assert Outer.load(tmp_path / "record.json").count == 4
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"], "the scratch file is gone"
+
+
+def test_a_record_goes_to_the_file_that_a_link_names(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to("real.json")
+    for count in (3, 4):
+        dataclasses.replace(FULL, count=count).save(tmp_path / "link.json")
+        assert (tmp_path / "link.json").is_symlink()
+        assert Outer.load(tmp_path / "real.json").count == count
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FULL.save(tmp_path / "record.json")
+
+    def full(self: Path, text: str) -> None:
+        self.write_bytes(text[:5].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        dataclasses.replace(FULL, count=4).save(tmp_path / "record.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+    assert Outer.load(tmp_path / "record.json") == FULL
 
 
 def test_defaults_and_an_integer_for_a_float() -> None:

@@ -67,7 +67,7 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool,
     saved_step = run.step
     with ProgressLine("training", job.steps, done=run.step) as line, ExitStack() as tracing:
         if resumed:
-            line.note(f"resumed at step {run.step}")
+            line.note(f"resumed at step {run.step}" if run.step else "nothing was saved yet: starting at step 1")
         report = _reporter(run, times, line)
         delayed = DelayedRead(run.device)
         first_step = run.step
@@ -91,11 +91,23 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool,
             if evaluate:
                 run.evaluate()
             if save:
-                line.note(f"saved {run.save()}")
+                line.note(f"saved {_saved(run, saved_step)}")
                 saved_step = run.step
             if stop:
                 raise _interrupted(run, stop)
     return saved_step
+
+
+def _saved(run: Run, saved_step: int) -> Path:
+    """``run.save()``; where that fails, OSError says how to go on from ``saved_step``."""
+    try:
+        return run.save()
+    except OSError as error:
+        since = f"from step {saved_step}" if saved_step else "from the start, as nothing was saved yet"
+        raise OSError(
+            f"step {run.step} is not saved: {error}; make room, then `protrain train --resume --folder {run.folder}` "
+            f"goes on {since}"
+        ) from error
 
 
 def _finish(run: Run, times: StepTimes, requests: StopRequests, saved_step: int) -> TrainSummary:

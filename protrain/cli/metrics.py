@@ -126,6 +126,12 @@ class MetricsFile:
         return {row["step"]: row["loss"] for row in self.rows if "loss" in row}
 
 
+def steps_reached(folder: Path) -> int:
+    """The last step that the run in ``folder`` has reported; 0 for none."""
+    path = folder / METRICS_FILE
+    return max((int(row["step"]) for row in _read_rows(path)), default=0) if path.exists() else 0
+
+
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows up to the first line that is none: they are for reports alone, and must not stop a run.
 

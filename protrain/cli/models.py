@@ -10,6 +10,7 @@ from torch import nn
 
 import protrain
 from protrain.cli.data import Codec, byte_codec, tokenizer_codec
+from protrain.cli.files import MODEL_FOLDER
 from protrain.cli.shapes import SHAPES, shape_config
 from protrain.errors import not_downloaded
 from protrain.profiler.blocks import find_blocks
@@ -95,6 +96,8 @@ def _from_folder(name: str, transformers: Any) -> LoadedModel:
             f"{not_downloaded(name)}"
         )
     if not (folder / "config.json").is_file():
+        if (folder / MODEL_FOLDER / "config.json").is_file():
+            raise ValueError(f"{folder} is no model but holds one: give {folder / MODEL_FOLDER}")
         raise ValueError(f"{folder} holds no config.json: give a folder that save_pretrained wrote")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} holds no safetensors: save the weights with save_pretrained first")

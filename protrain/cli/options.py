@@ -129,6 +129,8 @@ def writable_file(text: str) -> Path:
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder: give a file")
+    if path.exists() and not path.is_file():  # it would be replaced by one: a device, a pipe
+        raise argparse.ArgumentTypeError(f"{path} is no regular file: give one; results can be piped with --json")
     return _writable(path)
 
 
@@ -202,10 +204,10 @@ def add_memory_options(parser: argparse._ArgumentGroup) -> None:
 
 def emit(record: Record, args: argparse.Namespace, table: str) -> None:
     """Print ``record`` as ``table`` or JSON, and write its JSON, as ``args`` of add_output_options say."""
-    if args.out is not None:
+    print(record.to_json() if args.json else table, file=sys.stdout, flush=True)
+    if args.out is not None:  # after it: what took long is not lost with a full disk
         try:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             record.save(args.out)
         except OSError as error:
             raise ValueError(f"--out: cannot write {args.out}: {error.strerror}") from None
-    print(record.to_json() if args.json else table, file=sys.stdout, flush=True)

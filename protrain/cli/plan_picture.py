@@ -33,8 +33,6 @@ def check_picture(path: Path) -> None:
     known = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.lstrip(".") not in known:
         raise ValueError(f"--picture: {path} must end in one of {', '.join(f'.{kind}' for kind in sorted(known))}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--picture: there is no folder {path.parent}")
 
 
 def draw_timeline(timeline: Timeline, title: str, path: Path) -> None:
@@ -99,6 +97,7 @@ def _patch(color: str, label: str) -> Any:
 
 def _save(figure: Any, path: Path) -> None:
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except OSError as error:
         raise ValueError(f"--picture: cannot write {path}: {error.strerror}") from None

@@ -20,7 +20,7 @@ from protrain.chunked_loss import find_head
 from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
 from protrain.cli.files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, UNFINISHED_DATA
 from protrain.cli.job import TrainJob
-from protrain.cli.metrics import MetricsFile, ProgressLine
+from protrain.cli.metrics import MetricsFile, ProgressLine, steps_reached
 from protrain.cli.models import LoadedModel, fit_positions, load_model
 from protrain.cli.run import Run
 from protrain.engine.states.weight_files import weight_sources
@@ -62,6 +62,10 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     if resume and chunked:
         _refuse_other_loss(loaded.model, device, folder)
     refuse_early(loaded, plain, plan, dtype, device, chunked=chunked)
+    if resume:
+        _refuse_lost_saves(job, folder)
+        if job.data is not None and not Path(job.data).exists():
+            raise ValueError(f"--data: {job.data} does not exist; where the text lies elsewhere by now, give its place")
     if loaded.weights is not None and loaded.tokenizer is None:
         Progress(enabled=True).note(f"{loaded.weights} brings no tokenizer: text is read as bytes")
     tokens = _read(job, loaded.codec, folder)
@@ -143,6 +147,19 @@ def refuse_early(
             parameter_records(model, optimizer),
             str(dtype).removeprefix("torch."),
             n_blocks=len(find_blocks(model)),
+        )
+
+
+def _refuse_lost_saves(job: TrainJob, folder: Path) -> None:
+    """ValueError where a run has steps that must have been saved, and no save: starting anew would lose what is known.
+
+    A run that was killed on its way to its first save starts anew.
+    """
+    reached = steps_reached(folder)
+    if reached > job.checkpoint_every > 0 and not list_saves(folder / CHECKPOINTS):
+        raise ValueError(
+            f"{folder / CHECKPOINTS} holds no save, and the run has reached step {reached}: put the saves back, or "
+            "start another --folder"
         )
 
 

@@ -156,7 +156,7 @@ def ranged(name: str) -> Callable[[str], float]:
 
 def run_command(args: argparse.Namespace) -> None:
     """Run `protrain train`."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1").strip() not in ("", "0", "1"):
         raise ValueError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: training runs in one process, on one device, and exchanges no "
             "gradients with others; start it without torchrun"

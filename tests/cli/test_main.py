@@ -146,6 +146,9 @@ def test_one_of_several_processes_is_refused(
     status, _, err = run(capsys, "train", "--model", "tiny", "--device", "cpu")
     assert status == 2
     assert "WORLD_SIZE is 2: training runs in one process" in err
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert main(["train", "--model", "tiny"]) == 2
+    assert "WORLD_SIZE is many: training runs in one process" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

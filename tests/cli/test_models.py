@@ -125,3 +125,8 @@ def test_a_broken_tokenizer_is_not_taken_for_a_broken_model(text: str, folder: P
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(ValueError, match=rf"^the tokenizer of {folder} cannot be read: \w"):
         load_model(str(folder))
+
+
+def test_the_folder_of_a_run_says_where_its_model_is(folder: Path) -> None:
+    with pytest.raises(ValueError, match=f"is no model but holds one: give {folder}$"):
+        load_model(str(folder.parent))

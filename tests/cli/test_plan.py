@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import stat
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,7 +276,7 @@ def dark_pixels(path: Path) -> torch.Tensor:
 
 def test_a_picture_of_a_step_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "step.png"
+    path = tmp_path / "new" / "step.png"
     status, _, err = run(capsys, *TINY, "--device-memory", "134MiB", "--json", "--picture", str(path))
     assert status == 0, err
     assert dark_pixels(path).float().mean() > 0.1
@@ -320,7 +323,8 @@ def test_eighty_blocks_are_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--picture", "nowhere/step.png"], "--picture: there is no folder nowhere"),
+        (["--picture", "pipe"], "--picture: pipe is no regular file"),
+        (["--out", "pipe"], "--out: pipe is no regular file: give one; results can be piped with --json"),
         (["--picture", "step.docx"], "--picture: step.docx must end in one of"),
         (["--max-model", "--picture", "step.png"], "--picture goes with a plan or --frontier"),
         (["--max-model", "--frontier"], "not allowed with argument"),
@@ -331,9 +335,24 @@ def test_a_bad_picture_or_mode_is_one_line(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
     status, out, err = run(capsys, *TINY, *argv)
     assert (status, len(err.splitlines()), out) == (2, 1, ""), err
     assert message in err
+    assert stat.S_ISFIFO(os.stat("pipe").st_mode)
+
+
+def test_a_result_that_cannot_be_written_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Plan, "save", full)
+    status, out, err = run(capsys, *TINY, "--out", str(tmp_path / "plan.json"))
+    assert status == 2
+    assert "n_persist" in out
+    assert f"--out: cannot write {tmp_path}/plan.json: No space left on device" in err
 
 
 # -- frontier and largest model ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import torch
 
 from protrain.cli.data import byte_codec, evaluation_batches, tokenize
 from protrain.cli.main import main
+from protrain.cli.run import Run
 from protrain.manifest import list_saves
 from protrain.planning import Plan
 
@@ -245,6 +247,62 @@ def test_a_finished_run_is_not_finished_again(finished: Path, capsys: pytest.Cap
     assert json.loads(printed.out) == json.loads((finished / "summary.json").read_text())
     assert printed.err == f"protrain: nothing to resume: all 90 steps of {finished} are done\n"
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("lost", ["the saves", "the text"])
+def test_a_run_that_lost_something_is_left_as_it_is(
+    lost: str, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, text = tmp_path / "run", tmp_path / "text.txt"
+    shutil.copy(workplace / "text.txt", text)
+    command = arguments(workplace, folder, "--no-model", "--sample-tokens", "0", "--checkpoint-every", "2")
+    command[command.index("--data") + 1] = str(text)
+    command[command.index("--steps") + 1] = "5"
+    assert main(command) == 0
+    (folder / "summary.json").unlink()  # as if it had been stopped before that
+    rows = (folder / "metrics.jsonl").read_text()
+    if lost == "the saves":
+        shutil.rmtree(folder / "checkpoints")
+        message = f"{folder}/checkpoints holds no save, and the run has reached step 5: put the saves back"
+    else:
+        text.rename(tmp_path / "moved.txt")
+        message = f"--data: {text} does not exist; where the text lies elsewhere by now, give its place"
+    capsys.readouterr()
+    assert main(["train", "--resume", "--folder", str(folder)]) == 2
+    assert message in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_text() == rows
+    if lost == "the text":
+        assert main(["train", "--resume", "--folder", str(folder), "--data", str(tmp_path / "moved.txt")]) == 0
+
+
+def test_a_save_that_finds_no_room_says_how_to_go_on(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    command = arguments(workplace, folder, "--no-model", "--sample-tokens", "0", "--checkpoint-every", "2")
+    command[command.index("--steps") + 1] = "6"
+    save = Run.save
+
+    def full_at_4(run: Run) -> Path:
+        if run.step == 4:
+            raise OSError("cannot write it: No space left on device")
+        return save(run)
+
+    monkeypatch.setattr(Run, "save", full_at_4)
+    assert main(command) == 1
+    said = capsys.readouterr().err
+    again = f"make room, then `protrain train --resume --folder {folder}` goes on from step 2"
+    assert f"step 4 is not saved: cannot write it: No space left on device; {again}" in said
+    monkeypatch.undo()
+    assert main(["train", "--resume", "--folder", str(folder)]) == 0
+
+
+def test_what_is_saved_can_be_read_by_whom_the_umask_lets(finished: Path) -> None:
+    mask = os.umask(0)
+    os.umask(mask)
+    files = [path for path in finished.rglob("*") if path.suffix in (".safetensors", ".json")]
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~mask}
 
 
 def test_changed_data_is_refused_on_resume(finished: Path, workplace: Path, tmp_path: Path) -> None:

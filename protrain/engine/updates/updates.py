@@ -9,7 +9,8 @@ at step(). After a step that was not as supposed the next one does without.
 
 The next forward waits for weights alone. So where the plan has ``early_weights``, only those are made early, which
 takes less memory and time, and the states follow once the updates are done that something waits for (deferred): the
-host does more, but not while the step waits for it.
+host does more, but not while the step waits for it. Of one plan's chunks some may have a whole copy and some a second
+weight (``n_whole``).
 
 Gradients come in the order opposite to that in which the next forward needs its chunks. So what the host has not begun
 by the end of backward is not done early any more, but in the order of need. That holds for updates inside backward
