@@ -18,13 +18,14 @@ class Kind:
     can_keep: bool = True  # without checkpointing; False where a plan decides
     can_clip: bool = True
     can_narrow: bool = False  # Adam's moments to bf16
+    can_gather: bool = False  # weights once for forward and backward
 
 
 KINDS = {
     "protrain": Kind(title="ProTrain", can_keep=False, can_narrow=True),
     "floor": Kind(title="forward and backward alone", can_keep=False),
     "resident": Kind(title="resident weights, fused AdamW"),
-    "fsdp2": Kind(title="FSDP2, CPU offload"),
+    "fsdp2": Kind(title="FSDP2, CPU offload", can_gather=True),
     # Their hooks on modules inside a block are Python that a graph cannot hold.
     "zero3": Kind(title="DeepSpeed ZeRO-3, optimizer offload", package="deepspeed", needs_gpu=True, can_compile=False),
     "zero3params": Kind(
@@ -34,7 +35,7 @@ KINDS = {
     # Gradients leave for the host one by one inside backward, before a norm is known.
     "torchao": Kind(title="torchao CPUOffloadOptimizer", package="torchao", needs_gpu=True, can_clip=False),
 }
-VARIANTS = ("eager", "kept", "unclipped", "narrow")
+VARIANTS = ("eager", "kept", "unclipped", "narrow", "gathered")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class Contestant(Record):
     checkpoint: bool = True
     clip: bool = True
     narrow: bool = False  # moments in bf16
+    gathered: bool = False  # weights of blocks stay on the GPU from forward to backward
 
     @property
     def name(self) -> str:
@@ -60,6 +62,7 @@ class Contestant(Record):
             "-kept" if kind.can_keep and not self.checkpoint else "",
             "-unclipped" if kind.can_clip and not self.clip else "",
             "-narrow" if self.narrow else "",
+            "-gathered" if self.gathered else "",
         )
         return self.kind + "".join(marks)
 
@@ -76,6 +79,8 @@ class Contestant(Record):
             parts.append("updates inside backward" if self.kind == "protrain" else "no clipping")
         if self.narrow:
             parts.append("moments in bf16")
+        if self.gathered:
+            parts.append("weights gathered once")
         return f"{kind.title} ({', '.join(parts)})"
 
     @property
@@ -92,7 +97,7 @@ def parse(text: str) -> Contestant:
     kind = KINDS.get(name)
     if kind is None:
         raise ValueError(f"--contestants: there is no {name!r}; known: {', '.join(KINDS)}")
-    possible = kind.can_compile, kind.can_keep, kind.can_clip, kind.can_narrow
+    possible = kind.can_compile, kind.can_keep, kind.can_clip, kind.can_narrow, kind.can_gather
     allowed = dict(zip(VARIANTS, possible, strict=True))
     for mark in marks:
         if not allowed.get(mark, False):
@@ -104,6 +109,7 @@ def parse(text: str) -> Contestant:
         checkpoint="kept" not in marks,
         clip=kind.can_clip and "unclipped" not in marks,
         narrow="narrow" in marks,
+        gathered="gathered" in marks,
     )
 
 
@@ -124,7 +130,7 @@ def parse_all(text: str) -> tuple[Contestant, ...]:
 
 
 DEFAULT = (
-    "protrain,floor,fsdp2,protrain-unclipped,fsdp2-unclipped,fsdp2-eager,fsdp2-kept,protrain-eager,floor-eager,"
-    "zero2,zero3,torchao,resident,resident-kept"
+    "protrain,floor,fsdp2,protrain-unclipped,fsdp2-unclipped,fsdp2-gathered,fsdp2-eager,fsdp2-kept,protrain-eager,"
+    "floor-eager,zero2,zero3,torchao,resident,resident-kept"
 )
 DEFAULT_ON_CPU = "protrain-eager,floor-eager,resident-eager,fsdp2-eager"

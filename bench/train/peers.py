@@ -48,12 +48,18 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     parameters = count(model)
     blocks = blocks_of(model)
     shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
-    for block in blocks:  # made on the GPU, from where fully_shard takes it to the host: the model is never whole there
+    for index, block in enumerate(blocks):  # made on the GPU: the model is never whole there unless it is to stay
+        own = {**options, "reshard_after_forward": not contestant.gathered}
+        if index < task.fsdp2_resident:
+            own.pop("offload_policy", None)
         fill(model, block, device=device, dtype=torch.float32)
-        fully_shard(block, **options)
+        fully_shard(block, **own)
     fill(model, model, device=device, dtype=torch.float32)
     fully_shard(model, **options)
-    optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=WEIGHT_DECAY), fused=True, **adamw_options(task))
+    optimizers = [  # one for each kind of device: fused kernels are of one
+        torch.optim.AdamW(groups, fused=True, **adamw_options(task))
+        for groups in _by_device(parameter_groups(model, weight_decay=WEIGHT_DECAY))
+    ]
 
     clip_ms: list[float] = []
 
@@ -63,11 +69,12 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
         norm: Any = None
         if contestant.clip:
             begin = time.perf_counter()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
-            norm = norm.full_tensor()
+            norm = _norm_by_rows(model)
+            nn.utils.clip_grads_with_norm_(model.parameters(), task.clip_norm, norm)
             clip_ms.append((time.perf_counter() - begin) * 1e3)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return loss.detach(), norm
 
     return Trainer(
@@ -77,12 +84,37 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
             **model_config(model, task),
             **block_config(contestant),
             "fully_shard": "every block, then the rest; parameters float32",
+            "reshard_after_forward": not contestant.gathered,
+            "blocks_not_offloaded": task.fsdp2_resident,
+            "norm": "by rows, then torch.nn.utils.clip_grads_with_norm_",
             "offload_policy": repr(options.get("offload_policy")),
             "mp_policy": repr(options.get("mp_policy")),
             "optimizer": "torch.optim.AdamW(fused=True)",
         },
         said_afterwards=lambda: {"clip_ms": median(clip_ms)} if clip_ms else {},
     )
+
+
+def _by_device(groups: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """``groups``, those of parameters on one kind of device together."""
+    kinds = {parameter.device.type for group in groups for parameter in group["params"]}
+    parted = [
+        [{**group, "params": [one for one in group["params"] if one.device.type == kind]} for group in groups]
+        for kind in sorted(kinds)
+    ]
+    return [[group for group in part if group["params"]] for part in parted]
+
+
+def _norm_by_rows(model: nn.Module) -> Tensor:
+    """The norm of all gradients of a world of one, 0-d on the CPU.
+
+    torch.nn.utils.clip_grad_norm_ has the norm of a tensor on the host worked out by one thread, in one sum of floats:
+    for 14336 x 4096 numbers it is 0.5% short. By rows all threads take part, and it is right to 7 digits.
+    """
+    found: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    grads: list[Tensor] = [gradient.to_local() for gradient in found]
+    norms = [torch.linalg.vector_norm(torch.linalg.vector_norm(g, dim=-1) if g.dim() > 1 else g) for g in grads]
+    return torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]))
 
 
 def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:

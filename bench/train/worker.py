@@ -149,7 +149,7 @@ def train(
         if now - kept > _KEEP_EVERY_S:
             keep(tuple(step_ms), tuple(losses))
             kept = now
-        before = time.perf_counter()
+        before = now  # reading and keeping are in the next step, as what a system still does beside them is
     if not all(math.isfinite(loss) for loss in losses):
         raise RuntimeError(f"the loss is not finite: {losses}")
     if len(step_ms) < min(3, job.task.steps):

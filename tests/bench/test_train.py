@@ -35,6 +35,7 @@ ONE = Contestant(kind="fsdp2")
         ("protrain-unclipped-narrow", Contestant(kind="protrain", clip=False, narrow=True)),
         ("fsdp2-kept", Contestant(kind="fsdp2", checkpoint=False)),
         ("fsdp2-eager-kept-unclipped", Contestant(kind="fsdp2", compile=False, checkpoint=False, clip=False)),
+        ("fsdp2-gathered", Contestant(kind="fsdp2", gathered=True)),
         ("zero3", Contestant(kind="zero3", compile=False)),
         ("torchao", Contestant(kind="torchao", clip=False)),
     ],
@@ -66,7 +67,7 @@ def test_titles_tell_rows_apart() -> None:
     [
         ("fsdp3", "there is no 'fsdp3'; known: protrain"),
         ("protrain-kept", "protrain has no variant 'kept'; it has eager, unclipped, narrow"),
-        ("fsdp2-narrow", "fsdp2 has no variant 'narrow'; it has eager, kept, unclipped"),
+        ("fsdp2-narrow", "fsdp2 has no variant 'narrow'; it has eager, kept, unclipped, gathered"),
         ("torchao-unclipped", "torchao has no variant 'unclipped'; it has eager, kept"),
         ("fsdp2,fsdp2", "fsdp2 is there twice"),
         ("floor", "floor checkpoints the blocks that protrain does: name that before it"),
@@ -318,7 +319,7 @@ def test_ratios_are_of_medians_within_the_run() -> None:
 
 def test_everything_that_a_cpu_can_do_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    names = "protrain-eager,floor-eager,resident-eager,fsdp2-eager,zero2"
+    names = "protrain-eager,floor-eager,resident-eager,fsdp2-eager,fsdp2-eager-gathered,zero2"
     options = [
         "--layers",
         "4",
@@ -330,16 +331,18 @@ def test_everything_that_a_cpu_can_do_runs(tmp_path: Path, capsys: pytest.Captur
         "5",
         "--device-memory",
         "40MiB",
+        "--fsdp2-resident",
+        "1",
         "--out",
         str(tmp_path),
     ]
     assert main(["--contestants", names, *options]) == 0
-    file = tmp_path / "compare-tiny-4layers-4x256-within-40MiB.json"
+    file = tmp_path / "compare-tiny-4layers-4x256-within-40MiB-fsdp2-resident-1.json"
     comparison = Comparison.load(file)
     rows = {outcome.contestant.name: outcome for outcome in comparison.outcomes}
     assert ",".join(rows) == names
     assert rows.pop("zero2").error == "skipped: it needs a GPU"
-    assert [outcome.error for outcome in rows.values()] == [""] * 4
+    assert [outcome.error for outcome in rows.values()] == [""] * 5
     assert {outcome.parameters for outcome in rows.values()} == {1_820_352}
     for outcome in rows.values():
         assert len(outcome.step_ms) == 5
@@ -357,6 +360,8 @@ def test_everything_that_a_cpu_can_do_runs(tmp_path: Path, capsys: pytest.Captur
         assert outcome.losses == pytest.approx(rows["resident-eager"].losses, rel=1e-5), outcome.contestant.name
         assert outcome.gradient_norms == pytest.approx(rows["resident-eager"].gradient_norms, rel=1e-4)
     assert 0 < rows["fsdp2-eager"].config["clip_ms"] < rows["fsdp2-eager"].median_ms
+    once = rows["fsdp2-eager-gathered"].config
+    assert (once["reshard_after_forward"], once["blocks_not_offloaded"]) == (False, 1)
     plan, reached = rows["protrain-eager"].plan, rows["protrain-eager"].config
     assert reached["host_gparams"] > 0
     assert reached["predicted_host_gparams"] > 0
@@ -367,7 +372,7 @@ def test_everything_that_a_cpu_can_do_runs(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(file.read_text())["command"].startswith("python -m bench.train --contestants protrain-eager")
     assert {outcome.config["chunked_loss"] for outcome in rows.values()} == {False}
     assert "protrain-eager is faster" in capsys.readouterr().out
-    assert (tmp_path / "compare-tiny-4layers-4x256-within-40MiB.png").stat().st_size > 5000
+    assert (tmp_path / "compare-tiny-4layers-4x256-within-40MiB-fsdp2-resident-1.png").stat().st_size > 5000
 
 
 @pytest.mark.gpu
