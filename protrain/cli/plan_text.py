@@ -1,10 +1,11 @@
 """A plan in words, and one step as text.
 
-A step has a lane a line, a column for every hundredth of the step, darker where the lane works more.
+A step has a lane a line, in columns of equal time, darker where the lane works more.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 from protrain.hardware import HardwareProfile
@@ -14,7 +15,8 @@ from protrain.planning.timeline import Timeline
 from protrain.profiler import ModelProfile
 from protrain.quantities import format_bytes
 
-COLUMNS = 100
+COLUMNS = 100  # of a step; fewer where the terminal is narrow
+_LEAST_COLUMNS = 20
 _SHADES = " ░▒▓█"
 _PLAIN_SHADES = " .:+#"
 _PHASES = ("forward", "backward", "after")
@@ -112,7 +114,7 @@ def _more(why: Explanation) -> str:
 
 
 def timeline_text(timeline: Timeline, *, plain: bool | None = None) -> str:
-    """Ruler, lanes with the share of the step that each works, and the phases; at most 120 characters wide.
+    """Ruler, lanes with the share of the step that each works, and the phases; as wide as the terminal, at most 124.
 
     Args:
         timeline: one step.
@@ -122,32 +124,35 @@ def timeline_text(timeline: Timeline, *, plain: bool | None = None) -> str:
         plain = not _shows_blocks()
     shades = _PLAIN_SHADES if plain else _SHADES
     width = max(map(len, timeline.lanes))
-    lines = [f"{'':<{width}}  {'0':<{COLUMNS // 2}}{format_ms(timeline.step_ms):>{COLUMNS - COLUMNS // 2}}"]
+    columns = COLUMNS
+    if sys.stdout.isatty():
+        columns = max(_LEAST_COLUMNS, min(COLUMNS, shutil.get_terminal_size().columns - width - len("    100%")))
+    lines = [f"{'':<{width}}  {'0':<{columns // 2}}{format_ms(timeline.step_ms):>{columns - columns // 2}}"]
     for lane, name in enumerate(timeline.lanes):
-        shares = busy_shares(timeline, lane)
+        shares = busy_shares(timeline, lane, columns)
         cells = "".join(shades[min(len(shades) - 1, int(share * (len(shades) - 1) + 0.75))] for share in shares)
-        lines.append(f"{name:<{width}}  {cells}  {sum(shares) / COLUMNS:4.0%}")
-    lines.append(f"{'':<{width}}  {_phase_line(timeline)}")
+        lines.append(f"{name:<{width}}  {cells}  {sum(shares) / columns:4.0%}")
+    lines.append(f"{'':<{width}}  {_phase_line(timeline, columns)}")
     return "\n".join(lines)
 
 
-def busy_shares(timeline: Timeline, lane: int) -> list[float]:
+def busy_shares(timeline: Timeline, lane: int, columns: int = COLUMNS) -> list[float]:
     """Per column the part of its time that ``lane`` works, from 0 to 1."""
-    column_ms = timeline.step_ms / COLUMNS
-    busy = [0.0] * COLUMNS
+    column_ms = timeline.step_ms / columns
+    busy = [0.0] * columns
     for operation in timeline.operations:
         if operation.lane != lane:
             continue
         start, end = max(operation.start_ms, 0.0), min(operation.end_ms, timeline.step_ms)
-        for column in range(int(start / column_ms), min(COLUMNS, int(end / column_ms) + 1)):
+        for column in range(int(start / column_ms), min(columns, int(end / column_ms) + 1)):
             busy[column] += max(0.0, min(end, (column + 1) * column_ms) - max(start, column * column_ms))
     return [min(1.0, time_ms / column_ms) for time_ms in busy]
 
 
-def _phase_line(timeline: Timeline) -> str:
+def _phase_line(timeline: Timeline, columns: int) -> str:
     """Where phases begin and, where there is room, what they are called."""
     ends = [timeline.forward_end_ms, timeline.backward_end_ms, timeline.step_ms]
-    stops = [round(end / timeline.step_ms * COLUMNS) for end in ends]
+    stops = [round(end / timeline.step_ms * columns) for end in ends]
     line = ""
     for name, stop in zip(_PHASES, stops, strict=True):
         room = stop - len(line)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +74,16 @@ def test_the_text_timeline_shows_each_lane_at_its_time() -> None:
     assert phases.index("|backward") - start == 40
     assert "after" not in phases, "two columns hold no word"
     assert max(map(len, timeline_text(make_timeline(), plain=True).splitlines())) <= 122
+
+
+@pytest.mark.parametrize(("terminal", "widest"), [(80, 80), (300, 122), (10, 42)])
+def test_the_text_timeline_fits_the_terminal(terminal: int, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(terminal))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    lines = timeline_text(make_timeline(), plain=True).splitlines()
+    assert max(map(len, lines)) == widest
+    gpu, up = lines[1], lines[2]
+    assert up.count("#") == pytest.approx(gpu.count("#") / 4, abs=1)
 
 
 def test_a_column_is_as_dark_as_its_lane_is_busy() -> None:
