@@ -19,7 +19,7 @@ from protrain.engine.engine import Engine
 from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.states.groups import Groups, check_options
-from protrain.engine.states.of_parameters import check_shapes, export_state, import_state
+from protrain.engine.states.of_parameters import check_shapes, export_state, import_state, of_its_step
 from protrain.engine.states.values import read_master, read_weight, write_weight
 from protrain.engine.updates.updates import Scale, Updates
 from protrain.errors import MisuseError
@@ -167,10 +167,16 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._clock.tick(updated=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. ``set_to_none`` is accepted for compatibility: they are always None afterwards."""
-        self._engine.abandon_backward()
+        """Forget all gradients. ``set_to_none`` is accepted for compatibility: they are always None afterwards.
+
+        Where updates run inside backward and that raised, those that it had made are a step, which ends here.
+        """
+        failed = self._engine.abandon_backward()
         with self._engine.streams.computing():
             self._forget_gradients()
+        if failed and self._engine.updated_inside:
+            self._engine.updated_inside.clear()
+            self._end_step()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -217,18 +223,19 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State in the format of torch.optim.AdamW, fp32 on the CPU; 16-bit weights also have their ``master``.
 
-        Of float16 it also has the loss scale.
+        That counts where the state is loaded again at its own step (``master_step``), not after steps that another
+        optimizer made with it. Of float16 it also has the loss scale.
         """
         self._engine.refuse_while_whole("the optimizer's state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._groups.check(self.param_groups)
         numbers = {id(p): number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        state: dict[int, dict[str, Tensor]] = {}
+        state: dict[int, dict[str, Any]] = {}
         with self._engine.quiet():
             for member in self._trainable():
                 if self._updates.steps[member.index] or member.chunk.master is not None:  # no step, but bits to keep
-                    state[numbers[id(member.parameter)]] = export_state(member, self._updates.steps)
+                    state[numbers[id(member.parameter)]] = of_its_step(export_state(member, self._updates.steps))
         packed = []
         for group in self.param_groups:
             own = {key: value for key, value in group.items() if key != "params"}

@@ -124,7 +124,11 @@ def build_engine(
     )
     ledger = Ledger()
     if device.type != "cuda":
-        ledger = SimulatedLedger(budget_bytes=device_bytes, fixed_bytes=fixed_bytes + plan.transient_bytes)
+        ledger = SimulatedLedger(
+            budget_bytes=device_bytes,
+            fixed_bytes=fixed_bytes + plan.transient_bytes,
+            fixed=[tensor for tensor in model.buffers() if tensor.layout is torch.strided],
+        )
     swapped = sum(
         block.saved_bytes + ALIGNMENT_BYTES * block.saved_tensors
         for block, mode in zip(profile.blocks, plan.block_modes, strict=True)

@@ -316,13 +316,15 @@ class Engine:
             if self._accumulates:
                 self.backward_ends()
 
-    def abandon_backward(self) -> None:
-        """Forget a backward that raised in the middle, so that what comes next starts clean."""
+    def abandon_backward(self) -> bool:
+        """Forget a backward that raised in the middle, so that what comes next starts clean; whether there was one."""
         if self._backward is None:
-            return
-        if self._backward() is None or torch._C._current_graph_task_id() == -1:
+            return False
+        failed = self._backward() is None or torch._C._current_graph_task_id() == -1
+        if failed:
             self._abandon()
             self.gradients.abandon()
+        return failed
 
     def _let_go(self) -> None:
         """Forget what raised in the middle, and whatever Ctrl-C left held in between: between steps nothing is."""

@@ -319,3 +319,12 @@ def test_the_ledger_forgets_an_excess_once_it_is_gone() -> None:
     del large
     ledger.hold(torch.zeros(100))
     assert (ledger.held_bytes, ledger.peak_bytes) == (400, 900)
+
+
+def test_the_ledger_counts_nothing_of_what_is_there_for_good() -> None:
+    buffer, other = torch.zeros(100), torch.zeros(100)
+    ledger = SimulatedLedger(budget_bytes=1000, fixed_bytes=600, fixed=[buffer])
+    ledger.hold(buffer[:50])
+    assert ledger.held_bytes == 0
+    ledger.hold(other)
+    assert (ledger.held_bytes, ledger.peak_bytes) == (400, 1000)

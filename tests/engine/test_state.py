@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import protrain
 from tests.engine import residual
-from tests.engine.harness import Batch, Loop, Spec, adamw, assert_same, default_loss, states, wrap_under
+from tests.engine.harness import NONE, Batch, Loop, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.stateful import DTYPES, FIRST, LOOP, RESIDENT, SECOND, SPECS, Make, maker
 
 
@@ -255,3 +255,37 @@ def test_state_is_loaded_after_a_backward_that_raised(spec: Spec, device: torch.
         block.fails = ""
         load()
     assert_same(states(wrapped, optimizer), before)
+
+
+@pytest.mark.parametrize("weights_first", [True, False])
+def test_steps_of_another_optimizer_stay_made(weights_first: bool, device: torch.device) -> None:
+    """torch's AdamW hands back the master that it was given, which is not of its last step."""
+    data = residual.batches(3)
+
+    def wrapped() -> tuple[nn.Module, Any]:
+        model = residual.make()
+        spec = Spec("some", "least", (NONE,))
+        return wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+
+    model, optimizer = wrapped()
+    default_loss(model, data[0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    plain = residual.make().to(device)
+    plain.load_state_dict(model.state_dict())
+    other = adamw(plain)
+    other.load_state_dict(optimizer.state_dict())
+    for batch in data[1:]:
+        default_loss(plain, batch).backward()
+        other.step()
+        other.zero_grad()
+    expected = {name: value.cpu() for name, value in plain.state_dict().items()}
+
+    model, optimizer = wrapped()
+    loads = [lambda: model.load_state_dict(expected), lambda: optimizer.load_state_dict(other.state_dict())]
+    for load in loads if weights_first else loads[::-1]:
+        load()
+    for name in optimizer.parameter_names():
+        state = optimizer.export_parameter(name)
+        assert state["step"] == 3
+        assert torch.equal(state["master"], expected[name]), name

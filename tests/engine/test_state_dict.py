@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.errors import MisuseError
 from tests.engine import residual
-from tests.engine.harness import NONE, Batch, Spec, adamw, assert_same, default_loss, wrap_under
+from tests.engine.harness import NONE, Batch, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.plain_loop import rounded
 from tests.engine.stateful import DTYPES, LOOP, SECOND, SPECS, Make, maker
 
@@ -153,6 +153,28 @@ def test_what_cannot_work_says_so(make: Make, batches: list[Batch]) -> None:
         with pytest.raises(MisuseError, match=r"use model.state_dict\(\)"):
             pickle.dumps(model.lm_head)
         assert len(LOOP.run(model, optimizer, batches[:2])) == 4
+
+
+def test_other_weights_for_a_while_leave_masters_as_they_were(
+    dtype: torch.dtype, make: Make, batches: list[Batch]
+) -> None:
+    """As docs/numerics.md has it: 16-bit weights that are put back would become the masters."""
+    for spec in SPECS:
+        runs = []
+        for swaps in (False, True):
+            model, optimizer = make(spec, dtype)
+            LOOP.run(model, optimizer, batches[:2])
+            if swaps:
+                exported = {name: optimizer.export_parameter(name) for name in optimizer.parameter_names()}
+                masters = {name: state.get("master", state.get("weight")) for name, state in exported.items()}
+                averaged = {name: value * 0.5 for name, value in model.state_dict().items()}
+                expected = default_loss(model, batches[2]).item()
+                model.load_state_dict(averaged, strict=False)
+                assert default_loss(model, batches[2]).item() != expected
+                model.load_state_dict(masters, strict=False)
+            runs.append((LOOP.run(model, optimizer, batches[2:5]), states(model, optimizer)))
+        assert runs[1][0] == runs[0][0]
+        assert_same(runs[1][1], runs[0][1])
 
 
 # -- full_parameters ---------------------------------------------------------------------------------------------------

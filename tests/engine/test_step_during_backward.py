@@ -144,6 +144,31 @@ def test_a_skipped_step_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Bat
     assert_same(results[1], results[0])
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_after_a_failed_backward_zero_grad_begins_anew(
+    wrapped: Wrap, tiny_batch: Callable[..., Batch], spec: Spec
+) -> None:
+    """What it had updated is a step; what comes next trains on."""
+    model, optimizer = wrapped(spec, during=True)
+    Loop().run(model, optimizer, [tiny_batch(0)])
+    before = states(model, optimizer)
+    # The first block's backward comes late: what lies behind it is updated by then.
+    first = model.get_submodule("transformer.h.0")
+    handle = first.register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**tiny_batch(1)).loss.backward()
+    optimizer.zero_grad()
+    handle.remove()
+    between = states(model, optimizer)
+    assert any(not torch.equal(between[name], before[name]) for name in before)
+    losses = Loop().run(model, optimizer, [tiny_batch(2)] * 3)
+    assert losses[-1] < losses[0]
+    model(**tiny_batch(1)).loss.backward()
+    optimizer.zero_grad()
+    with pytest.raises(MisuseError, match=r"backward\(\) before step\(\)"):  # one that did not fail wants its step
+        model(**tiny_batch(1)).loss.backward()
+
+
 def test_clipping_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
     model, optimizer = wrapped(SPECS[1], during=True)
     for _ in range(2):  # before and after a backward

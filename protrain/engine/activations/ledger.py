@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 
 from torch import Tensor
 from typing_extensions import override
@@ -26,9 +27,10 @@ class Ledger:
 class SimulatedLedger(Ledger):
     """Counts distinct storages that are held, and raises BudgetError beyond ``budget_bytes``."""
 
-    def __init__(self, *, budget_bytes: int, fixed_bytes: int) -> None:
+    def __init__(self, *, budget_bytes: int, fixed_bytes: int, fixed: Iterable[Tensor] = ()) -> None:
         self.budget_bytes = budget_bytes
         self.fixed_bytes = fixed_bytes  # chunks, buffers, staging, and the plan's transient part
+        self._fixed = {tensor.untyped_storage().data_ptr() for tensor in fixed}  # saved for backward, they take no more
         self.held_bytes = 0
         self.peak_bytes = fixed_bytes
         self._holders: Counter[int] = Counter()
@@ -37,6 +39,8 @@ class SimulatedLedger(Ledger):
     def hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         address, size_bytes = storage.data_ptr(), storage.nbytes()
+        if address in self._fixed:
+            return
         self._holders[address] += 1
         if self._holders[address] == 1:
             self.held_bytes += size_bytes

@@ -26,12 +26,21 @@ def export_state(member: Member, steps: list[int]) -> dict[str, Tensor]:
     return state
 
 
+def of_its_step(state: dict[str, Tensor]) -> dict[str, Any]:
+    """``state`` of :func:`export_state`, and with a master the step that it is of.
+
+    Other optimizers take the master along and make steps without it: what they give back has an old one, which the
+    weight that they trained must not become. No tensor, as they cast those.
+    """
+    return {**state, "master_step": int(state["step"])} if "master" in state else dict(state)
+
+
 def import_state(member: Member, steps: list[int], tensors: Mapping[str, Any]) -> None:
     """Set what :func:`export_state` returned; what is missing is as at the start."""
     steps[member.index] = int(tensors.get("step", 0))
     for name in _STATES:
         write_state(member, name, tensors.get(name, 0.0))
-    if "master" in tensors:
+    if "master" in tensors and tensors.get("master_step", steps[member.index]) == steps[member.index]:
         write_master(member, tensors["master"])
 
 
