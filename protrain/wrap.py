@@ -108,6 +108,8 @@ def wrap(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("protrain.wrap inside torch.inference_mode(), where nothing can be trained: call it outside")
     if any(isinstance(parameter, PresentParameter) for parameter in model.parameters()):
         raise ValueError("the model is wrapped already: use the model and optimizer that protrain.wrap returned")
     moved = [name for name, parameter in model.named_parameters() if has_moved(parameter)]
@@ -235,6 +237,8 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
                 f"parameter {name} is {parameter.dtype}, which is not trained: keep real and imaginary parts of it "
                 "(torch.view_as_real), or set requires_grad=False"
             )
+        if parameter.is_inference():
+            raise ValueError(f"parameter {name} was made in torch.inference_mode(): build the model outside of that")
         if not parameter.is_meta and parameter.grad is not None:
             raise ValueError(
                 f"parameter {name} has a gradient already, which the first step would add to its own: call "

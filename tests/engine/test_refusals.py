@@ -48,6 +48,13 @@ def test_wrong_arguments(model: nn.Module, batch: Batch, options: Any, words: st
     refused(model, adamw(model), batch, words, ValueError, **options)
 
 
+def test_what_inference_mode_made_or_surrounds_is_refused(model: nn.Module, batch: Batch) -> None:
+    with torch.inference_mode():
+        refused(model, adamw(model), batch, "inside torch.inference_mode.*call it outside", ValueError)
+        made = nn.Linear(4, 4)
+    refused(made, adamw(made), batch, "parameter weight was made in torch.inference_mode.*outside", ValueError)
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [("plan", "cannot read a plan from .*nowhere: No such file"), ("weights", "there is no folder .*nowhere")],

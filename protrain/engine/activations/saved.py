@@ -119,8 +119,8 @@ class Frame:
         """Tell the engine that backward has reached this unit."""
         if self.steps != self.engine.steps:
             raise MisuseError(
-                f"backward through {self.unit.label} after optimizer.step() changed its weights: call backward() "
-                "before step(), or run the forward again"
+                f"backward through {self.unit.label} after optimizer.step(), or an edit, changed its weights: call "
+                "backward() before that, or run the forward again"
             )
         self.engine.enter_backward(self.unit)
 

@@ -53,7 +53,7 @@ def edit_error(member: Member, how: str) -> MisuseError:
     """What to say when the data of a parameter was ``how``."""
     return MisuseError(
         f"the data of {member.name} was {how} outside `with protrain.full_parameters(model):`, which is where the "
-        "values of managed parameters can be edited"
+        "values of managed parameters can be edited; a forward must leave them as they are"
     )
 
 
