@@ -168,16 +168,14 @@ class CheckpointFrame(Frame):
         self.watched: list[tuple[Tensor, int]] = []  # inputs, with their versions when the first run began
         self.inputs_changed = False  # since
         self.cached: list[tuple[Tensor, int]] = []  # likewise, tensors in key/value caches among them
-        self.inputs: list[Tensor] = []  # in the ledger
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Lists and dictionaries are the model's, which may fill them further once this is over.
         self.function, (self.args, self.kwargs) = function, tree_map(self._as_given, (args, kwargs))
-        # Parameters lie in chunks. Held are aliases, which end with this frame: the caller may keep what it gave.
-        self.inputs = [tensor.detach() for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, nn.Parameter)]
-        for tensor in self.inputs:
-            self.engine.ledger.hold(tensor)
+        for tensor in tensors_in((args, kwargs)):
+            if not isinstance(tensor, nn.Parameter):  # which lies in a chunk
+                self.engine.ledger.hold(tensor)
         self.watched = watch(tensors_in((args, kwargs)))
         self.autocast = _autocast_state(self.engine.device.type)
         self.modules = self.unit.modules.called()
