@@ -2,8 +2,8 @@
 
 Names of contestants may carry -eager (blocks not compiled), -kept (nothing checkpointed), -unclipped (ProTrain then
 updates inside backward), -narrow (ProTrain alone: Adam's moments in bf16) and -gathered (FSDP2 alone: weights of blocks
-stay on the GPU from forward to backward). A floor checkpoints what the plan of the
-ProTrain row with the same variants does.
+stay on the GPU from forward to backward). A floor checkpoints what the plan of the ProTrain row with the same variants
+does.
 """
 
 from __future__ import annotations

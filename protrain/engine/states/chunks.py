@@ -300,8 +300,8 @@ def make_chunks(
 
     The first ``plan.n_speculate`` of those have room for a second copy of what an update writes, or with
     ``plan.early_weights`` all but the last ``plan.n_whole`` of these of the weight alone. Of the ``streamed``, by
-    index, the device reaches all states. Where
-    gradients share regions chunks have no room for their own; the arena's piece has that of the regions.
+    index, the device reaches all states. Where gradients share regions chunks have no room for their own; the arena's
+    piece has that of the regions.
     """
     away = layout.chunks[plan.n_persist :]
     sizes = [size for record in away for size in size_bytes(record, held_states(record, layout, plan, dtype))]
