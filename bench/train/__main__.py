@@ -1,9 +1,9 @@
 """ProTrain beside FSDP2, DeepSpeed, torchao and the compute-only floor: one task, one machine, one run.
 
 Names of contestants may carry -eager (blocks not compiled), -kept (nothing checkpointed), -unclipped (ProTrain then
-updates inside backward), -narrow (ProTrain alone: Adam's moments in bf16) and -gathered (FSDP2 alone: weights of blocks
-stay on the GPU from forward to backward). A floor checkpoints what the plan of the ProTrain row with the same variants
-does.
+updates inside backward), -narrow (ProTrain alone: Adam's moments in bf16), -gathered (FSDP2 alone: weights of offloaded
+blocks stay on the GPU from forward to backward) and -residentN (FSDP2 alone: N blocks are not offloaded). A floor
+checkpoints what the plan of the ProTrain row with the same variants does.
 """
 
 from __future__ import annotations
@@ -81,13 +81,6 @@ def _parser() -> Parser:
     parser.add_argument(
         "--device-memory", type=memory, default=None, metavar="SIZE", help="of the GPU, for every contestant"
     )
-    parser.add_argument(
-        "--fsdp2-resident",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="blocks that FSDP2 does not offload (default: 0)",
-    )
     parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="of the host, for ProTrain")
     parser.add_argument(
         "--time-limit", type=number(1), default=3600.0, metavar="SECONDS", help="for the whole run (default: an hour)"
@@ -113,7 +106,6 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
         clip_norm=args.clip,
         device_memory=args.device_memory,
         host_memory=args.host_memory,
-        fsdp2_resident=args.fsdp2_resident,
     )
     loaded = load_model(task.model, layers=task.layers)
     fit_positions(loaded, task.sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from protrain.records import Record
@@ -19,13 +20,14 @@ class Kind:
     can_clip: bool = True
     can_narrow: bool = False  # Adam's moments to bf16
     can_gather: bool = False  # weights once for forward and backward
+    can_place: bool = False  # blocks that are not offloaded, as many as the user says
 
 
 KINDS = {
     "protrain": Kind(title="ProTrain", can_keep=False, can_narrow=True),
     "floor": Kind(title="forward and backward alone", can_keep=False),
     "resident": Kind(title="resident weights, fused AdamW"),
-    "fsdp2": Kind(title="FSDP2, CPU offload", can_gather=True),
+    "fsdp2": Kind(title="FSDP2, CPU offload", can_gather=True, can_place=True),
     # Their hooks on modules inside a block are Python that a graph cannot hold.
     "zero3": Kind(title="DeepSpeed ZeRO-3, optimizer offload", package="deepspeed", needs_gpu=True, can_compile=False),
     "zero3params": Kind(
@@ -35,7 +37,7 @@ KINDS = {
     # Gradients leave for the host one by one inside backward, before a norm is known.
     "torchao": Kind(title="torchao CPUOffloadOptimizer", package="torchao", needs_gpu=True, can_clip=False),
 }
-VARIANTS = ("eager", "kept", "unclipped", "narrow", "gathered")
+VARIANTS = ("eager", "kept", "unclipped", "narrow", "gathered", "resident")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,8 @@ class Contestant(Record):
     checkpoint: bool = True
     clip: bool = True
     narrow: bool = False  # moments in bf16
-    gathered: bool = False  # weights of blocks stay on the GPU from forward to backward
+    gathered: bool = False  # weights of offloaded blocks stay on the GPU from forward to backward
+    resident: int = 0  # blocks that stay on the GPU with all their states
 
     @property
     def name(self) -> str:
@@ -63,6 +66,7 @@ class Contestant(Record):
             "-unclipped" if kind.can_clip and not self.clip else "",
             "-narrow" if self.narrow else "",
             "-gathered" if self.gathered else "",
+            f"-resident{self.resident}" if self.resident else "",
         )
         return self.kind + "".join(marks)
 
@@ -81,6 +85,8 @@ class Contestant(Record):
             parts.append("moments in bf16")
         if self.gathered:
             parts.append("weights gathered once")
+        if self.resident:
+            parts.append(f"{self.resident} blocks resident")
         return f"{kind.title} ({', '.join(parts)})"
 
     @property
@@ -97,11 +103,15 @@ def parse(text: str) -> Contestant:
     kind = KINDS.get(name)
     if kind is None:
         raise ValueError(f"--contestants: there is no {name!r}; known: {', '.join(KINDS)}")
-    possible = kind.can_compile, kind.can_keep, kind.can_clip, kind.can_narrow, kind.can_gather
+    possible = kind.can_compile, kind.can_keep, kind.can_clip, kind.can_narrow, kind.can_gather, kind.can_place
     allowed = dict(zip(VARIANTS, possible, strict=True))
+    resident = 0
     for mark in marks:
-        if not allowed.get(mark, False):
-            known = [variant for variant in VARIANTS if allowed[variant]]
+        placed = re.fullmatch("resident([1-9][0-9]*)", mark)
+        if placed is not None and kind.can_place:
+            resident = int(placed[1])
+        elif mark == "resident" or not allowed.get(mark, False):
+            known = [variant + "N" * (variant == "resident") for variant in VARIANTS if allowed[variant]]
             raise ValueError(f"--contestants: {name} has no variant {mark!r}; it has {', '.join(known)}")
     return Contestant(
         kind=name,
@@ -110,6 +120,7 @@ def parse(text: str) -> Contestant:
         clip=kind.can_clip and "unclipped" not in marks,
         narrow="narrow" in marks,
         gathered="gathered" in marks,
+        resident=resident,
     )
 
 

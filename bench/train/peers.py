@@ -47,10 +47,13 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     replace_loss(model, task, device)
     parameters = count(model)
     blocks = blocks_of(model)
+    if contestant.resident > len(blocks):
+        raise ValueError(f"{contestant.name}: the model has {len(blocks)} blocks")
     shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
     for index, block in enumerate(blocks):  # made on the GPU: the model is never whole there unless it is to stay
         own = {**options, "reshard_after_forward": not contestant.gathered}
-        if index < task.fsdp2_resident:
+        if index < contestant.resident:  # nothing to gather: a cast on the GPU
+            own["reshard_after_forward"] = True
             own.pop("offload_policy", None)
         fill(model, block, device=device, dtype=torch.float32)
         fully_shard(block, **own)
@@ -85,7 +88,7 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
             **block_config(contestant),
             "fully_shard": "every block, then the rest; parameters float32",
             "reshard_after_forward": not contestant.gathered,
-            "blocks_not_offloaded": task.fsdp2_resident,
+            "blocks_not_offloaded": contestant.resident,
             "norm": "by rows, then torch.nn.utils.clip_grads_with_norm_",
             "offload_policy": repr(options.get("offload_policy")),
             "mp_policy": repr(options.get("mp_policy")),

@@ -32,7 +32,6 @@ class Task(Record):
     learning_rate: float = 1e-4
     device_memory: str | None = None  # for every contestant, cached blocks included
     host_memory: str | None = None
-    fsdp2_resident: int = 0  # blocks that FSDP2 keeps on the GPU with all their states, found by hand
 
     @property
     def tokens_per_step(self) -> int:
@@ -44,8 +43,7 @@ class Task(Record):
         """For file names."""
         depth = "" if self.layers is None else f"-{self.layers}layers"
         within = "" if self.device_memory is None else f"-within-{self.device_memory}"
-        placed = f"-fsdp2-resident-{self.fsdp2_resident}" if self.fsdp2_resident else ""
-        return f"{self.model}{depth}-{self.batch}x{self.sequence}{within}{placed}"
+        return f"{self.model}{depth}-{self.batch}x{self.sequence}{within}"
 
 
 @dataclass(frozen=True, kw_only=True)
