@@ -260,7 +260,7 @@ def test_state_is_loaded_after_a_backward_that_raised(spec: Spec, device: torch.
 @pytest.mark.parametrize("weights_first", [True, False])
 def test_steps_of_another_optimizer_stay_made(weights_first: bool, device: torch.device) -> None:
     """torch's AdamW hands back the master that it was given, which is not of its last step."""
-    data = residual.batches(3)
+    data = [tuple(tensor.to(device) for tensor in batch) for batch in residual.batches(3)]
 
     def wrapped() -> tuple[nn.Module, Any]:
         model = residual.make()
