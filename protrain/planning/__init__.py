@@ -1,13 +1,15 @@
 """The planner: chunk layout, memory model, runtime model and search. Pure Python: it never touches a device."""
 
 from protrain.planning.explain.explanation import Explanation, explain
+from protrain.planning.fingerprint import fingerprint
 from protrain.planning.layout import ChunkRecord, Layout, Slot, choose_chunk_elements, pack
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes
 from protrain.planning.runtime.model import RuntimeModel
 from protrain.planning.search.frontier import Frontier, frontier
+from protrain.planning.search.given import check, evaluate
 from protrain.planning.search.largest import Largest, largest
-from protrain.planning.search.search import check, evaluate, fingerprint, search
+from protrain.planning.search.search import search
 
 __all__ = [
     "BlockMode",

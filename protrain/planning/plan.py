@@ -60,7 +60,7 @@ class Plan(Record):
     large_first: bool = False  # chunks of one large parameter come before all others
     n_chunks: int
     block_modes: tuple[BlockMode, ...]
-    model: str  # fingerprint of the ModelProfile it was made for: planning.search.fingerprint
+    model: str  # fingerprint of the ModelProfile it was made for: planning.fingerprint
     tokens: int  # of the planned batch
     accumulation: int = 1  # batches of a step, whose gradients are summed in fp32
     moment_dtype: str = "float32"  # or "bfloat16": of Adam's two moments

@@ -15,7 +15,8 @@ from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, moved_input_bytes
 from protrain.planning.rates.caution import host_share
 from protrain.planning.rates.update_rates import device_update_gparams, host_update_gparams
-from protrain.planning.search.search import check, search
+from protrain.planning.search.given import check
+from protrain.planning.search.search import search
 from protrain.planning.tables import aligned, format_change, format_ms
 from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
 from protrain.profiler.model_profile import ModelProfile

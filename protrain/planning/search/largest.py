@@ -18,9 +18,9 @@ from protrain.planning.layout import Layout, layouts
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import Plan, block_modes
 from protrain.planning.runtime.model import RuntimeModel
+from protrain.planning.search.given import evaluate
 from protrain.planning.search.infeasible import least_bytes, nothing_fits
 from protrain.planning.search.moves import Moves
-from protrain.planning.search.search import evaluate
 from protrain.planning.tables import aligned, format_ms
 from protrain.profiler.model_profile import ModelProfile
 from protrain.quantities import format_bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protrain.errors import PlanError
+from protrain.planning.fingerprint import fingerprint, parameters_fingerprint
 from protrain.planning.plan import Plan
-from protrain.planning.search.search import fingerprint, parameters_fingerprint
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord
 
 _DTYPES = ("bfloat16", "float16", "float32")
