@@ -19,6 +19,8 @@ from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job, Task
 from protrain.engine.report import Report
 from protrain.planning import Plan
 
+_OF_THE_HOST = "host_adam_gparams", "host_adam_p20_gparams", "host_adam_threads"  # what plans expect of it
+
 Step = Callable[[Tensor], tuple[Tensor, Tensor | None]]  # token ids [batch, sequence] -> loss, gradient norm
 
 
@@ -88,6 +90,7 @@ def protrain_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
             "plan": str(optimizer.plan),
             "predicted_ms": optimizer.plan.step_ms,
             "hardware": optimizer.hardware.source,
+            **{name: getattr(optimizer.hardware, name) for name in _OF_THE_HOST},
         },
         plan=optimizer.plan,
         pinned_bytes=lambda: optimizer.report().host_bytes,

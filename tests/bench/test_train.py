@@ -370,6 +370,7 @@ def test_everything_that_a_cpu_can_do_runs(tmp_path: Path, capsys: pytest.Captur
     plan, reached = rows["protrain-eager"].plan, rows["protrain-eager"].config
     assert reached["host_gparams"] > 0
     assert reached["predicted_host_gparams"] > 0
+    assert reached["host_adam_gparams"] > 0
     assert plan is not None
     checkpointed = [index for index, mode in enumerate(plan.block_modes) if mode is BlockMode.CKPT]
     assert checkpointed  # the budget asks for it
