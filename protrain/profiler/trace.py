@@ -59,7 +59,8 @@ def profile(
         device_bytes: half of which weights may fill so that they need not come again; default: what is free.
 
     Raises:
-        ValueError: the batch is no mapping or tuple, nothing is trainable, or the model already checkpoints its layers.
+        ValueError: the batch is no mapping or tuple, nothing is trainable, the model already checkpoints its layers, or
+            it changes its parameters in forward.
     """
     batches.check(example_batch)
     refuse_own_checkpointing(model, checkpointing_switches(model), ValueError, since="already")
@@ -116,6 +117,7 @@ def _traced(
 
         step = Step(model, owned, blocks, weights, device, measure=True, show=tell("measuring memory"))
         step.run(args, kwargs)
+        weights.refuse_writes()
         timed = [[(0.0, 0.0)] * len(step.segments)]
         if device.type != "meta":
             weights.random = device.type == "cuda"  # filling from the host again would take longer than the step

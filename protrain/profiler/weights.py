@@ -94,6 +94,18 @@ class Weights:
         if self._meter is not None:
             self._meter.hold(sum(self.stand_ins[index].nbytes for index in indexes))
 
+    def refuse_writes(self) -> None:
+        """ValueError where the model changed a parameter in place, as autograd counts it: filling does not."""
+        changed = {id(stand_in) for stand_in in self.stand_ins if stand_in._version}
+        for name, parameter in self._model.named_parameters():
+            if id(parameter) in changed:
+                raise ValueError(
+                    f"the forward of {type(self._model).__name__} changes its parameter {name} in place, which copies "
+                    "of it elsewhere would not follow: take that out (max_norm=None of an embedding, "
+                    "altup_coef_clip=None of Gemma-3n), or, where the first forward alone does it, call the model once "
+                    "before"
+                )
+
     def unmanaged_bytes(self) -> int:
         """Bytes of buffers and of parameters that are not floating-point."""
         storages = {storage._cdata: storage.nbytes() for storage in map(_storage, self.unmanaged.values())}

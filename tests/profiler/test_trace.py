@@ -324,6 +324,38 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
         profile(model, (torch.randn(1, 2),))
 
 
+class _Scaled(_Model):
+    """Scales a weight in its first forward, as ActNorm does by what it is given."""
+
+    begun = False
+
+    def __init__(self, by_data: bool) -> None:
+        super().__init__()
+        self.by_data = by_data
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = next(self.parameters())
+        if not self.begun:
+            (weight.data if self.by_data else weight.detach()).mul_(0.5)
+        self.begun = True
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_forward_that_writes_a_parameter_is_refused_before_anything_else(device: str, by_data: bool) -> None:
+    model = _Scaled(by_data)
+    name, weight = next(iter(model.named_parameters()))
+    before = weight.detach().clone()
+    with pytest.raises(ValueError, match=rf"forward of _Scaled changes its parameter {name} in place"):
+        profile(model, _batch(), device=device)
+    assert torch.equal(weight, before)
+    model.begun = False
+    model(*_batch())
+    assert not torch.equal(weight, before)
+    assert profile(model, _batch(), device=device).parameters
+
+
 def test_a_profile_survives_its_file(tmp_path: Any) -> None:
     traced = profile(_Model(), _batch())
     traced.save(tmp_path / "profile.json")
