@@ -74,7 +74,7 @@ def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> Trai
     job, losses = run.job, run.metrics.losses()
     last_losses = [loss for step, loss in losses.items() if step > job.steps - max(job.steps // 10, 1)]
     device_peak_bytes = run.device_peak_bytes
-    if not times.milliseconds:  # this process resumed at the end: sessions before it have seen the steps
+    if times.quantile(0.5) is None:  # this process resumed at the end: sessions before it have seen the steps
         times = _recorded_times(run)
         device_peak_bytes = max([device_peak_bytes, *(row.get("device_bytes", 0) for row in run.metrics.rows)])
     step_ms = times.quantile(0.5)
@@ -100,6 +100,7 @@ def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> Trai
         step_ms=step_ms,
         step_ms_p20=times.quantile(0.2),
         step_ms_p80=times.quantile(0.8),
+        steps_alone=times.are_alone,
         tokens_per_s=tokens_per_s,
         parameter_tflops=None if tokens_per_s is None else 6 * run.parameters * tokens_per_s / 1e12,
         model_tflops=None if tokens_per_s is None else run.flops_per_token * tokens_per_s / 1e12,
@@ -115,5 +116,6 @@ def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> Trai
 
 def _recorded_times(run: Run) -> StepTimes:
     times = StepTimes(skip=WARMING_UP_STEPS)
-    times.milliseconds = [row["step_ms"] for row in run.metrics.rows if row.get("step_ms") is not None]
+    for name, durations in (("step_ms", times.milliseconds), ("alone_ms", times.alone_milliseconds)):
+        durations += [row[name] for row in run.metrics.rows if row.get(name) is not None]
     return times

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -85,14 +86,21 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool,
             last, stop = run.step == job.steps, requests.received
             evaluate = not (last or stop) and job.evaluate_every and run.step % job.evaluate_every == 0
             save = stop or (job.checkpoint_every and (last or run.step % job.checkpoint_every == 0))
-            if evaluate or save or last:
-                report(delayed.take())
+            pause = evaluate or save or last
+            if pause:
+                result, alone_ms = delayed.take(), None
+                if times.is_alone:
+                    run.wait_for_updates()
+                    alone_ms = times.add_alone(time.perf_counter())
+                report(result, alone_ms)
                 times.pause()
             if evaluate:
                 run.evaluate()
             if save:
                 line.note(f"saved {_saved(run, saved_step)}")
                 saved_step = run.step
+            if pause:
+                times.go_on(time.perf_counter())
             if stop:
                 raise _interrupted(run, stop)
     return saved_step
@@ -164,18 +172,19 @@ def _remedy(run: Run, step: int) -> str:
     return "; lower --learning-rate, or lengthen --warmup"
 
 
-def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Callable[[StepResult | None], None]:
+def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Callable[..., None]:
     """Turns a finished step into a row of metrics.jsonl and a progress line."""
     factor = schedule(run.job)
     peak_learning_rate = run.job.peak_learning_rate(run.loaded.learning_rate)
 
-    def report(result: StepResult | None) -> None:
+    def report(result: StepResult | None, alone_ms: float | None = None) -> None:
         if result is None:
             return
         if not math.isfinite(result.loss):
             raise FloatingPointError(f"the loss is {result.loss} at step {result.step}{_remedy(run, result.step)}")
         step_ms = times.add(result.ended_s)
-        tokens_per_s = None if step_ms is None else run.tokens_per_step / step_ms * 1000
+        took_ms = step_ms if alone_ms is None else alone_ms
+        tokens_per_s = None if took_ms is None else run.tokens_per_step / took_ms * 1000
         tflops = None if tokens_per_s is None else tokens_per_s * run.flops_per_token / 1e12
         memory: dict[str, Any] = {"device_bytes": run.device_peak_bytes, "host_bytes": resident_bytes()}
         run.metrics.add(
@@ -185,6 +194,7 @@ def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Callable[[StepR
                 "gradient_norm": result.gradient_norm,
                 "learning_rate": peak_learning_rate * factor(result.step - 1),
                 "step_ms": step_ms,
+                "alone_ms": alone_ms,
                 "tokens_per_s": tokens_per_s,
                 "model_tflops": tflops,
                 **memory,

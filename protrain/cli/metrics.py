@@ -72,12 +72,19 @@ class DelayedRead:
 
 
 class StepTimes:
-    """Durations of steps, from the end of one to the end of the next; what else happened in between is left out."""
+    """Durations of steps, from the end of one to the end of the next; what else happened in between is left out.
+
+    A step alone between two saves or evaluations follows no other's end. It is timed from its begin until its updates
+    are done, none of which overlap with another step: longer than a step among others, so it counts only where there
+    are none of these.
+    """
 
     def __init__(self, *, skip: int) -> None:
         self._skip = skip
         self._last: float | None = None
+        self._begun: float | None = None  # of the step after a pause
         self.milliseconds: list[float] = []
+        self.alone_milliseconds: list[float] = []
 
     def add(self, ended_s: float) -> float | None:
         """The duration of the step that ended, in ms; None for the first after a pause."""
@@ -89,11 +96,32 @@ class StepTimes:
 
     def pause(self) -> None:
         """Forget the last end: evaluation or saving follows."""
-        self._last = None
+        self._last = self._begun = None
+
+    def go_on(self, begun_s: float) -> None:
+        """The pause is over. Clock times here and in :meth:`add_alone` are the host's."""
+        self._begun = begun_s
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a step that ends before a pause stands alone: the one before it ended before a pause too."""
+        return self._last is None and self._begun is not None
+
+    def add_alone(self, ended_s: float) -> float:
+        """The duration of the step that stands alone, in ms; at ``ended_s`` its updates were done."""
+        assert self._begun is not None
+        self.alone_milliseconds.append((ended_s - self._begun) * 1000)
+        return self.alone_milliseconds[-1]
+
+    @property
+    def are_alone(self) -> bool:
+        """Whether :meth:`quantile` is of steps that stood alone."""
+        return bool(self.alone_milliseconds) and not self.milliseconds
 
     def quantile(self, share: float) -> float | None:
         """The duration that ``share`` of the steps stay under, without the first ones (warming up); None if none."""
-        ordered = sorted(self.milliseconds[self._skip :] or self.milliseconds)
+        durations = self.milliseconds or self.alone_milliseconds
+        ordered = sorted(durations[self._skip :] or durations)
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
 
 

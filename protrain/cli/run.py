@@ -75,6 +75,10 @@ class Run:
         self.metrics.add({"step": self.step, "evaluation_loss": loss})
         return loss
 
+    def wait_for_updates(self) -> None:
+        """Return once the last step's updates are done; ``optimizer.step()`` does not wait for those on the host."""
+        self.optimizer._engine.wait_for_updates()
+
     def save(self) -> Path:
         """Write a checkpoint; returns its folder."""
         return save_checkpoint(

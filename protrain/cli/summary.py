@@ -14,7 +14,10 @@ from protrain.records import Record
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSummary(Record):
-    """Figures of a run. Times are of a whole step, optimizer included, the first few left out."""
+    """Figures of a run. Times are of a whole step, optimizer included, the first few left out.
+
+    Saves and evaluations are in none of them. Where each step has one after it, times are of steps that stand alone.
+    """
 
     file_kind = "the summary of a run of `protrain train`"
 
@@ -36,6 +39,7 @@ class TrainSummary(Record):
     step_ms: float | None  # median
     step_ms_p20: float | None
     step_ms_p80: float | None
+    steps_alone: bool = False  # no update of a step went on beside the next one, so that times are longer than else
     tokens_per_s: float | None
     parameter_tflops: float | None  # 6 x parameters x tokens/s
     model_tflops: float | None  # with causal attention counted; recomputation is not
@@ -56,10 +60,11 @@ class TrainSummary(Record):
         """Initial and final loss, tokens/s and the plan, in one line."""
         held_out = "" if self.evaluation_loss is None else f", held out {self.evaluation_loss:.3f}"
         speed = "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
+        alone = " in steps that each stood alone" if self.steps_alone else ""
         first, last = ("-" if loss is None else f"{loss:.3f}" for loss in (self.initial_loss, self.final_loss))
         return (
             f"loss {first} -> {last} (unigram entropy {self.unigram_entropy:.3f}"
-            f"{held_out}), {speed} tokens/s, plan {self.plan}"
+            f"{held_out}), {speed} tokens/s{alone}, plan {self.plan}"
         )
 
 

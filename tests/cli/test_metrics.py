@@ -85,6 +85,23 @@ def test_times_leave_out_pauses_and_the_first_steps() -> None:
     assert [times.quantile(share) for share in (0.2, 0.5, 0.8)] == pytest.approx([1000, 2000, 3000])
 
 
+def test_a_step_alone_between_pauses_is_timed_from_its_begin() -> None:
+    times = StepTimes(skip=1)
+    assert not times.is_alone, "the first step of all warms up"
+    assert times.add(1.0) is None
+    for begun in (10.0, 20.0, 30.0):
+        times.pause()
+        times.go_on(begun)
+        assert times.is_alone
+        assert times.add_alone(begun + begun / 10) == pytest.approx(100 * begun)
+        assert times.add(begun + 1) is None
+    assert (times.milliseconds, times.are_alone) == ([], True)
+    assert times.quantile(0.5) == pytest.approx(3000), "without the first"
+    assert times.add(31.5) == pytest.approx(500)
+    assert not times.is_alone
+    assert (times.quantile(0.5), times.are_alone) == (pytest.approx(500), False), "steps among others count alone"
+
+
 def _read_late(device: torch.device) -> None:
     delayed = DelayedRead(device)
     assert delayed.take() is None
