@@ -29,7 +29,7 @@ from torch import nn
 
 from protrain.errors import CheckpointError
 from protrain.json_values import decode, encode
-from protrain.manifest import find_save, list_saves, read_manifest, verify_files, write_manifest
+from protrain.manifest import check_files, find_save, list_saves, read_manifest, verify_bytes, write_manifest
 from protrain.random_state import check_random_state, random_state, set_random_state
 from protrain.tensor_files import TensorWriter, open_tensors, sync_directory, write_tensors
 
@@ -176,18 +176,12 @@ def load_checkpoint(
             optimizer or scheduler.
     """
     _check_wrapped(model, optimizer)
-    save = find_save(Path(folder))
-    manifest = read_manifest(save)
-    verify_files(save, manifest)
-    names = optimizer.parameter_names()
-    saved_names = {name for entry in manifest["files"].values() for name in entry["parameters"]}
-    _compare(save, "parameter", saved_names, set(names))
+    save, manifest = _checked(Path(folder), model, optimizer.parameter_names())
+    verify_bytes(save, manifest)
     scheduler_state, extra = decode(manifest["scheduler"]), decode(manifest["extra"])
     _check_scheduler(save, manifest.get("scheduler_class"), scheduler_state, scheduler)
 
     modules, states = _with_extra_state(model), manifest.get("modules", {})
-    _compare(save, "extra state of module", set(states), set(modules))
-
     buffers = _saved_buffers(save, model)
     with_parameters = {save / file: entry["parameters"] for file, entry in manifest["files"].items()}
     scalars = decode(manifest["scalars"])
@@ -214,6 +208,29 @@ def load_checkpoint(
     _load_extra_state(save, modules, states, has_tensors=MODULES in manifest["files"])
     set_random_state(manifest["random"])
     return extra
+
+
+def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module) -> Any:
+    """See what :func:`load_checkpoint` would refuse and takes no time to see; returns the ``extra`` of the save.
+
+    For before ``model`` is wrapped, which may take minutes. Of the files existence, sizes and headers are looked at.
+
+    Raises:
+        CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model.
+    """
+    managed = [name for name, parameter in model.named_parameters() if parameter.is_floating_point()]
+    return decode(_checked(Path(folder), model, managed)[1]["extra"])
+
+
+def _checked(folder: Path, model: nn.Module, names: list[str]) -> tuple[Path, dict[str, Any]]:
+    """The save that ``folder`` means and its manifest, which fits its files and ``model`` with parameters ``names``."""
+    save = find_save(folder)
+    manifest = read_manifest(save)
+    check_files(save, manifest)
+    saved_names = {name for entry in manifest["files"].values() for name in entry["parameters"]}
+    _compare(save, "parameter", saved_names, set(names))
+    _compare(save, "extra state of module", set(manifest.get("modules", {})), set(_with_extra_state(model)))
+    return save, manifest
 
 
 def _check_wrapped(model: nn.Module, optimizer: Any) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from protrain.errors import CheckpointError
-from protrain.tensor_files import file_crc32
+from protrain.tensor_files import file_crc32, open_tensors
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
@@ -73,8 +73,11 @@ def read_manifest(save: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify_files(save: Path, manifest: dict[str, Any]) -> None:
-    """CheckpointError unless every file is there, has its size, and has its bytes."""
+def check_files(save: Path, manifest: dict[str, Any]) -> None:
+    """CheckpointError unless every file is there, has its size, and says in its header what ``manifest`` says of it.
+
+    Headers alone are read, however large the save is; :func:`verify_bytes` does the rest.
+    """
     for name, entry in manifest["files"].items():
         try:
             size = (save / name).stat().st_size
@@ -84,11 +87,38 @@ def verify_files(save: Path, manifest: dict[str, Any]) -> None:
             raise _unreadable(save / name, error) from None
         if size != entry["bytes"]:
             raise CheckpointError(f"{save / name} has {size} bytes instead of {entry['bytes']}; {_remedy(save)}")
+    for name, entry in manifest["files"].items():
+        owners = {key.partition("/")[2] for key in _header(save, name)}
+        lost = [parameter for parameter in entry["parameters"] if parameter not in owners]
+        if lost:
+            raise CheckpointError(
+                f"{save / name} is damaged: it lacks the parameter {lost[0]!r} that {MANIFEST} names; {_remedy(save)}"
+            )
+
+
+def verify_bytes(save: Path, manifest: dict[str, Any]) -> None:
+    """CheckpointError unless every file, of which :func:`check_files` found the size, has the bytes that were saved."""
     names = list(manifest["files"])
     with ThreadPoolExecutor(max_workers=4) as pool:
         for name, crc32 in zip(names, pool.map(lambda name: _crc32(save / name), names), strict=True):
             if crc32 != manifest["files"][name]["crc32"]:
                 raise CheckpointError(f"{save / name} is damaged: its checksum differs; {_remedy(save)}")
+
+
+def _header(save: Path, name: str) -> list[str]:
+    """The keys that the file ``name`` has."""
+    try:
+        with open(save / name, "rb"):  # safetensors tells less well why it could not
+            pass
+        with open_tensors(save / name) as tensors:
+            return list(tensors.keys())
+    except OSError as error:
+        raise _unreadable(save / name, error) from None
+    except CheckpointError as error:
+        cause = error.__context__
+        if isinstance(cause, OSError):  # too many open files, or no memory to map one
+            raise _unreadable(save / name, cause) from None
+        raise CheckpointError(f"{save / name} is damaged: {cause}; {_remedy(save)}") from None
 
 
 def _own_crc32(manifest: dict[str, Any]) -> int:
@@ -106,7 +136,7 @@ def _crc32(path: Path) -> int:
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     """Of a file that is there, whose bytes may well be whole: no reason to delete it."""
     return CheckpointError(
-        f"cannot read {path}: {error.strerror}; its contents may be whole: check its permissions and its disk"
+        f"cannot read {path}: {error.strerror or error}; its contents may be whole: check its permissions and its disk"
     )
 
 
@@ -115,4 +145,4 @@ def _remedy(save: Path) -> str:
     older = [other for other in list_saves(save.parent) if other.name < save.name]
     if older:
         return f"delete {save} to go on from {older[-1].name}, or load that folder"
-    return "there is no older save beside it"
+    return "there is no older save beside it: put a whole copy of it back, or start anew in another folder"

@@ -135,10 +135,11 @@ def wrap(
         raise ValueError(f"plan must be a Plan, or the path of a JSON file of one, not a {type(plan).__name__}")
     _check_parameters(model, optimizer)
     # Read before the profile, which takes minutes for a large model on a CPU.
-    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    given, file = (plan, None) if plan is None or isinstance(plan, Plan) else (Plan.load(plan), plan)
     if given is not None:
         records, n_blocks = parameter_records(model, optimizer), len(find_blocks(model))
-        refuse_other_parameters(given, type(model).__name__, records, _NAMES[kind], n_blocks=n_blocks)
+        with naming(file):
+            refuse_other_parameters(given, type(model).__name__, records, _NAMES[kind], n_blocks=n_blocks)
     if weights is not None:
         check_weights(model, Path(weights), stacklevel=2)
     say = Progress(enabled=progress)
@@ -164,7 +165,7 @@ def wrap(
             say=say,
         )
         model_profile = replace(model_profile, accumulation=accumulation, moment_dtype=moments)
-        with say.stage("planning"):
+        with say.stage("planning"), naming(file):
             chosen = _plan(given, model_profile, hardware, step_during_backward=step_during_backward)
         say.note(f"the plan: {chosen}")
         with say.bar("moving model states into place") as show:
@@ -321,6 +322,17 @@ def _profile(
             changes.callback(change())
     say.note(COUNTED)
     return counted
+
+
+@contextmanager
+def naming(file: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Errors inside are of the plan in ``file``, and say so; None: of one that is from no file."""
+    try:
+        yield
+    except ValueError as error:
+        if file is not None:
+            error.args = (f"{os.fspath(file)}: {error}",)  # the same error, as a PlanError has more than its text
+        raise
 
 
 def _plan(

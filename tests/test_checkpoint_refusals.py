@@ -75,9 +75,9 @@ def test_another_scheduler_is_refused(tmp_path: Path, saved: Any, given: Any, te
     assert scheduler.state_dict() == position
 
 
-def _flip(path: Path) -> None:
+def _flip(path: Path, at: int = -1) -> None:
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[at] ^= 1
     path.write_bytes(data)
 
 
@@ -87,7 +87,8 @@ def _flip(path: Path) -> None:
         (lambda save: (save / "state-00001.safetensors").unlink(), "state-00001.safetensors is missing"),
         (lambda save: os.truncate(save / "state-00001.safetensors", 100), "has 100 bytes instead of"),
         (lambda save: _flip(save / "state-00001.safetensors"), "state-00001.safetensors is damaged: its checksum"),
-        (lambda save: _flip(save / "buffers.safetensors"), "buffers.safetensors is damaged"),
+        (lambda save: _flip(save / "buffers.safetensors"), "buffers.safetensors is damaged: its checksum"),
+        (lambda save: _flip(save / "state-00001.safetensors", at=7), "state-00001.safetensors is damaged: "),
         (lambda save: (save / MANIFEST).write_text('{"format": 1'), "checkpoint.json is damaged"),
         (lambda save: (save / MANIFEST).write_text('{"format": 1}'), "checkpoint.json lacks 'extra'"),
         (lambda save: (save / MANIFEST).unlink(), "checkpoint.json is missing"),

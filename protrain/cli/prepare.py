@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.checkpoint import load_checkpoint
+from protrain.checkpoint import check_checkpoint, load_checkpoint
 from protrain.chunked_loss import available as liger_installed
 from protrain.chunked_loss import find_head
 from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
@@ -30,6 +30,7 @@ from protrain.planning.search.mismatch import refuse_other_parameters
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.trace import parameter_records
 from protrain.progress import Progress
+from protrain.wrap import naming
 
 
 def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
@@ -47,9 +48,6 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     loaded = load_model(job.model)
     sequence = job.sequence or loaded.sequence
     fit_positions(loaded, sequence)
-    plan = None if job.plan is None else Plan.load(job.plan)
-    if plan is not None:
-        check_tokens(plan, job.batch, sequence)
     plain = adamw(loaded.model, job.peak_learning_rate(loaded.learning_rate), job.weight_decay)
     # Resolved for good: what changes the weights must not depend on the device that a run is resumed on.
     job = replace(
@@ -61,15 +59,22 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     chunked = bool(job.chunked_loss)
     if resume and chunked:
         _refuse_other_loss(loaded.model, device, folder)
-    refuse_early(loaded, plain, plan, dtype, device, chunked=chunked)
+    refuse_early(loaded, device, chunked=chunked)
+    if job.plan is not None:
+        check_plan(job.plan, loaded.model, plain, dtype, batch=job.batch, sequence=sequence)
+    saved = None
     if resume:
         _refuse_lost_saves(job, folder)
+        if list_saves(folder / CHECKPOINTS):
+            saved = check_checkpoint(folder / CHECKPOINTS, loaded.model)
         if job.data is not None and not Path(job.data).exists():
             raise ValueError(f"--data: {job.data} does not exist; where the text lies elsewhere by now, give its place")
     if loaded.weights is not None and loaded.tokenizer is None:
         Progress(enabled=True).note(f"{loaded.weights} brings no tokenizer: text is read as bytes")
     tokens = _read(job, loaded.codec, folder)
     check_length(tokens, sequence=sequence)
+    if saved is not None and saved["data_crc32"] != tokens.crc32:
+        raise ValueError(f"the data changed since {folder} was saved; restore it, or start another --folder")
 
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     torch.manual_seed(job.seed)
@@ -82,7 +87,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         dtype=dtype,
         device_memory=job.device_memory,
         host_memory=job.host_memory,
-        plan=plan,
+        plan=job.plan,  # the file, which errors then name
         weights=loaded.weights,
         step_during_backward=job.step_during_backward,
         accumulation=job.accumulation,
@@ -92,12 +97,9 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
     step = 0
-    if resume and list_saves(folder / CHECKPOINTS):
+    if saved is not None:
         with Progress(enabled=True).stage("loading the checkpoint"):
-            extra = load_checkpoint(folder / CHECKPOINTS, model, optimizer, scheduler=scheduler)
-        if extra["data_crc32"] != tokens.crc32:
-            raise ValueError(f"the data changed since {folder} was saved; restore it, or start another --folder")
-        step = extra["step"]
+            step = load_checkpoint(folder / CHECKPOINTS, model, optimizer, scheduler=scheduler)["step"]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     return Run(
@@ -125,22 +127,27 @@ def keep(run: Run) -> None:
     run.optimizer.plan.save(run.folder / PLAN_FILE)
 
 
-def refuse_early(
-    loaded: LoadedModel,
-    optimizer: torch.optim.Optimizer,
-    plan: Plan | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    chunked: bool,
-) -> None:
+def refuse_early(loaded: LoadedModel, device: torch.device, *, chunked: bool) -> None:
     """ValueError of what protrain.wrap would refuse and takes no time to see: reading the text may take hours."""
-    model = loaded.model
     if chunked:
-        find_head(model, device)
+        find_head(loaded.model, device)
     if loaded.weights is not None:
-        weight_sources(model, loaded.weights)
-    if plan is not None:
+        weight_sources(loaded.model, loaded.weights)
+
+
+def check_plan(
+    file: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dtype: torch.dtype,
+    *,
+    batch: int,
+    sequence: int,
+) -> None:
+    """ValueError that names ``file`` when it holds no plan, or one for another model or batch; needs no profile."""
+    plan = Plan.load(file)
+    with naming(file):
+        check_tokens(plan, batch, sequence)
         refuse_other_parameters(
             plan,
             type(model).__name__,
@@ -227,7 +234,7 @@ def check_tokens(plan: Plan, batch: int, sequence: int) -> None:
     """ValueError when ``plan`` is for another batch than ``batch`` sequences of ``sequence`` tokens."""
     if plan.tokens != batch * sequence:
         raise ValueError(
-            f"--plan: it was made for {plan.tokens} tokens in a batch, and this run has {batch * sequence} "
+            f"the plan was made for {plan.tokens} tokens in a batch, and this run has {batch * sequence} "
             f"({batch} x {sequence}); give --batch and --sequence of the plan, or make a plan for these"
         )
 

@@ -151,25 +151,6 @@ def test_one_of_several_processes_is_refused(
     assert "WORLD_SIZE is many: training runs in one process" in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.txt").write_text("some text " * 100)
-    folder = tmp_path / "run"
-    options = [
-        f"--model=tiny --device=cpu --batch=1 --sequence=16 --steps=1 --warmup=0 --folder={folder}",
-        f"--data={tmp_path}/text.txt --no-model --sample-tokens=0",
-    ]
-    status, _, err = run(capsys, "train", *" ".join(options).split())
-    assert status == 0, err
-    (folder / "summary.json").unlink()  # as if it had been stopped before that
-    save = next((folder / "checkpoints").iterdir())
-    state = save / "state-00001.safetensors"
-    state.write_bytes(state.read_bytes()[:-1])
-    status, _, err = run(capsys, "train", "--resume", "--folder", str(folder))
-    assert status == 2
-    assert f"{state} has" in err.splitlines()[-1]
-    assert "there is no older save beside it" in err.splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     ("message", "said"),
     [

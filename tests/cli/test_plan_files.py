@@ -1,0 +1,85 @@
+"""A plan file that does not suit the model or the machine is named by what refuses it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import protrain
+from protrain.cli.main import main
+from protrain.errors import PlanError
+from protrain.optim import ProTrainOptimizer
+from protrain.planning import Plan
+
+SHAPE = ["--device", "cpu", "--batch", "2", "--sequence", "32"]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    file = tmp_path_factory.mktemp("plan") / "plan.json"
+    assert main(["plan", "tiny", *SHAPE, "--device-memory", "16MiB", "--json", "--out", str(file)]) == 0
+    return file
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "said"),
+    [
+        ({"n_persist": 99}, [], "n_persist must be 0 to "),
+        ({"n_chunks": 99}, [], "the plan says n_chunks=99, but the model has "),
+        ({"model": "0-0"}, [], "the plan was made for another model than "),
+        ({"tokens": 17}, [], "the plan was made for 17 tokens in a batch, and this run has 64 (2 x 32)"),
+        ({}, ["--device-memory", "2MiB"], "the plan does not fit the "),
+        ({}, ["--host-memory", "2MiB"], "the plan does not fit the host memory"),
+    ],
+)
+def test_the_command_names_the_plan_file(
+    changes: dict[str, Any],
+    more: list[str],
+    said: str,
+    planned: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({**json.loads(planned.read_text()), **changes}))
+    capsys.readouterr()
+    assert main(["train", "--model", "tiny", *SHAPE, "--plan", str(file), "--folder", f"{tmp_path}/run", *more]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"protrain train: {file}: {said}"), error
+    assert not (tmp_path / "run").exists()
+
+
+def _wrap(plan: Plan | str | os.PathLike[str] | None, **more: Any) -> ProTrainOptimizer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = (torch.zeros(2, 64),)
+    return protrain.wrap(model, optimizer, example_batch=batch, device="cpu", plan=plan, progress=False, **more)[1]
+
+
+def test_wrap_names_the_plan_file_and_keeps_the_error(tmp_path: Path) -> None:
+    plan = _wrap(None).plan
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({**plan.to_dict(), "n_persist": 40}))
+    with pytest.raises(ValueError, match=f"^{file}: n_persist must be 0 to {plan.n_chunks}, .*, not 40"):
+        _wrap(file)
+    plan.save(file)
+    assert str(_wrap(str(file)).plan) == str(plan)
+    with pytest.raises(PlanError, match=f"^{file}: the plan does not fit the") as raised:
+        _wrap(file, device_memory=1024)
+    assert raised.value.available_bytes == 1024
+
+
+def test_a_plan_that_is_from_no_file_names_none() -> None:
+    plan = _wrap(None).plan
+    with pytest.raises(PlanError, match=r"^the plan does not fit the"):
+        _wrap(plan, device_memory=1024)
+    with pytest.raises(PlanError, match=r"^no plan fits the"):
+        _wrap(None, device_memory=1024)
