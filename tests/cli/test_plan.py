@@ -203,7 +203,7 @@ def test_a_plan_is_put_in_words(
         changes=(),
         here=None,
         better=tuple(better),
-        host_share=0.9,
+        slow_share=0.9,
         cautious_ms=11.0,
     )
     profile = cast(ModelProfile, SimpleNamespace(device="cuda"))

@@ -245,7 +245,7 @@ def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest
     plan = search(traced, machine("80GiB", "700GiB"))
     assert 0 < plan.n_persist < plan.n_chunks
     assert plan.n_speculate > 0
-    assert 0 < len(simulated) < 400  # 312; without what a placement takes at least, thousands
+    assert 0 < len(simulated) < 800  # 697, of two searches; without what a placement takes at least, thousands
 
 
 def test_swapped_blocks_lie_early_with_checkpointed_ones_between() -> None:

@@ -13,7 +13,7 @@ from protrain.planning.explain.knobs import Change, PlanModels, changes_of
 from protrain.planning.explain.phases import WAITS, Phase, phases
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, moved_input_bytes
-from protrain.planning.rates.caution import host_share
+from protrain.planning.rates.caution import slow_share
 from protrain.planning.rates.update_rates import device_update_gparams, host_update_gparams
 from protrain.planning.search.given import check
 from protrain.planning.search.search import search
@@ -44,7 +44,7 @@ class Explanation(Record):
     file_kind = "the explanation of a plan"
 
     plan: Plan  # with the predictions that all of this is about
-    host_share: float  # of the host's rate that plans count on: see [Note: caution]
+    slow_share: float  # of the host's rate, the least that plans reckon with: see [Note: caution]
     cautious_ms: float  # of a step with that
     tokens_per_s: float
     device_limit_bytes: int
@@ -65,14 +65,14 @@ class Explanation(Record):
         return "\n\n".join((step, *tables))
 
     def on_slower_host(self) -> str:
-        """A step's time with the share of the host's rate that plans count on; "" where that is all of it."""
+        """A step's time with the slowest host that plans reckon with; "" where that is as calibrated."""
         if not self._host_is_slower:
             return ""
-        return f"{format_ms(self.cautious_ms)} should the host update {1 - self.host_share:.0%} more slowly"
+        return f"{format_ms(self.cautious_ms)} should the host update {1 - self.slow_share:.0%} more slowly"
 
     @property
     def _host_is_slower(self) -> bool:
-        return self.host_share < 0.995  # by 1% and more, as it is written
+        return self.slow_share < 0.995  # by 1% and more, as it is written
 
     def __str__(self) -> str:
         return self.table()
@@ -100,7 +100,7 @@ class Explanation(Record):
 
     def knob_table(self) -> str:
         """One step of each knob."""
-        slower = [f"host {1 - self.host_share:.0%} slower"] if self._host_is_slower else []
+        slower = [f"host {1 - self.slow_share:.0%} slower"] if self._host_is_slower else []
         rows = [["one more or less", "step time", *slower, "device memory", "host memory", ""]]
         for change in self.changes:
             at = int(getattr(self.plan, change.knob))
@@ -163,9 +163,9 @@ def explain(
         large_buffers=models.memory.large_buffers(plan.n_persist),
         device_parts=device_parts(plan, models.memory),
         host_parts=host_parts(plan, models.memory),
-        host_share=host_share(hardware),
+        slow_share=slow_share(hardware),
         cautious_ms=models.slower.step_ms(
-            plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
+            plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream, plan.n_whole
         ),
         phases=phases(_timeline(plan, profile, models)),
         changes=tuple(changes_of(plan, profile, hardware, models)),

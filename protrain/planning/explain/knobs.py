@@ -34,7 +34,7 @@ class Change(Record):
     counts: tuple[int, ...]  # in the order of KNOBS
     impossible: str = ""  # why there is no such plan; then all that follows is missing
     step_ms: float | None = None
-    cautious_ms: float | None = None  # of a step on the slower host that plans are compared on
+    cautious_ms: float | None = None  # of a step with the slowest host that plans reckon with
     device_bytes: int = 0
     host_bytes: int = 0
     device_over_bytes: int = 0  # more than there is; 0: fits
@@ -42,7 +42,7 @@ class Change(Record):
 
 
 class PlanModels:
-    """The models of one plan: on the machine, and on the slower one that plans are compared on ([Note: caution])."""
+    """The models of one plan: on the machine, and with the slowest host that plans reckon with ([Note: caution])."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PlanModels:
 
     @functools.cached_property
     def slower(self) -> RuntimeModel:
-        """Of the slower machine."""
+        """Of the machine with that host."""
         memory = copy.copy(self.memory)
         memory.hardware = cautious(memory.hardware)
         return RuntimeModel(memory)
