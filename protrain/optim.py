@@ -23,48 +23,12 @@ from protrain.engine.states.of_parameters import check_shapes, export_state, imp
 from protrain.engine.states.values import read_master, read_weight, write_weight
 from protrain.engine.updates.updates import Scale, Updates
 from protrain.errors import MisuseError
+from protrain.given_optimizer import refuse_group
 from protrain.hardware import HardwareProfile
 from protrain.loss_scale import LossScale
 from protrain.planning.explain.explanation import Explanation
 from protrain.planning.explain.host_rate import host_gparams
 from protrain.planning.plan import Plan
-
-
-def check_supported(optimizer: torch.optim.Optimizer) -> None:
-    """ValueError unless ``optimizer`` is a plain torch Adam or AdamW."""
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise ValueError(
-            f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {type(optimizer).__name__}: "
-            "ProTrain carries out the update itself and supports these two"
-        )
-    check_options(optimizer.param_groups)
-
-
-def retire(optimizer: torch.optim.Optimizer) -> None:
-    """Have ``optimizer``, which was wrapped, refuse what would do nothing now, or save nothing, without a word.
-
-    Its param_groups stay live, and schedulers that were made with it keep working.
-    """
-
-    def refused(name: str) -> Callable[..., Any]:
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise MisuseError(
-                f"{name}() of the optimizer that protrain.wrap was given, which has no gradients and no state any "
-                "more: use the optimizer that it returned"
-            )
-
-        return refuse
-
-    for name in ("zero_grad", "state_dict", "load_state_dict"):
-        vars(optimizer)[name] = refused(name)
-    vars(optimizer)["add_param_group"] = _refuse_group
-    refuse = refused("step")
-    # Not an attribute: schedulers replace that, and warn where someone else did.
-    optimizer.register_step_pre_hook(lambda caller, *_: None if isinstance(caller, ProTrainOptimizer) else refuse())
-
-
-def _refuse_group(_: dict[str, Any]) -> None:
-    raise MisuseError("parameters cannot be added after protrain.wrap: make the optimizer with all groups first")
 
 
 class ProTrainOptimizer(torch.optim.Optimizer):
@@ -363,7 +327,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed by wrapping; MisuseError afterwards."""
         if hasattr(self, "_engine"):
-            _refuse_group(param_group)
+            refuse_group(param_group)
         super().add_param_group(param_group)
 
     # -- inside --------------------------------------------------------------------------------------------------------

@@ -27,9 +27,10 @@ from protrain.engine.states.weight_files import check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
 from protrain.errors import MisuseError, PlanError
 from protrain.forwards import change_forwards
+from protrain.given_optimizer import check_supported, retire
 from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
-from protrain.optim import ProTrainOptimizer, check_supported, retire
+from protrain.optim import ProTrainOptimizer
 from protrain.planning import Plan, check, search
 from protrain.planning.plan import MOMENT_DTYPES
 from protrain.planning.rates.streaming import staging_bytes

@@ -1,0 +1,52 @@
+"""The torch optimizer that the user hands to ``wrap``: which ones will do, and that it does nothing afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from protrain.engine.states.groups import check_options
+from protrain.errors import MisuseError
+
+_SUPPORTED = torch.optim.Adam, torch.optim.AdamW
+
+
+def check_supported(optimizer: torch.optim.Optimizer) -> None:
+    """ValueError unless ``optimizer`` is a plain torch Adam or AdamW."""
+    if type(optimizer) not in _SUPPORTED:
+        raise ValueError(
+            f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {type(optimizer).__name__}: "
+            "ProTrain carries out the update itself and supports these two"
+        )
+    check_options(optimizer.param_groups)
+
+
+def retire(optimizer: torch.optim.Optimizer) -> None:
+    """Have ``optimizer``, which was wrapped, refuse what would do nothing now, or save nothing, without a word.
+
+    Its param_groups stay live, and schedulers that were made with it keep working.
+    """
+
+    def refused(name: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise MisuseError(
+                f"{name}() of the optimizer that protrain.wrap was given, which has no gradients and no state any "
+                "more: use the optimizer that it returned"
+            )
+
+        return refuse
+
+    for name in ("zero_grad", "state_dict", "load_state_dict"):
+        vars(optimizer)[name] = refused(name)
+    vars(optimizer)["add_param_group"] = refuse_group
+    refuse = refused("step")
+    # Not an attribute: schedulers replace that, and warn where someone else did.
+    # The optimizer that wrap returns has the same hooks, and may step.
+    optimizer.register_step_pre_hook(lambda caller, *_: refuse() if type(caller) in _SUPPORTED else None)
+
+
+def refuse_group(_: dict[str, Any]) -> None:
+    """MisuseError: groups are fixed by wrapping."""
+    raise MisuseError("parameters cannot be added after protrain.wrap: make the optimizer with all groups first")
