@@ -16,12 +16,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-import protrain
 from protrain.cli.main import build_parser, main
 from protrain.cli.models import load_model
 from protrain.cli.plan_picture import draw_timeline
 from protrain.cli.plan_text import COLUMNS, busy_shares, summary_text, timeline_text
-from protrain.cli.prepare import adamw, choose_loss
+from protrain.cli.prepare import choose_loss
 from protrain.hardware import load
 from protrain.planning import BlockMode, Explanation, Frontier, Largest, Plan
 from protrain.planning.explain.explanation import Better
@@ -401,76 +400,3 @@ def test_the_largest_model_is_found(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_folder_has_one_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, "plan", str(tmp_path), "--hardware", "rtx3090", "--max-model")
     assert (status, "--max-model needs a shape that comes at any depth" in err) == (2, True)
-
-
-# -- the file drives a run ---------------------------------------------------------------------------------------------
-
-
-def test_an_optimizer_explains_its_own_way_of_updating(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(Plan, "explain", lambda plan, *args, **options: asked.append(options))
-    for inside in (False, True):
-        loaded = load_model("tiny")
-        ids = torch.zeros(1, 8, dtype=torch.int64)
-        _, optimizer = protrain.wrap(
-            loaded.model,
-            adamw(loaded.model, 1e-3, 0.1),
-            example_batch={"input_ids": ids, "labels": ids},
-            device="cpu",
-            host_memory="1GiB",
-            device_memory="64MiB",
-            step_during_backward=inside,
-            progress=False,
-        )
-        optimizer.explain()
-    assert asked == [{"step_during_backward": False}, {"step_during_backward": True}]
-
-
-@pytest.fixture
-def plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    path = tmp_path / "plan.json"
-    argv = ["plan", "tiny", "--device", "cpu", "--batch", "2", "--sequence", "32", "--device-memory", "16MiB"]
-    status, _, err = run(capsys, *argv, "--json", "--out", str(path))
-    assert status == 0, err
-    return path
-
-
-def test_a_plan_feeds_wrap_which_explains_it(plan_file: Path) -> None:
-    loaded = load_model("tiny")
-    ids = torch.zeros(2, 32, dtype=torch.int64)
-    _, optimizer = protrain.wrap(
-        loaded.model,
-        adamw(loaded.model, 1e-3, 0.1),
-        example_batch={"input_ids": ids, "labels": ids},
-        device="cpu",
-        device_memory="16MiB",
-        host_memory="1GiB",
-        plan=plan_file,
-        progress=False,
-    )
-    plan = Plan.load(plan_file)
-    why = optimizer.explain()
-    assert why.plan == optimizer.plan
-    assert (why.plan.n_persist, why.plan.block_modes) == (plan.n_persist, plan.block_modes)
-    assert (why.device_limit_bytes, why.host_limit_bytes) == (16 * 1024**2, 1024**3)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--batch", "4"], "made for 64 tokens in a batch, and this run has 128 (4 x 32)"),
-        (["--dtype", "bfloat16"], "its dtype differs, float32 in place of bfloat16"),
-        (["--model", "gpt2"], "made for another model than GPT2LMHeadModel: it has 4 blocks, this one 12"),
-    ],
-)
-def test_a_plan_for_something_else_is_refused_naming_the_difference(
-    argv: list[str], message: str, plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text.txt").write_text("some text " * 200)
-    command = ["train", "--model", "tiny", "--device", "cpu", "--batch", "2", "--sequence", "32"]
-    command += ["--data", str(tmp_path / "text.txt"), "--folder", str(tmp_path / "run"), "--plan", str(plan_file)]
-    status, _, err = run(capsys, *command, *argv)
-    assert status == 2
-    assert message in err.splitlines()[-1]
-    assert "plan=" not in err
-    assert not (tmp_path / "run").exists(), "no text was read"

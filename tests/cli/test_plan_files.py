@@ -1,4 +1,4 @@
-"""A plan file that does not suit the model or the machine is named by what refuses it."""
+"""A plan file drives a run, and one that does not suit the model or the machine is named by what refuses it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import nn
 
 import protrain
 from protrain.cli.main import main
+from protrain.cli.models import load_model
+from protrain.cli.prepare import adamw
 from protrain.errors import PlanError
 from protrain.optim import ProTrainOptimizer
 from protrain.planning import Plan
@@ -83,3 +85,65 @@ def test_a_plan_that_is_from_no_file_names_none() -> None:
         _wrap(plan, device_memory=1024)
     with pytest.raises(PlanError, match=r"^no plan fits the"):
         _wrap(None, device_memory=1024)
+
+
+def test_an_optimizer_explains_its_own_way_of_updating(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(Plan, "explain", lambda plan, *args, **options: asked.append(options))
+    for inside in (False, True):
+        loaded = load_model("tiny")
+        ids = torch.zeros(1, 8, dtype=torch.int64)
+        _, optimizer = protrain.wrap(
+            loaded.model,
+            adamw(loaded.model, 1e-3, 0.1),
+            example_batch={"input_ids": ids, "labels": ids},
+            device="cpu",
+            host_memory="1GiB",
+            device_memory="64MiB",
+            step_during_backward=inside,
+            progress=False,
+        )
+        optimizer.explain()
+    assert asked == [{"step_during_backward": False}, {"step_during_backward": True}]
+
+
+def test_a_plan_feeds_wrap_which_explains_it(planned: Path) -> None:
+    loaded = load_model("tiny")
+    ids = torch.zeros(2, 32, dtype=torch.int64)
+    _, optimizer = protrain.wrap(
+        loaded.model,
+        adamw(loaded.model, 1e-3, 0.1),
+        example_batch={"input_ids": ids, "labels": ids},
+        device="cpu",
+        device_memory="16MiB",
+        host_memory="1GiB",
+        plan=planned,
+        progress=False,
+    )
+    plan = Plan.load(planned)
+    why = optimizer.explain()
+    assert why.plan == optimizer.plan
+    assert (why.plan.n_persist, why.plan.block_modes) == (plan.n_persist, plan.block_modes)
+    assert (why.device_limit_bytes, why.host_limit_bytes) == (16 * 1024**2, 1024**3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--batch", "4"], "made for 64 tokens in a batch, and this run has 128 (4 x 32)"),
+        (["--dtype", "bfloat16"], "its dtype differs, float32 in place of bfloat16"),
+        (["--model", "gpt2"], "made for another model than GPT2LMHeadModel: it has 4 blocks, this one 12"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused_naming_the_difference(
+    argv: list[str], message: str, planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("some text " * 200)
+    command = ["train", "--model", "tiny", "--device", "cpu", "--batch", "2", "--sequence", "32"]
+    command += ["--data", str(tmp_path / "text.txt"), "--folder", str(tmp_path / "run"), "--plan", str(planned)]
+    capsys.readouterr()
+    assert main([*command, *argv]) == 2
+    err = capsys.readouterr().err
+    assert message in err.splitlines()[-1]
+    assert "plan=" not in err
+    assert not (tmp_path / "run").exists(), "no text was read"
