@@ -108,7 +108,7 @@ def parse(text: str) -> Contestant:
     resident = 0
     for mark in marks:
         placed = re.fullmatch("resident([1-9][0-9]*)", mark)
-        if placed is not None and kind.can_place:
+        if placed is not None and kind.can_place and not resident:
             resident = int(placed[1])
         elif mark == "resident" or not allowed.get(mark, False):
             known = [variant + "N" * (variant == "resident") for variant in VARIANTS if allowed[variant]]

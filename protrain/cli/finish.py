@@ -74,7 +74,7 @@ def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> Trai
     job, losses = run.job, run.metrics.losses()
     last_losses = [loss for step, loss in losses.items() if step > job.steps - max(job.steps // 10, 1)]
     device_peak_bytes = run.device_peak_bytes
-    if times.quantile(0.5) is None:  # this process resumed at the end: sessions before it have seen the steps
+    if not times.milliseconds:  # this process resumed at the end: sessions before it have seen the steps
         times = _recorded_times(run)
         device_peak_bytes = max([device_peak_bytes, *(row.get("device_bytes", 0) for row in run.metrics.rows)])
     step_ms = times.quantile(0.5)

@@ -40,6 +40,7 @@ class Weights:
         self._spare_bytes = spare_bytes
         self._meter: Meter | None = None
         self.stand_ins = [self._empty(parameter) for parameter in self.originals]
+        self._storages = [_key(stand_in) for stand_in in self.stand_ins]
         self.index = {id(stand_in): index for index, stand_in in enumerate(self.stand_ins)}
         self.indexes = {id(parameter): index for index, parameter in enumerate(self.originals)}
         self.unmanaged: dict[int, Tensor] = {}
@@ -95,15 +96,21 @@ class Weights:
             self._meter.hold(sum(self.stand_ins[index].nbytes for index in indexes))
 
     def refuse_writes(self) -> None:
-        """ValueError where the model changed a parameter in place, as autograd counts it: filling does not."""
-        changed = {id(stand_in) for stand_in in self.stand_ins if stand_in._version}
+        """ValueError where the model wrote a parameter, as autograd counts it, or gave it other data."""
+        written = {id(p) for p, storage in zip(self.stand_ins, self._storages, strict=True) if _key(p) != storage}
+        recurrent = (m.parameters(recurse=False) for m in self._model.modules() if isinstance(m, nn.RNNBase))
+        written -= {
+            id(p) for parameters in recurrent for p in parameters
+        }  # they give weights one storage: flat weights
+        written |= {id(p) for p in self.stand_ins if p._version}
         for name, parameter in self._model.named_parameters():
-            if id(parameter) in changed:
+            if id(parameter) in written:
                 raise ValueError(
-                    f"the forward of {type(self._model).__name__} changes its parameter {name} in place, which copies "
-                    "of it elsewhere would not follow: take that out (max_norm=None of an embedding, "
-                    "altup_coef_clip=None of Gemma-3n), or, where the first forward alone does it, call the model once "
-                    "before"
+                    f"the forward of {type(self._model).__name__} changes the data of its parameter {name}, which "
+                    "copies of it elsewhere would not follow. Take that out (max_norm=None of an embedding, "
+                    "altup_coef_clip=None of Gemma-3n), or do it after step(), inside "
+                    "`with protrain.full_parameters(model):`; where the first forward alone does it, call the model "
+                    "once before"
                 )
 
     def unmanaged_bytes(self) -> int:
@@ -190,6 +197,11 @@ class Weights:
         if tensor.is_meta and self._device.type != "meta":
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
         return tensor.detach().to(self._device, copy=True)
+
+
+def _key(tensor: Tensor) -> int:
+    """Of the storage, whatever its size."""
+    return _storage(tensor)._cdata
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

@@ -74,6 +74,7 @@ def test_titles_tell_rows_apart() -> None:
         ("fsdp2-narrow", "fsdp2 has no variant 'narrow'; it has eager, kept, unclipped, gathered, residentN"),
         ("fsdp2-resident", "fsdp2 has no variant 'resident'; it has eager, kept, unclipped, gathered, residentN"),
         ("fsdp2-resident0", "fsdp2 has no variant 'resident0'"),
+        ("fsdp2-resident2-resident5", "fsdp2 has no variant 'resident5'"),
         ("protrain-resident2", "protrain has no variant 'resident2'; it has eager, unclipped, narrow"),
         ("torchao-unclipped", "torchao has no variant 'unclipped'; it has eager, kept"),
         ("fsdp2,fsdp2", "fsdp2 is there twice"),

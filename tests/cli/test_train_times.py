@@ -67,6 +67,24 @@ def test_steps_among_others_are_timed_as_ever(tmp_path: Path, monkeypatch: pytes
     assert not summary["steps_alone"]
 
 
+def test_a_step_alone_after_resuming_does_not_stand_for_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(run: Run) -> float:
+        raise RuntimeError("the machine failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "evaluate", interrupted)
+        with pytest.raises(RuntimeError, match="the machine failed"):
+            _train(tmp_path, "--checkpoint-every=6 --evaluate-every=7")
+    assert main(["train", "--resume", "--folder", f"{tmp_path}/run"]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row.get("alone_ms") is not None] == [8]
+    assert not summary["steps_alone"]
+    assert summary["step_ms"] in [row["step_ms"] for row in rows if row.get("step_ms") is not None]
+
+
 def _train(folder: Path, options: str) -> dict[str, Any]:
     (folder / "text.txt").write_text("some text " * 100)
     command = [

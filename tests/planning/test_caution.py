@@ -49,16 +49,21 @@ def test_a_steady_host_has_its_rate_mostly_and_an_unknown_one_nearly_so() -> Non
     assert likely_shares(replace(H100, device_type="cpu")) == ((1.0, 1.0),)
 
 
-def test_the_plan_is_the_fastest_in_the_mean(profile: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("device_gib", "host_gib", "n_whole"), [(40, 200, 0), (24, 120, 15)])
+def test_the_plan_is_the_fastest_in_the_mean(
+    device_gib: int, host_gib: int, n_whole: int, profile: ModelProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def mean_ms(plan: Plan) -> float:
         return sum(share * check(plan, profile, one).step_ms for one, share in machines)
 
-    machines = likely_machines(MACHINE)
-    careful = search(profile, MACHINE)
+    machine = replace(MACHINE, device_bytes=device_gib * GIB, host_bytes=host_gib * GIB)
+    machines = likely_machines(machine)
+    careful = search(profile, machine)
     with monkeypatch.context() as patch:
         patch.setattr("protrain.planning.rates.caution.likely_shares", lambda hardware: ((1.0, 1.0),))
         fastest = [search(profile, one) for one, _ in machines]
-        bold = search(profile, MACHINE)
+        bold = search(profile, machine)
+    assert careful.n_whole == n_whole
     assert mean_ms(careful) == min(map(mean_ms, fastest))
     assert mean_ms(careful) <= 0.98 * mean_ms(bold)
     assert careful.step_ms <= 1.06 * bold.step_ms

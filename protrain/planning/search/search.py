@@ -26,7 +26,6 @@ from protrain.profiler.model_profile import ModelProfile
 
 _REFINES = 0.01  # of a step, what another number of early updates than the simulation chooses may save
 _ATTENTION_GAIN = 0.01  # of a step, what keeping attention must save
-_SLOWER_GAIN = 0.005  # of a step on a slower host, what a plan made for that must save there to be looked at
 
 
 def search(
@@ -36,12 +35,12 @@ def search(
     chunk_elements: int | None = None,
     step_during_backward: bool = False,
 ) -> Plan:
-    """The fastest plan for ``profile`` on ``hardware`` of those that make whole updates, each on the host, within 1%.
+    """The fastest plan for ``profile`` in the mean of the hosts that ``hardware`` may turn out to have.
 
-    See TOLERANCE and Columns. Where one with early weights or with streamed updates is found that is clearly faster,
-    or one that keeps attention, that: see WEIGHTS_GAIN and [Note: looking for streamed updates]. Of the fastest with
-    each host that the machine may turn out to have, the fastest in the mean: see [Note: caution]. The plan's
-    ``step_ms`` is for ``hardware`` as it is.
+    That is one of those that are the fastest with one of these hosts: see [Note: caution]. With each it is, within 1%,
+    the fastest of the plans that make whole updates, all on the host: see TOLERANCE and Columns. Where one with early
+    weights or with streamed updates is found that is clearly faster, or one that keeps attention, it is that: see
+    WEIGHTS_GAIN and [Note: looking for streamed updates]. The plan's ``step_ms`` is for ``hardware`` as it is.
 
     Args:
         profile: of the model and the batch.
@@ -55,33 +54,20 @@ def search(
     """
     machines = likely_machines(hardware)
 
-    def times_ms(plan: Plan) -> list[float]:
-        return [Models.of(plan, profile, one, step_during_backward).again(plan).step_ms for one, _ in machines]
+    def models_on(machine: HardwareProfile, plan: Plan) -> Models:
+        return Models.of(plan, profile, machine, step_during_backward)
 
-    best: Plan | None = None
-    best_ms, times = inf, [inf] * len(machines)  # of best: in the mean, and on each
-    for at, (machine, _) in enumerate(machines):
-        limit_ms = times[at] * (1 - _SLOWER_GAIN) if best else inf
-        plan = _searched(profile, machine, chunk_elements, step_during_backward, limit_ms=limit_ms)
-        if plan is None:
-            continue
-        found = times_ms(plan)
-        mean_ms = sum(share * step_ms for (_, share), step_ms in zip(machines, found, strict=True))
-        if mean_ms < best_ms:
-            best, best_ms, times = plan, mean_ms, found
-    assert best is not None
-    return Models.of(best, profile, hardware, step_during_backward).again(best)
+    def mean_ms(plan: Plan) -> float:
+        return sum(probability * models_on(one, plan).again(plan).step_ms for one, probability in machines)
+
+    plans = [_fastest_on(one, profile, chunk_elements, step_during_backward) for one, _ in machines]
+    best = min(plans, key=mean_ms)
+    return models_on(hardware, best).again(best)
 
 
-def _searched(
-    profile: ModelProfile,
-    hardware: HardwareProfile,
-    chunk_elements: int | None,
-    step_during_backward: bool,
-    *,
-    limit_ms: float,
-) -> Plan | None:
-    """The fastest plan on ``hardware`` that takes less than ``limit_ms``, if any."""
+def _fastest_on(
+    hardware: HardwareProfile, profile: ModelProfile, chunk_elements: int | None, step_during_backward: bool
+) -> Plan:
     found = layouts(profile, chunk_elements)
 
     def models(*, keep_attention: bool = False) -> list[Models]:
@@ -89,15 +75,12 @@ def _searched(
             Models(profile, hardware, layout, step_during_backward, keep_attention=keep_attention) for layout in found
         ]
 
-    plan = _fastest(either := models(), limit_ms)
-    if plan is not None and plan.step_ms >= limit_ms:
-        plan = None
-    if plan is None and limit_ms == inf:
+    plan = _fastest(either := models())
+    if plan is None:
         errors = [nothing_fits(one.memory, one.moves) for one in either]
         raise min(errors, key=lambda error: error.needed_bytes - error.available_bytes)
-    known_ms = plan.step_ms if plan is not None else limit_ms
-    limit_ms = known_ms * (1 - _ATTENTION_GAIN)
-    if least_ms(profile, hardware, known_ms) >= limit_ms + known_ms * TOLERANCE:
+    limit_ms = plan.step_ms * (1 - _ATTENTION_GAIN)
+    if least_ms(profile, hardware, plan.step_ms) >= limit_ms + plan.step_ms * TOLERANCE:
         return plan
     keeping = _fastest(models(keep_attention=True), limit_ms)
     return plan if keeping is None or keeping.step_ms >= limit_ms else keeping
