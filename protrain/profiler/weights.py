@@ -97,12 +97,11 @@ class Weights:
 
     def refuse_writes(self) -> None:
         """ValueError where the model wrote a parameter, as autograd counts it, or gave it other data."""
-        written = {id(p) for p, storage in zip(self.stand_ins, self._storages, strict=True) if _key(p) != storage}
-        recurrent = (m.parameters(recurse=False) for m in self._model.modules() if isinstance(m, nn.RNNBase))
-        written -= {
-            id(p) for parameters in recurrent for p in parameters
-        }  # they give weights one storage: flat weights
-        written |= {id(p) for p in self.stand_ins if p._version}
+        pairs = zip(self.stand_ins, self._storages, strict=True)
+        written = {id(stand_in) for stand_in, storage in pairs if stand_in._version or _key(stand_in) != storage}
+        recurrent = (module for module in self._model.modules() if isinstance(module, nn.RNNBase))
+        # These give their weights one storage, with the same values: the engine sees to that.
+        written -= {id(parameter) for module in recurrent for parameter in module.parameters(recurse=False)}
         for name, parameter in self._model.named_parameters():
             if id(parameter) in written:
                 raise ValueError(
