@@ -60,7 +60,7 @@ def profile(
 
     Raises:
         ValueError: the batch is no mapping or tuple, nothing is trainable, the model already checkpoints its layers, or
-            it changes its parameters in forward.
+            it changes its parameters in place in forward.
     """
     batches.check(example_batch)
     refuse_own_checkpointing(model, checkpointing_switches(model), ValueError, since="already")

@@ -40,7 +40,6 @@ class Weights:
         self._spare_bytes = spare_bytes
         self._meter: Meter | None = None
         self.stand_ins = [self._empty(parameter) for parameter in self.originals]
-        self._storages = [_key(stand_in) for stand_in in self.stand_ins]
         self.index = {id(stand_in): index for index, stand_in in enumerate(self.stand_ins)}
         self.indexes = {id(parameter): index for index, parameter in enumerate(self.originals)}
         self.unmanaged: dict[int, Tensor] = {}
@@ -96,16 +95,19 @@ class Weights:
             self._meter.hold(sum(self.stand_ins[index].nbytes for index in indexes))
 
     def refuse_writes(self) -> None:
-        """ValueError where the model wrote a parameter, as autograd counts it, or gave it other data."""
-        pairs = zip(self.stand_ins, self._storages, strict=True)
-        written = {id(stand_in) for stand_in, storage in pairs if stand_in._version or _key(stand_in) != storage}
+        """ValueError where the model changed a parameter in place, as autograd counts it.
+
+        One that was given other data may have the same values, as recurrent modules do it: that is for the engine to
+        see, which has the values.
+        """
+        written = {id(stand_in) for stand_in in self.stand_ins if stand_in._version}
+        # Giving these one storage may count as a change where cuDNN does it.
         recurrent = (module for module in self._model.modules() if isinstance(module, nn.RNNBase))
-        # These give their weights one storage, with the same values: the engine sees to that.
         written -= {id(parameter) for module in recurrent for parameter in module.parameters(recurse=False)}
         for name, parameter in self._model.named_parameters():
             if id(parameter) in written:
                 raise ValueError(
-                    f"the forward of {type(self._model).__name__} changes the data of its parameter {name}, which "
+                    f"the forward of {type(self._model).__name__} changes its parameter {name} in place, which "
                     "copies of it elsewhere would not follow. Take that out (max_norm=None of an embedding, "
                     "altup_coef_clip=None of Gemma-3n), or do it after step(), inside "
                     "`with protrain.full_parameters(model):`; where the first forward alone does it, call the model "
@@ -196,11 +198,6 @@ class Weights:
         if tensor.is_meta and self._device.type != "meta":
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
         return tensor.detach().to(self._device, copy=True)
-
-
-def _key(tensor: Tensor) -> int:
-    """Of the storage, whatever its size."""
-    return _storage(tensor)._cdata
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
