@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from protrain.engine.updates.updates import Tally
 
 _KEPT_STEPS = 200
+_SLOW_HOST = 0.86  # of its predicted rate: below what plans reckon with ([Note: caution] in planning/rates/caution.py)
+_LATE_STEP = 1.05  # of its predicted time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class Report(Record):
             on_host = f"{self.host_gparams:.2f} G parameters a second, predicted {self.predicted_host_gparams:.2f}"
             if self.predicted_host_gparams:
                 on_host += f" (measured {format_change(self.host_gparams, self.predicted_host_gparams)})"
+            if self._waits_for_a_slow_host:
+                on_host += "; `protrain calibrate`, while the machine is as busy as now, for plans that leave it less"
         return [
             ("plan", self.plan),
             ("steps", f"{self.steps:,}"),
@@ -71,6 +75,11 @@ class Report(Record):
             ("early updates", f"{self.early_updates:,}{redone}"),
             ("AdamW on the host", on_host),
         ]
+
+    @property
+    def _waits_for_a_slow_host(self) -> bool:
+        slow = self.host_gparams < _SLOW_HOST * self.predicted_host_gparams
+        return slow and self.step_ms > _LATE_STEP * self.predicted_step_ms
 
     def __str__(self) -> str:
         return self.table()

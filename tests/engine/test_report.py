@@ -37,6 +37,15 @@ def test_a_printed_report_is_aligned_lines_with_units() -> None:
     assert Report.from_json(REPORT.to_json()) == REPORT
 
 
+def test_a_step_that_waits_for_a_slow_host_comes_with_the_remedy() -> None:
+    remedy = (
+        "(measured -20.0%); `protrain calibrate`, while the machine is as busy as now, for plans that leave it less"
+    )
+    assert str(replace(REPORT, step_ms=2200.0)).endswith(remedy)
+    for other in (replace(REPORT, step_ms=2080.0), replace(REPORT, step_ms=2200.0, host_gparams=4.4)):
+        assert "calibrate" not in str(other)
+
+
 def test_a_step_that_was_not_measured_is_said_to_be_so() -> None:
     lines = str(replace(REPORT, steps=1, step_ms=0.0, redone_updates=0, host_gparams=0.0)).splitlines()
     assert lines[2].endswith("not measured before two steps, predicted 2 s")
