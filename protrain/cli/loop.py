@@ -76,17 +76,14 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool,
             if trace and run.step == first_step + _TRACED_FROM:
                 tracing.enter_context(protrain.trace(run.optimizer, trace))
             loss, norm = _step(run)
-            if trace and run.step == first_step + _TRACED_FROM + 2:
-                tracing.close()
-                times.pause()
-                line.note(f"steps {run.step - 1} and {run.step} traced: {trace}")
             # The step before is read here, while this one runs.
             report(delayed.take())
             delayed.put(run.step, loss, norm)
             last, stop = run.step == job.steps, requests.received
             evaluate = not (last or stop) and job.evaluate_every and run.step % job.evaluate_every == 0
             save = stop or (job.checkpoint_every and (last or run.step % job.checkpoint_every == 0))
-            pause = evaluate or save or last
+            traced = trace and run.step == first_step + _TRACED_FROM + 2
+            pause = evaluate or save or traced or last
             if pause:
                 result, alone_ms = delayed.take(), None
                 if times.is_alone:
@@ -94,6 +91,9 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool,
                     alone_ms = times.add_alone(time.perf_counter())
                 report(result, alone_ms)
                 times.pause()
+            if traced:
+                tracing.close()
+                line.note(f"steps {run.step - 1} and {run.step} traced: {trace}")
             if evaluate:
                 run.evaluate()
             if save:

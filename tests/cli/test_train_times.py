@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import protrain
 from protrain.cli.main import main
 from protrain.cli.run import Run
 
@@ -65,6 +68,23 @@ def test_steps_among_others_are_timed_as_ever(tmp_path: Path, monkeypatch: pytes
     assert list(times) == [2, 6, 8]
     assert summary["step_ms"] in times.values()
     assert not summary["steps_alone"]
+
+
+def test_writing_a_trace_is_in_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def slow_trace(*_: Any) -> Iterator[None]:
+        yield
+        time.sleep(PAUSE_S)
+        written.append(True)
+
+    written: list[bool] = []
+    monkeypatch.setattr(protrain, "trace", slow_trace)
+    _train(tmp_path, f"--checkpoint-every=0 --evaluate-every=0 --trace={tmp_path}/trace.json")
+    assert written
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    times = [row["step_ms"] for row in rows if row.get("step_ms") is not None]
+    assert len(times) == STEPS - 2, "all but the first, and the one after the trace"
+    assert max(times) < PAUSE_S * 1000
 
 
 def test_a_step_alone_after_resuming_does_not_stand_for_those_before(
