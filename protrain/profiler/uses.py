@@ -13,7 +13,7 @@ from protrain.trees import tensors_in
 
 # Of the parameters that these take as ``inputs`` only the place in the graph is needed.
 _PLACES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
-_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA: Any = Tensor.data
 
 
 class Uses(TorchFunctionMode):
@@ -43,7 +43,7 @@ class Uses(TorchFunctionMode):
                 self._used(index)
             return func(*args, **kwargs)
         # Of .data autograd counts no changes: hand out what shares the parameter's count of them.
-        result = args[0].detach() if func == _DATA else func(*args, **kwargs)
+        result = args[0].detach() if func == _DATA.__get__ else func(*args, **kwargs)
         if isinstance(result, Tensor):  # weight.T is a use, weight.dtype is none
             for index in found:
                 self._used(index)

@@ -1,6 +1,6 @@
 """Early updates of weights alone: when their states follow, and what it means when they cannot.
 
-What both kinds of early updates have in common is in test_early_updates.
+What both kinds of early updates have in common is in early_updates/.
 """
 
 from __future__ import annotations

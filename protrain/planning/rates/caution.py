@@ -7,13 +7,11 @@ that. (7.24 B, batch 8 x 2048 on an H100: made for the rate as calibrated a plan
 and 1,489 with nine tenths of it; made for 97% of it 1,398 and 1,470; made for nine tenths 1,422 and 1,425. Measured
 on another, where 1,365 had been predicted: made for the rate as calibrated 1,465 ms, more slowly 1,411.)
 
-How slow hosts are was seen in steps on ten machines with an H100: six reached what had been predicted of them, one
-90% of it, two 85%, one 79%; within ten minutes one had 89% and 79%, in the same plan. So of the fastest plans for the
-hosts in _HOSTS the one that takes least in the mean over these is taken. More than two hosts gained little more, and
-two searches take twice as long. Of the shares from 86% to 90% and probabilities from a third to a half these did best:
-over those ten machines and twelve tasks plans are predicted to be 0.2% slower than the best of plans made for nine
-rates, in place of 1.5% where they are made for the usual rate alone; 0.9% in place of 0.2% where the host has the rate
-that was calibrated, 1.4% in place of 6.5% where it has 82% of it.
+How slow hosts are in steps was seen on ten machines with an H100. As far as their records tell, which have the host's
+rate of late and before that the time of a step, six reached what had been predicted of them, one 90% of it, two 85%,
+one 79%; within ten minutes one had 89% and 79%, in the same plan. So of the fastest plans for the hosts in _HOSTS the
+one that takes least in the mean over these is taken. The shares and probabilities, of a dozen that were tried, lose
+little over hosts as those ten: "Which hosts plans are made for" in docs/predictions.md.
 
 What calibration tells of a host moves both: its usual rate lies about halfway between its rate over time and
 what it had four fifths of the time. That is 99% on steady hosts, 93% on one that neighbours slowed down. What is

@@ -20,7 +20,7 @@ from protrain.planning.search.both_kinds import both_kinds
 from protrain.planning.search.columns import WEIGHTS_GAIN, Columns
 from protrain.planning.search.infeasible import nothing_fits
 from protrain.planning.search.models import Models
-from protrain.planning.search.settled import TOLERANCE, best_early, settled
+from protrain.planning.search.settled import TOLERANCE, Counts, best_early, settled
 from protrain.planning.search.streamed_search import STREAMING_GAIN, StreamedSearch
 from protrain.profiler.model_profile import ModelProfile
 
@@ -68,6 +68,7 @@ def search(
 def _fastest_on(
     hardware: HardwareProfile, profile: ModelProfile, chunk_elements: int | None, step_during_backward: bool
 ) -> Plan:
+    """The fastest plan on ``hardware`` as it is; the arguments are those of :func:`search`."""
     found = layouts(profile, chunk_elements)
 
     def models(*, keep_attention: bool = False) -> list[Models]:
@@ -137,7 +138,7 @@ def _of_order(models: Models, limit_ms: float) -> tuple[Plan | None, Plan | None
     if whole is not None:
         limit_ms = whole.step_ms * (1 - WEIGHTS_GAIN)
     if models.runtime.speculates and (found := columns.walk(weights=True, limit_ms=limit_ms)):
-        weights = models.plan(*best_early(models, min(found)[1:], early_weights=True), early_weights=True)
+        weights = models.plan(*best_early(models, Counts(*min(found)[1:]), early_weights=True), early_weights=True)
         if weights.step_ms < limit_ms:
             return whole, weights
     return whole, None

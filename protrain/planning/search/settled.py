@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from protrain.planning.plan import Plan, block_modes
@@ -15,7 +17,16 @@ TOLERANCE = 0.005
 _NEAR = 0.03  # of plans within this of the fastest other numbers of early updates are tried
 _NOTHING = 0.001  # what early updates must save at least
 
-Counts = tuple[int, int, int, int, int, int]  # n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate
+
+class Counts(NamedTuple):
+    """The integers of a plan without streamed updates."""
+
+    n_persist: int
+    n_buffer: int
+    n_swap: int
+    n_ckpt: int
+    n_ckpt_swap: int
+    n_speculate: int
 
 
 def settled(models: Models, found: list[Candidate]) -> Plan:
@@ -28,7 +39,7 @@ def settled(models: Models, found: list[Candidate]) -> Plan:
         close, key=lambda candidate: (-candidate.n_persist, candidate.n_swap, candidate.n_ckpt_swap, candidate)
     )
     limit_ms = fastest * (1 + TOLERANCE)
-    counts = _fewer_moved(models, *_more_persistent(models, chosen, limit_ms), limit_ms)
+    counts = _fewer_moved(models, _more_persistent(models, chosen, limit_ms), limit_ms)
     return models.plan(*best_early(models, counts))
 
 
@@ -46,30 +57,21 @@ def _more_persistent(models: Models, plan: Candidate, limit_ms: float) -> Counts
             modes, more, buffers, models.most_early(more, activations.swapped_bytes), limit_ms=limit_ms
         )
         if step_ms < limit_ms:
-            return more, buffers, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap, early
-    return plan[1:]
+            return Counts(more, buffers, plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap, early)
+    return Counts(*plan[1:])
 
 
-def _fewer_moved(
-    models: Models,
-    n_persist: int,
-    n_buffer: int,
-    n_swap: int,
-    n_ckpt: int,
-    n_ckpt_swap: int,
-    n_speculate: int,
-    limit_ms: float,
-) -> Counts:
+def _fewer_moved(models: Models, plan: Counts, limit_ms: float) -> Counts:
     """The same with the fewest moved inputs, and the buffers that then fit, that take at most ``limit_ms``."""
-    for fewer, buffers, swapped_bytes in models.moves.rooms(n_swap, n_ckpt, n_persist) if n_ckpt_swap else ():
-        if fewer >= n_ckpt_swap:
+    for fewer, buffers, swapped_bytes in models.moves.rooms(plan.n_swap, plan.n_ckpt, plan.n_persist):
+        if fewer >= plan.n_ckpt_swap:
             break
-        modes = block_modes(len(models.profile.blocks), n_swap, n_ckpt, fewer)
-        most_early = models.most_early(n_persist, swapped_bytes)
-        step_ms, early = models.runtime.fitted_ms(modes, n_persist, buffers, most_early, limit_ms=limit_ms)
+        modes = block_modes(len(models.profile.blocks), plan.n_swap, plan.n_ckpt, fewer)
+        most_early = models.most_early(plan.n_persist, swapped_bytes)
+        step_ms, early = models.runtime.fitted_ms(modes, plan.n_persist, buffers, most_early, limit_ms=limit_ms)
         if step_ms < limit_ms:
-            return n_persist, buffers, n_swap, n_ckpt, fewer, early
-    return n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate
+            return plan._replace(n_buffer=buffers, n_ckpt_swap=fewer, n_speculate=early)
+    return plan
 
 
 def _refined(models: Models, plan: Candidate) -> Candidate:
@@ -88,18 +90,17 @@ def _refined(models: Models, plan: Candidate) -> Candidate:
     return best
 
 
-def best_early(models: Models, counts: Counts, *, early_weights: bool = False) -> Counts:
+def best_early(models: Models, plan: Counts, *, early_weights: bool = False) -> Counts:
     """The same with the best number of early updates, or fewer where those save nothing: they take memory.
 
     Half as many again as are needed, should the host be slower than it was when it was calibrated.
     """
-    n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate = counts
-    modes = block_modes(len(models.profile.blocks), n_swap, n_ckpt, n_ckpt_swap)
+    modes = block_modes(len(models.profile.blocks), plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap)
     swapped_bytes, runtime = models.memory.activations(modes).swapped_bytes, models.kinds[early_weights][1]
-    most = models.most_early(n_persist, swapped_bytes, early_weights=early_weights)
-    likely = min(most, n_speculate)
-    times = times_by_early(runtime, modes, n_persist, n_buffer, most, likely=likely, tolerance=_NOTHING)
+    most = models.most_early(plan.n_persist, swapped_bytes, early_weights=early_weights)
+    likely = min(most, plan.n_speculate)
+    times = times_by_early(runtime, modes, plan.n_persist, plan.n_buffer, most, likely=likely, tolerance=_NOTHING)
     limit_ms = min(times) * (1 + _NOTHING)
     needed = next(early for early, step_ms in enumerate(times) if step_ms <= limit_ms)
     enough = (early for early in range(min(most, -(-3 * needed // 2)), needed - 1, -1) if times[early] <= limit_ms)
-    return n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, next(enough)
+    return plan._replace(n_speculate=next(enough))

@@ -1,0 +1,21 @@
+"""Fixtures of the tests of early updates."""
+
+from __future__ import annotations
+
+import pytest
+
+from protrain.engine.updates.updates import _Round
+from tests.engine.harness import CKPT, NONE, Spec
+
+
+@pytest.fixture(params=["states", "weights", "both"])
+def spec(request: pytest.FixtureRequest) -> Spec:
+    """Early updates of all states, of weights alone, or some of either."""
+    weights, whole = request.param != "states", request.param == "both"
+    return Spec("none", "least", (NONE, CKPT), early=True, weights=weights, whole=whole)
+
+
+@pytest.fixture(autouse=True)
+def early_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the host had begun every early update before backward was over."""
+    monkeypatch.setattr(_Round, "is_over", lambda _: False)
