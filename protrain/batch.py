@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from protrain.trees import tensors_in
+from protrain.trees import map_leaves, tensors_in
 
 
 def check(batch: Any) -> None:
@@ -86,7 +85,7 @@ def excess(shape: tuple[int, ...], planned: tuple[int, ...], *, rows_first: bool
 
 def to_device(tree: Any, device: torch.device | str) -> Any:
     """``tree`` with every tensor on ``device``; a tensor already there is kept, not copied."""
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -95,7 +94,7 @@ def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
 
-    return tree_map(cast, args), tree_map(cast, kwargs)
+    return map_leaves(cast, args), map_leaves(cast, kwargs)
 
 
 def training_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from protrain.engine.activations.saved import Frame
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import CudaStreams
@@ -167,12 +168,12 @@ class _Recorder:
 
         return run_unit
 
-    def _enter_backward(self, original: Callable[[Unit], None]) -> Callable[[Unit], None]:
-        def enter_backward(unit: Unit) -> None:
+    def _enter_backward(self, original: Callable[[Frame], None]) -> Callable[[Frame], None]:
+        def enter_backward(frame: Frame) -> None:
             current = self._engine._current
-            original(unit)
-            if current is not unit:
-                self._backward = (f"backward {unit.label}", self._stamp())
+            original(frame)
+            if current is not frame.unit:
+                self._backward = (f"backward {frame.unit.label}", self._stamp())
 
         return enter_backward
 

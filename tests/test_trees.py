@@ -1,4 +1,4 @@
-"""``tensors_in`` finds what the general walk over a tree finds, in its order."""
+"""``tensors_in`` and ``map_leaves`` do what the general walks over a tree do, in their order."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from protrain.trees import tensors_in
+from protrain.trees import map_leaves, tensors_in
 
 Pair = namedtuple("Pair", "left right")
 
@@ -45,3 +45,31 @@ def test_tensors_are_those_of_the_general_walk(name: str) -> None:
     found = tensors_in(tree)
     assert list(map(id, found)) == list(map(id, expected))
     assert bool(found) == (name != "none")
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_leaves_are_mapped_as_by_the_general_walk(name: str) -> None:
+    tree = TREES[name]()
+    expected_leaves: list[Any] = []
+    found_leaves: list[Any] = []
+
+    def noted(leaves: list[Any]) -> Any:
+        def note(leaf: Any) -> Any:
+            leaves.append(leaf)
+            return len(leaves)
+
+        return note
+
+    expected, found = tree_map(noted(expected_leaves), tree), map_leaves(noted(found_leaves), tree)
+    assert list(map(id, found_leaves)) == list(map(id, expected_leaves))
+    assert type(found) is type(expected)
+    assert repr(found) == repr(expected)
+
+
+def test_mapped_containers_are_new() -> None:
+    """A block's lists and dictionaries are kept as they were when it was called, whatever the model puts in later."""
+    inner: list[Any] = [1]
+    tree = ({"a": inner}, inner)
+    mapped = map_leaves(lambda leaf: leaf, tree)
+    inner.append(2)
+    assert mapped == ({"a": [1]}, [1])

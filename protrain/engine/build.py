@@ -143,6 +143,7 @@ def build_engine(
     # is left would be mapped anew.
     arena.reserve(swapped + aligned(1) * (len(profile.calls) + 1))
     backwards = list(reversed(profile.calls))
+    fetched = [[chunk for chunk in unit if not chunks[chunk].persistent] for unit in layout.unit_chunks]
     engine = Engine(
         model=model,
         profile=profile,
@@ -161,8 +162,8 @@ def build_engine(
         gradients=gradients,
         swap_slots=HostSlots(arena, streams, limit_bytes=max(host_bytes, arena.total_bytes)),
         ledger=ledger,
-        training_order=Schedule([*profile.calls, *backwards], layout.unit_chunks),
-        inference_order=Schedule(profile.calls, layout.unit_chunks),
+        training_order=Schedule([*profile.calls, *backwards], fetched),
+        inference_order=Schedule(profile.calls, fetched),
     )
     for member in members:
         if member.chunk.persistent:

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
 
 from protrain.engine.activations.ledger import Ledger
 from protrain.engine.activations.saved import Copy, Frame, WeightView, storage_address
@@ -47,7 +46,7 @@ from protrain.errors import MisuseError
 from protrain.planning.plan import Plan
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
-from protrain.trees import tensors_in
+from protrain.trees import map_leaves, tensors_in
 
 
 class Engine:
@@ -108,6 +107,7 @@ class Engine:
         self._residents = [member for unit in units for member in unit.residents]
         self._edited: set[int] = set()  # chunks whose buffers hold what must not be used again
         self._current: Unit | None = None  # whose backward runs
+        self._entered: Callable[[], Frame | None] = _nothing  # the call of it, which lives as long as its graph
         self._backward: weakref.ref[Any] | None = None  # of what autograd calls at its end; dead where it raised
         self._accumulates = False  # a gradient has come: torch.autograd.grad brings none
         # What the optimizer wants to know of backwards that bring gradients; see protrain.optim.
@@ -229,7 +229,7 @@ class Engine:
 
         if not self.buffers.buffers or not any(map(handed_on, tensors_in(tree))):
             return tree
-        return tree_map(lambda leaf: Copy.apply(leaf) if handed_on(leaf) else leaf, tree)
+        return map_leaves(lambda leaf: Copy.apply(leaf) if handed_on(leaf) else leaf, tree)
 
     def bind(self, unit: Unit) -> None:
         """Put the unit's parameters on the device and keep them there."""
@@ -275,15 +275,26 @@ class Engine:
         self.swaps.begin_backward()
         self.gradients.delivered.clear()
 
-    def enter_backward(self, unit: Unit) -> None:
-        """Backward has reached ``unit``; whatever it was in before is done."""
+    def in_backward_of(self, frame: Frame) -> bool:
+        """Whether :meth:`enter_backward` would do nothing: it is asked for every tensor that was saved."""
+        return (
+            self._entered() is frame
+            and frame.steps == self.steps
+            and self._backward is not None
+            and self._backward() is not None
+        )
+
+    def enter_backward(self, frame: Frame) -> None:
+        """Backward has reached the unit that ``frame`` is a call of; whatever it was in before is done."""
         self.begin_backward()
+        unit = frame.unit
         if self._current is unit:
+            self._entered = weakref.ref(frame)
             return
         self._leave_unit()
         self._order.enter(unit.index, start=self._backward_start)
         self.bind(unit)
-        self._current = unit
+        self._current, self._entered = unit, weakref.ref(frame)
         self.buffers.prefetch(self.chunks, self._order)
         earlier = self._earlier_unit.get(unit.index)
         if earlier is not None:
@@ -302,6 +313,7 @@ class Engine:
         self.gradients.collect(self.members[index])
 
     def _leave_unit(self) -> None:
+        self._entered = _nothing
         unit, self._current = self._current, None
         if unit is not None:
             self.unbind(unit)
@@ -351,15 +363,16 @@ class Engine:
 
     def _abandon(self) -> None:
         self._backward = None
+        self._entered = _nothing
         unit, self._current = self._current, None
         if unit is not None:
             self.unbind(unit)
 
     # -- saved tensors -------------------------------------------------------------------------------------------------
 
-    def weight_view(self, tensor: Tensor) -> WeightView | None:
-        """``tensor`` as a view of a chunk, when its storage is a chunk buffer."""
-        buffer = self.buffers.holder(storage_address(tensor))
+    def weight_view(self, tensor: Tensor, address: int) -> WeightView | None:
+        """``tensor``, whose storage is at ``address``, as a view of a chunk, when that is a chunk buffer."""
+        buffer = self.buffers.holder(address)
         if buffer is None:
             return None
         assert buffer.chunk is not None
@@ -439,3 +452,7 @@ class Engine:
             if not chunk.persistent:
                 self.buffers.invalidate(chunk)
         self.steps += 1
+
+
+def _nothing() -> None:
+    """Stands for a reference that is dead."""

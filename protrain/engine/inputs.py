@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_map
 
 from protrain import batch as batches
 from protrain.engine.streams import Mark, Streams
+from protrain.trees import map_leaves
 from protrain_kernels import from_host
 
 
@@ -46,7 +46,7 @@ class Inputs:
         while self._aside and self._aside[0][0].reached():
             self._aside.popleft()
         aside: list[Tensor] = []
-        moved = tree_map(lambda leaf: self._moved(leaf, aside) if isinstance(leaf, Tensor) else leaf, tree)
+        moved = map_leaves(lambda leaf: self._moved(leaf, aside) if isinstance(leaf, Tensor) else leaf, tree)
         if aside:
             mark = self._streams.mark()
             self._streams.compute_reached(mark)

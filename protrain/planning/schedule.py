@@ -9,7 +9,7 @@ fetch, never a result.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 FAR = 1 << 60
 
@@ -29,6 +29,7 @@ class Schedule:
                 if not positions or positions[-1] != position:
                     positions.append(position)
         self.position = -1  # before the first visit
+        self._upcoming: dict[int, tuple[int, ...]] = {}  # by position
 
     def restart(self) -> None:
         """Go back to before the first visit."""
@@ -54,11 +55,12 @@ class Schedule:
             return positions[0] + len(self._visits) - self.position
         return positions[at] - self.position
 
-    def upcoming(self) -> Iterator[int]:
+    def upcoming(self) -> tuple[int, ...]:
         """Chunks in the order in which later visits need them, each once, over one cycle."""
-        seen = set(self._unit_chunks[self._visits[self.position]]) if self.position >= 0 else set()
-        for step in range(1, len(self._visits) + 1):
-            for chunk in self._unit_chunks[self._visits[(self.position + step) % len(self._visits)]]:
-                if chunk not in seen:
-                    seen.add(chunk)
-                    yield chunk
+        found = self._upcoming.get(self.position)
+        if found is None:
+            now = self._unit_chunks[self._visits[self.position]] if self.position >= 0 else ()
+            later = [*self._visits[self.position + 1 :], *self._visits[: self.position + 1]]
+            needed = dict.fromkeys(chunk for unit in later for chunk in self._unit_chunks[unit])
+            found = self._upcoming[self.position] = tuple(chunk for chunk in needed if chunk not in now)
+        return found

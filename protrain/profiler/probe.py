@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map
 
 from protrain.profiler.attention_calls import AttentionCall, allocated_bytes
 from protrain.profiler.meter import Meter
 from protrain.profiler.operations import Operations, storage_key
-from protrain.trees import tensors_in
+from protrain.trees import map_leaves, tensors_in
 
 
 @dataclass
@@ -55,7 +54,7 @@ def probe(
         if tensor.grad_fn is not None:  # not a mask, nor what the caller holds anyway
             use.inputs[storage_key(tensor)] = allocated_bytes(tensor)
     # Copies, because a block may write its inputs in place.
-    args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+    args, kwargs = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     copies = {
         storage_key(copy): storage_key(tensor) for copy, tensor in zip(tensors_in((args, kwargs)), given, strict=True)
     }

@@ -232,6 +232,20 @@ def test_backward_after_step_is_refused(wrapped: Wrap, batch: Batch, spec: Spec)
     assert_unharmed(found, after_a_step()[0], batch)
 
 
+def test_a_step_in_the_middle_of_a_blocks_backward_is_refused(wrapped: Wrap, batch: Batch) -> None:
+    """The first block's: no other unit's backward follows that would tell."""
+    model, optimizer = wrapped(RESIDENT)
+    steps: list[None] = []
+
+    def step(_: Tensor) -> None:
+        steps.append(optimizer.step())
+
+    model.get_parameter("model.layers.0.mlp.down_proj.weight").register_hook(step)
+    with pytest.raises(MisuseError, match=r"backward through model.layers.0 after optimizer.step\(\)"):
+        model(**batch).loss.backward()
+    assert len(steps) == 1
+
+
 def test_a_backward_that_fails_half_way_leaves_nothing(wrapped: Wrap, batch: Batch) -> None:
     model, optimizer = wrapped()
 

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from protrain.attention import for_backward, is_attention
 from protrain.dispatch import RuntimeMode
 from protrain.engine.activations.random_state import RandomState
-from protrain.trees import tensors_in
+from protrain.trees import map_leaves, tensors_in
 
 
 @dataclass(slots=True)
@@ -91,7 +90,7 @@ class KeptAttention:
             call.check()
             call.saved.clear()
             call.moved = bool(call.outputs)
-            call.outputs = tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, call.outputs)
+            call.outputs = map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, call.outputs)
 
     def again(self, restored: Callable[[Any], Any]) -> RuntimeMode:
         """A mode for another run, with ``restored`` of what is kept in place of what attention would compute."""
@@ -113,7 +112,7 @@ class _Noting(RuntimeMode):
             # Without gradients nothing is worth holding; a compiled forward runs so, whatever its graph is part of.
             held = not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors_in((args, kwargs)))
             # Detached, or what autograd makes of the result would hold the graph that it is part of.
-            outputs = tree_map(_detached, result) if held else ()
+            outputs = map_leaves(_detached, result) if held else ()
             addresses = frozenset(map(_address, tensors_in(outputs)))
             self._calls.append(_Call(func, _shapes(args, kwargs), outputs, addresses, RandomState(self._device)))
         return result
@@ -138,7 +137,7 @@ class _Again(RuntimeMode):
                     call.after.set()
                     if not call.moved:  # autograd frees what it has used; another backward computes it again
                         call.give_up()
-                    return tree_map(self._restored, outputs)
+                    return map_leaves(self._restored, outputs)
         return func(*args, **(kwargs or {}))
 
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from protrain.engine.activations.caches import copied, is_cache, tensors_of
@@ -31,7 +30,7 @@ from protrain.engine.activations.kept_attention import KeptAttention
 from protrain.engine.activations.random_state import BlockRandomState
 from protrain.engine.states.chunks import Chunk
 from protrain.errors import MisuseError
-from protrain.trees import tensors_in
+from protrain.trees import map_leaves, tensors_in
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine
@@ -100,29 +99,34 @@ class Frame:
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps in place of ``tensor``."""
-        view = self.engine.weight_view(tensor)
+        # Detached: an output that held its own graph node would never be freed.
+        return self._packed(tensor, detach=True)
+
+    def _packed(self, tensor: Tensor, *, detach: bool) -> WeightView | Kept:
+        address = storage_address(tensor)
+        view = self.engine.weight_view(tensor, address)
         if view is not None:
             return view
-        # Detached: an output that held its own graph node would never be freed.
-        kept = tensor.detach()
-        chunk = self.engine.persistent_chunk(storage_address(kept))
+        kept = tensor.detach() if detach else tensor
+        chunk = self.engine.persistent_chunk(address)
         if chunk is None:
             self.engine.ledger.hold(kept)
         return Kept(kept, kept._version, chunk)
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor that ``packed`` stands for, on the device."""
-        self.enter_backward()
+        if not self.engine.in_backward_of(self):
+            self._enter_backward()
         return self.rebuild(packed)
 
-    def enter_backward(self) -> None:
+    def _enter_backward(self) -> None:
         """Tell the engine that backward has reached this unit."""
         if self.steps != self.engine.steps:
             raise MisuseError(
                 f"backward through {self.unit.label} after optimizer.step(), or an edit, changed its weights: call "
                 "backward() before that, or run the forward again"
             )
-        self.engine.enter_backward(self.unit)
+        self.engine.enter_backward(self)
 
     def rebuild(self, packed: Any) -> Tensor:
         """A kept tensor as it was."""
@@ -172,11 +176,12 @@ class CheckpointFrame(Frame):
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Lists and dictionaries are the model's, which may fill them further once this is over.
-        self.function, (self.args, self.kwargs) = function, tree_map(self._as_given, (args, kwargs))
-        for tensor in tensors_in((args, kwargs)):
+        self.function, (self.args, self.kwargs) = function, map_leaves(self._as_given, (args, kwargs))
+        given = tensors_in((args, kwargs))
+        for tensor in given:
             if not isinstance(tensor, nn.Parameter):  # which lies in a chunk
                 self.engine.ledger.hold(tensor)
-        self.watched = watch(tensors_in((args, kwargs)))
+        self.watched = watch(given)
         self.autocast = _autocast_state(self.engine.device.type)
         self.modules = self.unit.modules.called()
         self.random_state = BlockRandomState(self.engine.device, self.unit.modules.generators)
@@ -249,7 +254,7 @@ class CheckpointFrame(Frame):
                 "since, for the first time, and no copy was made: run this step again, from now on there is one"
             )
         self.recomputed.clear()
-        args, kwargs = tree_map(self.fresh_input, (self.args, self.kwargs))
+        args, kwargs = map_leaves(self.fresh_input, (self.args, self.kwargs))
         attention = nullcontext() if self.attention is None else self.attention.again(self.fresh_input)
         with (
             self.modules.again(),
@@ -282,7 +287,9 @@ class CheckpointFrame(Frame):
         if (tensor.shape, tensor.dtype) != self.forms[index]:
             first, second = self._form(*self.forms[index]), self._form(tensor.shape, tensor.dtype)
             raise self._other_operations(f"saved {first} in forward and {second} in its place when recomputed")
-        self.recomputed[index] = super().pack(tensor)
+        # What has no graph, as all that a compiled block computes, is kept itself: any graph made around it later is of
+        # this run, and nodes of that hold no frame.
+        self.recomputed[index] = self._packed(tensor, detach=tensor.grad_fn is not None)
         if index + 1 == len(self.forms):
             raise _Stop
         return index

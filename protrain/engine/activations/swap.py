@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from protrain.engine.activations.saved import INPUTS, SAVED, CheckpointFrame, Frame, storage_address, watch
@@ -24,7 +23,7 @@ from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
 from protrain.errors import BudgetError
 from protrain.quantities import format_bytes
-from protrain.trees import tensors_in
+from protrain.trees import map_leaves, tensors_in
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine
@@ -221,8 +220,8 @@ class SwapFrame(Frame):
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._kept = {storage_address(tensor) for tensor in tensors_in((args, kwargs))}
-        self._kept |= {storage_address(buffer) for buffer in self.unit.module.buffers()}
+        self._stays = {storage_address(tensor) for tensor in tensors_in((args, kwargs))}
+        self._stays |= {storage_address(buffer) for buffer in self.unit.module.buffers()}
         output = super().run(function, args, kwargs)
         if self.moved:
             self.moved.offload()
@@ -230,10 +229,11 @@ class SwapFrame(Frame):
 
     @override
     def pack(self, tensor: Tensor) -> Any:
-        view = self.engine.weight_view(tensor)
+        address = storage_address(tensor)
+        view = self.engine.weight_view(tensor, address)
         if view is not None:
             return view
-        if storage_address(tensor) in self._kept or not self.moved.worthwhile(tensor):
+        if address in self._stays or not self.moved.worthwhile(tensor):
             return super().pack(tensor)
         return self.moved.add(tensor)
 
@@ -291,7 +291,7 @@ class CheckpointSwapFrame(CheckpointFrame):
         def move_attention(tensor: Tensor) -> Any:
             return _MovedInput(self.moved.add(tensor), False) if self.moved.worthwhile(tensor) else tensor
 
-        self.args, self.kwargs = tree_map(move, (self.args, self.kwargs))
+        self.args, self.kwargs = map_leaves(move, (self.args, self.kwargs))
         self.watched = watch(tensors_in((self.args, self.kwargs)))
         if self.attention is not None:
             self.attention.move(move_attention)

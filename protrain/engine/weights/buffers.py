@@ -206,7 +206,7 @@ class BufferPool:
         """Fetch ahead, nearest first, while a buffer is free or holds what is needed later."""
         for index in schedule.upcoming():
             chunk = chunks[index]
-            if chunk.persistent or self._holding(index) is not None:
+            if self._holding(index) is not None:
                 continue
             buffer = self._free_buffer(chunk, schedule, needed_in=schedule.next_use(index))
             if buffer is None:

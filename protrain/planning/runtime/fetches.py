@@ -35,11 +35,11 @@ class Fetches:
         self._is_large = [layout.is_large(chunk) for chunk in layout.chunks]
         self._n_large = n_large  # by n_persist: buffers for large chunks
         schedule = Schedule(visits, unit_chunks)
-        self._upcoming: list[list[int]] = []  # by position, from before the first visit (index 0) on
+        self._upcoming: list[tuple[int, ...]] = []  # by position, from before the first visit (index 0) on
         self._next_use: list[list[int]] = []
         for position in range(-1, len(visits)):
             schedule.position = position
-            self._upcoming.append(list(schedule.upcoming()))
+            self._upcoming.append(schedule.upcoming())
             self._next_use.append([schedule.next_use(chunk) for chunk in range(len(layout.chunks))])
         self._known: dict[tuple[int, int], list[tuple[Fetch, ...]]] = {}
 
