@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from protrain.engine.engine import Engine
 from protrain.optim import ProTrainOptimizer
+from protrain.planning.plan import BlockMode
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, adamw, wrap_under
 from tests.engine.true_memory import Batch, train
 
@@ -86,6 +87,38 @@ def test_nothing_grows_from_step_to_step(
     assert after[0] == before[0]
     assert after[1] - before[1] == Counter()
     assert not math.isnan(float(optimizer.report().step_ms))
+
+
+class Scaled(nn.Module):
+    """A block with tables that are no buffers and outlive every step."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(width, width), torch.full((width,), 0.5)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0.5, 1.0, x.shape[0])[:, None]
+        return x + torch.tanh(self.linear(x) * self.scale * self.table)
+
+
+@pytest.mark.parametrize("mode", [NONE, CKPT, CKPT_SWAP, SWAP], ids=str)
+def test_tables_of_the_model_are_held_by_no_step(mode: BlockMode) -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 8), *(Scaled(8) for _ in range(3))), (torch.randn(4, 8),)
+    wrapped, optimizer = wrap_under(Spec("some", "least", (mode,)), model, adamw(model), batch, device=CPU)
+
+    def state_after_steps(count: int) -> dict[str, Any]:
+        for _ in range(count):
+            wrapped(*batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+        return engine_state(optimizer)
+
+    before = state_after_steps(2)
+    assert state_after_steps(3) == before
+    assert before["held"] == 0
 
 
 def test_forwards_without_a_backward_leave_nothing(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,70 @@ def trained(model: nn.Module, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("loss", [evaluated, trained])
 def test_modes_that_are_switched_meanwhile(loss: Callable[[nn.Module, Batch], Tensor], device: torch.device) -> None:
     check_equal_to_plain(make, batches(3), loop=Loop(loss=loss), device=device, specs=SPECS)
+
+
+class HoldsMemory(torch.autograd.Function):
+    """Its node holds memory that is no saved tensor."""
+
+    held: list[weakref.ref[Tensor]] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.memory = torch.ones(8)
+        HoldsMemory.held.append(weakref.ref(ctx.memory))
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class SavesView(torch.autograd.Function):
+    """Saves a view of its input, as kernels for rows do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.view(-1))
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2.0
+
+
+class Counts(torch.autograd.Function):
+    """Counts in its backward, which begins with the second run, what nodes before it hold."""
+
+    alive: list[int] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        _ = ctx.saved_tensors
+        Counts.alive.append(sum(reference() is not None for reference in HoldsMemory.held))
+        return gradients[0]
+
+
+class Holding(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        held = HoldsMemory.apply(self.linear(x))
+        return x + torch.tanh(Counts.apply(SavesView.apply(held)))
+
+
+def test_nodes_of_the_second_run_hold_no_memory() -> None:
+    """Only those of the first run have a backward."""
+    model, batch = nn.Sequential(*(Holding(8) for _ in range(3))), (torch.randn(4, 8),)
+    wrapped, _ = wrap_under(Spec("all", "least", (CKPT,)), model, adamw(model), batch, device=CPU)
+    HoldsMemory.held.clear()
+    Counts.alive.clear()
+    loss = wrapped(*batch).square().mean()
+    loss.backward()
+    assert len(HoldsMemory.held) == 6, "each block ran twice"
+    assert Counts.alive == [3, 3, 3], "only what the first runs hold"
 
 
 def test_other_operations_are_named() -> None:

@@ -29,6 +29,7 @@ from protrain.engine.activations.caches import copied, is_cache, tensors_of
 from protrain.engine.activations.kept_attention import KeptAttention
 from protrain.engine.activations.random_state import BlockRandomState
 from protrain.engine.states.chunks import Chunk
+from protrain.engine.weights.parameter import PresentParameter
 from protrain.errors import MisuseError
 from protrain.trees import map_leaves, tensors_in
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 INPUTS = "its inputs, as it is recomputed"
 SAVED = "tensors that it saved"
 GIVEN = "parameters that it was given, as it is recomputed"
+
+_ORDINARY = frozenset({Tensor, nn.Parameter, PresentParameter})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +102,11 @@ class Frame:
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps in place of ``tensor``."""
-        # Detached: an output that held its own graph node would never be freed.
-        return self._packed(tensor, detach=True)
-
-    def _packed(self, tensor: Tensor, *, detach: bool) -> WeightView | Kept:
         address = storage_address(tensor)
         view = self.engine.weight_view(tensor, address)
         if view is not None:
             return view
-        kept = tensor.detach() if detach else tensor
+        kept = detached(tensor)
         chunk = self.engine.persistent_chunk(address)
         if chunk is None:
             self.engine.ledger.hold(kept)
@@ -287,9 +286,7 @@ class CheckpointFrame(Frame):
         if (tensor.shape, tensor.dtype) != self.forms[index]:
             first, second = self._form(*self.forms[index]), self._form(tensor.shape, tensor.dtype)
             raise self._other_operations(f"saved {first} in forward and {second} in its place when recomputed")
-        # What has no graph, as all that a compiled block computes, is kept itself: any graph made around it later is of
-        # this run, and nodes of that hold no frame.
-        self.recomputed[index] = self._packed(tensor, detach=tensor.grad_fn is not None)
+        self.recomputed[index] = super().pack(tensor)
         if index + 1 == len(self.forms):
             raise _Stop
         return index
@@ -302,6 +299,18 @@ class CheckpointFrame(Frame):
 def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
     """Those of ``tensors`` that have versions, with these; of parameters [Note: edits] takes care."""
     return [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """``tensor`` without its graph: an output that held its own node would never be freed.
+
+    Dispatch modes, of which the engine has one while a block is recomputed, don't see it: each would take longer than
+    all the rest.
+    """
+    if not torch._C._len_torch_dispatch_stack() or type(tensor) not in _ORDINARY:
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
 
 
 def storage_address(tensor: Tensor) -> int:
