@@ -15,7 +15,6 @@ The step, in the order in which things happen:
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -41,12 +40,12 @@ from protrain.engine.units import Unit
 from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.buffers import BufferPool
+from protrain.engine.weights.leaving import out_of_buffers, refuse_kept_views
 from protrain.engine.weights.parameter import PresentParameter, ReleasedParameter, point_at, release
 from protrain.errors import MisuseError
 from protrain.planning.plan import Plan
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
-from protrain.trees import map_leaves, tensors_in
 
 
 class Engine:
@@ -147,7 +146,7 @@ class Engine:
         """One call of a unit's forward with its parameters on the device."""
         unit.calls += 1
         self._come_to(unit)
-        args, kwargs = self._out_of_buffers((args, kwargs), unit)
+        args, kwargs = out_of_buffers((args, kwargs), self.buffers, own=unit.members)
         recall(unit.residents)
         self.bind(unit)
         try:
@@ -157,29 +156,12 @@ class Engine:
             else:
                 output = function(*args, **kwargs)
             recall(unit.residents)
-            output = self._out_of_buffers(output)
+            output = out_of_buffers(output, self.buffers)
         finally:
             self.unbind(unit)
         if torch.is_grad_enabled():
-            self._refuse_kept_views(unit)
+            refuse_kept_views(unit, self.buffers)
         return output
-
-    def _refuse_kept_views(self, unit: Unit) -> None:
-        """MisuseError where a view of a weight is kept where the engine cannot see it: in backward it would be another.
-
-        What autograd saves it does see. What it cannot see is a user of the buffer's memory that came while the unit
-        had it, and stays when the unit, with all that runs around it, is done.
-        """
-        if not any(map(self.buffers.outlived, unit.chunks)):
-            return
-        gc.collect()  # a cycle may keep what nobody can use any more
-        for chunk in filter(self.buffers.outlived, unit.chunks):
-            names = [member.name for member in unit.members if member.chunk is chunk]
-            raise MisuseError(
-                f"{unit.label} keeps a view of a weight ({', '.join(names)}) beyond its forward, by when that has left "
-                "the device: in a torch.autograd.Function it goes through ctx.save_for_backward, not into an attribute "
-                "of ctx; elsewhere keep a copy (tensor.clone())"
-            )
 
     def run_around(
         self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -195,11 +177,11 @@ class Engine:
             frame = Frame(self, unit)
             with saved_tensors_hooks(frame.pack, frame.unpack) if torch.is_grad_enabled() else nullcontext():
                 output = function(*args, **kwargs)
-            output = self._out_of_buffers(output)
+            output = out_of_buffers(output, self.buffers)
         finally:
             self.unbind(unit)
         if torch.is_grad_enabled():
-            self._refuse_kept_views(unit)
+            refuse_kept_views(unit, self.buffers)
         return output
 
     def _come_to(self, unit: Unit) -> None:
@@ -214,22 +196,6 @@ class Engine:
         self.abandon_backward()
         if self._current is not None and self._current.index not in self.profile.units[unit.index].within:
             self._leave_unit()
-
-    def _out_of_buffers(self, tree: Any, unit: Unit | None = None) -> Any:
-        """``tree`` with copies of the weights in chunk buffers that it hands on: in another unit they would be gone.
-
-        Parameters of ``unit``, which it has bound by the time it uses them, stay themselves.
-        """
-        own = [member.parameter for member in unit.members] if unit is not None else []
-
-        def handed_on(leaf: Any) -> bool:
-            if not isinstance(leaf, Tensor) or isinstance(leaf, ReleasedParameter) or leaf.layout != torch.strided:
-                return False
-            return self.buffers.holder(storage_address(leaf)) is not None and not any(leaf is p for p in own)
-
-        if not self.buffers.buffers or not any(map(handed_on, tensors_in(tree))):
-            return tree
-        return map_leaves(lambda leaf: Copy.apply(leaf) if handed_on(leaf) else leaf, tree)
 
     def bind(self, unit: Unit) -> None:
         """Put the unit's parameters on the device and keep them there."""
@@ -313,10 +279,7 @@ class Engine:
         self.gradients.collect(self.members[index])
 
     def _leave_unit(self) -> None:
-        self._entered = _nothing
-        unit, self._current = self._current, None
-        if unit is not None:
-            self.unbind(unit)
+        self._let_go_of_current()
         arrived = self.gradients.flush()
         if arrived:
             self.gradients_arrived(arrived)
@@ -363,6 +326,9 @@ class Engine:
 
     def _abandon(self) -> None:
         self._backward = None
+        self._let_go_of_current()
+
+    def _let_go_of_current(self) -> None:
         self._entered = _nothing
         unit, self._current = self._current, None
         if unit is not None:

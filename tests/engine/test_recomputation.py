@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_modes_that_are_switched_meanwhile(loss: Callable[[nn.Module, Batch], Te
 class HoldsMemory(torch.autograd.Function):
     """Its node holds memory that is no saved tensor."""
 
-    held: list[weakref.ref[Tensor]] = []  # noqa: RUF012
+    held: ClassVar[list[weakref.ref[Tensor]]] = []
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class SavesView(torch.autograd.Function):
 class Counts(torch.autograd.Function):
     """Counts in its backward, which begins with the second run, what nodes before it hold."""
 
-    alive: list[int] = []  # noqa: RUF012
+    alive: ClassVar[list[int]] = []
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
