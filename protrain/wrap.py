@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -40,10 +39,9 @@ from protrain.profiler.blocks import find_blocks
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.trace import parameter_records, profile
 from protrain.progress import COUNTED, Progress
+from protrain.validate import check_model
 
 Model = TypeVar("Model", bound=nn.Module)
-# Of other libraries too, whose import is not worth a look.
-_PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _NOT_CALIBRATED = (
@@ -134,7 +132,7 @@ def wrap(
         raise ValueError(f"accumulation must be 1 or more, the backward() calls of a step, not {accumulation!r}")
     if not isinstance(plan, Plan | str | os.PathLike | None):
         raise ValueError(f"plan must be a Plan, or the path of a JSON file of one, not a {type(plan).__name__}")
-    _check_parameters(model, optimizer)
+    check_model(model, optimizer)
     # Read before the profile, which takes minutes for a large model on a CPU.
     given, file = (plan, None) if plan is None or isinstance(plan, Plan) else (Plan.load(plan), plan)
     if given is not None:
@@ -222,58 +220,6 @@ def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype
     if found is None or found not in DTYPES.values():
         raise ValueError(f"dtype must be bfloat16, float16 or float32, not {dtype!r}")
     return found
-
-
-def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    known = {id(parameter) for parameter in model.parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: make "
-                    "the optimizer from this model's parameters()"
-                )
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not parameter.is_floating_point():
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}, which is not trained: keep real and imaginary parts of it "
-                "(torch.view_as_real), or set requires_grad=False"
-            )
-        if parameter.is_inference():
-            raise ValueError(f"parameter {name} was made in torch.inference_mode(): build the model outside of that")
-        if not parameter.is_meta and parameter.grad is not None:
-            raise ValueError(
-                f"parameter {name} has a gradient already, which the first step would add to its own: call "
-                "optimizer.zero_grad() before protrain.wrap"
-            )
-    for name, buffer in model.named_buffers():
-        if buffer.layout is not torch.strided:
-            raise ValueError(f"buffer {name} is {buffer.layout}, which ProTrain cannot place: keep a dense one")
-    for name, module in model.named_modules():
-        what = f"module {name or type(model).__name__!r}"
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{what} is a ScriptModule, whose weights cannot be moved: use the module that it was made from, and "
-                "compile=True"
-            )
-        parallel = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _PARALLEL), None)
-        if parallel is not None:
-            raise ValueError(
-                f"{what} is a {parallel}, which waits for gradients that never come to it: ProTrain trains on one GPU, "
-                "so wrap the module inside, before or in place of that"
-            )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise ValueError(f"{what} makes sparse gradients, which AdamW does not take: build it with sparse=False")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) in held):
-        raise ValueError("no parameter in the optimizer requires a gradient, so there is nothing to train")
-    forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    if forgotten:
-        warnings.warn(
-            f"{len(forgotten)} parameters require a gradient but are in no optimizer group: they will not change, and "
-            f"have no .grad, among them {forgotten[0]}",
-            stacklevel=3,
-        )
 
 
 def _host_threads(hardware: HardwareProfile) -> int:

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from protrain.engine.states.chunks import Member
+from protrain.engine.states.load_weights import Write, load_weights
 from protrain.engine.states.values import write_master, write_weight
-from protrain.engine.states.weight_files import unmanaged, weight_sources
 from protrain.engine.weights.parameter import mark_moved
-
-Write = Callable[[Member, Tensor], None]
 
 
 @contextmanager
@@ -70,14 +68,17 @@ def fill(
         done += member.numel
         show(member.name, done / total)
 
+    def write_and_free(member: Member, value: Tensor) -> None:
+        write(member, value)
+        _drop(member)
+
     if weights is not None:
-        _load(members, model, Path(weights), write)
+        load_weights(members, model, Path(weights), write_and_free)
     else:
         _initialise(model, by_parameter, blocks, device, write)
         for member in members:
             if not member.parameter.is_meta:
-                write(member, member.parameter.data)
-                _drop(member)
+                write_and_free(member, member.parameter.data)
     for member in members:
         _drop(member)
 
@@ -173,26 +174,3 @@ def _reset_parameters(module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
         reset()
-
-
-def _load(members: list[Member], model: nn.Module, folder: Path, write: Write) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    by_name = {member.name: member for member in members}
-    others, sources = unmanaged(model), weight_sources(model, folder)
-    by_file: dict[Path, list[tuple[str, Member | Tensor]]] = {}
-    for name, (file, key) in sources.parameters.items():
-        by_file.setdefault(file, []).append((key, by_name[name]))
-    for name, (file, key) in sources.others.items():
-        by_file.setdefault(file, []).append((key, others[name]))
-    for file, targets in by_file.items():
-        try:
-            with safe_open(file, framework="pt") as tensors, torch.no_grad():
-                for key, target in targets:
-                    if isinstance(target, Tensor):
-                        target.copy_(tensors.get_tensor(key))
-                        continue
-                    write(target, tensors.get_tensor(key))
-                    _drop(target)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"weights: {file} is no readable safetensors file: {error}") from None
