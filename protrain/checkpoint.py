@@ -30,6 +30,7 @@ from torch import nn
 from protrain.errors import CheckpointError
 from protrain.json_values import decode, encode
 from protrain.manifest import check_files, find_save, list_saves, read_manifest, verify_bytes, write_manifest
+from protrain.parameters import is_managed
 from protrain.random_state import check_random_state, random_state, set_random_state
 from protrain.tensor_files import TensorWriter, open_tensors, sync_directory, write_tensors
 
@@ -218,7 +219,7 @@ def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module) -> Any:
     Raises:
         CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model.
     """
-    managed = [name for name, parameter in model.named_parameters() if parameter.is_floating_point()]
+    managed = [name for name, parameter in model.named_parameters() if is_managed(parameter)]
     return decode(_checked(Path(folder), model, managed)[1]["extra"])
 
 
@@ -250,7 +251,7 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 def _unmanaged(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters that are no floating-point numbers."""
-    return {name: parameter for name, parameter in model.named_parameters() if not parameter.is_floating_point()}
+    return {name: parameter for name, parameter in model.named_parameters() if not is_managed(parameter)}
 
 
 def _write_tensors(

@@ -7,6 +7,8 @@ import warnings
 import torch
 from torch import nn
 
+from protrain.parameters import is_managed
+
 # Classes that spread a model over processes. Names, because importing their libraries takes seconds.
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
@@ -22,7 +24,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     "the optimizer from this model's parameters()"
                 )
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not parameter.is_floating_point():
+        if parameter.requires_grad and not is_managed(parameter):
             raise ValueError(
                 f"parameter {name} is {parameter.dtype}, which is not trained: keep real and imaginary parts of it "
                 "(torch.view_as_real), or set requires_grad=False"

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from protrain.parameters import is_managed
+
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 
 
@@ -42,8 +44,7 @@ def find_units(model: nn.Module, blocks: list[str]) -> list[str]:
         for path, module in model.named_modules()
         if path in chosen
         or (
-            not path.startswith(inside)
-            and any(parameter.is_floating_point() for parameter in module.parameters(recurse=False))
+            not path.startswith(inside) and any(is_managed(parameter) for parameter in module.parameters(recurse=False))
         )
     ]
 
@@ -130,4 +131,4 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    return any(parameter.is_floating_point() for parameter in module.parameters())
+    return any(is_managed(parameter) for parameter in module.parameters())

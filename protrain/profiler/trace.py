@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain import batch as batches
 from protrain.chunked_loss import is_chunked
+from protrain.parameters import is_managed
 from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
 from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_units, refuse_own_checkpointing
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
@@ -225,7 +226,7 @@ def parameter_records(model: nn.Module, optimizer: torch.optim.Optimizer | None 
             group=index.get(id(parameter), -1) if parameter.requires_grad else -1,
         )
         for name, parameter in model.named_parameters()
-        if parameter.is_floating_point()
+        if is_managed(parameter)
     )
 
 

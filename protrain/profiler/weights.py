@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from protrain.parameters import is_managed
 from protrain.profiler.meter import Meter
 
 _STAGE_ELEMENTS = 16 * 1024**2
@@ -29,7 +30,7 @@ class Weights:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype, *, spare_bytes: int = 0) -> None:
-        self.originals = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+        self.originals = [parameter for parameter in model.parameters() if is_managed(parameter)]
         self.resident: set[int] = set()  # filled until the end
         self.random = False  # fill with random values instead of the original's: the second, timing pass
         self._model = model

@@ -18,6 +18,7 @@ from protrain.engine.states.chunks import Member
 from protrain.engine.states.load_weights import Write, load_weights
 from protrain.engine.states.values import write_master, write_weight
 from protrain.engine.weights.parameter import mark_moved
+from protrain.parameters import is_managed
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def empty_parameters() -> Iterator[None]:
     original = constructor.register_parameter
 
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.is_floating_point() and not param.is_meta:
+        if param is not None and is_managed(param) and not param.is_meta:
             param, given = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad), param
             _keep_hooks(param, given)
         original(module, name, param)

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from protrain.errors import not_downloaded
+from protrain.parameters import is_managed
 
 _NAMED = 3  # tensors in a message
 _TRAINABLE = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types whose values are the weights themselves
@@ -72,7 +73,7 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
     except ImportError:
         raise ImportError("weights= needs the package safetensors: pip install 'protrain[hf]'") from None
     prefix = getattr(model, "base_model_prefix", "") or ""
-    managed = {id(p): name for name, p in model.named_parameters() if p.is_floating_point()}
+    managed = {id(p): name for name, p in model.named_parameters() if is_managed(p)}
     others = unmanaged(model)
     quantizable = set(managed.values())
     shapes = {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *others.items())}
@@ -136,7 +137,7 @@ def check_weights(model: nn.Module, folder: Path, *, stacklevel: int) -> None:
 
 def unmanaged(model: nn.Module) -> dict[str, Tensor]:
     """What a file of weights holds and no chunk does: persistent buffers, parameters that are not floating-point."""
-    found: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if not p.is_floating_point()}
+    found: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if not is_managed(p)}
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix=path, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
