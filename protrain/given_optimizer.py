@@ -15,6 +15,11 @@ _SUPPORTED = torch.optim.Adam, torch.optim.AdamW
 
 def check_supported(optimizer: torch.optim.Optimizer) -> None:
     """ValueError unless ``optimizer`` is a plain torch Adam or AdamW."""
+    if isinstance(inner := getattr(optimizer, "optimizer", None), _SUPPORTED):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__} around {type(inner).__name__}: call protrain.wrap first, and "
+            "give what it returns to whatever prepares model and optimizer (accelerator.prepare, fabric.setup)"
+        )
     if type(optimizer) not in _SUPPORTED:
         raise ValueError(
             f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {type(optimizer).__name__}: "

@@ -34,8 +34,9 @@ from protrain.planning import Plan, check, search
 from protrain.planning.plan import MOMENT_DTYPES
 from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.search.mismatch import name_other_use, refuse_other_model, refuse_other_parameters
+from protrain.processes import refuse_several_processes
 from protrain.profiler import ModelProfile
-from protrain.profiler.blocks import find_blocks
+from protrain.profiler.blocks import checkpointing_switches, find_blocks, say_switched_off, switch_off_checkpointing
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.trace import parameter_records, profile
 from protrain.progress import COUNTED, Progress
@@ -117,6 +118,7 @@ def wrap(
             f"the weights of this model are gone, {moved[0]} among them: an earlier protrain.wrap failed after it had "
             "moved them. Build the model again, or pass weights="
         )
+    refuse_several_processes(ValueError)
     check_supported(optimizer)
     batches.check(example_batch)
     target = _device(device)
@@ -141,6 +143,7 @@ def wrap(
             refuse_other_parameters(given, type(model).__name__, records, _NAMES[kind], n_blocks=n_blocks)
     if weights is not None:
         check_weights(model, Path(weights), stacklevel=2)
+    say_switched_off(switch_off_checkpointing(checkpointing_switches(model)), stacklevel=2)
     say = Progress(enabled=progress)
     gc.collect()  # a model wrapped before and dropped is a cycle: hooks and engine refer to each other
 

@@ -165,9 +165,6 @@ def build_engine(
         training_order=Schedule([*profile.calls, *backwards], fetched),
         inference_order=Schedule(profile.calls, fetched),
     )
-    for member in members:
-        if member.chunk.persistent:
-            member.parameter.data = member.view(member.chunk.weight)
     install(engine)
     StateHooks(engine)
     return engine, fixed_bytes

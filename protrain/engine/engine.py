@@ -28,20 +28,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from protrain.engine.activations.ledger import Ledger
-from protrain.engine.activations.saved import Copy, Frame, WeightView, storage_address
+from protrain.engine.activations.saved import Copy, Frame, WeightView
 from protrain.engine.activations.swap import HostSlots, Swaps
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.inputs import Inputs
 from protrain.engine.states.arena import Arena
 from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.states.edits import edit_error, edited_in, recall
+from protrain.engine.states.edits import edited_in, recall
 from protrain.engine.streams import Streams
 from protrain.engine.units import Unit
 from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.leaving import out_of_buffers, refuse_kept_views
-from protrain.engine.weights.parameter import PresentParameter, ReleasedParameter, point_at, release
+from protrain.engine.weights.parameter import PresentParameter, edit_error, foreign_gradient, raw_gradient
+from protrain.engine.weights.released import ReleasedParameter, point_at, release
+from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.errors import MisuseError
 from protrain.planning.plan import Plan
 from protrain.planning.schedule import Schedule
@@ -132,6 +134,7 @@ class Engine:
         self.refuse_while_whole("step()")
         self._let_go()
         self.refuse_edits()
+        self.refuse_foreign_gradients()
 
     def expect_forward(self) -> None:
         """A step is over: what the next forward needs first goes up as soon as it is updated, before that begins."""
@@ -147,7 +150,6 @@ class Engine:
         unit.calls += 1
         self._come_to(unit)
         args, kwargs = out_of_buffers((args, kwargs), self.buffers, own=unit.members)
-        recall(unit.residents)
         self.bind(unit)
         try:
             self.buffers.prefetch(self.chunks, self._order)
@@ -171,7 +173,6 @@ class Engine:
         What they save is kept as it is: only the forward is recomputed, and hooks run once.
         """
         self._come_to(unit)
-        recall(unit.residents)
         self.bind(unit)
         try:
             frame = Frame(self, unit)
@@ -204,6 +205,9 @@ class Engine:
             member.bound += 1
             if member.bound == 1:
                 point_at(member.parameter, member.view(acquired[member.chunk.index]))
+        for member in unit.residents:
+            member.bound += 1
+            member.parameter.__class__ = PresentParameter
 
     def unbind(self, unit: Unit) -> None:
         """End one ``bind``."""
@@ -212,6 +216,10 @@ class Engine:
             member.bound -= 1
             if member.bound == 0:
                 release(member.parameter, self.placeholder)
+        for member in unit.residents:
+            member.bound -= 1
+            if member.bound == 0:
+                member.parameter.__class__ = ReleasedParameter
         self._edited |= {member.chunk.index for member in edited}
         for chunk in unit.chunks:
             self.buffers.release(chunk)
@@ -219,7 +227,7 @@ class Engine:
                 self.buffers.invalidate(chunk)
                 self._edited.remove(chunk.index)
         if edited:
-            raise edit_error(edited[0], "changed in place")
+            raise edit_error(edited[0].name, "changed in place")
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -308,8 +316,8 @@ class Engine:
             self.buffers.release_all()
             for member in self.members:
                 member.bound = 0
-                if not member.chunk.persistent and member.index not in self.whole and member.index not in self.exported:
-                    release(member.parameter, self.placeholder)
+                if member.index not in self.whole and member.index not in self.exported:
+                    self.put_away(member)
 
     def _runs_a_unit(self) -> bool:
         """Whether this is called from a unit's forward (a hook saves the model, say). The stack knows.
@@ -343,14 +351,14 @@ class Engine:
             return None
         assert buffer.chunk is not None
         assert buffer.holders > 0, "a weight is used while no unit holds its chunk"
-        return WeightView(buffer.chunk, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return WeightView(buffer.chunk, ViewForm.of(tensor))
 
     def weight(self, view: WeightView) -> Tensor:
         """``view`` on the buffer that holds its chunk now; the current unit keeps it there.
 
         Where backward makes a graph of its own (``create_graph=True``) that outlives the buffer's content: a copy.
         """
-        weight = self.buffers.content(view.chunk).as_strided(view.shape, view.stride, view.offset)
+        weight = view.form.on(self.buffers.content(view.chunk))
         if torch.is_grad_enabled():
             weight = Copy.apply(weight)
             self.ledger.hold(weight)
@@ -387,20 +395,50 @@ class Engine:
                 f"{what} inside `with protrain.full_parameters(...)`, which has {name} on the CPU: leave it first"
             )
 
+    def put_away(self, member: Member) -> None:
+        """No unit uses the parameter of ``member``: where its weight does not persist it has no data now."""
+        if member.chunk.persistent:
+            point_at(member.parameter, member.view(member.chunk.weight))
+            member.parameter.__class__ = ReleasedParameter
+        else:
+            release(member.parameter, self.placeholder)
+
+    def read(self, index: int) -> Tensor:
+        """A copy of the weight of parameter ``index`` on the device, once its update is done."""
+        member = self.members[index]
+        chunk = member.chunk
+        if chunk.persistent:
+            return member.view(chunk.weight).clone()
+        if self.buffers.held(chunk):
+            return member.view(self.buffers.content(chunk)).clone()
+        chunk.wait_for_update()
+        return member.view(chunk.current_weight).to(self.device, copy=True)
+
+    def refuse_foreign_gradient(self, index: int) -> None:
+        """MisuseError for what is in ``.grad`` of parameter ``index`` while no backward has just put it there."""
+        if self._backward is None:
+            raise foreign_gradient(self.members[index].name)
+
+    def refuse_foreign_gradients(self) -> None:
+        """MisuseError where something else has left a gradient in the ``.grad`` of a parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for member in self.members:
+                if raw_gradient(member.parameter) is not None:
+                    raise foreign_gradient(member.name)
+
     def end_export(self, members: Iterable[int]) -> None:
         """What state_dict() or load_state_dict() had in its hands are parameters like the others again."""
         for index in members:
             member = self.exported.pop(index, None)
             if member is not None and index not in self.whole:
-                resident = member.chunk.persistent or member.bound
-                member.parameter.__class__ = PresentParameter if resident else ReleasedParameter
+                member.parameter.__class__ = PresentParameter if member.bound else ReleasedParameter
 
     def refuse_edits(self) -> None:
         """MisuseError for a persistent weight that was changed elsewhere than inside full_parameters."""
         # Few, if any: every parameter is looked at in every step, so the one look is as quick as it can be.
-        changed = [member for member in self._residents if member.parameter._version != member.edits]
-        changed = [member for member in changed if member.index not in self.whole]
-        recall(member for member in changed if not isinstance(member.parameter, ReleasedParameter))  # in state_dict
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = [member for member in self._residents if member.parameter._version != member.edits]
+            recall(member for member in changed if member.index not in self.whole)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -11,19 +11,21 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from protrain import batch as batches
 from protrain.compilation import CompiledForward
 from protrain.engine.activations.saved import Frame
 from protrain.engine.engine import Engine
 from protrain.engine.units import Unit
-from protrain.engine.weights.parameter import Handle, PresentParameter, manage, release
+from protrain.engine.weights.parameter import GradientHook, Handle, PresentParameter, manage
 from protrain.errors import MisuseError
-from protrain.profiler.blocks import checkpointing_switches, refuse_own_checkpointing
+from protrain.processes import refuse_several_processes
+from protrain.profiler.blocks import checkpointing_switches, say_switched_off, switch_off_checkpointing
 
 
 def install(engine: Engine) -> None:
@@ -31,20 +33,50 @@ def install(engine: Engine) -> None:
     for member in engine.members:
         handle = Handle(member.name, member.index, engine, trainable=member.parameter.requires_grad)
         if member.parameter.requires_grad:
-            member.parameter.register_post_accumulate_grad_hook(_gradient_hook(handle))
+            member.parameter.register_post_accumulate_grad_hook(GradientHook(handle))
         manage(member.parameter, handle)
         member.edits = member.parameter._version
-        if not member.chunk.persistent:
-            release(member.parameter, engine.placeholder)
+        engine.put_away(member)
     for unit in engine.units:
-        unit.module.forward = _unit_forward(engine, unit)
-    engine.model.forward = _root_forward(engine)
+        _replace_forward(unit.module, _unit_forward(engine, unit))
+    root = _Root(engine)
+    _replace_forward(engine.model, root.forward)
     for unit in engine.units:
         vars(unit.module)["_call_impl"] = _unit_call(engine, unit)
+    root.watch_calls()
 
 
-def _gradient_hook(handle: Handle) -> Callable[[Tensor], None]:
-    return lambda parameter: handle.engine.gradient_ready(handle.index)
+def _replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Have ``module.forward(...)`` call ``run(...)``; it has the signature of before, which libraries inspect.
+
+    It is a method as before, since libraries take it apart and bind it again, and has no ``__wrapped__``: accelerate
+    would take what that refers to for the forward without wrappers.
+    """
+    original = module.forward
+
+    def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    functools.update_wrapper(forward, original)
+    signature = inspect.signature(original)
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    vars(forward)["__signature__"] = signature.replace(parameters=[this, *signature.parameters.values()])
+    del vars(forward)["__wrapped__"]
+    module.forward = MethodType(forward, module)
+
+
+def _refuse_compiler() -> None:
+    """MisuseError where torch.compile was given the wrapped model, or a part of one, and runs the engine's code."""
+    callback: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # called for each frame that is not skipped
+    if callable(callback):
+        raise MisuseError(
+            "torch.compile was given a model that protrain.wrap has wrapped, or a part of one, and would compile the "
+            "moves of its weights: pass compile=True to protrain.wrap, which compiles each block, and leave "
+            "torch.compile out"
+        )
+
+
+vars(_refuse_compiler)["_torchdynamo_disable"] = True  # what torch.compiler.disable sets, without its import
 
 
 def _unit_forward(engine: Engine, unit: Unit) -> Callable[..., Any]:
@@ -52,11 +84,11 @@ def _unit_forward(engine: Engine, unit: Unit) -> Callable[..., Any]:
     if isinstance(original, CompiledForward):
         original = _with_plain_parameters(list(unit.module.parameters()), original)
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _refuse_compiler()
         return engine.run_unit(unit, original, args, kwargs)
 
-    return forward
+    return run
 
 
 def _unit_call(engine: Engine, unit: Unit) -> Callable[..., Any]:
@@ -100,29 +132,72 @@ def _with_plain_parameters(parameters: list[nn.Parameter], function: Callable[..
     return run
 
 
-def _root_forward(engine: Engine) -> Callable[..., Any]:
-    model = engine.model
-    original = model.forward
-    names = _positional_names(original)
-    planned = {_by_keyword(name, names): shape for name, shape in engine.profile.batch_shapes.items()}
-    # Recurrent and attention modules of torch say so when sequences come first.
-    rows_first = all(getattr(module, "batch_first", True) for module in model.modules())
-    extra = batches.training_arguments(model, {})
-    switches = checkpointing_switches(model)
+class _Root:
+    """The model's own forward: inputs to the device, and the fetches planned.
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    A script may give the model another forward after wrapping, as TRL does for a fused head. Then what precedes the
+    forward comes with the call of the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._model = model = engine.model
+        self._original = model.forward
+        names = _positional_names(self._original)
+        self._names = names
+        self._planned = {_by_keyword(name, names): shape for name, shape in engine.profile.batch_shapes.items()}
+        # Recurrent and attention modules of torch say so when sequences come first.
+        self._rows_first = all(getattr(module, "batch_first", True) for module in model.modules())
+        self._extra = batches.training_arguments(model, {})
+        self._switches = checkpointing_switches(model)
+        self._autocast = self._current_autocast()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward of before."""
+        args, kwargs = self._begin(args, kwargs)
+        return self._original(*args, **kwargs)
+
+    def watch_calls(self) -> None:
+        """See to it that a call of the model begins a forward, whatever its forward is by then."""
+        model, forward, original = self._model, self._model.forward, self._model._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if model.forward is not forward:
+                args, kwargs = self._begin(args, kwargs)
+            return original(*args, **kwargs)
+
+        vars(model)["_call_impl"] = call
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        _refuse_compiler()
+        refuse_several_processes(MisuseError)
+        engine = self._engine
         args, kwargs = engine.inputs.to_device((args, kwargs))
         args, kwargs = batches.cast_inputs(args, kwargs, engine.dtype)
         if torch.is_grad_enabled():
-            refuse_own_checkpointing(model, switches, MisuseError, since="since protrain.wrap")
-            kwargs = {**extra, **kwargs}
-            given = {_by_keyword(str(at), names): value for at, value in enumerate(args)} | kwargs
-            _refuse_larger(given, planned, engine.profile.tokens, rows_first=rows_first)
+            say_switched_off(switch_off_checkpointing(self._switches), stacklevel=3)
+            self._compare_autocast()
+            kwargs = {**self._extra, **kwargs}
+            given = {_by_keyword(str(at), self._names): value for at, value in enumerate(args)} | kwargs
+            _refuse_larger(given, self._planned, engine.profile.tokens, rows_first=self._rows_first)
         engine.begin_forward()
-        return original(*args, **kwargs)
+        return args, kwargs
 
-    return forward
+    def _current_autocast(self) -> torch.dtype | None:
+        kind = self._engine.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _compare_autocast(self) -> None:
+        """Warn once where autocast makes copies of weights that no plan knows of."""
+        current = self._current_autocast()
+        if current not in (self._autocast, None, self._engine.dtype):
+            self._autocast = current
+            warnings.warn(
+                f"the model runs under torch.autocast in {current}, as it did not in protrain.wrap: copies of weights "
+                f"in that type are kept, for which the plan has no room. Pass dtype={str(current)!r} to protrain.wrap "
+                "and leave mixed precision off",
+                stacklevel=3,
+            )
 
 
 def _positional_names(function: Callable[..., Any]) -> list[str]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from protrain import batch as batches
 from protrain.engine.streams import Mark, Streams
 from protrain.trees import map_leaves
 from protrain_kernels import from_host
@@ -41,8 +40,6 @@ class Inputs:
         Kernels launched on the compute stream from now on find the values there, and the caller may change its own at
         once.
         """
-        if torch.compiler.is_compiling():  # of a whole model, with its hooks
-            return batches.to_device(tree, self._device)
         while self._aside and self._aside[0][0].reached():
             self._aside.popleft()
         aside: list[Tensor] = []

@@ -9,6 +9,7 @@ a list of lists is opened: neither a ModuleList nor a stage made of blocks is wh
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -54,17 +55,22 @@ def checkpointing_switches(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, module) for path, module in model.named_modules() if hasattr(module, "gradient_checkpointing")]
 
 
-def refuse_own_checkpointing(
-    model: nn.Module, switches: Iterable[tuple[str, nn.Module]], error: type[Exception], *, since: str
-) -> None:
-    """Raise ``error`` when one of the ``switches`` of ``model`` is on; ``since``: already, or after what."""
-    for path, module in switches:
-        if module.gradient_checkpointing is True:
-            where = f"module {path}" if path else type(model).__name__
-            raise error(
-                f"{where} {since} checkpoints its activations, which would then be done twice; call "
-                "model.gradient_checkpointing_disable() first: the plan decides what is checkpointed"
-            )
+def switch_off_checkpointing(switches: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Switch off what checkpoints its activations itself, as the plan decides what is recomputed: its paths."""
+    on = [(path, module) for path, module in switches if module.gradient_checkpointing is True]
+    for _, module in on:
+        vars(module)["gradient_checkpointing"] = False
+    return [path for path, _ in on]
+
+
+def say_switched_off(paths: list[str], *, stacklevel: int) -> None:
+    """Warn of the checkpointing that was switched off, if any."""
+    if paths:
+        warnings.warn(
+            f"gradient checkpointing of {paths[0] or 'the model'} was switched off: ProTrain's plan decides what is "
+            "recomputed, with the same results",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def _outermost(module: nn.Module, path: str, pick: Callable[[nn.Module], set[str]]) -> list[tuple[str, nn.Module]]:

@@ -22,7 +22,7 @@ from protrain import batch as batches
 from protrain.chunked_loss import is_chunked
 from protrain.parameters import is_managed
 from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
-from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_units, refuse_own_checkpointing
+from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_units, switch_off_checkpointing
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.profiler.restored import restored
 from protrain.profiler.step import Segment, Step
@@ -60,11 +60,10 @@ def profile(
         device_bytes: half of which weights may fill so that they need not come again; default: what is free.
 
     Raises:
-        ValueError: the batch is no mapping or tuple, nothing is trainable, the model already checkpoints its layers, or
-            it changes its parameters in place in forward.
+        ValueError: the batch is no mapping or tuple, nothing is trainable, or the model changes its parameters in
+            place in forward.
     """
     batches.check(example_batch)
-    refuse_own_checkpointing(model, checkpointing_switches(model), ValueError, since="already")
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
@@ -108,6 +107,7 @@ def _traced(
         restored(model, device) as picture,
         Weights(model, device, dtype, spare_bytes=spare_bytes) as weights,
     ):
+        switch_off_checkpointing(checkpointing_switches(model))
         rewind = picture()
         owned = _owned(model, find_units(model, blocks), blocks, weights)
         args, kwargs = batches.arguments(batches.to_device(example_batch, device))

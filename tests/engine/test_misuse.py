@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import protrain
 from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import Spec, assert_same, states
@@ -149,33 +148,6 @@ def test_an_optimizer_in_the_guise_of_another(wrapped: Wrap, batch: Batch) -> No
     assert_same(*found)
 
 
-OPERATIONS: dict[str, Callable[[nn.Parameter], Any]] = {
-    "mul": lambda p: p * 2,
-    "norm": lambda p: p.norm(),
-    "data": lambda p: p.data,
-    "set data": lambda p: setattr(p, "data", torch.zeros(p.shape)),
-    "add_": lambda p: p.add_(1),
-    "tolist": lambda p: p.tolist(),
-    "getitem": lambda p: p[0],
-    "stack": lambda p: torch.stack([torch.zeros(p.shape), p]),
-    "linear": lambda p: nn.functional.linear(torch.zeros(2, p.shape[1]), p),
-}
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_released_parameter_has_no_values_outside_its_module(wrapped: Wrap, batch: Batch, operation: str) -> None:
-    model, optimizer = wrapped()
-    name = "model.layers.1.mlp.up_proj.weight"
-    parameter = model.get_parameter(name)
-    assert (tuple(parameter.shape), parameter.dtype, parameter.requires_grad) == ((64, 32), torch.float32, True)
-    assert parameter.numel() == parameter.nelement() == 2048
-    with pytest.raises(MisuseError, match=rf"{name} is not on the device here .*full_parameters\(model\)"):
-        OPERATIONS[operation](parameter)
-    with protrain.full_parameters(model):
-        assert torch.isfinite(parameter).all()
-    assert_unharmed((model, optimizer), wrapped(), batch)
-
-
 @pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
 def test_a_wrapped_model_stays_where_it_is(wrapped: Wrap, batch: Batch, spec: Spec) -> None:
     model, optimizer = wrapped(spec)
@@ -196,20 +168,6 @@ def test_a_wrapped_model_stays_where_it_is(wrapped: Wrap, batch: Batch, spec: Sp
     with pytest.raises(MisuseError, match=r"cannot be copied or pickled whole: use model.state_dict\(\)"):
         copy.deepcopy(model)
     assert_unharmed((model, optimizer), wrapped(spec), batch)
-
-
-def test_replaced_data_of_a_parameter_is_refused(wrapped: Wrap, batch: Batch) -> None:
-    model, optimizer = wrapped(RESIDENT)
-    train(model, optimizer, batch)
-    weight = model.get_parameter("model.norm.weight")
-    kept = weight.data
-    weight.data = kept + 1
-    with pytest.raises(MisuseError, match=r"data of model\.norm\.weight was replaced .*full_parameters"):
-        model(**batch)
-    weight.data = kept.clone()  # the same values elsewhere do no harm
-    untouched = wrapped(RESIDENT)
-    train(*untouched, batch)
-    assert_unharmed((model, optimizer), untouched, batch)
 
 
 # -- the graph ---------------------------------------------------------------------------------------------------------

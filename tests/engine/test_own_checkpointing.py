@@ -34,26 +34,31 @@ from tests.engine.residual import Model, batches
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("when", ["before wrap", "after wrap"])
 @pytest.mark.parametrize("spec", [Spec("all", "least", (NONE,)), Spec("none", "least", (NONE, CKPT, SWAP))], ids=str)
-def test_what_is_switched_on_after_wrapping_is_refused(
-    tiny_model: Callable[..., Any], tiny_batch: Callable[..., dict[str, Tensor]], spec: Spec, reentrant: bool
+def test_what_is_switched_on_is_switched_off_and_said(
+    tiny_model: Callable[..., Any], tiny_batch: Callable[..., dict[str, Tensor]], spec: Spec, when: str
 ) -> None:
-    def wrapped() -> tuple[Any, ProTrainOptimizer]:
+    """As a training script does by its own flag: the plan decides what is recomputed, with the same results."""
+
+    def wrapped(switched_on: bool) -> tuple[Any, ProTrainOptimizer]:
         model = tiny_model("llama").train()
+        if switched_on:
+            model.gradient_checkpointing_enable()
         return wrap_under(spec, model, adamw(model), batch, device=CPU)
 
-    batch = tiny_batch()
-    model, optimizer = wrapped()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    words = r"module model.* since protrain.wrap checkpoints .*model.gradient_checkpointing_disable\(\)"
-    with pytest.raises(MisuseError, match=words):
-        model(**batch)
-    with torch.no_grad():
-        assert torch.isfinite(model(**batch).loss)  # nothing is kept, and so nothing done twice
-    model.gradient_checkpointing_disable()
-    untouched = wrapped()
-    assert Loop().run(model, optimizer, [batch] * 2) == Loop().run(*untouched, [batch] * 2)
+    batch, words = tiny_batch(), "gradient checkpointing of model.* was switched off.*the same results"
+    untouched = wrapped(False)
+    if when == "before wrap":
+        with pytest.warns(UserWarning, match=words):
+            model, optimizer = wrapped(True)
+        losses = Loop().run(model, optimizer, [batch] * 2)
+    else:
+        model, optimizer = wrapped(False)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        with pytest.warns(UserWarning, match=words):
+            losses = Loop().run(model, optimizer, [batch] * 2)
+    assert losses == Loop().run(*untouched, [batch] * 2)
     assert_same(states(model, optimizer), states(*untouched))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import protrain
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.values import read_weight
 from protrain.engine.weights import state_hooks
-from protrain.engine.weights.parameter import point_at
+from protrain.engine.weights.released import make_whole
 from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import (
@@ -166,10 +165,10 @@ def test_entering_full_parameters_without_memory_leaves_all_as_it_was(
         pointed += 1
         if pointed == 4:
             raise MemoryError("no memory for the copy")
-        point_at(*args)
+        make_whole(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("protrain.engine.weights.state_hooks.point_at", point)
+        patch.setattr("protrain.engine.weights.state_hooks.make_whole", point)
         with pytest.raises(MemoryError, match="no memory for the copy"), protrain.full_parameters(model):
             raise AssertionError("not reached")
     assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
@@ -183,68 +182,35 @@ EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
     "no_grad": lambda p: torch.no_grad()(p.mul_)(0.5),
     "init": lambda p: nn.init.zeros_(p),  # zero and a negative remainder would be NaN
     "rows": lambda p: p.data[1:3].fill_(0.25),
+    "assigned rows": lambda p: p.detach().__setitem__(1, 0.25),
+    "a view of a view": lambda p: p.detach().view(-1)[3:9].view(2, 3).add_(1.0),
+    "out": lambda p: torch.no_grad()(torch.zeros)(p.shape, out=p.detach()),
+    "all at once": lambda p: torch._foreach_mul_([p.detach()], 0.5),
+    "replaced": lambda p: setattr(p, "data", torch.zeros(p.shape, dtype=p.dtype, device=p.device)),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_outside_full_parameters_is_said_once_and_counts(
-    edit: str, dtype: torch.dtype, device: torch.device
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_an_edit_outside_full_parameters_is_refused_at_once_and_changes_nothing(
+    spec: Spec, dtype: torch.dtype, device: torch.device
 ) -> None:
-    def edit_before(moment: str) -> None:
-        if moment == "step":
-            optimizer.backward(default_loss(model, data[2]))
-        EDITS[edit](parameter)
-        with pytest.raises(MisuseError, match=r"data of blocks\.1\.first\.weight was changed .*full_parameters"):
-            runs[moment]()
-        optimizer.zero_grad()
-
-    data = batches(5)
-    for moment in ("forward", "step", "read"):
-        inner = make()
-        model, optimizer = wrap_under(RESIDENT, inner, adamw(inner), data[0], device=device, dtype=dtype)
-        Loop().run(model, optimizer, data[:2])
-        name = "blocks.1.first.weight"
-        parameter, before = model.get_parameter(name), states(model, optimizer)
-        runs: dict[str, Callable[[], Any]] = {
-            "forward": functools.partial(model, *data[2]),
-            "step": optimizer.step,
-            "read": model.state_dict,
-        }
-        edit_before(moment)
-        expected = before[f"model.{name}"].clone()
-        EDITS[edit](nn.Parameter(expected))
-        after = states(model, optimizer)
-        assert torch.equal(after.pop(f"model.{name}"), expected)
-        assert torch.equal(after.pop(f"master.{name}"), expected.float())
-        assert_same(after, {key: before[key] for key in after})
-        assert len(set(Loop().run(model, optimizer, data[3:]))) == 2
-        assert optimizer.export_parameter(name)["master"].isfinite().all()
-
-
-def test_edits_of_many_are_all_taken_over_at_once(device: torch.device) -> None:
-    data, inner = batches(2), make()
-    model, optimizer = wrap_under(RESIDENT, inner, adamw(inner), data[0], device=device, dtype=torch.bfloat16)
-    Loop().run(model, optimizer, data)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    with pytest.raises(MisuseError, match=r"was changed in place"):
-        optimizer.state_dict()
-    assert not any(optimizer.export_parameter(name)["master"].any() for name in optimizer.parameter_names())
-
-
-def test_an_edit_between_forward_and_backward_reaches_no_update_inside_it(device: torch.device) -> None:
-    data, inner = batches(1), make()
-    model, optimizer = wrap_under(
-        RESIDENT, inner, adamw(inner), data[0], device=device, dtype=torch.bfloat16, step_during_backward=True
-    )
-    Loop().run(model, optimizer, data)
-    loss = default_loss(model, data[0])
-    EDITS["init"](model.get_parameter("enter.bias"))  # which no operation saved
-    with pytest.raises(MisuseError, match=r"data of enter\.bias was changed in place"):
-        loss.backward()
-    assert not optimizer.export_parameter("enter.bias")["master"].any()
+    data, inner, other = batches(4), make(), make()
+    model, optimizer = wrap_under(spec, inner, adamw(inner), data[0], device=device, dtype=dtype)
+    untouched = wrap_under(spec, other, adamw(other), data[0], device=device, dtype=dtype)
+    for moment in ("before a step", "between forward and backward", "before step()"):
+        for edit in EDITS.values():
+            if moment == "between forward and backward":
+                loss = default_loss(model, data[1])
+            elif moment == "before step()":
+                optimizer.backward(default_loss(model, data[1]))
+            with pytest.raises(MisuseError, match=r"data of blocks\.1\.first\.weight was .*full_parameters"):
+                edit(model.get_parameter("blocks.1.first.weight"))
+            if moment == "between forward and backward":
+                optimizer.backward(loss)
+            optimizer.zero_grad()
+    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
+    assert_same(states(model, optimizer), states(*untouched))
 
 
 class Renormed(nn.Module):

@@ -89,14 +89,6 @@ def test_a_batch_is_a_mapping_or_a_tuple(model: nn.Module, batch: Batch, kind: A
     refused(model, adamw(model), wrong, r"a batch must be a mapping .* or a tuple .*, not", ValueError)
 
 
-def test_a_model_that_checkpoints_already(model: Any, batch: Batch) -> None:
-    model.gradient_checkpointing_enable()
-    words = r"already checkpoints its activations.*model.gradient_checkpointing_disable\(\)"
-    refused(model, adamw(model), batch, words, ValueError)
-    model.gradient_checkpointing_disable()
-    protrain.wrap(model, adamw(model), example_batch=batch, device="cpu", progress=False)
-
-
 def test_the_tests_see_warnings_as_users_do(model: nn.Module, batch: Batch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -311,11 +311,14 @@ def test_recurrent_weights_are_found() -> None:
     assert all(ours is theirs for ours, theirs in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
 
 
-def test_a_checkpointing_model_is_refused(tiny_model: Builder, tiny_batch: Builder) -> None:
+def test_a_checkpointing_model_is_profiled_as_without_and_comes_out_as_it_was(
+    tiny_model: Builder, tiny_batch: Builder
+) -> None:
     model = tiny_model("llama")
+    expected = profile(model, tiny_batch(), device="meta")
     model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match=r"gradient_checkpointing_disable\(\)"):
-        profile(model, tiny_batch())
+    assert profile(model, tiny_batch(), device="meta") == expected
+    assert model.is_gradient_checkpointing
 
 
 def test_a_model_with_nothing_to_train_is_refused() -> None:

@@ -2,8 +2,8 @@
 
 [Note: saved weights] Autograd saves views of weights (``F.linear`` saves ``weight.t()``), and a weight in a chunk
 buffer is gone by the time backward runs. So every tensor that a unit saves passes through hooks: one whose storage is
-a chunk buffer is kept as (chunk, shape, stride, offset) and rebuilt on whatever buffer holds the chunk in backward. No
-copies, no allocator traffic, any operator.
+a chunk buffer is kept as the chunk and the view's form (type, shape, stride, offset) and rebuilt on whatever buffer
+holds the chunk in backward. No copies, no allocator traffic, any operator.
 
 [Note: written over] Autograd watches the versions of what it saves, and raises where a backward needs what was changed
 in place since; but not of what goes through hooks. So whatever is kept here, or copied to the host later, has its
@@ -30,6 +30,7 @@ from protrain.engine.activations.kept_attention import KeptAttention
 from protrain.engine.activations.random_state import BlockRandomState
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.weights.parameter import PresentParameter
+from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.errors import MisuseError
 from protrain.trees import map_leaves, tensors_in
 
@@ -50,10 +51,7 @@ class WeightView:
     """A saved view of a weight in a chunk buffer."""
 
     chunk: Chunk
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    form: ViewForm
 
 
 class Kept(NamedTuple):
@@ -311,11 +309,6 @@ def detached(tensor: Tensor) -> Tensor:
         return tensor.detach()
     with torch._C._DisableTorchDispatch():
         return tensor.detach()
-
-
-def storage_address(tensor: Tensor) -> int:
-    """Address of the memory that ``tensor`` is a view of."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def _autocast_state(device_type: str) -> Callable[[], AbstractContextManager[Any]]:

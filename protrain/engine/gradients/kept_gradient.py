@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from protrain.engine.weights.metadata import METADATA
+from protrain.engine.weights.metadata import LAYOUT, METADATA
 from protrain.errors import MisuseError
 from protrain.trees import tensors_in
 
@@ -45,6 +45,8 @@ class KeptGradient(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in LAYOUT:
+            return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **(kwargs or {}))
         if func in _HANDLED:
             done = _HANDLED[func](*args, **(kwargs or {}))
             if done is not NotImplemented:
@@ -56,7 +58,7 @@ class KeptGradient(Tensor):
                     f"cannot be used here ({getattr(func, '__name__', func)}): its 2-norm can be read, and all "
                     "gradients be multiplied by one factor, as torch.nn.utils.clip_grad_norm_ does. Use "
                     "optimizer.zero_grad() to clear it, optimizer.backward(loss) in place of torch.amp.GradScaler, and "
-                    "parameter.register_post_accumulate_grad_hook before protrain.wrap to see or change it"
+                    "parameter.register_post_accumulate_grad_hook to see or change it"
                 )
         raise AssertionError("a kept gradient was dispatched without being an argument")
 

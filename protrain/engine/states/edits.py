@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.values import write_master
-from protrain.errors import MisuseError
+from protrain.engine.weights.parameter import edit_error, same_bits, set_data
 
 
 def recall(members: Iterable[Member]) -> None:
@@ -39,7 +38,7 @@ def recall(members: Iterable[Member]) -> None:
             write_master(member, member.parameter.detach())
         member.chunk.version += 1
     if edited:
-        raise edit_error(edited[0], "changed in place")
+        raise edit_error(edited[0].name, "changed in place")
 
 
 def edited_in(member: Member, buffer: Tensor) -> bool:
@@ -49,22 +48,9 @@ def edited_in(member: Member, buffer: Tensor) -> bool:
     return before != member.edits and member.parameter.data_ptr() == member.view(buffer).data_ptr()
 
 
-def edit_error(member: Member, how: str) -> MisuseError:
-    """What to say when the data of a parameter was ``how``."""
-    return MisuseError(
-        f"the data of {member.name} was {how} outside `with protrain.full_parameters(model):`, which is where the "
-        "values of managed parameters can be edited; a forward must leave them as they are"
-    )
-
-
 def _take_back(member: Member) -> None:
     kept, found = member.view(member.chunk.weight), member.parameter.data.to(member.chunk.weight.device)
-    if found.dtype != kept.dtype or not torch.equal(_bits(found), _bits(kept)):
-        raise edit_error(member, "replaced")
-    member.parameter.data = kept
+    if found.dtype != kept.dtype or not same_bits(found, kept):
+        raise edit_error(member.name, "replaced")
+    set_data(member.parameter, kept)
     member.edits = member.parameter._version
-
-
-def _bits(values: Tensor) -> Tensor:
-    """As bytes, so that NaN equals itself."""
-    return values.reshape(-1).view(torch.uint8)

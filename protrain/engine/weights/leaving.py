@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from protrain.engine.activations.saved import Copy, storage_address
+from protrain.engine.activations.saved import Copy
 from protrain.engine.states.chunks import Member
 from protrain.engine.weights.buffers import BufferPool
-from protrain.engine.weights.parameter import ReleasedParameter
+from protrain.engine.weights.released import ReleasedParameter
+from protrain.engine.weights.views import storage_address
 from protrain.errors import MisuseError
 from protrain.trees import map_leaves, tensors_in
 

@@ -1,28 +1,21 @@
-"""The two classes a managed parameter switches between, so that no access goes wrong in silence.
+"""A managed parameter: what it knows of the engine, its gradient, and how its data may be changed.
 
 A parameter keeps its identity: the optimizer's groups, the module and the autograd graph all hold the same object. What
-changes is its data and its class:
-
-- :class:`PresentParameter`: its data is a view of a chunk on the device. Everything works, except that gradients are
-  not in ``.grad`` but in the chunk: what is there instead knows its norm and takes a factor.
-- :class:`ReleasedParameter`: its data is one NaN element expanded to its shape, so shape, dtype and device stay true
-  and cost nothing. Any operation on it raises an error that names the parameter and the remedy.
+changes is its data and its class. While a unit that uses it runs it is a :class:`PresentParameter`, whose data is a
+view of a chunk on the device: everything works as with any parameter, except that its gradient is not in ``.grad`` but
+in the chunk. The other classes are in :mod:`protrain.engine.weights.released`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from protrain.engine.gradients.kept_gradient import KeptGradient
-from protrain.engine.weights.metadata import METADATA
 from protrain.errors import MisuseError
-from protrain.trees import tensors_in
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine
@@ -31,6 +24,17 @@ _MOVED = "protrain_moved"  # an attribute
 _RAW_DATA: Any = torch.Tensor.data
 _RAW_GRAD: Any = torch.Tensor.grad
 _RAW_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+
+class GradientHook:
+    """The engine's own hook on a parameter, which takes the gradient away: it is the last to be called."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Autograd has accumulated the whole gradient of ``parameter``."""
+        self._handle.engine.gradient_ready(self._handle.index)
 
 
 class Handle:
@@ -77,12 +81,19 @@ def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
         _RAW_REQUIRES_GRAD.__set__(parameter, value)
 
 
+def _replace_data(parameter: PresentParameter, value: Tensor) -> None:
+    """``parameter.data = value``: the same values elsewhere do no harm, as the parameter stays where it is."""
+    kept = parameter.detach()
+    if value.dtype != kept.dtype or value.shape != kept.shape or not same_bits(value.detach().to(kept.device), kept):
+        raise edit_error(parameter.protrain_handle.name, "replaced")
+
+
 class PresentParameter(nn.Parameter):
-    """A managed parameter whose data is on the device now."""
+    """A managed parameter that a unit uses now."""
 
     protrain_handle: Handle
     # As `detach` gives it, so that an edit through it counts as one of the parameter: see [Note: edits].
-    data: Any = property(lambda parameter: parameter.detach(), _RAW_DATA.__set__)
+    data: Any = property(lambda parameter: parameter.detach(), _replace_data)
     requires_grad: Any = property(_RAW_REQUIRES_GRAD.__get__, _set_requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
@@ -94,12 +105,13 @@ class PresentParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """None while no gradient exists, a stand-in while it lies in a chunk; MisuseError when it is used up already.
 
-        A hook that was registered before protrain.wrap (``register_post_accumulate_grad_hook``) comes before that: it
-        has the gradient of this backward, and may change it.
+        A hook (``register_post_accumulate_grad_hook``) comes before that: it has the gradient of this backward, and may
+        change it.
         """
-        if (arriving := _raw_grad(self)) is not None:
-            return arriving
         handle = self.protrain_handle
+        if (arriving := raw_gradient(self)) is not None:
+            handle.engine.refuse_foreign_gradient(handle.index)
+            return arriving
         if handle.gradient_pending:
             return KeptGradient.of(handle, self.shape)
         if handle.updated_inside:
@@ -111,8 +123,8 @@ class PresentParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if _raw_grad(self) is not None:
-            _set_raw_grad(self, value)
+        if raw_gradient(self) is not None:
+            _set_raw_gradient(self, value)
             return
         handle = self.protrain_handle
         if isinstance(value, KeptGradient) and value.protrain_handle is handle and handle.gradient_pending:
@@ -121,6 +133,15 @@ class PresentParameter(nn.Parameter):
             raise MisuseError(f"the gradient of {handle.name} is kept in ProTrain's chunks and cannot be assigned")
         if handle.gradient_pending:
             handle.engine.forget_gradient(handle.index)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Have ``hook`` called with the gradient of a backward in ``.grad``, before that goes into a chunk."""
+        handle = super().register_post_accumulate_grad_hook(hook)
+        hooks: Any = self._post_accumulate_grad_hooks
+        last = next((key for key, known in hooks.items() if isinstance(known, GradientHook)), None)
+        if last is not None:
+            hooks[last] = hooks.pop(last)  # autograd calls them in the order in which they were put in
+        return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PresentParameter:
         raise MisuseError(
@@ -136,56 +157,6 @@ class PresentParameter(nn.Parameter):
             return f"{type(self).__name__}({self.protrain_handle.name}, {tuple(self.shape)}, {self.dtype})"
 
     __repr__: Any = _describe
-
-
-class ReleasedParameter(PresentParameter):
-    """A managed parameter whose data is elsewhere: metadata works, everything else raises."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Let metadata through; name the parameter and the remedy for anything else."""
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func is torch.autograd.grad:
-            return _gradients(*args, **(kwargs or {}))
-        if func is torch.autograd.backward:
-            return _backward(*args, **(kwargs or {}))
-        for tensor in tensors_in((args, kwargs)):
-            if isinstance(tensor, ReleasedParameter):
-                return cls.intercept(tensor, func, args, kwargs or {})
-        raise AssertionError("a released parameter was dispatched without being an argument")
-
-    @classmethod
-    def intercept(cls, parameter: ReleasedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What happens on an operation that needs data."""
-        operation = getattr(func, "__name__", str(func))
-        raise MisuseError(
-            f"parameter {parameter.protrain_handle.name} is not on the device here ({operation}): its values live in "
-            "ProTrain's chunks between the modules that use it. Use `with protrain.full_parameters(model):` to read or "
-            "edit it"
-        )
-
-
-def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad``: of a released parameter only the place in the graph is needed."""
-    places = _place(inputs) if isinstance(inputs, Tensor) else [_place(parameter) for parameter in inputs]
-    return torch.autograd.grad(outputs, places, *args, **kwargs)
-
-
-def _backward(tensors: Any, *, inputs: Any, **kwargs: Any) -> None:
-    """``backward(inputs=...)``: likewise. What arrives there is taken as from any backward."""
-    places = _place(inputs) if isinstance(inputs, Tensor) else [_place(parameter) for parameter in inputs]
-    torch.autograd.backward(tensors, inputs=places, **kwargs)
-
-
-def _place(parameter: Any) -> Any:
-    if not isinstance(parameter, ReleasedParameter):
-        return parameter
-    with torch._C.DisableTorchFunctionSubclass():
-        return get_gradient_edge(parameter)
 
 
 def mark_moved(parameter: nn.Parameter) -> None:
@@ -206,19 +177,6 @@ def manage(parameter: nn.Parameter, handle: Handle) -> None:
     parameter.protrain_handle = handle
 
 
-def point_at(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give ``parameter`` the device data ``data`` of its shape."""
-    parameter.__class__ = PresentParameter
-    parameter.data = data
-
-
-def release(parameter: nn.Parameter, placeholder: Tensor) -> None:
-    """Take the data of ``parameter`` away; ``placeholder`` is one NaN element on its device."""
-    parameter.__class__ = PresentParameter
-    parameter.data = placeholder.expand(parameter.shape)
-    parameter.__class__ = ReleasedParameter
-
-
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
     """Remove and return what autograd put into ``.grad``."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -227,12 +185,48 @@ def take_gradient(parameter: nn.Parameter) -> Tensor | None:
     return gradient
 
 
-def _raw_grad(parameter: nn.Parameter) -> Tensor | None:
+def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """What autograd, or somebody else, has put into ``.grad``."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: Tensor | None = _RAW_GRAD.__get__(parameter)
     return gradient
 
 
-def _set_raw_grad(parameter: nn.Parameter, value: Tensor | None) -> None:
+def _set_raw_gradient(parameter: nn.Parameter, value: Tensor | None) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         _RAW_GRAD.__set__(parameter, value)
+
+
+def raw_data(parameter: nn.Parameter) -> Tensor:
+    """The data of ``parameter``, past all checks."""
+    with torch._C.DisableTorchFunctionSubclass():
+        data: Tensor = _RAW_DATA.__get__(parameter)
+    return data
+
+
+def set_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give ``parameter`` other data of its shape, past all checks: the engine's own way."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _RAW_DATA.__set__(parameter, data)
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether tensors of one dtype and shape are equal bit for bit, so that NaN equals itself."""
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+
+
+def foreign_gradient(name: str) -> MisuseError:
+    """What to say when somebody else has put a gradient into ``.grad`` of the parameter ``name``."""
+    return MisuseError(
+        f"something other than ProTrain has put a gradient into .grad of {name}, where no step would use it: "
+        "DistributedDataParallel and its like do so. Train the model that protrain.wrap returned as it is, without "
+        "another wrapper around it or inside it"
+    )
+
+
+def edit_error(name: str, how: str) -> MisuseError:
+    """What to say when the data of the parameter ``name`` was ``how``."""
+    return MisuseError(
+        f"the data of {name} was {how} outside `with protrain.full_parameters(model):`, which is where the values of "
+        "managed parameters can be edited, between steps; a forward must leave them as they are"
+    )

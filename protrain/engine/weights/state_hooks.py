@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.values import read_weight, write_weight
-from protrain.engine.weights.parameter import PresentParameter, ReleasedParameter, point_at, release
+from protrain.engine.weights.parameter import PresentParameter
+from protrain.engine.weights.released import ReleasedParameter, make_whole
 from protrain.errors import MisuseError
 
 
@@ -129,7 +130,7 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
         try:
             for member, copy in zip(members, copies, strict=True):
                 engine.whole.add(member.index)
-                point_at(member.parameter, copy.clone())
+                make_whole(member.parameter, copy.clone())
         except BaseException:  # no memory for the copies, or interrupted
             _put_back(engine, [member for member in members if member.index in engine.whole])
             raise
@@ -145,10 +146,7 @@ def _put_back(engine: Engine, members: list[Member]) -> None:
     for member in members:
         engine.whole.remove(member.index)
         member.edits = member.parameter._version
-        if member.chunk.persistent:
-            point_at(member.parameter, member.view(member.chunk.weight))
-        else:
-            release(member.parameter, engine.placeholder)
+        engine.put_away(member)
 
 
 def _keep_edits(engine: Engine, members: list[Member], copies: list[Tensor], edited: list[Tensor]) -> None:

@@ -1,0 +1,306 @@
+"""A managed parameter where no unit uses it: it can be read, and it cannot be written.
+
+[Note: reading] Scripts read parameters between forwards: a term of the loss made of weights, an average of them, a norm
+to print, a fused head. Under one plan the weight lies on the device then, under another one in host memory. What is
+allowed must not depend on that. So every operation that needs values works on a copy of the weight on the device,
+under every plan. The copy is differentiable, and its gradient reaches the parameter as any other does. What autograd
+saves of it is noted as (parameter, shape, stride, offset) and copied anew in backward, so that no graph keeps weights
+on the device. A write into a copy would be lost, so it is an error, and so is the use of a copy that a step has made
+out of date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from protrain.engine.weights.metadata import HOOKS, LAYOUT, METADATA, PATTERNS
+from protrain.engine.weights.parameter import Handle, PresentParameter, edit_error, raw_data, set_data
+from protrain.engine.weights.views import ViewForm, storage_address
+from protrain.errors import MisuseError
+from protrain.trees import map_leaves, tensors_in
+
+# What gives a tensor other memory, or hands out its own.
+_MEMORY = frozenset(
+    getattr(Tensor, name)
+    for name in ("set_", "resize_", "resize_as_", "share_memory_", "untyped_storage", "storage", "_typed_storage")
+)
+
+
+class ReleasedParameter(PresentParameter):
+    """A managed parameter that no unit uses now. See [Note: reading]."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let metadata through; give anything else copies to read."""
+        if func in METADATA or func in HOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is torch.autograd.grad:
+            return _gradients(*args, **(kwargs or {}))
+        if func is torch.autograd.backward:
+            return _backward(*args, **(kwargs or {}))
+        for tensor in tensors_in((args, kwargs)):
+            if isinstance(tensor, ReleasedParameter):
+                return tensor.intercept(tensor, func, args, kwargs or {})
+        raise AssertionError("a released parameter was dispatched without being an argument")
+
+    @classmethod
+    def intercept(cls, parameter: ReleasedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What happens on an operation that needs more than metadata."""
+        if func in LAYOUT and args and args[0] is parameter:  # as a contiguous tensor's, wherever it lies
+            return func(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), *args[1:], **kwargs)
+        handle = parameter.protrain_handle
+        if func is Tensor.data_ptr:  # tells tied parameters from others; nothing may be read there
+            member = handle.engine.members[handle.index]
+            return member.view(member.chunk.weight).data_ptr()
+        if func is torch._cudnn_rnn_flatten_weight:  # where its weights lie is not the module's to say
+            return None
+        if func in _MEMORY:
+            raise MisuseError(
+                f"the memory of {handle.name} cannot be had or replaced ({func.__name__}), as it moves with every "
+                "step: read its values with parameter.detach().clone(), or edit them inside `with "
+                "protrain.full_parameters(model):`"
+            )
+        return _read(func, args, kwargs)
+
+
+class WholeParameter(PresentParameter):
+    """A managed parameter inside full_parameters: its data is a CPU copy, which may be edited.
+
+    A graph made inside keeps views of that copy, and not the parameter, whose data is another one afterwards.
+    """
+
+    data: Any = property(raw_data, set_data)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` on views of the copies."""
+        if func in METADATA or func in HOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = map_leaves(_viewed, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class WeightCopy(Tensor):
+    """A copy of a weight, or a view of one, that a script holds: it may be read until the weight changes."""
+
+    protrain_source: _Source
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``, unless it writes into the copy or the weight is another one by now."""
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _read(func, args, kwargs or {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The parameter that a copy is of, and when it was made."""
+
+    handle: Handle
+    steps: int
+
+    @classmethod
+    def now(cls, handle: Handle) -> _Source:
+        return cls(handle, handle.engine.steps)
+
+    def check(self, what: str) -> None:
+        """MisuseError where the weight has changed since."""
+        if self.handle.engine.steps != self.steps:
+            raise MisuseError(
+                f"{what} {self.handle.name} after optimizer.step(), or an edit, changed it: read the parameter anew, "
+                "keep parameter.detach().clone() of what is to stay as it was, and call backward() before step()"
+            )
+
+
+class _Copied(torch.autograd.Function):
+    """A copy of a weight on the device; its gradient is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, source: _Source) -> Tensor:
+        ctx.source = source
+        return source.handle.engine.read(source.handle.index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.source.check("backward through a copy of")
+        return gradients[0], None
+
+
+class _Whole(torch.autograd.Function):
+    """The CPU copy that full_parameters has made; its gradient goes to where the parameter is by then."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any) -> Tensor:
+        ctx.parameter, ctx.source = parameter, _Source.now(parameter.protrain_handle)
+        with torch._C.DisableTorchFunctionSubclass():
+            return parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.source.check("backward through a copy of")
+        return gradients[0].to(ctx.parameter.device)
+
+
+def _viewed(leaf: Any) -> Any:
+    if not isinstance(leaf, WholeParameter):
+        return leaf
+    if torch.is_grad_enabled() and leaf.requires_grad:
+        return _Whole.apply(leaf)
+    with torch._C.DisableTorchFunctionSubclass():
+        return leaf.detach()
+
+
+def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` with copies in place of the released parameters among its arguments."""
+    copies = _Copies(pattern=_pattern_argument(func, args))
+    args, kwargs = map_leaves(copies.given, (args, kwargs))
+    with copies.saving():
+        result = func(*args, **kwargs)
+    copies.refuse_writes()
+    if isinstance(result, np.ndarray):
+        result.flags.writeable = False
+    return map_leaves(copies.handed_out, result)
+
+
+def _pattern_argument(func: Any, args: tuple[Any, ...]) -> Any:
+    """The argument of which ``func`` takes shape, type and device alone."""
+    at = PATTERNS.get(func)
+    return None if at is None or at >= len(args) else args[at]
+
+
+class _Copies:
+    """The copies that one operation works on."""
+
+    def __init__(self, pattern: Any) -> None:
+        self._pattern = pattern
+        self._made: dict[int, Tensor] = {}  # by the id of the released parameter
+        self._sources: dict[int, _Source] = {}  # by the address of the storage
+        self._versions: list[tuple[Tensor, int, _Source]] = []
+
+    def given(self, leaf: Any) -> Any:
+        """What the operation gets for ``leaf``."""
+        if isinstance(leaf, ReleasedParameter):
+            if leaf is self._pattern:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+            if id(leaf) not in self._made:
+                self._made[id(leaf)] = self._copy(leaf)
+            return self._made[id(leaf)]
+        if isinstance(leaf, WeightCopy):
+            leaf.protrain_source.check("a copy of")
+            with torch._C.DisableTorchFunctionSubclass():
+                plain = leaf.as_subclass(Tensor)
+            return self._watched(plain, leaf.protrain_source)
+        return leaf
+
+    def saving(self) -> Any:
+        """A context in which autograd saves no copies. Where a unit's forward runs, its frame sees to what is saved."""
+        graph = any(tensor.requires_grad for tensor, _, _ in self._versions)
+        hooks: Any = torch._C._autograd
+        if not graph or not hooks._saved_tensors_hooks_is_enabled():
+            return nullcontext()
+        if hooks._top_saved_tensors_default_hooks(True) is not None:
+            return nullcontext()
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def refuse_writes(self) -> None:
+        """MisuseError where the operation changed a copy, as nothing of that would reach the weight."""
+        for tensor, version, source in self._versions:
+            if tensor._version != version:
+                raise edit_error(source.handle.name, "changed in place")
+
+    def handed_out(self, leaf: Any) -> Any:
+        """A result of the operation as the script gets it."""
+        source = self._source_of(leaf)
+        if source is None:
+            return leaf
+        with torch._C.DisableTorchFunctionSubclass():
+            copy = leaf.as_subclass(WeightCopy)
+        copy.protrain_source = source
+        return copy
+
+    def _copy(self, parameter: ReleasedParameter) -> Tensor:
+        source = _Source.now(parameter.protrain_handle)
+        with torch.inference_mode(False):  # there tensors have no versions
+            if torch.is_grad_enabled() and parameter.requires_grad:
+                copy: Tensor = _Copied.apply(parameter, source)
+            else:
+                copy = source.handle.engine.read(source.handle.index)
+        return self._watched(copy, source)
+
+    def _watched(self, tensor: Tensor, source: _Source) -> Tensor:
+        self._sources[storage_address(tensor)] = source
+        self._versions.append((tensor, tensor._version, source))
+        return tensor
+
+    def _source_of(self, leaf: Any) -> _Source | None:
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_meta:
+            return None
+        return self._sources.get(storage_address(leaf)) if leaf.numel() else None
+
+    def _pack(self, tensor: Tensor) -> Any:
+        source = self._source_of(tensor)
+        return tensor.detach() if source is None else (source, ViewForm.of(tensor))
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    source, form = packed
+    source.check("backward through a copy of")
+    return form.on(source.handle.engine.read(source.handle.index).view(-1))
+
+
+def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad``: of a released parameter only the place in the graph is needed."""
+    places = _place(inputs) if isinstance(inputs, Tensor) else [_place(parameter) for parameter in inputs]
+    return torch.autograd.grad(outputs, places, *args, **kwargs)
+
+
+def _backward(tensors: Any, *, inputs: Any, **kwargs: Any) -> None:
+    """``backward(inputs=...)``: likewise. What arrives there is taken as from any backward."""
+    places = _place(inputs) if isinstance(inputs, Tensor) else [_place(parameter) for parameter in inputs]
+    torch.autograd.backward(tensors, inputs=places, **kwargs)
+
+
+def _place(parameter: Any) -> Any:
+    if not isinstance(parameter, ReleasedParameter):
+        return parameter
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(parameter)
+
+
+def point_at(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give ``parameter``, which a unit begins to use, the device data ``data`` of its shape."""
+    parameter.__class__ = PresentParameter
+    set_data(parameter, data)
+
+
+def release(parameter: nn.Parameter, placeholder: Tensor) -> None:
+    """Take the data of ``parameter`` away; ``placeholder`` is one NaN element on its device."""
+    set_data(parameter, placeholder.expand(parameter.shape))
+    parameter.__class__ = ReleasedParameter
+
+
+def make_whole(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give ``parameter`` the CPU copy ``data``, for full_parameters."""
+    set_data(parameter, data)
+    parameter.__class__ = WholeParameter

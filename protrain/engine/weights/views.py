@@ -1,0 +1,45 @@
+"""Views of weights: told by the storage that they share, and made again on other memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Address of the memory that ``tensor`` is a view of."""
+    return tensor.untyped_storage().data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class ViewForm:
+    """How a tensor lies in its storage. A view may read the same bytes as another type (``view_as_complex``)."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements of ``dtype`` from the start of the storage
+    conjugate: bool
+    negative: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> ViewForm:
+        """The form of ``tensor``."""
+        return cls(
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def on(self, memory: Tensor) -> Tensor:
+        """A tensor of this form on ``memory``, which is 1-d and all of its storage."""
+        view = memory if memory.dtype == self.dtype else memory.view(self.dtype)
+        view = view.as_strided(self.shape, self.stride, self.offset)
+        if self.conjugate:
+            view = view.conj()
+        return torch._neg_view(view) if self.negative else view

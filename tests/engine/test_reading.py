@@ -1,0 +1,280 @@
+"""Parameters read outside the forward that uses them: the values of the plain model under every plan, never a write."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import protrain
+from protrain.errors import MisuseError
+from tests.engine.harness import (
+    CKPT,
+    NONE,
+    SWAP,
+    Loop,
+    Spec,
+    Trainer,
+    adamw,
+    assert_same,
+    check_equal_to_plain,
+    default_loss,
+    plain_run,
+    seeded,
+    states,
+    wrap_under,
+)
+from tests.engine.residual import batches, make
+
+RESIDENT = Spec("all", "least", (NONE,))
+SPECS = (
+    RESIDENT,
+    Spec("some", "least", (CKPT, SWAP, NONE), early=True),
+    Spec("none", "least", (NONE, CKPT), small=True, early=True, weights=True),
+    Spec("none", "least", (CKPT,), stream=True),
+)
+NAME = "blocks.1.first.weight"
+
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "product": lambda p: p * 2,
+    "norm": lambda p: p.norm(),
+    "data": lambda p: p.data,
+    "row": lambda p: p[1],
+    "transposed": lambda p: p.t().contiguous(),
+    "list": lambda p: p.tolist(),
+    "largest of each row": lambda p: p.max(dim=1).values,
+    "among others": lambda p: torch.stack([torch.zeros_like(p), p]),
+    "linear": lambda p: F.linear(torch.ones(2, p.shape[1], dtype=p.dtype, device=p.device), p),
+    "numpy": lambda p: p.detach().cpu().numpy().copy(),
+    "average": lambda p: torch.zeros_like(p).lerp_(p.detach(), 0.25),
+    "strides": lambda p: (p.stride(), p.is_contiguous(), p.storage_offset() >= 0),
+    "inference": lambda p: torch.inference_mode()(lambda: p.sum().item())(),
+    "zeros": lambda p: p.new_zeros(3),
+    "ones like it": lambda p: torch.ones_like(p),
+    "as large": lambda p: torch.ones(1, device=p.device).expand_as(p).sum(),
+    "of its type": lambda p: torch.ones(2, dtype=torch.float64).to(p),
+}
+
+
+def _comparable(value: Any) -> Any:
+    return value.detach().cpu().tolist() if isinstance(value, Tensor) else getattr(value, "tolist", lambda: value)()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_parameter_reads_as_the_plain_models(spec: Spec, device: torch.device) -> None:
+    data, model = batches(3), make()
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device)
+    Loop().run(wrapped, optimizer, data)
+    parameter, plain = wrapped.get_parameter(NAME), nn.Parameter(wrapped.state_dict()[NAME].to(device))
+    for name, read in READS.items():
+        assert _comparable(read(parameter)) == _comparable(read(plain)), name
+
+
+def _penalty(model: nn.Module) -> Tensor:
+    """A term of the loss that is made of weights: their squares, and how far a matrix is from orthogonal."""
+    matrix = model.get_parameter(NAME)
+    gram = matrix.t() @ matrix
+    total = (gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).square().mean()
+    for parameter in model.parameters():
+        total = total + parameter.pow(2).sum() * 1e-3
+    return total
+
+
+def _with_penalty(model: nn.Module, batch: Any) -> Tensor:
+    return default_loss(model, batch) + _penalty(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_in_a_loss_have_the_plain_loops_bits(dtype: torch.dtype, device: torch.device) -> None:
+    loop = Loop(loss=_with_penalty, max_norm=1.0)
+    check_equal_to_plain(make, batches(4), device=device, dtype=dtype, loop=loop, specs=SPECS)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_loss_made_inside_full_parameters_has_the_plain_loops_bits(spec: Spec, device: torch.device) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        first = default_loss(model, batch)
+        with protrain.full_parameters(model):
+            penalty = _penalty(model)
+        return first + penalty.to(first.device)
+
+    loop, data = Loop(loss=loss), batches(3)
+    plain_loop = Loop(loss=_with_penalty)
+    expected, final = plain_run(make, data, loop=plain_loop, device=torch.device("cpu"), dtype=torch.float32)
+    model = make()
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device)
+    found = loop.run(wrapped, optimizer, data)
+    if device.type == "cpu":
+        assert found == expected
+        assert_same(states(wrapped, optimizer), final)
+    else:  # sums of the CPU and of the GPU are not the same to the last bit
+        assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_penalty_with_a_backward_of_its_own(spec: Spec, device: torch.device) -> None:
+    """As for models whose weights' gradients must not all be on the device at once."""
+
+    def run(model: nn.Module, optimizer: Trainer) -> list[float]:
+        torch.manual_seed(1)
+        values = []
+        for batch in batches(3):
+            penalty = _penalty(model)
+            penalty.backward()
+            loss = default_loss(model, batch)
+            loss.backward()
+            values += [float(penalty.detach()), float(loss.detach())]
+            optimizer.step()
+            optimizer.zero_grad()
+        return values
+
+    first, second = make(), make()
+    wrapped = wrap_under(spec, first, adamw(first), batches()[0], device=device)
+    resident = wrap_under(RESIDENT, second, adamw(second), batches()[0], device=device)
+    assert run(*wrapped) == run(*resident)
+    assert_same(states(*wrapped), states(*resident))
+
+
+class FusedHead(nn.Module):
+    """A model whose forward a trainer replaces by one that uses the head's weight and does not call the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(16, 64, bias=False)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.hidden(ids)).flatten(0, 1), ids.flatten())
+
+
+def test_a_forward_that_was_replaced_may_use_weights_of_modules_that_it_does_not_call(device: torch.device) -> None:
+    def fused(model: Any, ids: Tensor) -> Tensor:
+        weight, losses = model.head.weight, []
+        for hidden, wanted in zip(model.hidden(ids).flatten(0, 1).split(8), ids.flatten().split(8), strict=True):
+            losses.append(F.cross_entropy(hidden @ weight.t(), wanted, reduction="sum"))
+        return torch.stack(losses).sum() / ids.numel()
+
+    def build() -> nn.Module:
+        with seeded():
+            return FusedHead()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        model.forward = functools.partial(fused, model)
+        return model(*batch)
+
+    ids = [(torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(seed)),) for seed in range(3)]
+    check_equal_to_plain(build, ids, device=device, loop=Loop(loss=loss), specs=SPECS)
+
+
+def test_views_of_what_was_read_are_read_only_and_end_with_the_step(device: torch.device) -> None:
+    for spec in SPECS:
+        model = make()
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device)
+        parameter = wrapped.get_parameter(NAME)
+        view = parameter.detach()[1:]
+        kept = parameter.detach().clone()
+        kept.mul_(2.0)  # the script's own
+        assert torch.equal(kept[1:], view * 2)
+        with pytest.raises(MisuseError, match=rf"data of {NAME} was changed in place"):
+            view[0].zero_()
+        with pytest.raises(MisuseError, match=rf"memory of {NAME} cannot be had .*untyped_storage"):
+            parameter.untyped_storage()
+        loss = _with_penalty(wrapped, batches()[0])
+        late = (parameter * 2).sum()
+        loss.backward()
+        optimizer.step()
+        with pytest.raises(MisuseError, match=rf"a copy of {NAME} after optimizer.step\(\)"):
+            view.sum()
+        with pytest.raises(MisuseError, match=rf"backward through a copy of {NAME} after optimizer.step\(\)"):
+            late.backward()
+
+
+def test_tied_parameters_are_told_by_their_address(device: torch.device) -> None:
+    for spec in SPECS:
+        model = make()
+        wrapped, _ = wrap_under(spec, model, adamw(model), batches()[0], device=device)
+        addresses = [parameter.data_ptr() for parameter in wrapped.parameters()]
+        assert 0 not in addresses
+        assert len(set(addresses)) == len(addresses)
+
+
+# -- data that forward replaces ----------------------------------------------------------------------------------------
+
+
+class Momentum(nn.Module):
+    """A second encoder that follows the first one, in forward, by other data for its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(2))
+        self.key.load_state_dict(self.query.state_dict())
+        self.key.requires_grad_(False)
+        self.share = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                key.data = key.data * (1 - self.share) + query.data * self.share
+        return (self.query(x) - self.key(x).detach()).square().mean() + self.query(x).square().mean()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_data_that_forward_replaces_is_refused_and_changes_nothing(spec: Spec, device: torch.device) -> None:
+    def wrapped() -> Any:
+        with seeded():
+            model = Momentum()
+        return wrap_under(spec, model, adamw(model), (x,), device=device)
+
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    (model, optimizer), untouched = wrapped(), wrapped()
+    for each in (model, untouched[0]):
+        each.share = 0.0  # the same values elsewhere do no harm
+    assert Loop().run(model, optimizer, [(x,)] * 2) == Loop().run(*untouched, [(x,)] * 2)
+    model.share = 0.5
+    with pytest.raises(MisuseError, match=r"data of key\.0\.weight was replaced .*a forward must leave them"):
+        model(x)
+    model.share = 0.0
+    assert Loop().run(model, optimizer, [(x,)] * 2) == Loop().run(*untouched, [(x,)] * 2)
+    assert_same(states(model, optimizer), states(*untouched))
+
+
+def test_a_momentum_encoder_that_follows_after_the_step(device: torch.device) -> None:
+    """What the error for a forward that replaces data advises."""
+
+    def follow(model: Any) -> None:
+        with torch.no_grad():
+            for query, key in zip(model.query.parameters(), model.key.parameters(), strict=True):
+                key.data = key.data * 0.5 + query.data * 0.5
+
+    def run(model: Any, optimizer: Trainer) -> list[float]:
+        values = []
+        for _ in range(4):
+            model.share = 0.0
+            values += Loop(scheduler=False).run(model, optimizer, [(x,)])
+            with protrain.full_parameters(model):
+                follow(model)
+        return values
+
+    def build() -> nn.Module:
+        with seeded():
+            return Momentum()
+
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for spec in SPECS:
+        model = build()
+        found.append(run(*wrap_under(spec, model, adamw(model), (x,), device=device)))
+    assert len(set(found[0])) == 4
+    assert all(values == found[0] for values in found)
