@@ -1,4 +1,4 @@
-"""Weights from a folder of safetensors into chunks, one tensor at a time."""
+"""Weights from a folder of safetensors into chunks, no more at a time than what is converted together."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.engine.states.chunks import Member
+from protrain.engine.states.stored_tensors import reading
 from protrain.engine.states.weight_files import unmanaged, weight_sources
 
 Write = Callable[[Member, Tensor], None]
@@ -20,22 +21,14 @@ def load_weights(members: list[Member], model: nn.Module, folder: Path, write: W
     Raises:
         ValueError: as :func:`protrain.engine.states.weight_files.weight_sources`, or a file turned unreadable.
     """
-    from safetensors import SafetensorError, safe_open
-
     by_name = {member.name: member for member in members}
-    others, sources = unmanaged(model), weight_sources(model, folder)
-    by_file: dict[Path, list[tuple[str, Member | Tensor]]] = {}
-    for name, (file, key) in sources.parameters.items():
-        by_file.setdefault(file, []).append((key, by_name[name]))
-    for name, (file, key) in sources.others.items():
-        by_file.setdefault(file, []).append((key, others[name]))
-    for file, targets in by_file.items():
-        try:
-            with safe_open(file, framework="pt") as tensors, torch.no_grad():
-                for key, target in targets:
-                    if isinstance(target, Tensor):
-                        target.copy_(tensors.get_tensor(key))
-                        continue
-                    write(target, tensors.get_tensor(key))
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"weights: {file} is no readable safetensors file: {error}") from None
+    others, found = unmanaged(model), weight_sources(model, folder)
+    stored = [tensor for source in found.sources for tensor in source.stored]
+    with reading(stored) as read, torch.no_grad():
+        for source in found.sources:
+            values = source.values(read)
+            for name in source.names:
+                if name in by_name:
+                    write(by_name[name], values[name])
+                else:
+                    others[name].copy_(values[name])

@@ -1,17 +1,19 @@
-"""Where a model's tensors are in a folder of safetensors, and what lies there besides."""
+"""Which tensors of a folder of safetensors make up a model, and what lies there besides."""
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-from protrain.errors import not_downloaded
+from protrain.engine.states.conversions import Conversions, Part
+from protrain.engine.states.stored_tensors import StoredTensor, reading, stored_tensors
 from protrain.parameters import is_managed
 
 _NAMED = 3  # tensors in a message
@@ -20,117 +22,114 @@ _TRAINABLE = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types w
 _FORMER_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of ``folder``, or the one that it is. ValueError when there is none.
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Tensors of files that become tensors of the model together: nearly always one that becomes one."""
 
-    As transformers does: ``model.safetensors``, else what the index names, else all. Folders of the Hub may hold the
-    same weights a second time, under other names, in files that neither is.
-    """
-    if folder.is_file():
-        return [folder]
-    if not folder.is_dir():
-        raise ValueError(f"weights: there is no folder {folder}{not_downloaded(str(folder))}")
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        return [whole]
-    if index.is_file():
-        try:
-            named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"weights: {index} is no readable index: {error}") from None
-        missing = [name for name in named if not (folder / name).is_file()]
-        if missing:
-            raise ValueError(
-                f"weights: {folder} lacks {len(missing)} of the {len(named)} files that its index names, among them "
-                f"{missing[0]}: get the folder again"
-            )
-        return [folder / name for name in named]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"weights: no .safetensors file in {folder}")
-    return files
+    stored: list[StoredTensor]
+    names: list[str]  # of the tensors in the model whose values these are
+    values: Callable[[Callable[[StoredTensor], Tensor]], dict[str, Tensor]]  # given what reads, the value of each name
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSources:
-    """Where the tensors of a model are in safetensors: file and key, by name."""
+    """Where the tensors of a model are in safetensors."""
 
-    parameters: dict[str, tuple[Path, str]]  # floating-point ones, all of them
-    others: dict[str, tuple[Path, str]]  # of persistent buffers and other parameters those that the files hold
+    sources: list[Source]  # each parameter is in one; of persistent buffers those that the files hold
+    repeated: list[tuple[Source, Source]]  # two that hold one tensor of the model, which has several names there
     unused: list[str]  # keys that the model has no place for, nor is known to do without
 
 
-def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
-    """Where in the safetensors of ``folder`` the tensors of ``model`` are.
+class _Places:
+    """The names that the tensors of a model have, in the model and in files.
 
-    Only the files' headers are read, so that a folder of another model is found out before anything takes time.
+    Attributes:
+        prefix: Of the names in a model of transformers, where its base model is a part of it; else empty.
+        managed: Names of the parameters that chunks hold, each once.
+        first: Every name of a tensor in the model, and the first name of the same tensor: tied ones have several.
+        shapes: By first name.
+        spelt: What a file may call a tensor, and its name in the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.prefix: str = getattr(model, "base_model_prefix", "") or ""
+        parameters = {id(p): name for name, p in model.named_parameters()}
+        others = unmanaged(model)
+        self.managed = [name for name in parameters.values() if name not in others]
+        self.first = {name: parameters[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        self.first.update((name, name) for name in others)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *others.items())}
+        self.spelt: dict[str, str] = {}
+        for name in self.first:
+            own, other = _spellings(name, self.prefix)
+            self.spelt[own] = name
+            self.spelt.setdefault(other, name)
+
+
+def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
+    """Which tensors in the safetensors of ``folder`` the tensors of ``model`` are made of.
+
+    Only the files' headers are read, so that a folder of another model is found out before anything takes time. What
+    becomes of tensors that are merged or split is tried out on the meta device, which has shapes and no memory.
 
     Raises:
         ValueError: a file is missing or unreadable, or parameters are missing, quantized or of another shape.
     """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ImportError("weights= needs the package safetensors: pip install 'protrain[hf]'") from None
-    prefix = getattr(model, "base_model_prefix", "") or ""
-    managed = {id(p): name for name, p in model.named_parameters() if is_managed(p)}
-    others = unmanaged(model)
-    quantizable = set(managed.values())
-    shapes = {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *others.items())}
-    aliases = [(alias, managed.get(id(p))) for alias, p in model.named_parameters(remove_duplicate=False)]
-    wanted: dict[str, str] = {}
-    for alias, name in (*aliases, *((name, name) for name in others)):
-        if name is not None:
-            own, other = _spellings(alias, prefix)
-            wanted[own] = name
-            wanted.setdefault(other, name)
-    found: dict[str, tuple[Path, str]] = {}
+    stored, conversions, places = stored_tensors(folder), Conversions(model), _Places(model)
+    groups: dict[tuple[str, str], list[tuple[StoredTensor, str | None]]] = {}
     unused = []
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 - it is no mapping
-                    name = wanted.get(key)
-                    if name is None:
-                        unused.append(key)
-                        continue
-                    if name in found:
-                        continue
-                    stored = tensors.get_slice(key)
-                    dtype, shape = stored.get_dtype(), tuple(stored.get_shape())
-                    if name in quantizable and dtype not in _TRAINABLE:
-                        raise ValueError(
-                            f"weights: {key} in {file.name} is {dtype}: quantized weights cannot be trained; save the "
-                            "model in bfloat16 first"
-                        )
-                    if shape != shapes[name]:
-                        raise ValueError(
-                            f"weights: {key} in {file.name} has shape {shape}, the model's is {shapes[name]}"
-                        )
-                    found[name] = (file, key)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"weights: {file} is no readable safetensors file: {error}") from None
-    needed = list(managed.values())
-    missing = [name for name in needed if name not in found]
+    for key, (target, pattern) in conversions.targets(stored).items():
+        place = places.spelt.get(target)
+        if place is None:  # a key that no rule was meant for
+            place, pattern = places.spelt.get(key), None
+        if place is None:
+            unused.append(key)
+        else:
+            groups.setdefault((place, key if pattern is None else ""), []).append((stored[key], pattern))
+    found: dict[str, Source] = {}
+    sources, repeated = [], []
+    # Where a tensor of several names is stored under more than one, the first of its names counts.
+    for (place, _), parts in sorted(groups.items(), key=lambda group: places.first[group[0][0]] != group[0][0]):
+        source = _source(conversions, places, place, parts)
+        new = [name for name in source.names if name not in found]
+        if new:
+            sources.append(replace(source, names=new))
+            found.update(dict.fromkeys(new, source))
+        repeated += [(found[name], source) for name in source.names if found[name] is not source]
+    dispensable = _known_to_be_dispensable(model, places.prefix)
+    unused = [key for key in unused if not dispensable(key)]
+    missing = [name for name in places.managed if name not in found]
     if missing:
-        raise ValueError(f"weights: {folder} lacks {len(missing)} of {len(needed)} parameters, among them {missing[0]}")
-    dispensable = _known_to_be_dispensable(model, prefix)
-    return WeightSources(
-        parameters={name: found[name] for name in needed},
-        others={name: found[name] for name in others if name in found},
-        unused=[key for key in unused if not dispensable(key)],
-    )
+        besides = f"; it holds {_listed(unused)}, which the model has no place for" if unused else ""
+        raise ValueError(
+            f"weights: {folder} lacks {len(missing)} of {len(places.managed)} parameters, among them "
+            f"{missing[0]}{besides}"
+        )
+    return WeightSources(sources=sources, repeated=repeated, unused=unused)
 
 
 def check_weights(model: nn.Module, folder: Path, *, stacklevel: int) -> None:
-    """What :func:`weight_sources` refuses, and a warning of what ``folder`` holds in vain."""
-    unused = weight_sources(model, folder).unused
-    if unused:
-        several = f"{len(unused)} tensors" if len(unused) > 1 else "a tensor"
+    """What :func:`weight_sources` refuses, and a warning of what ``folder`` holds in vain.
+
+    Raises:
+        ValueError: as :func:`weight_sources`, or names of one parameter have different values in the files.
+    """
+    found = weight_sources(model, folder)
+    with reading(tensor for pair in found.repeated for source in pair for tensor in source.stored) as read:
+        for kept, other in found.repeated:
+            values = kept.values(read)
+            for name, value in other.values(read).items():
+                if name in values and not torch.equal(value, values[name].to(value.dtype)):
+                    raise ValueError(
+                        f"weights: {kept.stored[0].key} and {other.stored[0].key} in {folder} have different values, "
+                        f"and both are {name} in {type(model).__name__}: where it ties the two, build it so that it "
+                        "does not (tie_word_embeddings=False in a configuration of transformers)"
+                    )
+    if found.unused:
+        several = f"{len(found.unused)} tensors" if len(found.unused) > 1 else "a tensor"
         warnings.warn(
             f"weights: {folder} holds {several} that {type(model).__name__} has no place for: "
-            f"{', '.join(unused[:_NAMED])}{', ...' if len(unused) > _NAMED else ''}. Left out; for "
-            "them to count, build the model that they were saved from",
+            f"{_listed(found.unused)}. Left out; for them to count, build the model that they were saved from",
             stacklevel=stacklevel + 1,
         )
 
@@ -153,7 +152,45 @@ def _known_to_be_dispensable(model: nn.Module, prefix: str) -> Callable[[str], b
     return lambda key: key in names or known.search(key) is not None
 
 
+def _listed(keys: list[str]) -> str:
+    return f"{', '.join(keys[:_NAMED])}{', ...' if len(keys) > _NAMED else ''}"
+
+
 def _spellings(name: str, prefix: str) -> tuple[str, str]:
     """``name`` as the model calls it, and as files of its base model alone, or of the model around it, do."""
     bare = name.removeprefix(f"{prefix}.")
     return name, bare if bare != name or not prefix else f"{prefix}.{name}"
+
+
+def _source(
+    conversions: Conversions, places: _Places, place: str, parts: list[tuple[StoredTensor, str | None]]
+) -> Source:
+    """What ``parts`` become in the model, ``place`` first. ValueError where that is not what the model has there."""
+    stored = [tensor for tensor, _ in parts]
+
+    def values(read: Callable[[StoredTensor], Tensor]) -> dict[str, Tensor]:
+        made = conversions.convert(place, [Part(t.key, pattern, partial(read, t)) for t, pattern in parts])
+        return {places.first[name]: value for name, value in made.items() if name in places.first}
+
+    origin = stored[0].key if len(stored) == 1 else f"{stored[0].key} and {len(stored) - 1} more"
+    where = f"{origin} in {stored[0].file.name}"
+    if places.first[place] in places.managed:
+        for tensor in stored:
+            if tensor.dtype not in _TRAINABLE:
+                raise ValueError(
+                    f"weights: {tensor.key} in {tensor.file.name} is {tensor.dtype}: quantized weights cannot be "
+                    "trained; save the model in bfloat16 first"
+                )
+    try:
+        shapes = {name: tuple(value.shape) for name, value in values(_without_values).items()}
+    except Exception as error:
+        raise ValueError(f"weights: {where} do not make {place}, as transformers puts them together: {error}") from None
+    for name, shape in shapes.items():
+        if shape != places.shapes[name]:
+            makes = f"{where} has" if stored[0].key == name else f"{where}, which is {name} in the model, has"
+            raise ValueError(f"weights: {makes} shape {shape}, the model's is {places.shapes[name]}")
+    return Source(stored=stored, names=list(shapes), values=values)
+
+
+def _without_values(stored: StoredTensor) -> Tensor:
+    return torch.empty(stored.shape, device="meta")

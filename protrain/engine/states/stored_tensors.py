@@ -1,0 +1,110 @@
+"""What lies in a folder of safetensors: files, the tensors that their headers name, and the values of these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from protrain.errors import not_downloaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a file, as the file's header describes it."""
+
+    file: Path
+    key: str
+    dtype: str  # as safetensors writes it, like "BF16"
+    shape: tuple[int, ...]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of ``folder``, or the one that it is. ValueError when there is none.
+
+    As transformers does: ``model.safetensors``, else what the index names, else all. Folders of the Hub may hold the
+    same weights a second time, under other names, in files that neither is.
+    """
+    if folder.is_file():
+        return [folder]
+    if not folder.is_dir():
+        raise ValueError(f"weights: there is no folder {folder}{not_downloaded(str(folder))}")
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        try:
+            named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"weights: {index} is no readable index: {error}") from None
+        missing = [name for name in named if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(
+                f"weights: {folder} lacks {len(missing)} of the {len(named)} files that its index names, among them "
+                f"{missing[0]}: get the folder again"
+            )
+        return [folder / name for name in named]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"weights: no .safetensors file in {folder}")
+    return files
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of ``folder`` by their keys, from the files' headers alone.
+
+    Raises:
+        ValueError: a file is missing or unreadable.
+    """
+    found: dict[str, StoredTensor] = {}
+    for file in weight_files(folder):
+        with _must_be_readable(file), _open(file) as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - it is no mapping
+                header = tensors.get_slice(key)
+                stored = StoredTensor(file=file, key=key, dtype=header.get_dtype(), shape=tuple(header.get_shape()))
+                found.setdefault(key, stored)
+    return found
+
+
+@contextmanager
+def reading(stored: Iterable[StoredTensor]) -> Iterator[Callable[[StoredTensor], Tensor]]:
+    """A function that gives the values of any of ``stored``, whose files are mapped for as long as the context lasts.
+
+    Raises:
+        ValueError: a file is unreadable, when it is opened or when a tensor of it is read.
+    """
+    with ExitStack() as stack:
+        files = {}
+        for file in sorted({tensor.file for tensor in stored}):
+            with _must_be_readable(file):
+                files[file] = stack.enter_context(_open(file))
+
+        def read(tensor: StoredTensor) -> Tensor:
+            with _must_be_readable(tensor.file):
+                return files[tensor.file].get_tensor(tensor.key)
+
+        yield read
+
+
+def _open(file: Path) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise ImportError("weights= needs the package safetensors: pip install 'protrain[hf]'") from None
+    return safe_open(file, framework="pt")
+
+
+@contextmanager
+def _must_be_readable(file: Path) -> Iterator[None]:
+    """Name ``file`` where reading it fails. Only reads belong inside: an OSError of anything else has other reasons."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+            raise ValueError(f"weights: {file} is no readable safetensors file: {error}") from None
+        raise
