@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,16 @@ def shared_profiles() -> Iterator[None]:
         patch.setattr(sys.modules["protrain.wrap"], "cached_profile", shared_profile)
         patch.setattr("protrain.profiler.cache._user_code", str)  # which no test edits: to read it all takes time
         yield
+
+
+@pytest.fixture
+def no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with a folder shows before the model runs, which takes minutes where it is large."""
+
+    def profile(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model ran")
+
+    monkeypatch.setattr(sys.modules["protrain.wrap"], "cached_profile", profile)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -322,16 +321,6 @@ def test_a_model_whose_wrap_failed_halfway_is_not_taken_for_one(
     again = type(reference).from_pretrained(tmp_path)
     protrain.wrap(again, adamw(again), example_batch=batch, device=device, progress=False)
     assert not any("protrain_moved" in vars(parameter) for parameter in (*model.parameters(), *again.parameters()))
-
-
-@pytest.fixture
-def no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with a folder shows before the model runs, which takes minutes where it is large."""
-
-    def profile(*_: Any, **__: Any) -> None:
-        raise AssertionError("the model ran")
-
-    monkeypatch.setattr(sys.modules["protrain.wrap"], "cached_profile", profile)
 
 
 def _remove(folder: Path) -> None:
