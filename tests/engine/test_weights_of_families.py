@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import protrain
 from tests.engine.harness import adamw, assert_same
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
+safetensors = pytest.importorskip("safetensors")
 
 SMALL = {
     "vocab_size": 96,
@@ -64,8 +65,7 @@ BART = {
     "max_position_embeddings": 64,
 }
 
-# Two are left out. RWKV changes its own weights in forward, which is refused. Marian saves no position embeddings, as
-# it computes them, and weights= wants every parameter.
+# RWKV is left out: it changes its own weights in forward, which is refused.
 CONFIGS: dict[str, dict[str, Any]] = {
     # Files and model have different layouts: experts one by one, other names, or both.
     "deepseek_v2": DEEPSEEK,
@@ -167,3 +167,42 @@ def test_a_folder_that_transformers_wrote_gives_the_model_that_it_reads(family: 
     assert_same(dict(model.state_dict()), dict(source.state_dict()))
     # The same operations on the same values, so the loss has the same bits.
     assert model.eval()(**batch).loss.item() == reference(**batch).loss.item()
+
+
+def _marian() -> Any:
+    return transformers.MarianConfig(
+        **BART, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None
+    )
+
+
+@pytest.mark.parametrize("is_empty", [True, False], ids=["empty", "in memory"])
+def test_parameters_that_the_model_computes_are_in_no_file(is_empty: bool, tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    transformers.MarianMTModel(_marian()).save_pretrained(tmp_path)
+    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert "model.encoder.embed_positions.weight" not in file.keys()  # noqa: SIM118 - it is no mapping
+    reference = transformers.MarianMTModel.from_pretrained(tmp_path).eval()
+    tokens = torch.randint(3, 96, (2, 16))
+    batch = {"input_ids": tokens, "labels": tokens}
+    with protrain.empty_parameters() if is_empty else nullcontext():
+        model: Any = transformers.MarianMTModel(_marian())
+    model, _ = protrain.wrap(
+        model, adamw(model), example_batch=batch, weights=tmp_path, device="cpu", dtype="float32", progress=False
+    )
+    assert_same(dict(model.state_dict()), dict(reference.state_dict()))
+    assert model.eval()(**batch).loss.item() == reference(**batch).loss.item()
+
+
+def test_a_computed_parameter_that_a_failed_wrap_took_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = transformers.MarianMTModel(_marian())
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(3, 96, (2, 16))
+    options: dict[str, Any] = {"example_batch": {"input_ids": tokens, "labels": tokens}, "device": "cpu"}
+    with monkeypatch.context() as patch:
+        patch.setattr("protrain.engine.build.BufferPool", None)
+        with pytest.raises(TypeError):
+            protrain.wrap(model, adamw(model), **options, progress=False)
+    with pytest.raises(ValueError, match=r"lacks 2 of \d+ parameters, among them model\.encoder\.embed_positions\.wei"):
+        protrain.wrap(model, adamw(model), **options, weights=tmp_path, progress=False)

@@ -15,8 +15,11 @@ from protrain.engine.states.weight_files import unmanaged, weight_sources
 Write = Callable[[Member, Tensor], None]
 
 
-def load_weights(members: list[Member], model: nn.Module, folder: Path, write: Write) -> None:
+def load_weights(members: list[Member], model: nn.Module, folder: Path, write: Write) -> list[Member]:
     """Give every member, and every buffer that the files hold, its value from the safetensors of ``folder``.
+
+    Returns:
+        The members that got none: those of which the model says that files may lack them.
 
     Raises:
         ValueError: as :func:`protrain.engine.states.weight_files.weight_sources`, or a file turned unreadable.
@@ -29,6 +32,7 @@ def load_weights(members: list[Member], model: nn.Module, folder: Path, write: W
             values = source.values(read)
             for name in source.names:
                 if name in by_name:
-                    write(by_name[name], values[name])
+                    write(by_name.pop(name), values[name])
                 else:
                     others[name].copy_(values[name])
+    return list(by_name.values())

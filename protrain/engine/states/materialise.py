@@ -60,7 +60,6 @@ def fill(
     Raises:
         ValueError: a weight file is missing or does not match, or a module on the meta device has no initialiser.
     """
-    by_parameter = {id(member.parameter): member for member in members}
     done, total = 0, sum(member.numel for member in members)
 
     def write(member: Member, value: Tensor) -> None:
@@ -73,13 +72,11 @@ def fill(
         write(member, value)
         _drop(member)
 
-    if weights is not None:
-        load_weights(members, model, Path(weights), write_and_free)
-    else:
-        _initialise(model, by_parameter, blocks, device, write)
-        for member in members:
-            if not member.parameter.is_meta:
-                write_and_free(member, member.parameter.data)
+    remaining = members if weights is None else load_weights(members, model, Path(weights), write_and_free)
+    _initialise(model, {id(member.parameter): member for member in remaining}, blocks, device, write)
+    for member in remaining:
+        if not member.parameter.is_meta:
+            write_and_free(member, member.parameter.data)
     for member in members:
         _drop(member)
 

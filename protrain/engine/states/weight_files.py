@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from protrain.engine.states.conversions import Conversions, Part
 from protrain.engine.states.stored_tensors import StoredTensor, reading, stored_tensors
+from protrain.engine.weights.parameter import has_moved
 from protrain.parameters import is_managed
 
 _NAMED = 3  # tensors in a message
@@ -35,7 +36,7 @@ class Source:
 class WeightSources:
     """Where the tensors of a model are in safetensors."""
 
-    sources: list[Source]  # each parameter is in one; of persistent buffers those that the files hold
+    sources: list[Source]  # each parameter is in one, unless the files may lack it; of persistent buffers those there
     repeated: list[tuple[Source, Source]]  # two that hold one tensor of the model, which has several names there
     unused: list[str]  # keys that the model has no place for, nor is known to do without
 
@@ -76,29 +77,36 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
         ValueError: a file is missing or unreadable, or parameters are missing, quantized or of another shape.
     """
     stored, conversions, places = stored_tensors(folder), Conversions(model), _Places(model)
+    # What is converted together is one group; every other tensor is a group of its own.
     groups: dict[tuple[str, str], list[tuple[StoredTensor, str | None]]] = {}
-    unused = []
+    no_place: dict[str, str] = {}
     for key, (target, pattern) in conversions.targets(stored).items():
         place = places.spelt.get(target)
         if place is None:  # a key that no rule was meant for
             place, pattern = places.spelt.get(key), None
         if place is None:
-            unused.append(key)
+            no_place[key] = target
         else:
             groups.setdefault((place, key if pattern is None else ""), []).append((stored[key], pattern))
     found: dict[str, Source] = {}
     sources, repeated = [], []
-    # Where a tensor of several names is stored under more than one, the first of its names counts.
-    for (place, _), parts in sorted(groups.items(), key=lambda group: places.first[group[0][0]] != group[0][0]):
-        source = _source(conversions, places, place, parts)
+    # Where a tensor of several names is stored under more than one, that under the first of its names counts.
+    for group in sorted(groups, key=lambda group: places.first[group[0]] != group[0]):
+        source = _source(conversions, places, group[0], groups[group])
         new = [name for name in source.names if name not in found]
         if new:
             sources.append(replace(source, names=new))
             found.update(dict.fromkeys(new, source))
         repeated += [(found[name], source) for name in source.names if found[name] is not source]
     dispensable = _known_to_be_dispensable(model, places.prefix)
-    unused = [key for key in unused if not dispensable(key)]
-    missing = [name for name in places.managed if name not in found]
+    unused = [key for key, target in no_place.items() if not dispensable(key) and not dispensable(target)]
+    # What a class of transformers says that files may lack is what it computes: the model's own values stay.
+    may_lack = _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    missing = [
+        name
+        for name in places.managed
+        if name not in found and (has_moved(model.get_parameter(name)) or not may_lack(name))
+    ]
     if missing:
         besides = f"; it holds {_listed(unused)}, which the model has no place for" if unused else ""
         raise ValueError(
@@ -147,9 +155,14 @@ def unmanaged(model: nn.Module) -> dict[str, Tensor]:
 def _known_to_be_dispensable(model: nn.Module, prefix: str) -> Callable[[str], bool]:
     """Whether a key of a file is one that the model does without: buffers that it computes itself."""
     names = {spelt for name, _ in model.named_buffers(remove_duplicate=False) for spelt in _spellings(name, prefix)}
-    patterns = [*_FORMER_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
-    known = re.compile("|".join(f"({pattern})" for pattern in patterns))
-    return lambda key: key in names or known.search(key) is not None
+    known = _matcher((*_FORMER_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())))
+    return lambda key: key in names or known(key)
+
+
+def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Whether any of ``patterns`` is found in a name."""
+    compiled = [re.compile(pattern) for pattern in patterns]
+    return lambda name: any(pattern.search(name) for pattern in compiled)
 
 
 def _listed(keys: list[str]) -> str:
