@@ -14,6 +14,7 @@ from tests.engine.harness import adamw, assert_same
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")
+pytest.importorskip("safetensors.torch")
 
 SMALL = {
     "vocab_size": 96,
@@ -167,6 +168,20 @@ def test_a_folder_that_transformers_wrote_gives_the_model_that_it_reads(family: 
     assert_same(dict(model.state_dict()), dict(source.state_dict()))
     # The same operations on the same values, so the loss has the same bits.
     assert model.eval()(**batch).loss.item() == reference(**batch).loss.item()
+
+
+@pytest.mark.usefixtures("no_profile")
+def test_a_tied_head_whose_values_differ_in_the_files_is_an_error(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(**GPT)
+    tensors = {name: value.clone() for name, value in transformers.GPT2LMHeadModel(config).state_dict().items()}
+    tensors["lm_head.weight"] += 1
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    with protrain.empty_parameters():
+        model: Any = transformers.GPT2LMHeadModel(config)
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
+    words = r"transformer\.wte\.weight and lm_head\.weight in .* have different values, and both are transformer\.wte"
+    with pytest.raises(ValueError, match=rf"weights: {words}.*: where it ties the two, build it so that it does not"):
+        protrain.wrap(model, adamw(model), example_batch=batch, weights=tmp_path, device="cpu", progress=False)
 
 
 def _marian() -> Any:

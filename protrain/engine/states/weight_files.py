@@ -46,7 +46,7 @@ class _Places:
 
     Attributes:
         prefix: Of the names in a model of transformers, where its base model is a part of it; else empty.
-        managed: Names of the parameters that chunks hold, each once.
+        managed: Names of the parameters that chunks hold, each once, in their order.
         first: Every name of a tensor in the model, and the first name of the same tensor: tied ones have several.
         shapes: By first name.
         spelt: What a file may call a tensor, and its name in the model.
@@ -56,7 +56,7 @@ class _Places:
         self.prefix: str = getattr(model, "base_model_prefix", "") or ""
         parameters = {id(p): name for name, p in model.named_parameters()}
         others = unmanaged(model)
-        self.managed = [name for name in parameters.values() if name not in others]
+        self.managed = dict.fromkeys(name for name in parameters.values() if name not in others)
         self.first = {name: parameters[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         self.first.update((name, name) for name in others)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *others.items())}
