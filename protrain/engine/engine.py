@@ -40,10 +40,10 @@ from protrain.engine.units import Unit
 from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.buffers import BufferPool
-from protrain.engine.weights.leaving import out_of_buffers, refuse_kept_views
+from protrain.engine.weights.leaving import copies_of_weights, refuse_kept_views
 from protrain.engine.weights.parameter import PresentParameter, edit_error, foreign_gradient, raw_gradient
 from protrain.engine.weights.released import ReleasedParameter, point_at, release
-from protrain.engine.weights.views import ViewForm, storage_address
+from protrain.engine.weights.views import Viewers, ViewForm, storage_address
 from protrain.errors import MisuseError
 from protrain.planning.plan import Plan
 from protrain.planning.schedule import Schedule
@@ -105,6 +105,7 @@ class Engine:
         self._backward_start = len(profile.calls)
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
         self._persistent = {storage_address(chunk.weight): chunk for chunk in chunks if chunk.persistent}
+        self._viewers = {chunk.index: Viewers(chunk.weight) for chunk in chunks if chunk.persistent}
         self._residents = [member for unit in units for member in unit.residents]
         self._edited: set[int] = set()  # chunks whose buffers hold what must not be used again
         self._current: Unit | None = None  # whose backward runs
@@ -149,7 +150,7 @@ class Engine:
         """One call of a unit's forward with its parameters on the device."""
         unit.calls += 1
         self._come_to(unit)
-        args, kwargs = out_of_buffers((args, kwargs), self.buffers, own=unit.members)
+        args, kwargs = copies_of_weights((args, kwargs), self, own=unit)
         self.bind(unit)
         try:
             self.buffers.prefetch(self.chunks, self._order)
@@ -158,11 +159,11 @@ class Engine:
             else:
                 output = function(*args, **kwargs)
             recall(unit.residents)
-            output = out_of_buffers(output, self.buffers)
+            output = copies_of_weights(output, self)
         finally:
             self.unbind(unit)
         if torch.is_grad_enabled():
-            refuse_kept_views(unit, self.buffers)
+            refuse_kept_views(unit, self.buffers, self._viewers)
         return output
 
     def run_around(
@@ -178,11 +179,11 @@ class Engine:
             frame = Frame(self, unit)
             with saved_tensors_hooks(frame.pack, frame.unpack) if torch.is_grad_enabled() else nullcontext():
                 output = function(*args, **kwargs)
-            output = out_of_buffers(output, self.buffers)
+            output = copies_of_weights(output, self)
         finally:
             self.unbind(unit)
         if torch.is_grad_enabled():
-            refuse_kept_views(unit, self.buffers)
+            refuse_kept_views(unit, self.buffers, self._viewers)
         return output
 
     def _come_to(self, unit: Unit) -> None:
@@ -205,6 +206,10 @@ class Engine:
             member.bound += 1
             if member.bound == 1:
                 point_at(member.parameter, member.view(acquired[member.chunk.index]))
+        for chunk in unit.resident_chunks:
+            if not chunk.holders:
+                self._viewers[chunk.index].begin_use()
+            chunk.holders += 1
         for member in unit.residents:
             member.bound += 1
             member.parameter.__class__ = PresentParameter
@@ -220,6 +225,8 @@ class Engine:
             member.bound -= 1
             if member.bound == 0:
                 member.parameter.__class__ = ReleasedParameter
+        for chunk in unit.resident_chunks:
+            chunk.holders -= 1
         self._edited |= {member.chunk.index for member in edited}
         for chunk in unit.chunks:
             self.buffers.release(chunk)
@@ -312,12 +319,17 @@ class Engine:
     def _let_go(self) -> None:
         """Forget what raised in the middle, and whatever Ctrl-C left held in between: between steps nothing is."""
         self.abandon_backward()
-        if self._backward is None and self.buffers.anything_held() and not self._runs_a_unit():
+        if self._backward is None and self._holds_anything() and not self._runs_a_unit():
             self.buffers.release_all()
+            for chunk in self.chunks:
+                chunk.holders = 0
             for member in self.members:
                 member.bound = 0
                 if member.index not in self.whole and member.index not in self.exported:
                     self.put_away(member)
+
+    def _holds_anything(self) -> bool:
+        return self.buffers.anything_held() or any(chunk.holders for chunk in self.chunks)
 
     def _runs_a_unit(self) -> bool:
         """Whether this is called from a unit's forward (a hook saves the model, say). The stack knows.
@@ -345,19 +357,17 @@ class Engine:
     # -- saved tensors -------------------------------------------------------------------------------------------------
 
     def weight_view(self, tensor: Tensor, address: int) -> WeightView | None:
-        """``tensor``, whose storage is at ``address``, as a view of a chunk, when that is a chunk buffer."""
-        buffer = self.buffers.holder(address)
-        if buffer is None:
-            return None
-        assert buffer.chunk is not None
-        assert buffer.holders > 0, "a weight is used while no unit holds its chunk"
-        return WeightView(buffer.chunk, ViewForm.of(tensor))
+        """``tensor``, whose storage is at ``address``, as a view of a chunk, when weights lie there."""
+        chunk = self.chunk_at(address)
+        return None if chunk is None else WeightView(chunk, ViewForm.of(tensor))
 
     def weight(self, view: WeightView) -> Tensor:
-        """``view`` on the buffer that holds its chunk now; the current unit keeps it there.
+        """``view`` on the memory that holds its chunk now; the current unit keeps it there.
 
         Where backward makes a graph of its own (``create_graph=True``) that outlives the buffer's content: a copy.
         """
+        if view.chunk.persistent:
+            return view.form.on(view.chunk.weight)
         weight = view.form.on(self.buffers.content(view.chunk))
         if torch.is_grad_enabled():
             weight = Copy.apply(weight)
@@ -371,6 +381,17 @@ class Engine:
     def persistent_chunk(self, address: int) -> Chunk | None:
         """The chunk whose weights a storage holds for good."""
         return self._persistent.get(address)
+
+    def chunk_at(self, address: int) -> Chunk | None:
+        """The chunk whose weights a storage on the device holds now."""
+        chunk = self._persistent.get(address)
+        if chunk is not None:
+            return chunk
+        buffer = self.buffers.holder(address)
+        if buffer is None:
+            return None
+        assert buffer.holders > 0, "a weight is used while no unit holds its chunk"
+        return buffer.chunk
 
     # -- between steps -------------------------------------------------------------------------------------------------
 

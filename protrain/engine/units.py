@@ -33,6 +33,7 @@ class Unit:
     chunks: list[Chunk]  # non-persistent ones that it needs
     members: list[Member]  # its parameters in those chunks
     residents: list[Member]  # its parameters in persistent chunks
+    resident_chunks: list[Chunk]  # the persistent ones that it needs
     modules: BlockModules  # the module and everything in it
     calls: int = 0  # of its forward, so far
 
@@ -54,6 +55,7 @@ def make_units(
                 chunks=[chunks[chunk] for chunk in layout.unit_chunks[index] if not chunks[chunk].persistent],
                 members=[members[member] for member in record.parameters if not members[member].chunk.persistent],
                 residents=[members[member] for member in record.parameters if members[member].chunk.persistent],
+                resident_chunks=[chunks[chunk] for chunk in layout.unit_chunks[index] if chunks[chunk].persistent],
                 modules=BlockModules(module),
             )
         )

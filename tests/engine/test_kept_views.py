@@ -13,7 +13,7 @@ from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, check_equal_to_p
 from tests.engine.residual import batches
 
 WIDTH = 32
-SPECS = tuple(Spec("none", "least", (mode,)) for mode in (NONE, CKPT, SWAP))
+SPECS = tuple(Spec(persist, "least", (mode,)) for persist in ("none", "all") for mode in (NONE, CKPT, SWAP))
 
 
 class Product(torch.autograd.Function):

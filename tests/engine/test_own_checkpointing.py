@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import protrain
-from protrain.errors import MisuseError
 from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,

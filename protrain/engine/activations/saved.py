@@ -48,7 +48,7 @@ _ORDINARY = frozenset({Tensor, nn.Parameter, PresentParameter})
 
 @dataclass(frozen=True, slots=True)
 class WeightView:
-    """A saved view of a weight in a chunk buffer."""
+    """A saved view of a weight: in whatever buffer holds its chunk in backward, or in the persistent chunk itself."""
 
     chunk: Chunk
     form: ViewForm
@@ -59,7 +59,6 @@ class Kept(NamedTuple):
 
     tensor: Tensor
     version: int  # autograd's count of changes in place when it was saved
-    chunk: Chunk | None  # the persistent one whose weight it is a view of
 
 
 class Copy(torch.autograd.Function):
@@ -105,10 +104,8 @@ class Frame:
         if view is not None:
             return view
         kept = detached(tensor)
-        chunk = self.engine.persistent_chunk(address)
-        if chunk is None:
-            self.engine.ledger.hold(kept)
-        return Kept(kept, kept._version, chunk)
+        self.engine.ledger.hold(kept)
+        return Kept(kept, kept._version)
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor that ``packed`` stands for, on the device."""
@@ -127,14 +124,14 @@ class Frame:
 
     def rebuild(self, packed: Any) -> Tensor:
         """A kept tensor as it was."""
-        updated = self.engine.updated_inside
-        if updated and packed.chunk is not None and packed.chunk.index in updated - self.updated:
-            raise MisuseError(
-                f"backward through {self.unit.label} needs a weight that step_during_backward=True updated before, in "
-                "another backward() or as all its gradients had arrived: a detached weight gets none. Wrap with "
-                "step_during_backward=False"
-            )
         if isinstance(packed, WeightView):
+            updated = self.engine.updated_inside
+            if updated and packed.chunk.index in updated - self.updated:
+                raise MisuseError(
+                    f"backward through {self.unit.label} needs a weight that step_during_backward=True updated before, "
+                    "in another backward() or as all its gradients had arrived: a detached weight gets none. Wrap with "
+                    "step_during_backward=False"
+                )
             return self.engine.weight(packed)
         if packed.tensor._version != packed.version:
             raise self.written_over(SAVED)

@@ -93,6 +93,7 @@ class Chunk:
     early: Job | None = None  # the last such update; None once its gradient has given way to others
     streamed: bool = False  # in host memory and updated by the device
     version: int = 0  # counts changes of the weight
+    holders: int = 0  # units that use the weight of a persistent chunk now
 
     def wait_for_update(self) -> None:
         """Block until the weight in host memory is that of the last step."""

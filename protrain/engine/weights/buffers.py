@@ -24,6 +24,7 @@ from torch import Tensor
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.updates.worker import Job
+from protrain.engine.weights.views import Viewers
 from protrain.errors import MisuseError
 from protrain.planning.schedule import FAR, Schedule
 
@@ -59,21 +60,8 @@ class Buffer:
         self.holders = 0  # units that use it now
         self.loaded: Mark = streams.mark()
         self.free: Mark = streams.mark()  # the last kernel that read the content is done
+        self.viewers = Viewers(memory)
         self._state = Residency.EMPTY
-        self._storage = memory.untyped_storage()
-        self._references = self._count()
-
-    def begin_use(self) -> None:
-        """Units begin to use the content."""
-        self._references = self._count()
-
-    def has_new_views(self) -> bool:
-        """Whether more tensors share the memory than when units began to use the content."""
-        return self._count() > self._references
-
-    def _count(self) -> int:
-        count: int = torch._C._storage_Use_Count(self._storage._cdata)
-        return count
 
     @property
     def state(self) -> Residency:
@@ -144,7 +132,7 @@ class BufferPool:
             self.streams.compute_waits(buffer.loaded)
             buffer.state = Residency.PRESENT
         if not buffer.holders:
-            buffer.begin_use()
+            buffer.viewers.begin_use()
         buffer.holders += 1
         return buffer.memory
 
@@ -200,7 +188,7 @@ class BufferPool:
     def outlived(self, chunk: Chunk) -> bool:
         """Whether a view made while units held ``chunk`` is alive though none does: soon it shows another chunk."""
         buffer = self._holding(chunk.index)
-        return buffer is not None and buffer.holders == 0 and buffer.has_new_views()
+        return buffer is not None and buffer.holders == 0 and buffer.viewers.are_more()
 
     def prefetch(self, chunks: list[Chunk], schedule: Schedule) -> None:
         """Fetch ahead, nearest first, while a buffer is free or holds what is needed later."""

@@ -13,6 +13,26 @@ def storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+class Viewers:
+    """Tells whether tensors that came to share ``memory`` while it was in use are still there afterwards."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._storage = memory.untyped_storage()
+        self._before = self._count()
+
+    def begin_use(self) -> None:
+        """Units begin to use the memory."""
+        self._before = self._count()
+
+    def are_more(self) -> bool:
+        """Whether more tensors share the memory than when units began to use it."""
+        return self._count() > self._before
+
+    def _count(self) -> int:
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)
+        return count
+
+
 @dataclass(frozen=True, slots=True)
 class ViewForm:
     """How a tensor lies in its storage. A view may read the same bytes as another type (``view_as_complex``)."""
