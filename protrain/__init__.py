@@ -1,5 +1,8 @@
 """ProTrain: trains models far bigger than the GPU's memory, with the results of the plain loop and nothing to tune."""
 
+from protrain import interrupt  # noqa: F401  # first: torch takes seconds to import, and Ctrl-C may come meanwhile
+
+# isort: split
 from protrain.checkpoint import load_checkpoint, save_checkpoint
 from protrain.engine.states.materialise import empty_parameters
 from protrain.engine.weights.state_hooks import full_parameters

@@ -10,25 +10,42 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import protrain
 from protrain.cli.options import Parser
+from protrain.cli.signals import InterruptedRun, StopRequests, stop_requests
+
+_LOOK_S = 0.1  # between looks for a signal
+_HAND_ON_S = 0.5  # after which a benchmark that goes on hasn't got the signal that this process got
+_KILL_S = 1.5  # after which a benchmark that was told to end is ended
+
+# Runs the module that is its first argument, as `python -m` does, without a traceback of Ctrl-C.
+_MODULE = """
+import runpy, sys
+del sys.argv[0]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """One command of `protrain bench`: words after the interpreter that run ``bench/<name>`` of a checkout."""
+    """One command of `protrain bench`: a module that runs ``bench/<name>`` of a checkout."""
 
     name: str
     help: str
     epilog: str
-    words: tuple[str, ...]  # "{place}" is the absolute path of bench/<name>
+    words: tuple[str, ...]  # the module and its arguments; "{place}" is the absolute path of bench/<name>
     writes: str  # pattern of the names of its JSON files
     needs: dict[str, str]  # module -> package, which the extra `bench` brings
     statuses: dict[int, int]  # exit status -> ours, where they differ
@@ -45,7 +62,7 @@ KERNELS = Benchmark(
 Every option but --json is pytest's: `protrain bench kernels OPTIONS` is `pytest bench/kernels OPTIONS`.
 Without a GPU the results are checked and nothing is timed.
 """,
-    words=("-m", "pytest", "{place}"),
+    words=("pytest", "{place}"),
     writes="kernels.json",
     needs={"pytest": "pytest", "pytest_benchmark": "pytest-benchmark"},
     statuses={2: 130, 3: 1, 4: 2, 5: 2},  # pytest's: interrupted, internal error, usage, nothing to run
@@ -60,7 +77,7 @@ PLANNER = Benchmark(
 
 Every option but --json is bench.planner's: `protrain bench planner OPTIONS` is `python -m bench.planner OPTIONS`.
 """,
-    words=("-m", "bench.planner"),
+    words=("bench.planner",),
     writes="planner*.json",
     needs={},
     statuses={2: 2},
@@ -73,7 +90,7 @@ TRAIN = Benchmark(
 
 Every option but --json is bench.train's: `protrain bench train OPTIONS` is `python -m bench.train OPTIONS`.
 """,
-    words=("-m", "bench.train"),
+    words=("bench.train",),
     writes="compare-*.json",
     needs={"transformers": "transformers"},
     statuses={2: 2},
@@ -115,25 +132,53 @@ def add_command(commands: Any) -> None:
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Run `protrain bench BENCHMARK`. Raises SystemExit with its status when that isn't 0."""
+    """Run `protrain bench BENCHMARK`.
+
+    Raises:
+        SystemExit: It failed; with its status.
+        InterruptedRun: SIGINT, SIGTERM or SIGHUP arrived; the benchmark has ended.
+    """
     benchmark: Benchmark = args.chosen
     place = find_benchmark(benchmark)
-    with tempfile.TemporaryDirectory() as scratch:
+    with stop_requests() as requests, tempfile.TemporaryDirectory() as scratch:
         folder = args.out or (scratch if args.json else None)
         out = [] if folder is None else ["--out", folder]
         words = [word.format(place=place) for word in benchmark.words]
         paths = [str(place.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        done = subprocess.run(
-            [sys.executable, *words, *out, *args.forwarded],
+        process = subprocess.Popen(
+            [sys.executable, "-c", _MODULE, *words, *out, *args.forwarded],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdout=sys.stderr if args.json else None,
-            check=False,
         )
+        status = _wait(process, requests)
         results = sorted(Path(folder or scratch).glob(benchmark.writes), key=lambda path: path.stat().st_mtime)
         if args.json and results:
             print(results[-1].read_text(), end="", flush=True)
-    if done.returncode:
-        raise SystemExit(benchmark.statuses.get(done.returncode, 1))
+    if requests.received:
+        raise InterruptedRun(requests.received, "interrupted")
+    if status:
+        raise SystemExit(benchmark.statuses.get(status, 1))
+
+
+def _wait(process: subprocess.Popen[bytes], requests: StopRequests) -> int:
+    """The exit status of ``process``, which ends soon after a signal.
+
+    A terminal sends its signals to both processes. One that came to this process alone is handed on as Ctrl-C, which
+    lets a benchmark end what it has started.
+    """
+    try:
+        while not requests.received:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(_LOOK_S)
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(_HAND_ON_S)
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(_KILL_S - _HAND_ON_S)
+    finally:  # also where a second signal raises KeyboardInterrupt
+        if process.poll() is None:
+            process.kill()
+    return process.wait()
 
 
 def find_benchmark(benchmark: Benchmark) -> Path:

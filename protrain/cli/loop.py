@@ -19,20 +19,12 @@ from protrain.cli.job import TrainJob
 from protrain.cli.metrics import DelayedRead, ProgressLine, StepResult, StepTimes, resident_bytes, status_line
 from protrain.cli.prepare import keep, prepare, schedule
 from protrain.cli.run import Run
-from protrain.cli.signals import Stopped, StopRequests
+from protrain.cli.signals import InterruptedRun, Stopped, StopRequests
 from protrain.cli.summary import TrainSummary
 from protrain.progress import Progress
 
 _STEPS_WITH_TRACE = 5  # three that warm up, and the two traced
 _TRACED_FROM = _STEPS_WITH_TRACE - 2  # steps into the run
-
-
-class InterruptedRun(Exception):
-    """The run was told to stop and did, without a loss."""
-
-    def __init__(self, signal_number: int, message: str) -> None:
-        super().__init__(message)
-        self.signal_number = signal_number
 
 
 def train(

@@ -15,8 +15,8 @@ from typing import TextIO
 import protrain
 import protrain_kernels
 from protrain.cli import bench, calibrate, plan, train
-from protrain.cli.loop import InterruptedRun
 from protrain.cli.options import Parser, in_options
+from protrain.cli.signals import InterruptedRun
 from protrain.progress import StandardError, say, silence
 
 
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status.
 
     0, 1 for a failed run, 2 for what the user can mend, 130 for Ctrl-C, 141 where nobody reads the results any more.
+    In the program `protrain`, Ctrl-C ends most commands by ``protrain.interrupt`` and never gets here.
     """
     name = "protrain"
     try:

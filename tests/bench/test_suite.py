@@ -83,17 +83,19 @@ def test_a_bad_option_of_pytest_is_the_users_to_mend(capfd: pytest.CaptureFixtur
 def test_options_reach_the_benchmark_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
-    def start(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 1)
+    start = subprocess.Popen
 
-    monkeypatch.setattr(subprocess, "run", start)
+    def start_another(command: list[str], **_: object) -> subprocess.Popen[bytes]:
+        commands.append(command)
+        return start([sys.executable, "-c", "raise SystemExit(1)"])
+
+    monkeypatch.setattr(subprocess, "Popen", start_another)
     with pytest.raises(SystemExit) as stop:
         main(["bench", "kernels", "-k", "adam or pack", "--quick", "--benchmark-compare-fail=median:5%", "-x"])
     assert stop.value.code == 1
     folder = str(ROOT / "bench" / "kernels")
     options = ["-k", "adam or pack", "--quick", "--benchmark-compare-fail=median:5%", "-x"]
-    assert commands == [[sys.executable, "-m", "pytest", folder, *options]]
+    assert [command[3:] for command in commands] == [["pytest", folder, *options]]
 
 
 def test_without_a_checkout_it_says_where_to_run(

@@ -335,20 +335,6 @@ def test_who_goes_on_asking_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
         requests.receive(signal.SIGINT, None)
 
 
-def test_a_stop_that_a_finalizer_swallowed_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 100.0
-    monkeypatch.setattr("protrain.cli.signals.time.monotonic", lambda: now_s)
-    requests = StopRequests()
-    with requests.raised():
-        with suppress(Stopped):  # as Python does in __del__ and callbacks of weak references
-            requests.receive(signal.SIGTERM, None)
-        requests.receive(signal.SIGTERM, None)
-        now_s += 1.1
-        with pytest.raises(Stopped):
-            requests.receive(signal.SIGINT, None)
-    assert requests.received == signal.SIGTERM
-
-
 def test_a_run_that_nobody_reads_goes_on_and_is_saved_when_stopped(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

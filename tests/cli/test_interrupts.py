@@ -1,0 +1,203 @@
+"""Ctrl-C ends every command soon, with one line and status 130, whatever is running when it comes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from protrain.cli import bench
+from protrain.cli.bench import Benchmark
+from protrain.cli.main import main
+from protrain.cli.signals import Stopped, stop_requests
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "1", "--sequence", "16"]
+
+# Ctrl-C at a moment that is always the same: `press` is called there. Python runs this file before the program.
+BEFORE = """
+import atexit, os, signal, sys
+
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(100):  # Python runs a handler between two of its instructions
+        pass
+
+class PressedInFinalizer:
+    def __del__(self):
+        press()
+
+class AtImport:
+    def __init__(self, name, do):
+        self.name, self.do = name, do
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.name:
+            sys.meta_path.remove(self)
+            self.do()
+
+def at_import(name, do):
+    sys.meta_path.insert(0, AtImport(name, do))
+
+def before_profile():
+    import protrain
+    profile = protrain.profile
+
+    def profile_and_press(*args, **options):
+        PressedInFinalizer()
+        return profile(*args, **options)
+
+    protrain.profile = profile_and_press
+
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the program, as its script or as a module, with Ctrl-C at the moment that ``pressed`` sets up."""
+    # What pip makes of the entry point.
+    script = "import sys\nfrom protrain.cli.main import main\nsys.exit(main())\n"
+    (tmp_path / "protrain").write_text(script)
+
+    def start(
+        *argv: str,
+        pressed: str,
+        program: tuple[str, ...] = ("-m", "protrain"),
+        handler: signal.Handlers = signal.SIG_DFL,
+    ) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "sitecustomize.py").write_text(BEFORE + pressed)
+        words = [word.format(folder=tmp_path) for word in program]
+        return subprocess.run(
+            [sys.executable, *words, *argv],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, handler),  # a shell may have it ignored
+        )
+
+    return start
+
+
+@pytest.mark.parametrize("program", [("-m", "protrain"), ("{folder}/protrain",)], ids=["module", "script"])
+def test_it_ends_the_imports(program: tuple[str, ...], run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    ended = run(*PLAN, program=program, pressed="at_import('torch.nn', press)")
+    assert (ended.returncode, ended.stderr, ended.stdout) == (130, "protrain plan: interrupted\n", "")
+
+
+def test_it_ends_a_profile_though_a_finalizer_swallows_what_is_raised(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    ended = run(*PLAN, pressed="at_import('protrain.cli.plan', before_profile)")
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr.splitlines()[-1] == "protrain plan: interrupted"
+    assert "KeyboardInterrupt" not in ended.stderr
+
+
+def test_it_ends_the_exit_of_python(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    ended = run("--version", pressed="atexit.register(press)")
+    assert (ended.returncode, ended.stderr) == (130, "protrain: interrupted\n")
+
+
+def test_where_it_is_ignored_it_stays_so(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    ended = run("--version", pressed="at_import('torch.nn', press)", handler=signal.SIG_IGN)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_who_imports_the_library_keeps_the_handler_of_python(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = "import protrain, signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    assert run("plan", program=("-c", code), pressed="").stdout == "True\n"
+
+
+# -- commands that have something to put in order ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def python_s_handlers() -> object:
+    """A shell may have signals ignored; and pytest's own must not be in the way."""
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class PressedInFinalizer:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100):
+            pass
+
+
+@pytest.mark.usefixtures("python_s_handlers")
+def test_a_stop_that_a_finalizer_swallowed_is_raised_again(capfd: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        PressedInFinalizer()
+        time.sleep(30)
+
+    start = time.monotonic()
+    with stop_requests() as requests, pytest.raises(Stopped), requests.raised():
+        work()
+    assert time.monotonic() - start < 10
+    assert requests.received == signal.SIGINT
+    assert capfd.readouterr().err == "", "Python reports what a finalizer raises"
+
+
+@pytest.mark.usefixtures("python_s_handlers")
+def test_an_error_after_a_stop_that_was_swallowed_is_the_stop() -> None:
+    def work(*, stopped: bool) -> None:
+        if stopped:
+            PressedInFinalizer()
+        raise AttributeError("what C code may make of an exception")
+
+    with stop_requests() as requests, pytest.raises(AttributeError), requests.raised():
+        work(stopped=False)
+    with stop_requests() as requests, pytest.raises(Stopped), requests.raised():
+        work(stopped=True)
+
+
+@pytest.mark.usefixtures("python_s_handlers")
+@pytest.mark.parametrize("listens", [True, False])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_benchmark_ends_with_the_command(
+    number: signal.Signals,
+    listens: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        f"{'' if listens else 'signal.signal(signal.SIGINT, signal.SIG_IGN)'}\n"
+        "try:\n"
+        "    pathlib.Path('began').write_text(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+        "finally:\n"
+        "    pathlib.Path('put in order').touch()\n"
+    )
+    slow = Benchmark(name="slow", help="sleep", epilog="", words=("slow",), writes="*", needs={}, statuses={})
+    monkeypatch.setattr(bench, "BENCHMARKS", (slow,))
+    monkeypatch.setattr(bench, "find_benchmark", lambda benchmark: tmp_path / "bench" / "slow")
+    monkeypatch.chdir(tmp_path)
+
+    def press() -> None:
+        while not (tmp_path / "began").exists() or not (tmp_path / "began").read_text():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)  # to this process alone, as `kill` does
+
+    threading.Thread(target=press, daemon=True).start()
+    assert main(["bench", "slow"]) == 128 + number
+    assert capfd.readouterr().err == "protrain bench: interrupted\n"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "began").read_text()), 0)
+    assert (tmp_path / "put in order").exists() is listens
