@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "to
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """A model whose parameters are still on the meta device, and what belongs to it."""
+class Architecture:
+    """A model whose parameters are on the meta device: all that planning needs."""
 
     model: nn.Module
-    weights: Path | None  # folder of safetensors; None: random
-    codec: Codec
-    tokenizer: Any  # of transformers; None: bytes
+    folder: Path | None  # of a Hugging Face model; None: a named shape, whose weights are random
     sequence: int  # default length
     learning_rate: float  # default peak
 
@@ -35,31 +33,55 @@ class LoadedModel:
         return self.model.config
 
 
-def load_model(name: str, *, layers: int | None = None) -> LoadedModel:
-    """The model that MODEL names; ``layers``: a shape at another depth than its own.
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(Architecture):
+    """A model that can be trained: its folder, where there is one, holds weights, and text can become its tokens."""
+
+    codec: Codec
+    tokenizer: Any  # of transformers; None: bytes
+
+
+def read_architecture(name: str, *, layers: int | None = None) -> Architecture:
+    """The architecture that MODEL names, for which a folder needs a config.json alone.
+
+    Parameters:
+        name: A named shape, or a folder.
+        layers: A shape at another depth than its own.
 
     Raises:
-        ValueError: There is no such shape or folder, it lacks weights, or transformers is not installed.
+        ValueError: There is no such shape or folder, its model cannot be trained, or transformers is not installed.
     """
     transformers = _transformers()
     if name in SHAPES:
         shape = SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers)
         with protrain.empty_parameters():
             model = transformers.AutoModelForCausalLM.from_config(shape_config(shape))
-        return LoadedModel(
-            model=model,
-            weights=None,
-            codec=byte_codec(),
-            tokenizer=None,
-            sequence=shape.sequence,
-            learning_rate=shape.learning_rate,
-        )
+        return Architecture(model=model, folder=None, sequence=shape.sequence, learning_rate=shape.learning_rate)
     if layers is not None:
         raise ValueError(f"layers={layers}: only named shapes come at any depth ({', '.join(SHAPES)})")
     return _from_folder(name, transformers)
 
 
-def fit_positions(loaded: LoadedModel, sequence: int) -> None:
+def load_model(name: str, *, layers: int | None = None) -> LoadedModel:
+    """The model that MODEL names, with what training needs beside the architecture: weights and a tokenizer.
+
+    Parameters:
+        name: A named shape, or a folder.
+        layers: A shape at another depth than its own.
+
+    Raises:
+        ValueError: As :func:`read_architecture`; or the folder lacks weights, or its tokenizer does not fit.
+    """
+    architecture = read_architecture(name, layers=layers)
+    folder = architecture.folder
+    if folder is not None and not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} holds no safetensors: save the weights with save_pretrained first")
+    codec, tokenizer = (byte_codec(), None) if folder is None else _read_tokenizer(folder, architecture.config)
+    parts = {field.name: getattr(architecture, field.name) for field in fields(architecture)}
+    return LoadedModel(**parts, codec=codec, tokenizer=tokenizer)
+
+
+def fit_positions(loaded: Architecture, sequence: int) -> None:
     """Let the model train on ``sequence`` tokens, where that asks for nothing that it does not have.
 
     Unscaled rotary positions are computed, and no table of them ends. What the configuration calls the most positions
@@ -73,7 +95,7 @@ def fit_positions(loaded: LoadedModel, sequence: int) -> None:
     if positions is None or sequence <= positions:
         return
     rotary = getattr(config, "rope_parameters", None) or {}
-    if loaded.weights is not None or rotary.get("rope_type") != "default":
+    if loaded.folder is not None or rotary.get("rope_type") != "default":
         raise ValueError(f"--sequence {sequence} is longer than the {positions} positions of the model")
     config.max_position_embeddings = sequence
 
@@ -88,7 +110,7 @@ def attention_flops_per_token(config: Any, sequence: int) -> int:
     return 3 * 2 * 2 * config.num_hidden_layers * config.num_attention_heads * head * sequence // 2
 
 
-def _from_folder(name: str, transformers: Any) -> LoadedModel:
+def _from_folder(name: str, transformers: Any) -> Architecture:
     folder = Path(name)
     if not folder.is_dir():
         raise ValueError(
@@ -99,8 +121,6 @@ def _from_folder(name: str, transformers: Any) -> LoadedModel:
         if (folder / MODEL_FOLDER / "config.json").is_file():
             raise ValueError(f"{folder} is no model but holds one: give {folder / MODEL_FOLDER}")
         raise ValueError(f"{folder} holds no config.json: give a folder that save_pretrained wrote")
-    if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} holds no safetensors: save the weights with save_pretrained first")
     # What the values of a file can raise has no end: checks of transformers, torch's own errors, a division by zero.
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -109,6 +129,16 @@ def _from_folder(name: str, transformers: Any) -> LoadedModel:
     except Exception as error:
         said = _kind_and_message(error)
         raise ValueError(f"{folder} is no causal language model that transformers can load: {said}") from error
+    _refuse_untrainable(folder, config, model)
+    positions = getattr(config, "max_position_embeddings", None) or 1024
+    if positions < 2:  # each token is learnt from those before it
+        raise ValueError(f"{folder}: by its config.json the model has {positions} positions, and training needs 2")
+    return Architecture(model=model, folder=folder, sequence=min(1024, positions), learning_rate=3e-5)
+
+
+def _read_tokenizer(folder: Path, config: Any) -> tuple[Codec, Any]:
+    """The codec of ``folder`` and its tokenizer, None where text is read as bytes."""
+    transformers = _transformers()
     tokenizer, codec = None, byte_codec()
     if any((folder / file).exists() for file in _TOKENIZER_FILES):
         try:
@@ -121,18 +151,7 @@ def _from_folder(name: str, transformers: Any) -> LoadedModel:
             f"{folder} has {config.vocab_size} embeddings and its tokens need {codec.vocabulary}"
             + (": it brings no tokenizer, so text is read as bytes" if tokenizer is None else "")
         )
-    _refuse_untrainable(folder, config, model)
-    positions = getattr(config, "max_position_embeddings", None) or 1024
-    if positions < 2:  # each token is learnt from those before it
-        raise ValueError(f"{folder}: by its config.json the model has {positions} positions, and training needs 2")
-    return LoadedModel(
-        model=model,
-        weights=folder,
-        codec=codec,
-        tokenizer=tokenizer,
-        sequence=min(1024, positions),
-        learning_rate=3e-5,
-    )
+    return codec, tokenizer
 
 
 def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:

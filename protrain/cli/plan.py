@@ -12,7 +12,7 @@ import torch
 
 import protrain
 from protrain.cli.job import DTYPES
-from protrain.cli.models import fit_positions, load_model
+from protrain.cli.models import fit_positions, read_architecture
 from protrain.cli.options import (
     Parser,
     add_compile_option,
@@ -55,7 +55,9 @@ def add_command(commands: Any) -> None:
         description="Profile a model and search the plan for a machine.",
         epilog=_EXAMPLE,
     )
-    parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, or one of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "model", metavar="MODEL", help=f"a folder with a Hugging Face config.json, or one of {', '.join(SHAPES)}"
+    )
     parser.add_argument("--batch", type=whole(1), default=8, help="sequences in a batch (default: 8)")
     add_sequence_option(parser, default="of the model")
     parser.add_argument("--accumulation", type=whole(1), default=1, help="batches in a step (default: 1)")
@@ -153,7 +155,7 @@ def _traced(
     elsewhere: bool,
     show: Callable[[str], None],
 ) -> ModelProfile:
-    loaded = load_model(args.model, layers=layers)
+    loaded = read_architecture(args.model, layers=layers)
     sequence = getattr(args, "sequence", loaded.sequence)
     fit_positions(loaded, sequence)
     ids = torch.zeros(args.batch, sequence, dtype=torch.int64)

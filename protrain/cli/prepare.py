@@ -69,8 +69,8 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
             saved = check_checkpoint(folder / CHECKPOINTS, loaded.model)
         if job.data is not None and not Path(job.data).exists():
             raise ValueError(f"--data: {job.data} does not exist; where the text lies elsewhere by now, give its place")
-    if loaded.weights is not None and loaded.tokenizer is None:
-        Progress(enabled=True).note(f"{loaded.weights} brings no tokenizer: text is read as bytes")
+    if loaded.folder is not None and loaded.tokenizer is None:
+        Progress(enabled=True).note(f"{loaded.folder} brings no tokenizer: text is read as bytes")
     tokens = _read(job, loaded.codec, folder)
     check_length(tokens, sequence=sequence)
     if saved is not None and saved["data_crc32"] != tokens.crc32:
@@ -88,7 +88,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         device_memory=job.device_memory,
         host_memory=job.host_memory,
         plan=job.plan,  # the file, which errors then name
-        weights=loaded.weights,
+        weights=loaded.folder,
         step_during_backward=job.step_during_backward,
         accumulation=job.accumulation,
         moment_dtype=job.moment_dtype,
@@ -131,8 +131,8 @@ def refuse_early(loaded: LoadedModel, device: torch.device, *, chunked: bool) ->
     """ValueError of what protrain.wrap would refuse and takes no time to see: reading the text may take hours."""
     if chunked:
         find_head(loaded.model, device)
-    if loaded.weights is not None:
-        weight_sources(loaded.model, loaded.weights)
+    if loaded.folder is not None:
+        weight_sources(loaded.model, loaded.folder)
 
 
 def check_plan(

@@ -127,6 +127,36 @@ def test_a_broken_tokenizer_is_not_taken_for_a_broken_model(text: str, folder: P
         load_model(str(folder))
 
 
+def test_a_plan_needs_the_config_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    options = ["--hardware", "rtx3090", "--no-compile", "--batch", "2", "--sequence", "16", "--json"]
+
+    def planned() -> dict[str, Any]:
+        capsys.readouterr()
+        assert main(["plan", str(folder), *options]) == 0
+        plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return plan
+
+    whole = planned()
+    assert whole["tokens"] == 32
+    (folder / "tokenizer.json").write_text("{}")  # cannot be read
+    assert planned() == whole
+    words = tokenizers.models.WordLevel({f"word{number}": number for number in range(300)}, unk_token="word0")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words))
+    tokenizer.save_pretrained(folder)  # of more tokens than there are embeddings
+    assert planned() == whole
+    with pytest.raises(ValueError, match=f"^{folder} has 256 embeddings and its tokens need 300$"):
+        load_model(str(folder))
+    for file in folder.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    assert planned() == whole
+    capsys.readouterr()
+    assert main(["train", "--model", str(folder), "--device", "cpu", "--folder", str(tmp_path / "run")]) == 2
+    said = f"protrain train: {folder} holds no safetensors: save the weights with save_pretrained first\n"
+    assert capsys.readouterr().err == said
+
+
 def test_the_folder_of_a_run_says_where_its_model_is(folder: Path) -> None:
     with pytest.raises(ValueError, match=f"is no model but holds one: give {folder}$"):
         load_model(str(folder.parent))
