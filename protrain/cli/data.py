@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from protrain.cli.files import JOB_FILE
+from protrain.cli.formats import ARROW, Format, format_of, format_of_folder
 from protrain.cli.job import is_run
 
 _FILES = ("train.bin", "held_out.bin")
@@ -77,11 +78,15 @@ def tokenizer_codec(tokenizer: Any) -> Codec:
 def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = None) -> list[Path]:
     """Text files of ``path`` (a file, or a folder searched to its depth), or Python's own sources when it is None.
 
+    Text is what training reads as it stands: prose, sources, markup. A file in another format, as
+    ``protrain.cli.formats`` knows them, is refused where it is all there is. In a folder it is left out, with a
+    warning; but where formats of data hold more bytes than the text, the folder is refused: they are what the user
+    means, and not the README beside them. JSON that is no list of records is text in a folder, as sources hold it.
+
     What runs have left in ``path`` is no text: it grows while they train. The folder ``but`` will be that of one.
-    Files of a folder that are no text are left out, with a warning.
 
     Raises:
-        ValueError: ``path`` does not exist, is no regular file, or holds no text file.
+        ValueError: ``path`` does not exist, is no regular file, holds no text file, or holds it in another format.
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -91,13 +96,17 @@ def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = No
     else:
         root = Path(path)
         if root.is_file():
-            if not _is_text(root):
-                raise ValueError(f"--data: {root} is no text, as it holds zero bytes; give a UTF-8 text file")
+            found = _format_of(root, alone=True)
+            if found is not None:
+                raise ValueError(found.refusal(root))
             return [root]
         if root.exists() and not root.is_dir():
             raise ValueError(f"--data: {root} is no regular file; give a UTF-8 text file or a folder of them")
         if not root.is_dir():
             raise ValueError(f"--data: {root} does not exist")
+        whole = format_of_folder(root)
+        if whole is not None:
+            raise ValueError(whole.refusal(root))
         files = [
             file
             for file in sorted(root.rglob("*"))
@@ -107,14 +116,48 @@ def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = No
         if but is not None and but.resolve().is_relative_to(root.resolve()):
             runs.add(root / but.resolve().relative_to(root.resolve()))
         files = [file for file in files if not runs.intersection(file.parents)]
-    texts = {file: _is_text(file) for file in files}
-    if not any(texts.values()):
+    return _text_of(files, root)
+
+
+def _text_of(files: list[Path], root: Path) -> list[Path]:
+    """Those of ``files``, which were found in the folder ``root``, that are text."""
+    saved_sets = {folder for folder in {file.parent for file in files} if format_of_folder(folder) is not None}
+    texts: list[Path] = []
+    others: dict[Format, list[Path]] = {}
+    for file in files:
+        found = ARROW if file.parent in saved_sets else _format_of(file, alone=False)
+        (texts if found is None else others.setdefault(found, [])).append(file)
+    sizes = {found: _size_bytes(left_out) for found, left_out in others.items() if found.is_data or not texts}
+    if sizes and sum(sizes.values()) >= _size_bytes(texts):
+        most = max(sizes, key=lambda found: sizes[found])
+        holds = "more bytes in other formats than in text" if texts else "no text file"
+        move = "move those elsewhere or make text of them; " if texts else ""
+        raise ValueError(
+            f"--data: {root} holds {holds} ({_listed(most, others[most])}), and training takes plain text alone; "
+            f"{move}{most.remedy(others[most][0])}"
+        )
+    if not texts:
         raise ValueError(f"--data: {root} holds no text file; give a UTF-8 text file or a folder of them")
-    binary = [file for file, is_text in texts.items() if not is_text]
-    if binary:
-        others = f" and {len(binary) - 1} more" if len(binary) > 1 else ""
-        warnings.warn(f"--data: files with NUL bytes are no text; left out: {binary[0]}{others}", stacklevel=2)
-    return [file for file, is_text in texts.items() if is_text]
+    if others:
+        left_out = "; ".join(_listed(found, files) for found, files in others.items())
+        warnings.warn(f"--data: left out, as training takes plain text alone: {left_out}", stacklevel=3)
+    return texts
+
+
+def _listed(found: Format, files: list[Path]) -> str:
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{files[0]}{more}: {found.name}"
+
+
+def _size_bytes(files: list[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
+
+
+def _format_of(file: Path, *, alone: bool) -> Format | None:
+    try:
+        return format_of(file, alone=alone)
+    except OSError as error:
+        raise ValueError(f"--data: cannot read {file}: {error.strerror}") from None
 
 
 def tokenize(
@@ -239,14 +282,6 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 def _entropy(counts: NDArray[np.int64]) -> float:
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())
-
-
-def _is_text(file: Path) -> bool:
-    try:
-        with open(file, "rb") as opened:
-            return b"\0" not in opened.read(8192)
-    except OSError as error:
-        raise ValueError(f"--data: cannot read {file}: {error.strerror}") from None
 
 
 def _refuse_other_encodings(documents: list[Path]) -> None:
