@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from protrain.cli.files import JOB_FILE
-from protrain.cli.formats import ARROW, Format, format_of, format_of_folder
+from protrain.cli.formats import ARROW, JSON, Format, format_of, format_of_folder
 from protrain.cli.job import is_run
 
 _FILES = ("train.bin", "held_out.bin")
@@ -81,7 +81,8 @@ def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = No
     Text is what training reads as it stands: prose, sources, markup. A file in another format, as
     ``protrain.cli.formats`` knows them, is refused where it is all there is. In a folder it is left out, with a
     warning; but where formats of data hold more bytes than the text, the folder is refused: they are what the user
-    means, and not the README beside them. JSON that is no list of records is text in a folder, as sources hold it.
+    means, and not the README beside them. JSON that is no list of records is text in a folder, as sources hold it,
+    unless there is more of it than of other text, in files and in bytes.
 
     What runs have left in ``path`` is no text: it grows while they train. The folder ``but`` will be that of one.
 
@@ -127,6 +128,11 @@ def _text_of(files: list[Path], root: Path) -> list[Path]:
     for file in files:
         found = ARROW if file.parent in saved_sets else _format_of(file, alone=False)
         (texts if found is None else others.setdefault(found, [])).append(file)
+    settings = [file for file in texts if file.suffix.lower() == ".json"]
+    rest = [file for file in texts if file.suffix.lower() != ".json"]
+    if len(settings) >= len(rest) and _size_bytes(settings) > _size_bytes(rest):
+        others.setdefault(JSON, []).extend(settings)
+        texts = rest
     sizes = {found: _size_bytes(left_out) for found, left_out in others.items() if found.is_data or not texts}
     if sizes and sum(sizes.values()) >= _size_bytes(texts):
         most = max(sizes, key=lambda found: sizes[found])

@@ -54,7 +54,12 @@ JSON_LINES = Format(
     is_data=True,
 )
 JSON = Format(
-    name="JSON", command=_python("json; [print(row['text']) for row in json.load(open(sys.argv[1]))]"), is_data=True
+    name="JSON",
+    command=_python(
+        "json; rows = json.load(open(sys.argv[1])); "
+        "[print(row['text']) for row in (rows if isinstance(rows, list) else [rows])]"
+    ),
+    is_data=True,
 )
 _TABLE = "csv; csv.field_size_limit(2**31 - 1); [print(row['text']) for row in csv.DictReader(open(sys.argv[1])%s)]"
 CSV = Format(name="CSV", command=_python(_TABLE % ""), is_data=True)
@@ -156,7 +161,7 @@ def _is_json_lines(opened: BinaryIO) -> bool:
             return False
         try:
             json.loads(line)  # of what begins with a brace, an object
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         lines += 1
     return lines > 1

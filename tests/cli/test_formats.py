@@ -82,6 +82,7 @@ CONVERTED: list[tuple[str, Callable[[], bytes], str, str]] = [
     ("data.txt", json_lines, "JSON lines", "python"),
     ("data", lambda: b"\n" + json_lines().rstrip(), "JSON lines", "python"),
     ("data.json", lambda: json.dumps(records(), indent=1).encode(), "JSON", "python"),
+    ("data.json", lambda: json.dumps({"text": PLAIN.decode().removesuffix("\n")}).encode(), "JSON", "python"),
     ("data.CSV", lambda: table(","), "CSV", "python"),
     ("it's data.tsv", lambda: table("\t"), "TSV", "python"),
     ("data.txt.gz", lambda: gzip.compress(PLAIN, 9, mtime=0x01010101), "compressed by gzip", "gzip"),
@@ -207,6 +208,16 @@ def test_a_folder_of_records_is_refused_in_spite_of_its_readme(name: str, tmp_pa
     (tmp_path / "README.md").write_text("A data set.")
     said = rf"^--data: {tmp_path} holds more bytes in other formats than in text \({tmp_path}/{name}: .*; move those"
     with pytest.raises(ValueError, match=said):
+        find_documents(tmp_path)
+
+
+def test_a_folder_of_json_objects_is_no_code(tmp_path: Path) -> None:
+    for record in records():
+        (tmp_path / f"{record['id']}.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=rf"holds no text file \({tmp_path}/0.json and 2 more: JSON\)"):
+        find_documents(tmp_path)
+    (tmp_path / "README.md").write_text("Each file is a record.")
+    with pytest.raises(ValueError, match=rf"more bytes in other formats than in text \({tmp_path}/0.json and 2 more:"):
         find_documents(tmp_path)
 
 
