@@ -24,8 +24,7 @@ from protrain.cli.options import Parser
 from protrain.cli.signals import InterruptedRun, StopRequests, stop_requests
 
 _LOOK_S = 0.1  # between looks for a signal
-_HAND_ON_S = 0.5  # after which a benchmark that goes on hasn't got the signal that this process got
-_KILL_S = 1.5  # after which a benchmark that was told to end is ended
+_GRACE_S = 1.0  # for a benchmark to end what it has started, before everything is killed
 
 # Runs the module that is its first argument, as `python -m` does, without a traceback of Ctrl-C.
 _MODULE = """
@@ -149,6 +148,8 @@ def run_command(args: argparse.Namespace) -> None:
             [sys.executable, "-c", _MODULE, *words, *out, *args.forwarded],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdout=sys.stderr if args.json else None,
+            # Its own session, so that all that it starts ends with it; a terminal's Ctrl-C comes to this process alone.
+            start_new_session=True,
         )
         status = _wait(process, requests)
         results = sorted(Path(folder or scratch).glob(benchmark.writes), key=lambda path: path.stat().st_mtime)
@@ -161,23 +162,21 @@ def run_command(args: argparse.Namespace) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], requests: StopRequests) -> int:
-    """The exit status of ``process``, which ends soon after a signal.
+    """The exit status of ``process``, which is ended after a signal, with the processes of its session.
 
-    A terminal sends its signals to both processes. One that came to this process alone is handed on as Ctrl-C, which
-    lets a benchmark end what it has started.
+    It is told by Ctrl-C, which lets it end processes that have sessions of their own.
     """
     try:
         while not requests.received:
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(_LOOK_S)
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(_HAND_ON_S)
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
-            return process.wait(_KILL_S - _HAND_ON_S)
+            process.wait(_GRACE_S)
     finally:  # also where a second signal raises KeyboardInterrupt
-        if process.poll() is None:
-            process.kill()
+        if requests.received:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
 
 
