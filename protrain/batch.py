@@ -1,24 +1,33 @@
 """Batches and outputs: what goes into the model, on which device and in which dtype, and the loss that comes out.
 
-An example batch is a mapping (the model is called with ``model(**batch)``) or a tuple (``model(*batch)``). The trace
-and the engine treat inputs the same way, through the functions here.
+An example batch is a mapping (the model is called with ``model(**batch)``) or a tuple (``model(*batch)``). Its tensors
+may lie in nested containers and in objects: :mod:`protrain.trees` says in which. The trace and the engine treat inputs
+the same way, through the functions here.
+
+A forward may write into what it is given, as models do that take a dictionary of features and put their results into
+it. The caller sees that, as in plain PyTorch: an argument goes to the model as it is, unless a tensor in it must go to
+the device or be cast. Then the model gets a new container, as it would get one from a loop that moves its own batches.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from protrain.trees import map_leaves, tensors_in
+from protrain.trees import knows_to, map_leaves, parts_of, replace_leaves, tensors_in
 
 
 def check(batch: Any) -> None:
-    """ValueError unless ``batch`` is a mapping with text keys or a tuple, and holds tensors, all of them dense."""
+    """ValueError unless ``batch`` is a mapping with text keys or a tuple, and holds tensors, all of them dense.
+
+    It is one, too, where an object in it holds tensors and cannot be copied.
+    """
     if not isinstance(batch, Mapping | tuple):
         raise ValueError(
             f"a batch must be a mapping (called as model(**batch)) or a tuple (model(*batch)), not "
@@ -40,7 +49,13 @@ def check(batch: Any) -> None:
                 f"alone; pass what its {remedy} gives"
             )
     if not tensors:
-        raise ValueError("the batch holds no tensor; pass the inputs that the training loop gives to the model")
+        inputs = batch.values() if isinstance(batch, Mapping) else batch
+        types = ", ".join(dict.fromkeys(type(value).__name__ for value in inputs)) or "nothing"
+        raise ValueError(
+            f"the batch holds no tensor, but {types}: pass the inputs that the training loop gives to the model, as "
+            "tensors, or in tuples, lists, dicts, dataclasses or objects with tensors as attributes"
+        )
+    map_leaves(lambda leaf: leaf, batch)
 
 
 def shapes(batch: Any) -> dict[str, tuple[int, ...]]:
@@ -83,18 +98,60 @@ def excess(shape: tuple[int, ...], planned: tuple[int, ...], *, rows_first: bool
     return f"longer in dimension {longer[0] - rank + len(shape)}" if longer else ""
 
 
-def to_device(tree: Any, device: torch.device | str) -> Any:
-    """``tree`` with every tensor on ``device``; a tensor already there is kept, not copied."""
-    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+def to_device(tree: Any, device: torch.device) -> Any:
+    """``tree`` with every tensor on ``device``, or itself where they all are there: nothing is copied without need."""
+    return move(tree, device, lambda tensor: tensor.to(device))
+
+
+def move(tree: Any, device: torch.device, moved: Callable[[Tensor], Tensor]) -> Any:
+    """``tree`` with ``moved`` of every tensor, which is on ``device``; itself where no tensor is another one then.
+
+    An object that has a method ``to(device)`` is moved by a call of that on a copy, as ``to`` often changes the object
+    itself, the caller's.
+    """
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return moved(leaf)
+        if not knows_to(leaf):
+            return leaf
+        tensors = tensors_in(leaf)
+        there = tensors and all(tensor.device == device for tensor in tensors)
+        return leaf if there else copy.copy(leaf).to(device)
+
+    return replace_leaves(one, tree, whole=knows_to)
+
+
+def own_copy(batch: Any) -> Any:
+    """``batch`` in tensors, containers and objects of its own, which forward may write to without changing ``batch``.
+
+    A tensor that occurs twice does so in the copy. What requires a gradient does so there, as a leaf of its own.
+    """
+    copies: dict[int, Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return copies[id(leaf)]
+
+    return map_leaves(copied, batch)
 
 
 def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """``args`` and ``kwargs`` with their fp32 tensors in ``dtype``, nested ones too (FSDP's cast_forward_inputs)."""
+    """``args`` and ``kwargs`` with their fp32 tensors in ``dtype``, nested ones too (FSDP's cast_forward_inputs).
+
+    An argument that holds none is passed on as it is.
+    """
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
 
-    return map_leaves(cast, args), map_leaves(cast, kwargs)
+    return (
+        tuple([replace_leaves(cast, argument) for argument in args]),
+        {name: replace_leaves(cast, argument) for name, argument in kwargs.items()},
+    )
 
 
 def training_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -153,8 +210,13 @@ def _graph_of(tensors: list[Tensor]) -> set[Any]:
     return found
 
 
-def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in ``tree`` under its dotted name."""
+    yield from _named_tensors(tree, "", frozenset())
+
+
+def _named_tensors(tree: Any, name: str, around: frozenset[int]) -> Iterator[tuple[str, Tensor]]:
+    """``around`` are the containers and objects that ``tree`` lies in."""
     if isinstance(tree, Tensor):
         yield name, tree
         return
@@ -163,6 +225,8 @@ def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(tree, tuple | list):
         children = [(str(index), value) for index, value in enumerate(tree)]
     else:
-        return
+        children = parts_of(tree)
+    around |= {id(tree)}
     for key, value in children:
-        yield from named_tensors(value, f"{name}.{key}" if name else key)
+        if id(value) not in around:
+            yield from _named_tensors(value, f"{name}.{key}" if name else key, around)

@@ -1,5 +1,11 @@
 """The tensors in nested arguments and outputs.
 
+A tree consists of tuples, lists and dictionaries, of types that a library has registered with
+``torch.utils._pytree``, named tuples among them, and of objects whose attributes hold tensors: dataclasses, classes of
+attrs, subclasses of ``dict`` and ``list``, objects that have a method ``to``, as batches of graphs or images do, and
+any other object with a tensor among its attributes, alone or in a tuple, list or dictionary. Everything else is a
+leaf, modules included. An object that occurs twice is walked once, and one that refers to itself is no problem.
+
 These walks are taken several times in every call of a block and for every operation of a profile, while the device may
 have nothing else to do. What arguments nearly always consist of is told apart here, in a fraction of the time that the
 general walk takes.
@@ -7,47 +13,254 @@ general walk takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from types import MemberDescriptorType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+_WITHOUT_TENSORS = _PLAIN | {torch.Size}
+_CONTAINERS = (tuple, list, dict)
+_Seen = dict[int, tuple[Any, Any]]  # objects by id, each with the copy that takes its place in the mapped tree
+_Walk = tuple[Callable[[Any], Any], _Seen, Callable[[Any], bool]]  # the function, what is mapped, what is a leaf
+
+
+class Leaf:
+    """What stands for a leaf in a tree that somebody keeps; no walk looks into its attributes."""
+
+    __slots__ = ()
+
+
+class _Kind(Enum):
+    """How the instances of a type are walked."""
+
+    LEAF = auto()
+    NODE = auto()  # as torch.utils._pytree does it
+    RECORD = auto()  # by its attributes, and what it holds as a dictionary or list
+    OBJECT = auto()  # likewise where a tensor is among the attributes; otherwise it is a leaf
+
+
+_kinds: WeakKeyDictionary[type, _Kind] = WeakKeyDictionary()
+
+
+def _never(_: Any) -> bool:
+    return False
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Every tensor in ``tree``, in the order of ``torch.utils._pytree``."""
+    """Every tensor in ``tree``, in the order of its parts."""
     found: list[Tensor] = []
-    _collect(tree, found)
+    _collect(tree, found, {})
     return found
 
 
-def _collect(tree: Any, found: list[Tensor]) -> None:
+def _collect(tree: Any, found: list[Tensor], seen: _Seen) -> None:
     if isinstance(tree, Tensor):
         found.append(tree)
         return
     kind = type(tree)
     if kind is tuple or kind is list:
         for part in tree:
-            _collect(part, found)
+            _collect(part, found, seen)
     elif kind is dict:
         for part in tree.values():
-            _collect(part, found)
-    elif kind not in _PLAIN:  # a leaf, or of a type that its library has registered
-        found += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+            _collect(part, found, seen)
+    elif kind not in _WITHOUT_TENSORS and id(tree) not in seen:
+        parts = _parts(tree)
+        if parts:
+            seen[id(tree)] = tree, tree
+            for part in parts:
+                _collect(part, found, seen)
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` with ``function`` of every leaf in its place, as ``torch.utils._pytree`` has it."""
+def map_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable[[Any], bool] = _never) -> Any:
+    """A copy of ``tree`` with ``function`` of every leaf in its place; containers and objects in it are new.
+
+    Objects are copied with ``copy.copy``, so no constructor runs. One for which ``whole`` is true is a leaf.
+
+    Raises:
+        ValueError: an object that holds tensors cannot be copied.
+    """
+    return _map((function, {}, whole), tree)
+
+
+def replace_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable[[Any], bool] = _never) -> Any:
+    """``tree`` itself where ``function`` returns every leaf as it is, otherwise what ``map_leaves`` returns.
+
+    What somebody else does to the containers of ``tree`` later is seen by whoever has ``tree``, so nothing is copied
+    without need.
+    """
+    same = True
+
+    def noted(leaf: Any) -> Any:
+        nonlocal same
+        new = function(leaf)
+        same = same and new is leaf
+        return new
+
+    mapped = map_leaves(noted, tree, whole=whole)
+    return tree if same else mapped
+
+
+def _map(walk: _Walk, tree: Any) -> Any:
     kind = type(tree)
     if kind is tuple:
-        return tuple([map_leaves(function, part) for part in tree])
+        return tuple([_map(walk, part) for part in tree])
     if kind is list:
-        return [map_leaves(function, part) for part in tree]
+        return [_map(walk, part) for part in tree]
     if kind is dict:
-        return {key: map_leaves(function, part) for key, part in tree.items()}
+        return {key: _map(walk, part) for key, part in tree.items()}
     if isinstance(tree, Tensor) or kind in _PLAIN:
+        return walk[0](tree)
+    return _map_other(walk, tree)
+
+
+def _map_other(walk: _Walk, tree: Any) -> Any:
+    function, seen, whole = walk
+    if id(tree) in seen:
+        return seen[id(tree)][1]
+    how = _kind_of(tree)
+    if whole(tree) or not _is_walked(tree, how):
         return function(tree)
-    return tree_map(function, tree)
+    if how is _Kind.NODE:
+        parts, spec = _flattened(tree)
+        new = tree_unflatten([_map(walk, part) for part in parts], spec)
+        seen[id(tree)] = tree, new
+        return new
+    new = _copied(tree)
+    seen[id(tree)] = tree, new  # before its parts, which may refer to it
+    # Of the copy, as a __copy__ may have copied more than the object alone.
+    for name, part in _attributes(new).items():
+        _set_attribute(new, name, _map(walk, part))
+    if isinstance(new, list):
+        list.__setitem__(new, slice(None), [_map(walk, part) for part in list.__iter__(new)])
+    elif isinstance(new, dict):
+        for key, part in list(dict.items(new)):
+            dict.__setitem__(new, key, _map(walk, part))
+    return new
+
+
+def parts_of(tree: Any) -> list[tuple[str, Any]]:
+    """What a container or an object that holds tensors consists of, each with its name; nothing for a leaf.
+
+    Elements of a dictionary have its keys for names, attributes their names, and all others their positions.
+    """
+    if isinstance(tree, Tensor):
+        return []
+    parts = _parts(tree)
+    names = [*_attributes(tree)] if _kind_of(tree) in (_Kind.RECORD, _Kind.OBJECT) else []
+    n_elements = len(parts) - len(names)
+    keyed = isinstance(tree, dict) and len(tree) == n_elements
+    names += map(str, tree if keyed else range(n_elements))
+    return list(zip(names, parts, strict=False))
+
+
+def _parts(tree: Any) -> list[Any]:
+    how = _kind_of(tree)
+    if how is _Kind.NODE:
+        return _flattened(tree)[0]
+    if not _is_walked(tree, how):
+        return []
+    parts = [*_attributes(tree).values()]
+    if isinstance(tree, list):
+        parts += list.__iter__(tree)
+    elif isinstance(tree, dict):
+        parts += dict.values(tree)
+    return parts
+
+
+def knows_to(tree: Any) -> bool:
+    """Whether ``tree`` is an object with a method ``to(device)``, which knows best what of it goes to a device.
+
+    A packed sequence leaves its lengths in host memory, for example.
+    """
+    return not isinstance(tree, Tensor | nn.Module | type) and callable(getattr(type(tree), "to", None))
+
+
+def _kind_of(tree: Any) -> _Kind:
+    kind = type(tree)
+    found = _kinds.get(kind)
+    if found is None:
+        found = _kinds[kind] = _classified(tree, kind)
+    return found
+
+
+def _classified(tree: Any, kind: type) -> _Kind:
+    if isinstance(tree, Leaf | Tensor | nn.Module | type | Enum):
+        return _Kind.LEAF
+    parts, _ = _flattened(tree)
+    if not (len(parts) == 1 and parts[0] is tree):
+        return _Kind.NODE
+    if isinstance(tree, tuple) or not (kind.__dictoffset__ or _slots(kind) or isinstance(tree, list | dict)):
+        return _Kind.LEAF
+    known = dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or isinstance(tree, list | dict)
+    return _Kind.RECORD if known or knows_to(tree) else _Kind.OBJECT
+
+
+def _is_walked(tree: Any, how: _Kind) -> bool:
+    if how is not _Kind.OBJECT:
+        return how is not _Kind.LEAF
+    return any(
+        isinstance(value, Tensor) or (type(value) in _CONTAINERS and any(_holds_tensor(value)))
+        for value in _attributes(tree).values()
+    )
+
+
+def _holds_tensor(container: Any) -> Iterator[bool]:
+    return (isinstance(part, Tensor) for part in (container.values() if type(container) is dict else container))
+
+
+def _flattened(tree: Any) -> tuple[list[Any], Any]:
+    """The direct parts of ``tree`` for ``torch.utils._pytree``, and what puts others in their place."""
+    return tree_flatten(tree, is_leaf=lambda part: part is not tree)
+
+
+def _attributes(tree: Any) -> dict[str, Any]:
+    """In the dictionary and the slots of the object ``tree``."""
+    own = getattr(tree, "__dict__", None)
+    found = dict(own) if own is not None and own is not tree else {}
+    for name, slot in _slots(type(tree)).items():
+        try:
+            found[name] = slot.__get__(tree)
+        except AttributeError:  # it has no value
+            continue
+    return found
+
+
+def _set_attribute(tree: Any, name: str, value: Any) -> None:
+    """Past ``__setattr__``, which frozen classes refuse and others have their own ideas of."""
+    slot = _slots(type(tree)).get(name)
+    if slot is not None:
+        slot.__set__(tree, value)
+    else:
+        vars(tree)[name] = value
+
+
+def _slots(kind: type) -> dict[str, Any]:
+    return {
+        name: slot
+        for cls in kind.__mro__
+        if "__slots__" in vars(cls)
+        for name, slot in vars(cls).items()
+        if isinstance(slot, MemberDescriptorType)
+    }
+
+
+def _copied(tree: Any) -> Any:
+    try:
+        new = copy.copy(tree)
+    except Exception as error:
+        raise ValueError(
+            f"a {type(tree).__name__} holds tensors but cannot be copied ({error}): give it a method __copy__, or pass "
+            "its tensors in a tuple, a dict or a dataclass"
+        ) from error
+    if isinstance(tree, dict) and getattr(tree, "__dict__", None) is tree:  # its keys are its attributes
+        new.__dict__ = new
+    return new

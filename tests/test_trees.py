@@ -1,7 +1,10 @@
-"""``tensors_in`` and ``map_leaves`` do what the general walks over a tree do, in their order."""
+"""Walks over trees: as torch.utils._pytree has them, and into objects whose attributes hold tensors."""
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+import types
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from protrain.trees import map_leaves, tensors_in
+from protrain.trees import map_leaves, replace_leaves, tensors_in
 
 Pair = namedtuple("Pair", "left right")
 
@@ -73,3 +76,99 @@ def test_mapped_containers_are_new() -> None:
     mapped = map_leaves(lambda leaf: leaf, tree)
     inner.append(2)
     assert mapped == ({"a": [1]}, [1])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    left: Any
+    right: Any = None
+    made: int = dataclasses.field(init=False, default=1)
+
+
+class Slotted:
+    __slots__ = ("left", "right", "unset")
+
+    def __init__(self, left: Any, right: Any) -> None:
+        self.left, self.right = left, right
+
+    def to(self, device: Any) -> Any:
+        raise NotImplementedError
+
+
+class Named(dict):
+    pass
+
+
+class Many(list):
+    pass
+
+
+def named(left: Tensor, right: Tensor) -> Named:
+    found = Named(left=left)
+    found.right = right  # type: ignore[attr-defined]
+    return found
+
+
+OBJECTS = {
+    "frozen": Frozen,
+    "frozen inside": lambda left, right: Frozen(Frozen(left), [Frozen(right)]),
+    "slots": Slotted,
+    "namespace": lambda left, right: types.SimpleNamespace(left=left, text="text", right=[right]),
+    "dictionary": named,
+    "list": lambda left, right: Many([left, Frozen(right)]),
+    "in collections": lambda left, right: OrderedDict(a=Pair(left, Frozen(right))),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_are_looked_into_and_copied(name: str) -> None:
+    left, right = tensors(2)
+    tree = ({"object": OBJECTS[name](left, right)}, "text")
+    before = repr(tree)
+    assert {id(tensor) for tensor in tensors_in(tree)} == {id(left), id(right)}
+    mapped = map_leaves(lambda leaf: leaf + 5 if isinstance(leaf, Tensor) else leaf, tree)
+    assert sorted(float(tensor) for tensor in tensors_in(mapped)) == [5, 6]
+    assert {id(tensor) for tensor in tensors_in(tree)} == {id(left), id(right)}, "the original is as it was"
+    assert repr(tree) == before
+    assert type(mapped[0]["object"]) is type(tree[0]["object"])
+
+
+def test_an_object_that_occurs_twice_does_so_in_the_copy() -> None:
+    shared: Any = types.SimpleNamespace(value=tensors(1)[0])
+    shared.itself = {"inside": shared}
+    assert len(tensors_in((shared, shared))) == 1
+    first, second = map_leaves(lambda leaf: leaf, (shared, shared))
+    assert first is second
+    assert first is first.itself["inside"]
+    assert first is not shared
+
+
+class Opaque:
+    def __init__(self) -> None:
+        self.parts = [Frozen(tensors(1)[0])]
+
+
+@pytest.mark.parametrize("leaf", [nn.Linear(1, 1), Opaque(), Tensor, Opaque, len, iter([]), threading.Lock()])
+def test_what_is_no_data_is_a_leaf(leaf: Any) -> None:
+    assert tensors_in([leaf]) == []
+    assert map_leaves(lambda leaf: leaf, [leaf])[0] is leaf
+
+
+def test_objects_that_cannot_be_copied_are_named() -> None:
+    class Locked:
+        def __init__(self) -> None:
+            self.value = tensors(1)[0]
+
+        def __reduce_ex__(self, _: Any) -> Any:
+            raise TypeError("it has a lock")
+
+    with pytest.raises(ValueError, match=r"a Locked holds tensors but cannot be copied \(it has a lock\): give it"):
+        map_leaves(lambda leaf: leaf, [Locked()])
+
+
+def test_what_does_not_change_is_not_copied() -> None:
+    left, right = tensors(2)
+    tree = {"a": [left], "b": Frozen(right)}
+    assert replace_leaves(lambda leaf: leaf, tree) is tree
+    replaced = replace_leaves(lambda leaf: left if leaf is right else leaf, tree)
+    assert (replaced["b"].left, tree["b"].left) == (left, right)

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from protrain.engine.streams import Mark, Streams
-from protrain.trees import map_leaves
 from protrain_kernels import from_host
 
 
@@ -35,7 +34,7 @@ class Inputs:
             self._aside[-1][0].wait()
 
     def to_device(self, tree: Any) -> Any:
-        """``tree`` with every tensor on the device; one already there is kept, not copied.
+        """``tree`` with every tensor on the device, or itself where they all are there.
 
         Kernels launched on the compute stream from now on find the values there, and the caller may change its own at
         once.
@@ -43,7 +42,7 @@ class Inputs:
         while self._aside and self._aside[0][0].reached():
             self._aside.popleft()
         aside: list[Tensor] = []
-        moved = map_leaves(lambda leaf: self._moved(leaf, aside) if isinstance(leaf, Tensor) else leaf, tree)
+        moved = batches.move(tree, self._device, lambda tensor: self._moved(tensor, aside))
         if aside:
             mark = self._streams.mark()
             self._streams.compute_reached(mark)

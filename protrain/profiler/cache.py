@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from protrain import batch as batches
 from protrain.compilation import CompiledForward
@@ -115,7 +114,7 @@ def fingerprint(
         "compiled": any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in blocks),
         "config": getattr(getattr(model, "config", None), "to_json_string", str)(),
         "batch": batches.shapes(example_batch),
-        "batch dtypes": [str(leaf.dtype) for leaf in tree_leaves(example_batch) if isinstance(leaf, Tensor)],
+        "batch dtypes": [str(tensor.dtype) for _, tensor in batches.named_tensors(example_batch)],
         "dtype": str(dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": _versions(),

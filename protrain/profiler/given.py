@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from protrain.profiler.operations import storage_key
+from protrain.trees import map_leaves
 
 
 class GivenInputs:
@@ -86,13 +87,20 @@ def _put(value: Any, tensors: tuple[Tensor, ...]) -> Any:
 def run_checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``forward`` under a checkpoint, which saves tensors among ``kwargs`` and in tuples as it does those of ``args``.
 
-    It would hold them as they are otherwise, and be no user of its own. Lists and dictionaries go through whole, as
-    forward may change them.
+    It would hold them as they are otherwise, and be no user of its own. Lists, dictionaries and objects go through
+    whole, as forward may change them. Run again, forward gets copies of what they were when it was called.
     """
     given: list[Tensor] = []
     places = _take(args, given), {name: _take(value, given) for name, value in kwargs.items()}
+    kept = map_leaves(_itself, places)
+    runs = [places]  # the first, which is given the caller's own
 
     def run(*tensors: Tensor) -> Any:
-        return forward(*_put(places[0], tensors), **{name: _put(value, tensors) for name, value in places[1].items()})
+        args, kwargs = runs.pop() if runs else map_leaves(_itself, kept)
+        return forward(*_put(args, tensors), **{name: _put(value, tensors) for name, value in kwargs.items()})
 
     return checkpoint(run, *given, use_reentrant=False)
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf

@@ -150,10 +150,10 @@ class Step:
             self._switch(None)
             saved = saved_tensors_hooks(self._note_saved, lambda tensor: tensor)
             uses = Uses(self._weights.index, self.used, self._differentiates)
+            given = self._constants | {storage_key(tensor) for tensor in tensors_in((args, kwargs))}  # forward may add
             with uses if self._measure else nullcontext(), saved if self._measure else nullcontext():
                 output = self._model(*args, **kwargs)
                 loss = batches.loss_of(output)
-            given = self._constants | {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
             sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_in(output)}
             self.output_bytes = sum(size for key, size in sizes.items() if key not in given)
             self._forward = False

@@ -110,14 +110,17 @@ def _traced(
         switch_off_checkpointing(checkpointing_switches(model))
         rewind = picture()
         owned = _owned(model, find_units(model, blocks), blocks, weights)
-        args, kwargs = batches.arguments(batches.to_device(example_batch, device))
-        args, kwargs = batches.cast_inputs(args, batches.training_arguments(model, kwargs), dtype)
+
+        def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
+            """Of one step, which may write to them: neither the next step nor the caller's batch is to change."""
+            args, kwargs = batches.arguments(batches.to_device(batches.own_copy(example_batch), device))
+            return batches.cast_inputs(args, batches.training_arguments(model, kwargs), dtype)
 
         def tell(what: str) -> Callable[[str], None]:
             return lambda part: show(f"{what}, {part}") if show is not None else None
 
         step = Step(model, owned, blocks, weights, device, measure=True, show=tell("measuring memory"))
-        step.run(args, kwargs)
+        step.run(*inputs())
         weights.refuse_writes()
         timed = [[(0.0, 0.0)] * len(step.segments)]
         if device.type != "meta":
@@ -135,7 +138,7 @@ def _traced(
                     show=tell("measuring times"),
                     differentiating=step.differentiating,
                 )
-                once.run(args, kwargs)
+                once.run(*inputs())
                 return once.segments
 
             finish(device)

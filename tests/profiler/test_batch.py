@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from protrain import batch as batches
 
@@ -23,7 +24,9 @@ def test_names_of_nested_tensors_are_dotted() -> None:
     [
         (torch.zeros(2), r"not Tensor; for a single input pass a tuple of one"),
         ([torch.zeros(2)], "not list"),
-        ({"a": 1}, "holds no tensor"),
+        ({"a": 1}, "holds no tensor, but int: pass the inputs"),
+        ((iter([]), {1}), "holds no tensor, but list_iterator, set: pass .* objects with tensors as attributes"),
+        ({"x": SimpleNamespace(y=torch.eye(2).to_sparse())}, r"input x\.y is a sparse_coo tensor"),
         ({0: torch.zeros(2)}, "must be text, not 0"),
         ({"x": {"adjacency": torch.eye(2).to_sparse()}}, r"input x\.adjacency is a sparse_coo tensor, .* to_dense\(\)"),
         ((torch.zeros(2), torch.eye(2).to_sparse_csr()), "input 1 is a sparse_csr tensor"),
@@ -36,6 +39,53 @@ def test_names_of_nested_tensors_are_dotted() -> None:
 def test_a_wrong_batch_is_named(batch: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         batches.check(batch)
+
+
+class _Moving:
+    """Has a method ``to`` that changes the object itself, and leaves a tensor where it is."""
+
+    def __init__(self) -> None:
+        self.values, self.lengths = torch.ones(3), torch.tensor([2, 1])
+
+    def to(self, device: torch.device) -> _Moving:
+        self.values = self.values.to(device)
+        return self
+
+
+def test_objects_move_themselves_and_the_callers_stay() -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    ours = _Moving()
+    meta = torch.device("meta")
+    moved = batches.to_device({"ours": [ours], "packed": packed, "plain": SimpleNamespace(x=torch.ones(1))}, meta)
+    assert moved["ours"][0].values.is_meta
+    assert moved["ours"][0].lengths.is_cpu
+    assert ours.values.is_cpu, "the caller may have a list of them"
+    assert moved["packed"].data.is_meta
+    assert moved["packed"].batch_sizes.is_cpu
+    assert moved["plain"].x.is_meta
+    assert batches.shapes((ours,)) == {"0.values": (3,), "0.lengths": (2,)}
+
+
+def test_what_is_there_and_not_cast_is_passed_on_as_it_is() -> None:
+    batch = {"ours": _Moving(), "features": {"ids": torch.arange(3)}}
+    assert batches.to_device(batch, torch.device("cpu")) is batch
+    args, kwargs = batches.cast_inputs((batch["features"],), batch, torch.bfloat16)
+    assert args[0] is batch["features"]
+    assert kwargs["features"] is batch["features"]
+    assert kwargs["ours"].values.dtype == torch.bfloat16
+    assert batch["ours"].values.dtype == torch.float32
+
+
+def test_a_copy_is_independent_of_the_batch() -> None:
+    twice = torch.ones(2, requires_grad=True)
+    batch = (twice, twice, {"computed": twice * 2})
+    copy = batches.own_copy(batch)
+    assert copy[0] is copy[1]
+    assert copy[2]["computed"].is_leaf
+    (copy[0] + copy[2]["computed"]).sum().backward()
+    assert twice.grad is None
+    copy[2]["new"] = None
+    assert batch[2].keys() == {"computed"}
 
 
 def test_tokens_are_elements_of_integers_or_rows() -> None:

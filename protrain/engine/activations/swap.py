@@ -23,7 +23,7 @@ from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
 from protrain.errors import BudgetError
 from protrain.quantities import format_bytes
-from protrain.trees import map_leaves, tensors_in
+from protrain.trees import Leaf, map_leaves, tensors_in
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine
@@ -247,7 +247,7 @@ class SwapFrame(Frame):
 
 
 @dataclass(frozen=True, slots=True)
-class _MovedInput:
+class _MovedInput(Leaf):
     view: MovedView
     requires_grad: bool
 
