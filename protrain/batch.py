@@ -14,13 +14,13 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from protrain.trees import knows_to, map_leaves, parts_of, replace_leaves, tensors_in
+from protrain.trees import knows_to, map_leaves, named_tensors, replace_leaves, tensors_in
 
 
 def check(batch: Any) -> None:
@@ -208,25 +208,3 @@ def _graph_of(tensors: list[Tensor]) -> set[Any]:
             found.add(node)
             left += [before for before, _ in node.next_functions]
     return found
-
-
-def named_tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in ``tree`` under its dotted name."""
-    yield from _named_tensors(tree, "", frozenset())
-
-
-def _named_tensors(tree: Any, name: str, around: frozenset[int]) -> Iterator[tuple[str, Tensor]]:
-    """``around`` are the containers and objects that ``tree`` lies in."""
-    if isinstance(tree, Tensor):
-        yield name, tree
-        return
-    if isinstance(tree, Mapping):
-        children = [(str(key), value) for key, value in tree.items()]
-    elif isinstance(tree, tuple | list):
-        children = [(str(index), value) for index, value in enumerate(tree)]
-    else:
-        children = parts_of(tree)
-    around |= {id(tree)}
-    for key, value in children:
-        if id(value) not in around:
-            yield from _named_tensors(value, f"{name}.{key}" if name else key, around)

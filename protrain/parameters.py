@@ -1,9 +1,12 @@
-"""Which parameters ProTrain manages: those whose values are plain floating-point numbers."""
+"""Which parameters ProTrain manages, and how the others are kept: as they are, whatever they are made of."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from protrain.trees import named_tensors
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -12,6 +15,48 @@ def is_managed(parameter: Tensor) -> bool:
     """Whether ``parameter`` is cast to the training dtype and lives in a chunk.
 
     Its numbers must be the weights themselves. Storage types such as fp8 mean nothing without a scale that lies
-    elsewhere, and a tensor of another class (torchao's, a DTensor) has more to it than numbers. Both stay as they are.
+    elsewhere, a tensor of another class (torchao's, a DTensor) has more to it than numbers, and a class of parameters
+    with a method ``to`` of its own (those of bitsandbytes) does more than copy when it is moved. All these stay as
+    they are.
     """
-    return parameter.dtype in _DTYPES and nn.Parameter in type(parameter).__mro__
+    kind = type(parameter)
+    return parameter.dtype in _DTYPES and nn.Parameter in kind.__mro__ and kind.to is Tensor.to
+
+
+def moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A parameter on ``device`` that ``parameter``, which is not managed, becomes by its own method ``to``.
+
+    It keeps the attributes that ``to`` did not move itself.
+    """
+    new = parameter.to(device)
+    found = new if isinstance(new, nn.Parameter) else nn.Parameter(new, requires_grad=parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        vars(found).setdefault(name, value)
+    return found
+
+
+def made_of(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
+    """The ordinary tensors that make up ``tensor``, under dotted names that begin with ``name``.
+
+    A quantised tensor of torchao consists of numbers, scales and zero points, for example, in no memory of its own.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return {name: tensor}
+    parts: dict[str, Tensor] = {}
+    for attribute in tensor.__tensor_flatten__()[0]:
+        parts |= made_of(getattr(tensor, attribute), f"{name}.{attribute}")
+    return parts
+
+
+def kept_beside(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
+    """Tensors in attributes of ``tensor``, such as scales of a quantised weight, under dotted names as above."""
+    if is_traceable_wrapper_subclass(tensor):
+        return {}
+    found = {f"{name}.{inner}": part for inner, part in named_tensors(vars(tensor))}
+    return {inner: part for inner, part in found.items() if part is not tensor}
+
+
+def unmanaged_memory(model: nn.Module) -> list[Tensor]:
+    """The ordinary tensors in which buffers of ``model`` and its parameters that are not managed lie."""
+    held = [*model.buffers(), *(parameter for parameter in model.parameters() if not is_managed(parameter))]
+    return [part for tensor in held for part in (*made_of(tensor).values(), *kept_beside(tensor).values())]

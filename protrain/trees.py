@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, auto
 from types import MemberDescriptorType
 from typing import Any
@@ -147,19 +147,31 @@ def _map_other(walk: _Walk, tree: Any) -> Any:
     return new
 
 
-def parts_of(tree: Any) -> list[tuple[str, Any]]:
-    """What a container or an object that holds tensors consists of, each with its name; nothing for a leaf.
+def named_tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in ``tree`` under its dotted name.
 
-    Elements of a dictionary have its keys for names, attributes their names, and all others their positions.
+    Elements of a mapping have its keys for names, attributes of an object their names, all others their positions.
     """
+    yield from _named_tensors(tree, "", frozenset())
+
+
+def _named_tensors(tree: Any, name: str, around: frozenset[int]) -> Iterator[tuple[str, Tensor]]:
+    """``around`` are the containers and objects that ``tree`` lies in."""
     if isinstance(tree, Tensor):
-        return []
-    parts = _parts(tree)
-    names = [*_attributes(tree)] if _kind_of(tree) in (_Kind.RECORD, _Kind.OBJECT) else []
-    n_elements = len(parts) - len(names)
-    keyed = isinstance(tree, dict) and len(tree) == n_elements
-    names += map(str, tree if keyed else range(n_elements))
-    return list(zip(names, parts, strict=False))
+        yield name, tree
+        return
+    if isinstance(tree, Mapping):
+        children = [(str(key), value) for key, value in tree.items()]
+    elif isinstance(tree, tuple | list):
+        children = [(str(index), value) for index, value in enumerate(tree)]
+    elif _kind_of(tree) is _Kind.NODE:
+        children = [(str(index), value) for index, value in enumerate(_parts(tree))]
+    else:
+        children = list(_attributes(tree).items()) if _is_walked(tree, _kind_of(tree)) else []
+    around |= {id(tree)}
+    for key, value in children:
+        if id(value) not in around:
+            yield from _named_tensors(value, f"{name}.{key}" if name else key, around)
 
 
 def _parts(tree: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from protrain.engine.activations.ledger import Ledger, SimulatedLedger
 from protrain.engine.activations.swap import ALIGNMENT_BYTES, HostSlots
@@ -23,6 +24,7 @@ from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks
+from protrain.parameters import moved, unmanaged_memory
 from protrain.planning.layout import most_held, streamed_chunks, updated_chunks
 from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, moved_input_bytes
 from protrain.planning.schedule import Schedule
@@ -127,7 +129,7 @@ def build_engine(
         ledger = SimulatedLedger(
             budget_bytes=device_bytes,
             fixed_bytes=fixed_bytes + plan.transient_bytes,
-            fixed=[tensor for tensor in model.buffers() if tensor.layout is torch.strided],
+            fixed=unmanaged_memory(model),
         )
     swapped = sum(
         block.saved_bytes + ALIGNMENT_BYTES * block.saved_tensors
@@ -171,17 +173,31 @@ def build_engine(
 
 
 def _move_the_rest(model: nn.Module, managed: set[int], device: torch.device) -> None:
-    """Buffers and parameters that are not floating point go to the device for good, in their own dtype."""
+    """Buffers and parameters that are not managed go to the device for good, in their own dtype and class."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(
                 f"buffer {name} is on the meta device, and only the model's constructor knows its values: build the "
                 "model under `with protrain.empty_parameters():`, which keeps buffers"
             )
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id of the first
     for module in model.modules():
         for name, held in module._buffers.items():
             if held is not None:
                 module._buffers[name] = held.to(device)
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) not in managed:
-                parameter.data = parameter.data.to(device)
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in managed or parameter.device == device:
+                continue
+            if id(parameter) not in replaced:
+                replaced[id(parameter)] = parameter, _on_device(parameter, device)
+            module._parameters[name] = replaced[id(parameter)][1]
+
+
+def _on_device(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """``parameter`` itself with its data on ``device``, or another where its class cannot take other data."""
+    new = moved(parameter, device)
+    if is_traceable_wrapper_subclass(parameter) or not torch._has_compatible_shallow_copy_type(parameter, new):
+        return new
+    parameter.data = new.data
+    vars(parameter).update(vars(new))
+    return parameter

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from protrain.parameters import made_of
 from protrain.profiler.attention_calls import AttentionCall, allocated_bytes
 from protrain.profiler.meter import Meter
 from protrain.profiler.operations import Operations, storage_key
@@ -61,11 +62,12 @@ def probe(
     known = {*constants, *copies}
 
     def pack(tensor: Tensor) -> Tensor:
-        key = storage_key(tensor)
-        if key in copies:
-            use.saved_inputs.add(copies[key])
-        elif key not in known:
-            saved[key] = allocated_bytes(tensor)
+        for part in made_of(tensor).values():
+            key = storage_key(part)
+            if key in copies:
+                use.saved_inputs.add(copies[key])
+            elif key not in known:
+                saved[key] = allocated_bytes(part)
         return tensor.detach()  # an output kept with its own graph node would never be freed
 
     meter.reset_peak()

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from protrain import batch as batches
 from protrain.compilation import CompiledForward, eager_of, graphs_compiled
+from protrain.parameters import made_of
 from protrain.profiler.given import GivenInputs, run_checkpointed
 from protrain.profiler.inner_backwards import InnerBackwards
 from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu, fused_attention_in_graphs
@@ -106,7 +107,7 @@ class Step:
         self._show = show
         self._outer = {index for unit, indexes in owned.items() if unit not in blocks for index in indexes}
         self._inner = InnerBackwards({path: owned[path] for path in blocks}, self._outer, weights)
-        self._constants = {storage_key(tensor) for tensor in (*weights.stand_ins, *weights.unmanaged.values())}
+        self._constants = {storage_key(tensor) for tensor in (*weights.stand_ins, *weights.unmanaged_memory())}
         self.output_bytes = 0  # of what the model returned and was not given
         self._meter: Meter | None = None
         self._given = GivenInputs()
@@ -164,7 +165,7 @@ class Step:
 
     def _note_saved(self, tensor: Tensor) -> Tensor:
         if self._open is not None and self._open.block is None:  # not what the checkpoint keeps of a block's inputs
-            self.kept_between.add(storage_key(tensor))
+            self.kept_between.update(map(storage_key, made_of(tensor).values()))
         return tensor.detach()  # an output kept with its own graph node would never be freed
 
     # -- segments

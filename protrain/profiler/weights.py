@@ -8,6 +8,7 @@ same storage to autograd, so views that an operation saved (F.linear saves weigh
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protrain.parameters import is_managed
+from protrain.parameters import is_managed, kept_beside, made_of, moved
 from protrain.profiler.meter import Meter
 
 _STAGE_ELEMENTS = 16 * 1024**2
@@ -54,7 +55,7 @@ class Weights:
         """Keep the stand-ins out of what ``meter`` counts."""
         self._meter = meter
         if meter is not None:
-            meter.ignore((*self.stand_ins, *self.originals, *self.unmanaged.values()))
+            meter.ignore((*self.stand_ins, *self.originals, *self.unmanaged_memory()))
 
     def fill(self, indexes: Iterable[int]) -> None:
         """Have the values of the parameters ``indexes`` on the device."""
@@ -116,9 +117,17 @@ class Weights:
                 )
 
     def unmanaged_bytes(self) -> int:
-        """Bytes of buffers and of parameters that are not floating-point."""
-        storages = {storage._cdata: storage.nbytes() for storage in map(_storage, self.unmanaged.values())}
+        """Bytes of buffers and of parameters that are not managed, and of what they have beside their numbers."""
+        storages = {storage._cdata: storage.nbytes() for storage in map(_storage, self.unmanaged_memory())}
         return sum(storages.values())
+
+    def unmanaged_memory(self) -> list[Tensor]:
+        """The ordinary tensors that these consist of."""
+        return [
+            part
+            for tensor in self.unmanaged.values()
+            for part in (*made_of(tensor).values(), *kept_beside(tensor).values())
+        ]
 
     def __enter__(self) -> Weights:
         for module in self._model.modules():
@@ -192,13 +201,21 @@ class Weights:
         return stand_in
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, nn.Parameter):  # quantised weights: nothing writes them
-            return (
-                tensor if tensor.device == self._device else nn.Parameter(tensor.to(self._device), tensor.requires_grad)
-            )
+        if isinstance(tensor, nn.Parameter):  # nothing writes it
+            # To move itself it may change what its attributes refer to, which the model's must keep.
+            return tensor if tensor.device == self._device else moved(_with_attributes(tensor), self._device)
         if tensor.is_meta and self._device.type != "meta":
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
-        return tensor.detach().to(self._device, copy=True)
+        return tensor.detach().clone().to(self._device)
+
+
+def _with_attributes(parameter: nn.Parameter) -> nn.Parameter:
+    """A copy of ``parameter``, with copies of its attributes."""
+    copied = copy.deepcopy(parameter)
+    for name, value in vars(parameter).items():
+        if name not in vars(copied):  # as that of an ordinary parameter leaves all of them out
+            vars(copied)[name] = copy.deepcopy(value)
+    return copied
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

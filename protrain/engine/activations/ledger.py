@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from protrain.errors import BudgetError
+from protrain.parameters import made_of
 from protrain.quantities import format_bytes
 
 
@@ -37,14 +38,15 @@ class SimulatedLedger(Ledger):
 
     @override
     def hold(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        address, size_bytes = storage.data_ptr(), storage.nbytes()
-        if address in self._fixed:
-            return
-        self._holders[address] += 1
-        if self._holders[address] == 1:
-            self.held_bytes += size_bytes
-        weakref.finalize(tensor, self._drop, address, size_bytes)
+        for part in made_of(tensor).values():
+            storage = part.untyped_storage()
+            address, size_bytes = storage.data_ptr(), storage.nbytes()
+            if address in self._fixed:
+                continue
+            self._holders[address] += 1
+            if self._holders[address] == 1:
+                self.held_bytes += size_bytes
+            weakref.finalize(tensor, self._drop, address, size_bytes)
         taken = self.fixed_bytes + self.held_bytes
         if taken > self.budget_bytes:  # not entered as a peak: what is freed again must not fail for good
             raise BudgetError(

@@ -120,8 +120,8 @@ class Moved:
         """Whether ``tensor`` can be moved, and it saves device memory: a persistent weight stays where it is."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return False
-        storage = tensor.untyped_storage()
-        return storage.nbytes() >= _SMALLEST_BYTES and self._engine.persistent_chunk(storage.data_ptr()) is None
+        address, size_bytes = storage_address(tensor), tensor.untyped_storage().nbytes()
+        return address != 0 and size_bytes >= _SMALLEST_BYTES and self._engine.persistent_chunk(address) is None
 
     def add(self, tensor: Tensor) -> MovedView:
         """Have the storage of ``tensor`` moved. Returns what to keep in its place."""

@@ -9,8 +9,11 @@ from torch import Tensor
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Address of the memory that ``tensor`` is a view of."""
-    return tensor.untyped_storage().data_ptr()
+    """Address of the memory that ``tensor`` is a view of; 0: it is made of other tensors, as quantised ones are."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
 
 
 class Viewers:
