@@ -4,7 +4,7 @@
 
     folder/00007-step-3500/
         checkpoint.json            manifest: format, files with size and CRC-32, step, scalars, scheduler, random states
-        buffers.safetensors        model.named_buffers(), and parameters that are no floating-point numbers
+        buffers.safetensors        model.named_buffers(), and parameters that are not managed
         modules.safetensors        tensors of get_extra_state(), whose rest is in the manifest; only if there are any
         state-00001.safetensors    "master/NAME", "exp_avg/NAME", ...: about 1 GiB each, one parameter never split
 
@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from protrain.checkpoint_buffers import BUFFERS, compare_names, saved_beside, tensors_beside
 from protrain.errors import CheckpointError
 from protrain.json_values import decode, encode
 from protrain.manifest import check_files, find_save, list_saves, read_manifest, verify_bytes, write_manifest
@@ -34,9 +35,7 @@ from protrain.parameters import is_managed
 from protrain.random_state import check_random_state, random_state, set_random_state
 from protrain.tensor_files import TensorWriter, open_tensors, sync_directory, write_tensors
 
-BUFFERS = "buffers.safetensors"
 MODULES = "modules.safetensors"
-_ADDED = ("extra state of module", "integer parameter")  # what the first checkpoints of this format do not hold
 _SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # a save that is not finished, or being deleted
 
 
@@ -183,7 +182,7 @@ def load_checkpoint(
     _check_scheduler(save, manifest.get("scheduler_class"), scheduler_state, scheduler)
 
     modules, states = _with_extra_state(model), manifest.get("modules", {})
-    buffers = _saved_buffers(save, model)
+    buffers = saved_beside(save, model)
     with_parameters = {save / file: entry["parameters"] for file, entry in manifest["files"].items()}
     scalars = decode(manifest["scalars"])
     try:
@@ -229,8 +228,8 @@ def _checked(folder: Path, model: nn.Module, names: list[str]) -> tuple[Path, di
     manifest = read_manifest(save)
     check_files(save, manifest)
     saved_names = {name for entry in manifest["files"].values() for name in entry["parameters"]}
-    _compare(save, "parameter", saved_names, set(names))
-    _compare(save, "extra state of module", set(manifest.get("modules", {})), set(_with_extra_state(model)))
+    compare_names(save, "parameter", saved_names, set(names))
+    compare_names(save, "extra state of module", set(manifest.get("modules", {})), set(_with_extra_state(model)))
     return save, manifest
 
 
@@ -249,18 +248,11 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if type(module).get_extra_state is not none}
 
 
-def _unmanaged(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters that are no floating-point numbers."""
-    return {name: parameter for name, parameter in model.named_parameters() if not is_managed(parameter)}
-
-
 def _write_tensors(
     scratch: Path, model: nn.Module, optimizer: StreamingOptimizer, extra: dict[str, torch.Tensor]
 ) -> tuple[dict[str, dict[str, Any]], int]:
     """Write buffers, ``extra`` and parameters; returns the manifest's files and the largest step of any parameter."""
-    # Cloned one by one: safetensors refuses tensors that share memory, as expanded and tied buffers do.
-    kept = {**dict(model.named_buffers()), **_unmanaged(model)}
-    buffers = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in kept.items()}
+    buffers = tensors_beside(model)
     files: dict[str, dict[str, Any]] = {}
     for file_name, tensors in {BUFFERS: buffers, **({MODULES: extra} if extra else {})}.items():
         size, crc32 = write_tensors(scratch / file_name, tensors)
@@ -276,16 +268,6 @@ def _write_tensors(
     for file in writer.files:
         files[file.name] = {"bytes": file.bytes, "crc32": file.crc32, "parameters": list(file.owners)}
     return files, step
-
-
-def _compare(save: Path, what: str, saved: set[str], present: set[str]) -> None:
-    for names, verb in ((saved - present, "holds"), (present - saved, "lacks")):
-        if names:
-            other = "the model does not have" if verb == "holds" else "the model has"
-            older = ", or of a version that did not save these" if what in _ADDED and verb == "lacks" else ""
-            raise CheckpointError(
-                f"{save} is of another model{older}: it {verb} the {what} {min(names)!r}, which {other}"
-            )
 
 
 def _class_of(scheduler: Any) -> str:
@@ -315,39 +297,6 @@ def _check_scheduler(
             raise CheckpointError(
                 f"{save} holds the state of another scheduler than a {present_class}: it {has} {key!r}; {remedy}"
             )
-
-
-def _saved_buffers(save: Path, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What ``model`` has of buffers and integer parameters, each with what becomes of it."""
-    buffers, unmanaged = dict(model.named_buffers()), _unmanaged(model)
-    found = []
-    with open_tensors(save / BUFFERS) as tensors:
-        saved_names = set(tensors.keys())
-        _compare(save, "buffer", saved_names - unmanaged.keys(), set(buffers))
-        _compare(save, "integer parameter", saved_names & unmanaged.keys(), set(unmanaged))
-        for name, target in {**buffers, **unmanaged}.items():
-            saved = tensors.get_tensor(name)
-            if saved.shape != target.shape or saved.dtype != target.dtype:
-                raise CheckpointError(
-                    f"{save} is of another model: buffer {name!r} is {saved.dtype} {list(saved.shape)} there "
-                    f"and {target.dtype} {list(target.shape)} here"
-                )
-            found.append(_once(save, name, target, saved))
-    return found
-
-
-def _once(save: Path, name: str, target: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both without the repetitions that ``target`` has from ``expand``: torch writes to no element twice."""
-    if 0 not in target.stride():
-        return target, saved
-    first = tuple(slice(1) if stride == 0 else slice(None) for stride in target.stride())
-    repeated = saved[first].expand_as(saved).clone(memory_format=torch.contiguous_format)
-    if not repeated.view(torch.uint8).equal(saved.view(torch.uint8)):  # the bytes, as NaN is not equal to itself
-        raise CheckpointError(
-            f"{save} has several values in buffer {name!r}, which is one value repeated by expand() here: give it "
-            "memory of its own with .contiguous() where the model makes it"
-        )
-    return target[first], saved[first]
 
 
 def _load_extra_state(save: Path, modules: dict[str, nn.Module], states: dict[str, Any], *, has_tensors: bool) -> None:

@@ -134,7 +134,7 @@ def wrap(
         raise ValueError(f"accumulation must be 1 or more, the backward() calls of a step, not {accumulation!r}")
     if not isinstance(plan, Plan | str | os.PathLike | None):
         raise ValueError(f"plan must be a Plan, or the path of a JSON file of one, not a {type(plan).__name__}")
-    check_model(model, optimizer)
+    check_model(model, optimizer, target)
     # Read before the profile, which takes minutes for a large model on a CPU.
     given, file = (plan, None) if plan is None or isinstance(plan, Plan) else (Plan.load(plan), plan)
     if given is not None:

@@ -20,7 +20,7 @@ ALLOWED = {
     "protrain.errors": ("protrain.quantities",),
     "protrain.host_memory": ("protrain.quantities",),
     "protrain.attention": (),
-    "protrain.parameters": (),
+    "protrain.parameters": ("protrain.trees",),
     "protrain.processes": (),
     "protrain.trees": (),
     "protrain.batch": (*DATA, "protrain.trees"),

@@ -38,7 +38,7 @@ def prepare_plain(
     masters = {}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and parameter.element_size() > 1 and nn.Parameter in type(parameter).__mro__:
             masters[id(parameter)] = parameter.data.to(device, torch.float32, copy=True)
             is_trained = parameter.requires_grad and id(parameter) in held
             parameter.data = (rounded if is_trained else cast)(masters[id(parameter)], dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -138,19 +139,63 @@ def test_nothing_to_train(model: nn.Module, batch: Batch) -> None:
     refused(model, optimizer, batch, "no parameter in the optimizer requires a gradient", ValueError)
 
 
-def test_parameters_that_would_not_be_trained(batch: Batch) -> None:
-    class Waves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+class WithOne(nn.Module):
+    """Has one parameter or buffer beside an ordinary layer."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) * self.phase.real
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        if isinstance(tensor, nn.Parameter):
+            self.other = tensor
+        else:
+            self.register_buffer("other", tensor)
 
-    model = Waves()
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x)
+
+
+class Own(Tensor):
+    """A class of its own."""
+
+
+class DTensor(Tensor):
+    """As one of torch.distributed is called, which needs processes."""
+
+
+def _nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.Parameter(torch.ones(4, dtype=torch.complex64)), r"is torch\.complex64.*torch\.view_as_real"),
+        (lambda: nn.Parameter(torch.ones(4).to(torch.float8_e5m2)), r"is torch\.float8_e5m2, too coarse.*in bfloat16"),
+        (lambda: nn.Parameter(torch.ones(4).as_subclass(Own)), "is a Own, whose parts.*an ordinary tensor.*adapters"),
+        (lambda: nn.Parameter(torch.eye(4).to_sparse()), r"is torch\.sparse_coo.*keep a dense one"),
+        (lambda: nn.Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False), r"is torch\.sparse_csr.*a dense one"),
+        (lambda: nn.Parameter(_nested()), "is a nested tensor.*a dense one"),
+        (lambda: nn.Parameter(torch.ones(4).as_subclass(DTensor)), "is a DTensor, which lies on several.*full_tensor"),
+        (_nested, "buffer other is a nested tensor.*a dense one"),
+    ],
+)
+def test_tensors_of_kinds_that_cannot_be_trained_or_placed(make: Callable[[], Tensor], words: str) -> None:
+    model = WithOne(make())
     optimizer = torch.optim.AdamW(model.parameters())
-    refused(model, optimizer, (torch.ones(2, 4),), r"phase is torch\.complex64.*torch\.view_as_real", ValueError)
+    with pytest.raises(ValueError, match=words) as caught:
+        protrain.wrap(model, optimizer, example_batch=(torch.ones(2, 4),), device="cpu", progress=False)
+    assert re.match("(parameter|buffer) other is", str(caught.value))
+
+
+@pytest.mark.parametrize("make", [nn.LazyLinear, lambda width: nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d())])
+def test_modules_without_shapes_yet(make: Callable[[int], nn.Module]) -> None:
+    batch = (torch.ones(2, 4),)
+    model = make(4)
+    options: Any = {"example_batch": batch, "device": "cpu", "progress": False}
+    with pytest.raises(ValueError, match=r"has no shape yet.*call the model once on a batch, and make the optimizer"):
+        protrain.wrap(model, torch.optim.AdamW(model.parameters()), **options)
+    model(*batch)
+    protrain.wrap(model, torch.optim.AdamW(model.parameters()), **options)
 
 
 def test_scripted_modules(batch: Batch) -> None:

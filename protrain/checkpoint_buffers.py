@@ -1,0 +1,118 @@
+"""What a checkpoint holds of a model besides managed parameters: buffers, and parameters that stay as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from protrain.errors import CheckpointError
+from protrain.parameters import is_managed, kept_beside, made_of
+from protrain.tensor_files import open_tensors
+
+BUFFERS = "buffers.safetensors"
+_ADDED = ("extra state of module", "frozen parameter")  # what the first checkpoints of this format do not hold
+_BESIDE = "beside/"  # before the names of what quantised weights need besides their numbers
+
+
+def tensors_beside(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies on the CPU of all that a checkpoint of ``model`` holds of these, by name in the file."""
+    # Cloned one by one: safetensors refuses tensors that share memory, as expanded and tied buffers do.
+    kept = {**_buffers(model), **_unmanaged(model), **_statistics(model)}
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in kept.items()}
+
+
+def saved_beside(save: Path, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What ``model`` has of buffers and parameters that are not managed, each with what becomes of it."""
+    buffers, unmanaged, statistics = _buffers(model), _unmanaged(model), _statistics(model)
+    found = []
+    with open_tensors(save / BUFFERS) as tensors:
+        keys = set(tensors.keys())
+        saved_names = {key for key in keys if not key.startswith(_BESIDE)}
+        compare_names(save, "buffer", saved_names - unmanaged.keys(), set(buffers))
+        compare_names(save, "frozen parameter", saved_names & unmanaged.keys(), set(unmanaged))
+        for name, target in {**buffers, **unmanaged}.items():
+            saved = tensors.get_tensor(name)
+            if saved.shape != target.shape or saved.dtype != target.dtype:
+                raise CheckpointError(
+                    f"{save} is of another model: buffer {name!r} is {saved.dtype} {list(saved.shape)} there "
+                    f"and {target.dtype} {list(target.shape)} here"
+                )
+            found.append(_once(save, name, target, saved))
+        for name in sorted(keys & statistics.keys()):
+            if not _same_bytes(tensors.get_tensor(name), statistics[name].detach().cpu()):
+                raise CheckpointError(
+                    f"{save} is of another model: {name.removeprefix(_BESIDE)} has other values there, so its weights "
+                    "were quantised otherwise: load it into a model that was quantised from the same weights"
+                )
+    return found
+
+
+def compare_names(save: Path, what: str, saved: set[str], present: set[str]) -> None:
+    """CheckpointError unless the names ``saved`` of ``what`` in ``save`` are those ``present`` in the model."""
+    for names, verb in ((saved - present, "holds"), (present - saved, "lacks")):
+        if names:
+            other = "the model does not have" if verb == "holds" else "the model has"
+            older = ", or of a version that did not save these" if what in _ADDED and verb == "lacks" else ""
+            raise CheckpointError(
+                f"{save} is of another model{older}: it {verb} the {what} {min(names)!r}, which {other}"
+            )
+
+
+def _unmanaged(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters that are not managed, in the ordinary tensors that they are made of."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not is_managed(parameter):
+            found |= made_of(parameter, name)
+    return found
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers, likewise."""
+    found: dict[str, torch.Tensor] = {}
+    for name, buffer in model.named_buffers():
+        found |= made_of(buffer, name)
+    return found
+
+
+def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What parameters that are not managed need besides: scales of quantised weights, in attributes or by state_dict.
+
+    No buffers and no parameters, they are not loaded. But with others the loaded weights would be others, too.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        own = {name: p for name, p in module.named_parameters(path, recurse=False) if not is_managed(p)}
+        if not own:
+            continue
+        for name, parameter in own.items():
+            found |= kept_beside(parameter, name)
+        told: dict[str, Any] = {}
+        module._save_to_state_dict(told, f"{path}." if path else "", keep_vars=True)
+        known = {name for name, _ in (*module.named_parameters(path, False), *module.named_buffers(path, False))}
+        found |= {n: value for n, value in told.items() if n not in known and isinstance(value, torch.Tensor)}
+    return {f"{_BESIDE}{name}": value for name, value in found.items()}
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are of one type and shape with the same bytes, as NaN is not equal to itself."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+def _once(save: Path, name: str, target: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both without the repetitions that ``target`` has from ``expand``: torch writes to no element twice."""
+    if 0 not in target.stride():
+        return target, saved
+    first = tuple(slice(1) if stride == 0 else slice(None) for stride in target.stride())
+    repeated = saved[first].expand_as(saved).clone(memory_format=torch.contiguous_format)
+    if not repeated.view(torch.uint8).equal(saved.view(torch.uint8)):  # the bytes, as NaN is not equal to itself
+        raise CheckpointError(
+            f"{save} has several values in buffer {name!r}, which is one value repeated by expand() here: give it "
+            "memory of its own with .contiguous() where the model makes it"
+        )
+    return target[first], saved[first]

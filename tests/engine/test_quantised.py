@@ -1,0 +1,175 @@
+"""Adapters beside frozen weights that are no plain numbers train as in the plain loop, are saved, and are counted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from protrain.errors import CheckpointError
+from tests.engine import residual
+from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Loop, Spec, adamw, default_loss, wrap_under
+from tests.engine.plain_loop import prepare_plain
+from tests.engine.quantised import WIDTH, Adapted, Fp8, Int8, OwnClass, Scaled
+
+SPECS = (
+    Spec("none", "least", (CKPT,), early=True),
+    Spec("some", "least", (SWAP, CKPT_SWAP, NONE), small=True),
+)
+CPU = torch.device("cpu")
+
+
+def torchao_int8() -> nn.Module:
+    torchao = pytest.importorskip("torchao.quantization")
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False))
+    torchao.quantize_(layer, torchao.Int8WeightOnlyConfig())
+    return layer
+
+
+def bitsandbytes_4bit() -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = bnb.nn.Linear4bit(WIDTH, WIDTH, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    layer.load_state_dict(nn.Linear(WIDTH, WIDTH, bias=False).state_dict())
+    quantised: nn.Module = layer.to("cpu").requires_grad_(False)
+    return quantised
+
+
+def bitsandbytes_8bit() -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = bnb.nn.Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False)
+    layer.load_state_dict(nn.Linear(WIDTH, WIDTH, bias=False).state_dict())
+    quantised: nn.Module = layer.to("cpu").requires_grad_(False)
+    return quantised
+
+
+KINDS: list[Callable[[], nn.Module]] = [Int8, Fp8, OwnClass, torchao_int8, bitsandbytes_4bit, bitsandbytes_8bit]
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that train, whole."""
+    state = model.state_dict()
+    return {name: state[name].clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_train_as_in_the_plain_loop(kind: Callable[[], nn.Module]) -> None:
+    data, loop = residual.batches(3), Loop()
+    model = Adapted(kind)
+    plain, trainer = prepare_plain(model, adamw(model), device=CPU, dtype=torch.float32)
+    losses, expected = loop.run(plain, trainer, data), trained(plain)
+    assert len(set(losses)) == len(losses)
+    for spec in SPECS:
+        model = Adapted(kind)
+        classes = [type(parameter) for parameter in model.parameters()]
+        frozen = {name: (p.dtype, type(p)) for name, p in model.named_parameters() if name.endswith("base.weight")}
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=CPU, tight=True)
+        assert loop.run(wrapped, optimizer, data) == losses, str(spec)
+        found = trained(wrapped)
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), str(spec)
+        for name, (dtype, cls) in frozen.items():
+            assert (wrapped.get_parameter(name).dtype, type(wrapped.get_parameter(name))) == (dtype, cls)
+        assert len(classes) == len(list(wrapped.parameters()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saves_resume_to_the_same_bits(kind: Callable[[], nn.Module], tmp_path: Path) -> None:
+    data, loop = residual.batches(2), Loop(scheduler=False)
+    model = Adapted(kind)
+    wrapped, optimizer = wrap_under(SPECS[0], model, adamw(model), data[0], device=CPU)
+    loop.run(wrapped, optimizer, data)
+    protrain.save_checkpoint(tmp_path, wrapped, optimizer)
+    expected = loop.run(wrapped, optimizer, data)
+    model = Adapted(kind)
+    wrapped, optimizer = wrap_under(SPECS[1], model, adamw(model), data[0], device=CPU)
+    protrain.load_checkpoint(tmp_path, wrapped, optimizer)
+    assert loop.run(wrapped, optimizer, data) == expected
+
+
+def test_parts_of_a_tensor_are_saved_and_loaded(tmp_path: Path) -> None:
+    data = residual.batches(1)
+    model = Adapted(OwnClass)
+    wrapped, optimizer = wrap_under(SPECS[0], model, adamw(model), data[0], device=CPU)
+    protrain.save_checkpoint(tmp_path, wrapped, optimizer)
+    other = Adapted(OwnClass, seed=1)
+    loaded, trainer = wrap_under(SPECS[0], other, adamw(other), data[0], device=CPU)
+    protrain.load_checkpoint(tmp_path, loaded, trainer)
+    found, expected = (m.get_parameter("blocks.1.base.weight") for m in (loaded, wrapped))
+    assert isinstance(found, Scaled)
+    assert isinstance(expected, Scaled)
+    assert torch.equal(found.numbers, expected.numbers)
+    assert torch.equal(found.scale, expected.scale)
+    torch.manual_seed(0)
+    after = default_loss(loaded, data[0])
+    torch.manual_seed(0)
+    assert torch.equal(after, default_loss(wrapped, data[0]))
+
+
+@pytest.mark.parametrize("kind", [Int8, bitsandbytes_4bit, bitsandbytes_8bit])
+def test_saves_of_weights_that_were_quantised_otherwise_are_refused(
+    kind: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    """Their numbers would be loaded, and their scales, which a save cannot put back, would be those of others."""
+    data = residual.batches(1)
+    model = Adapted(kind)
+    wrapped, optimizer = wrap_under(SPECS[0], model, adamw(model), data[0], device=CPU)
+    protrain.save_checkpoint(tmp_path, wrapped, optimizer)
+    other = Adapted(kind, seed=1)
+    loaded, trainer = wrap_under(SPECS[0], other, adamw(other), data[0], device=CPU)
+    before = {name: p.detach().clone() for name, p in loaded.named_parameters() if name.endswith("base.weight")}
+    with pytest.raises(CheckpointError, match=r"has other values there, so its weights were quantised otherwise"):
+        protrain.load_checkpoint(tmp_path, loaded, trainer)
+    assert all(torch.equal(loaded.get_parameter(name), value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("kind", [Int8, Fp8, OwnClass])
+def test_profiles_of_another_device_count_the_bytes_and_leave_the_model(kind: Callable[[], nn.Module]) -> None:
+    model: Any = Adapted(kind)
+    before = [(id(p), id(vars(p).get("scale")), p.device) for p in model.parameters()]
+    scales = 3 * 4 if kind is not Fp8 else 0  # those are parameters of their own
+    for device in ("meta", "cpu"):
+        profile = protrain.profile(model, residual.batches(1)[0], device=device, dtype=torch.float32)
+        assert profile.buffer_bytes == 3 * WIDTH * WIDTH + scales
+    assert [(id(p), id(vars(p).get("scale")), p.device) for p in model.parameters()] == before
+
+
+class Carried(nn.Parameter):
+    """A parameter that takes something along where it goes, in an attribute that it changes in place."""
+
+    table: dict[str, Tensor]
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.table["scale"] = self.table["scale"].to(*args, **kwargs)
+        moved = Carried(self.data.to(*args, **kwargs), requires_grad=False)
+        moved.table = self.table
+        return moved
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        copied = Carried(self.data.clone(), requires_grad=False)
+        copied.table = copy.deepcopy(self.table, memo)
+        return copied
+
+
+def test_a_parameter_moves_by_its_own_method() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Carried(torch.randn(WIDTH, WIDTH), requires_grad=False)
+            self.weight.table = {"scale": torch.ones(1)}
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.weight.table["scale"].device == x.device
+            result: Tensor = x @ self.weight * self.weight.table["scale"]
+            return result
+
+    model = Adapted(Layer)
+    protrain.profile(model, residual.batches(1)[0], device="meta", dtype=torch.float32)
+    for block in model.blocks:
+        layer: Any = block.base
+        assert type(layer.weight) is Carried
+        assert layer.weight.table["scale"].is_cpu
