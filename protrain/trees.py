@@ -62,17 +62,20 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _collect(tree: Any, found: list[Tensor], seen: _Seen) -> None:
-    if isinstance(tree, Tensor):
+    kind = type(tree)  # compared first: isinstance takes long for what is no tensor
+    if kind is Tensor:
         found.append(tree)
-        return
-    kind = type(tree)
-    if kind is tuple or kind is list:
+    elif kind is tuple or kind is list:
         for part in tree:
             _collect(part, found, seen)
     elif kind is dict:
         for part in tree.values():
             _collect(part, found, seen)
-    elif kind not in _WITHOUT_TENSORS and id(tree) not in seen:
+    elif kind in _WITHOUT_TENSORS:
+        return
+    elif isinstance(tree, Tensor):
+        found.append(tree)
+    elif id(tree) not in seen:
         parts = _parts(tree)
         if parts:
             seen[id(tree)] = tree, tree
@@ -111,15 +114,15 @@ def replace_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable
 
 def _map(walk: _Walk, tree: Any) -> Any:
     kind = type(tree)
+    if kind is Tensor or kind in _PLAIN:
+        return walk[0](tree)
     if kind is tuple:
         return tuple([_map(walk, part) for part in tree])
     if kind is list:
         return [_map(walk, part) for part in tree]
     if kind is dict:
         return {key: _map(walk, part) for key, part in tree.items()}
-    if isinstance(tree, Tensor) or kind in _PLAIN:
-        return walk[0](tree)
-    return _map_other(walk, tree)
+    return walk[0](tree) if isinstance(tree, Tensor) else _map_other(walk, tree)
 
 
 def _map_other(walk: _Walk, tree: Any) -> Any:
