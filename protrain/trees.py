@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, auto
 from types import MemberDescriptorType
@@ -194,9 +195,14 @@ def _parts(tree: Any) -> list[Any]:
 def knows_to(tree: Any) -> bool:
     """Whether ``tree`` is an object with a method ``to(device)``, which knows best what of it goes to a device.
 
-    A packed sequence leaves its lengths in host memory, for example.
+    A packed sequence leaves its lengths in host memory, for example. A method that takes no device, of a quantity that
+    is converted to another unit say, is not meant.
     """
-    return not isinstance(tree, Tensor | nn.Module | type) and callable(getattr(type(tree), "to", None))
+    method = getattr(type(tree), "to", None)
+    if isinstance(tree, Tensor | nn.Module | type) or not inspect.isfunction(method):
+        return False
+    parameters = inspect.signature(method).parameters.values()
+    return any(parameter.name == "device" or parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
 
 
 def _kind_of(tree: Any) -> _Kind:

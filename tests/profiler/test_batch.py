@@ -52,6 +52,20 @@ class _Moving:
         return self
 
 
+class _Converted:
+    """Has a method ``to`` that is about something else."""
+
+    def to(self, unit: str) -> _Converted:
+        raise AssertionError(f"asked to convert to {unit}")
+
+
+def test_a_method_to_that_takes_no_device_is_not_called() -> None:
+    quantity = _Converted()
+    moved = batches.to_device({"when": quantity, "x": torch.ones(1)}, torch.device("meta"))
+    assert moved["when"] is quantity
+    assert moved["x"].is_meta
+
+
 def test_objects_move_themselves_and_the_callers_stay() -> None:
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     ours = _Moving()
