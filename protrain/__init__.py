@@ -4,7 +4,7 @@ from protrain import interrupt  # noqa: F401  # first: torch takes seconds to im
 
 # isort: split
 from protrain.checkpoint import load_checkpoint, save_checkpoint
-from protrain.engine.states.materialise import empty_parameters
+from protrain.engine.states.empty import empty_parameters
 from protrain.engine.weights.state_hooks import full_parameters
 from protrain.errors import BudgetError, CheckpointError, MisuseError, PlanError
 from protrain.hardware import HardwareProfile, calibrate

@@ -22,6 +22,7 @@ from torch import nn
 from protrain import batch as batches
 from protrain.engine.build import build_engine
 from protrain.engine.states.chunks import DTYPES
+from protrain.engine.states.empty import check_recorded, fill_buffers
 from protrain.engine.states.weight_files import check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
 from protrain.errors import MisuseError, PlanError
@@ -135,6 +136,8 @@ def wrap(
     if not isinstance(plan, Plan | str | os.PathLike | None):
         raise ValueError(f"plan must be a Plan, or the path of a JSON file of one, not a {type(plan).__name__}")
     check_model(model, optimizer, target)
+    if weights is None:
+        check_recorded(model)
     # Read before the profile, which takes minutes for a large model on a CPU.
     given, file = (plan, None) if plan is None or isinstance(plan, Plan) else (Plan.load(plan), plan)
     if given is not None:
@@ -150,6 +153,7 @@ def wrap(
     if target.type == "cuda":
         use_expandable_segments()
     hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
+    fill_buffers(model, target)
     if given is None and hardware.device_type == "cuda" and hardware.source != "measured":
         say.note(_NOT_CALIBRATED)
     change = partial(change_forwards, model, target, compile=compile, chunked_loss=chunked_loss)

@@ -82,8 +82,7 @@ def build_engine(
     named = dict(model.named_parameters())
     parameters = [named[record.name] for record in profile.parameters]
     members = make_members(profile, layout, chunks, parameters)
-    blocks = {block.name for block in profile.blocks}
-    fill(members, model, blocks=blocks, weights=weights, device=device, show=show)
+    fill(members, model, weights=weights, device=device, show=show)
     _move_the_rest(model, {id(parameter) for parameter in parameters}, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what initialising took

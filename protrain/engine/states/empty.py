@@ -1,0 +1,252 @@
+"""Models that are built without memory: parameters that have a record of their construction in place of values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from protrain.engine.states.recorded import record_of, replay, view_of
+from protrain.engine.states.recorder import AsOnCpu, Recorder, unwatched
+from protrain.errors import MisuseError
+from protrain.parameters import is_managed
+
+_VERSION = "protrain_version"  # attribute of an empty tensor: how often it had been written when its record ended
+_EMPTY = "protrain_empty"  # attribute of a tensor with memory: the empty one that took its place
+_RAW_DATA: Any = torch.Tensor.data
+_INSIDE = "inside `with protrain.empty_parameters():`, which records it, or after protrain.wrap"
+
+
+class EmptyParameter(nn.Parameter):
+    """A parameter on the meta device whose values follow from a record, which ended with the context it was built in.
+
+    What is written to it afterwards would be lost, so that is counted, to be refused by :func:`check_recorded`.
+    """
+
+    def _refuse_data(self, value: Tensor) -> None:
+        if value is self:  # as `model.float()` does where there is nothing to convert
+            return
+        record = record_of(self)
+        raise MisuseError(
+            f"parameter {record.name if record is not None else ''} was built under protrain.empty_parameters(), so it "
+            f"has no data to replace: do that {_INSIDE}"
+        )
+
+    # As `detach` gives it, so that a change through it counts as one of the parameter.
+    data: Any = property(lambda parameter: parameter.detach(), _refuse_data)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with empty_parameters():
+            assert _active is not None
+            _active.reopen(self)
+            return nn.Parameter.__deepcopy__(self, memo)
+
+
+_active: _Construction | None = None
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Models that are built inside take no memory for their parameters, and train as if they had been built plainly.
+
+    How each parameter came about is recorded in place of its values: by its module's constructor, by later calls such
+    as ``model.apply(init)``, by being copied or computed from other parameters. :func:`protrain.wrap` makes the values
+    from that, one parameter at a time, where they are needed; or loads them with ``weights=``. After the ``with`` block
+    parameters are on the meta device; buffers have values, except those computed from parameters. A parameter whose
+    values come from outside (a tensor that was loaded, a numpy array) has them at once.
+
+    Constants, and what is computed from other parameters, are exactly those of a model that is built plainly. Random
+    numbers have the same distribution, but are others: every random operation takes one number from the generator that
+    it would have drawn from (``torch.manual_seed`` governs them) and draws with that as its seed. So they are the same
+    under every plan; on a GPU they differ from those on the CPU.
+
+    Raises:
+        ValueError: inside, when code needs the value of a parameter (``.item()``, ``if weight.any():``).
+    """
+    global _active
+    if _active is not None:
+        yield
+        return
+    construction = _Construction()
+    _active = construction
+    try:
+        with construction.watched():
+            yield
+    finally:
+        _active = None
+        construction.close()
+
+
+def check_recorded(model: nn.Module) -> None:
+    """ValueError where a parameter of ``model`` has neither values nor a record that would make them."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        record = record_of(tensor)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        what = f"parameter {name}" if is_parameter else f"buffer {name}"
+        if record is None:
+            if tensor.is_meta and is_parameter:
+                raise ValueError(
+                    f"{what} is on the meta device, so it has no values: build it under `with "
+                    "protrain.empty_parameters():`, which records them, or pass weights="
+                )
+        elif record.empty:
+            _refuse_change(what, tensor)
+            if record.last is None and tensor.numel():
+                raise ValueError(
+                    f"{what} is left without values by its constructor: initialise it inside `with "
+                    "protrain.empty_parameters():`, or pass weights="
+                )
+
+
+def fill_buffers(model: nn.Module, device: torch.device) -> None:
+    """Give the buffers of ``model`` that were computed from empty parameters their values, on the CPU.
+
+    They are computed on ``device``, from the values that the parameters will have there.
+    """
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and is_empty(buffer):
+                if id(buffer) not in made:
+                    made[id(buffer)] = values_of(buffer, device).cpu()
+                module._buffers[name] = made[id(buffer)]
+
+
+def is_empty(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has a record in place of values."""
+    record = record_of(tensor)
+    return record is not None and record.empty
+
+
+def values_of(tensor: Tensor, device: torch.device) -> Tensor:
+    """The values that the record of ``tensor`` makes, on ``device`` and in its dtype."""
+    record = record_of(tensor)
+    assert record is not None
+    return replay(view_of(tensor, record), device)
+
+
+class _Construction:
+    """What happens between the two ends of the context."""
+
+    def __init__(self) -> None:
+        self._recorder = Recorder()
+        self._parameters: list[nn.Parameter] = []  # empty ones
+        self._buffers: list[tuple[nn.Module, str]] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Record what runs inside."""
+        module: Any = nn.Module
+        init: Any = nn.init
+        register_parameter, register_buffer = module.register_parameter, module.register_buffer
+        deepcopy, truncated = nn.Parameter.__deepcopy__, init._no_grad_trunc_normal_
+
+        def empty_parameter(owner: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            register_parameter(owner, name, self._emptied(param, f"{type(owner).__name__}.{name}"))
+
+        def noted_buffer(owner: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+            register_buffer(owner, name, tensor, persistent)
+            self._buffers.append((owner, name))
+
+        def deep_copied(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
+            found = deepcopy(parameter, memo)
+            self._parameters.append(found)
+            return found
+
+        def trunc_normal_(
+            tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+        ) -> Tensor:
+            # It draws again until all values are within bounds, which depends on them: one operation, then.
+            return self._recorder.call(truncated, tensor, mean, std, a, b, generator=generator)
+
+        with ExitStack() as stack:
+            for owner, name, value in (
+                (module, "register_parameter", empty_parameter),
+                (module, "register_buffer", noted_buffer),
+                (nn.Parameter, "__deepcopy__", deep_copied),
+                (init, "_no_grad_trunc_normal_", trunc_normal_),
+            ):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+            stack.enter_context(self._recorder)
+            stack.enter_context(AsOnCpu(self._recorder, self.reopen))
+            yield
+
+    def reopen(self, tensor: Tensor) -> None:
+        """Record further what happens to ``tensor``, if it is a parameter that was built in an earlier context.
+
+        Raises:
+            ValueError: it was changed in between.
+        """
+        if isinstance(tensor, EmptyParameter):
+            record = record_of(tensor)
+            _refuse_change(f"parameter {record.name if record is not None else ''}", tensor)
+            tensor.__class__ = nn.Parameter  # type: ignore[assignment]
+            self._parameters.append(tensor)
+
+    def close(self) -> None:
+        """End the record. What has no values is on the meta device now."""
+        for owner, name in self._buffers:
+            buffer = owner._buffers.get(name)
+            if buffer is not None and is_empty(buffer):
+                if not buffer.is_meta:
+                    buffer = vars(buffer).setdefault(_EMPTY, self._recorder.empty(buffer))
+                owner._buffers[name] = buffer
+                vars(buffer)[_VERSION] = buffer._version
+        for parameter in self._parameters:
+            if is_empty(parameter):
+                vars(parameter)[_VERSION] = parameter._version
+                if type(parameter) is nn.Parameter:
+                    parameter.__class__ = EmptyParameter
+        self._recorder.close()
+
+    def _emptied(self, parameter: nn.Parameter | None, name: str) -> nn.Parameter | None:
+        """What to register in place of ``parameter``: itself where its values came from outside."""
+        with unwatched():
+            if type(parameter) is not nn.Parameter or not is_managed(parameter):
+                return parameter  # one of another class has more to it than its values
+            record = record_of(parameter)
+            if record is None:
+                return parameter
+            record.name = record.name or name
+            if parameter.is_meta:
+                record.empty = True
+                self._parameters.append(parameter)
+                return parameter
+            if _EMPTY not in vars(parameter):
+                empty = nn.Parameter(self._recorder.empty(parameter), requires_grad=parameter.requires_grad)
+                vars(empty).update(vars(parameter))
+                _keep_hooks(empty, parameter)
+                vars(parameter)[_EMPTY] = empty
+                self._parameters.append(empty)
+            found: nn.Parameter = vars(parameter)[_EMPTY]
+            return found
+
+
+def _refuse_change(what: str, tensor: Tensor) -> None:
+    if tensor._version != vars(tensor).get(_VERSION, tensor._version):
+        raise ValueError(
+            f"{what} was changed after it had been built under protrain.empty_parameters(), and it has no values that "
+            f"could change: do that {_INSIDE}"
+        )
+
+
+def exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Let ``parameter``, which is empty, be what ``other`` is: the same object, with attributes, hooks and references.
+
+    Not ``torch.utils.swap_tensors``, which refuses those that modules such as ``nn.LSTM`` keep weak references to.
+    """
+    parameter.__class__ = nn.Parameter
+    vars(parameter).pop(_VERSION, None)
+    _keep_hooks(other, parameter)
+    torch._C._swap_tensor_impl(parameter, other)
+
+
+def _keep_hooks(target: Any, source: Any) -> None:
+    """Hooks of ``source`` are those of ``target`` too; their handles remove them from both."""
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(source, kind)) is not None:
+            setattr(target, kind, hooks)

@@ -1,0 +1,184 @@
+"""How a tensor that has no memory came about, and the same steps again: the record of a construction, and its replay.
+
+A model built under :func:`protrain.empty_parameters` has no values, only a record of the operations that would have
+made them. The record is a graph. A :class:`Record` stands for one storage and knows the last :class:`Operation` that
+wrote it; an operation knows those that had to run before it. So the record of a parameter is what can be reached from
+it, and a value that nothing refers to any more takes its record along. Nothing in a record is as large as what it
+stands for, except copies of tensors that came from outside.
+
+[Note: keyed draws] Every random operation has a seed of its own, drawn while recording from the generator that its
+numbers would have come from. So its numbers are the same whenever, wherever and however often it is replayed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from protrain.trees import map_leaves, tensors_in
+
+_ATTRIBUTE = "protrain_record"  # of a storage: it lives as long as the storage does
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class Record:
+    """One storage: which operation wrote it last, and what is to be known of it without its values."""
+
+    size_bytes: int
+    device: torch.device  # where the plain construction would have it
+    last: Operation | None = None  # None: nothing has written it
+    empty: bool = False  # its values are nowhere: they follow from the record alone
+    closed: bool = False  # it has values that may have changed since they were recorded, so that it says nothing now
+    name: str = ""  # of the parameter that it became
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as an operation was given it: a part of a recorded storage."""
+
+    record: Record
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor that came from outside, as it was then."""
+
+    value: Tensor
+
+
+@dataclass(eq=False)
+class Operation:
+    """A call that made or wrote recorded storages."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]  # with View or Constant in place of tensors
+    kwargs: dict[str, Any]
+    seed: int | None  # of its random numbers: [Note: keyed draws]
+    before: tuple[Operation, ...]
+    makes: list[View | None] = field(default_factory=list)  # for every tensor that it returns; None: one it was given
+    number: int = field(default_factory=lambda: next(_numbers))
+
+
+def record_of(tensor: Tensor) -> Record | None:
+    """The record of the storage of ``tensor``; None where nothing is known of its values, or they may have changed."""
+    if not has_storage(tensor):
+        return None
+    record: Record | None = vars(tensor.untyped_storage()).get(_ATTRIBUTE)
+    return None if record is None or record.closed else record
+
+
+def set_record(storage: torch.UntypedStorage, record: Record) -> None:
+    """Let ``record`` be the record of ``storage``."""
+    setattr(storage, _ATTRIBUTE, record)
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether the numbers of ``tensor`` lie in a storage of its own kind, at strides."""
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def view_of(tensor: Tensor, record: Record) -> View:
+    """``tensor`` as a part of the storage of ``record``."""
+    return View(record, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+def parameter_names(record: Record) -> list[str]:
+    """Names of the parameters that ``record`` follows from, latest first."""
+    names = [record.name] if record.name else []
+    for operation in reversed(_steps(record)):
+        for leaf in _leaves((operation.args, operation.kwargs)):
+            if isinstance(leaf, View) and leaf.record.name and leaf.record.name not in names:
+                names.append(leaf.record.name)
+    return names
+
+
+def replay(view: View, device: torch.device) -> Tensor:
+    """The values of ``view``, made on ``device`` by the operations that its record names; the caller owns them.
+
+    Nothing outlives the call but the returned tensor, and no state of a random generator changes.
+    """
+    steps = _steps(view.record)
+    uses = [{leaf.record for leaf in _leaves((step.args, step.kwargs)) if isinstance(leaf, View)} for step in steps]
+    last_use = {record: index for index, records in enumerate(uses) for record in records}
+    storages: dict[Record, torch.UntypedStorage] = {}
+
+    def tensor_of(part: View) -> Tensor:
+        if part.record not in storages:
+            memory = torch.zeros(part.record.size_bytes, dtype=torch.uint8, device=device)
+            storages[part.record] = memory.untyped_storage()
+        empty = torch.empty(0, dtype=part.dtype, device=device)
+        return empty.set_(storages[part.record], part.offset, part.shape, part.stride)
+
+    def given(leaf: Any) -> Any:
+        if isinstance(leaf, View):
+            return tensor_of(leaf)
+        if isinstance(leaf, Constant):
+            return leaf.value.to(device, copy=True)
+        return device if isinstance(leaf, torch.device) else leaf
+
+    with torch.no_grad():
+        for index, step in enumerate(steps):
+            args, kwargs = map_leaves(given, (step.args, step.kwargs))
+            with nullcontext() if step.seed is None else seeded(step.seed, device):
+                results = tensors_in(step.call(*args, **kwargs))
+            for result, made in zip(results, step.makes, strict=True):
+                if made is not None and (made.record in last_use or made.record is view.record):
+                    storages[made.record] = _as_recorded(result, made).untyped_storage()
+            for record in uses[index]:
+                if last_use[record] == index and record is not view.record:
+                    storages.pop(record, None)
+        return tensor_of(view)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers on ``device`` follow from ``seed`` inside; afterwards its generator is as before."""
+    generator = torch.default_generator
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
+
+
+def _steps(record: Record) -> list[Operation]:
+    """The operations that the values of ``record`` follow from, in the order in which they ran."""
+    found: dict[int, Operation] = {}
+    open_ends = [] if record.last is None else [record.last]
+    while open_ends:
+        operation = open_ends.pop()
+        if operation.number not in found:
+            found[operation.number] = operation
+            open_ends += operation.before
+    return [found[number] for number in sorted(found)]
+
+
+def _as_recorded(result: Tensor, made: View) -> Tensor:
+    """``result`` with the strides that were recorded: an operation may lay out its result otherwise on this device."""
+    if (result.stride(), result.storage_offset()) == (made.stride, made.offset):
+        return result
+    whole = result.new_empty(made.record.size_bytes // result.element_size())
+    return whole.as_strided(made.shape, made.stride, made.offset).copy_(result)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    map_leaves(found.append, tree)
+    return found
