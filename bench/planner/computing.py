@@ -119,7 +119,7 @@ def _plain_steps(case: Case, device: torch.device, *, recomputed: bool, repeat: 
     if device.type == "cuda":
         torch.cuda.empty_cache()
     model, _, batch = build(case)
-    fill(model, model, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    fill(model, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
     blocks = blocks_of(model)
     shape_blocks(blocks, compile=case.compile, checkpointed=[recomputed] * len(blocks))
     batch = batches.training_arguments(model, {name: tensor.to(device) for name, tensor in batch.items()})

@@ -55,9 +55,9 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
         if index < contestant.resident:  # nothing to gather: a cast on the GPU
             own["reshard_after_forward"] = True
             own.pop("offload_policy", None)
-        fill(model, block, device=device, dtype=torch.float32)
+        fill(block, device=device, dtype=torch.float32)
         fully_shard(block, **own)
-    fill(model, model, device=device, dtype=torch.float32)
+    fill(model, device=device, dtype=torch.float32)
     fully_shard(model, **options)
     optimizers = [  # one for each kind of device: fused kernels are of one
         torch.optim.AdamW(groups, fused=True, **adamw_options(task))
@@ -130,7 +130,7 @@ def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     optimizer_class = importlib.import_module("torchao.optim").CPUOffloadOptimizer
     model = build_model(task)
     replace_loss(model, task, device)
-    fill(model, model, device=device, dtype=torch.float32)
+    fill(model, device=device, dtype=torch.float32)
     model.to(device)
     blocks = blocks_of(model)
     shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
@@ -187,7 +187,7 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
     model = build_model(task)
     replace_loss(model, task, device)
     parameters = count(model)
-    fill(model, model, device=device, dtype=torch.bfloat16)
+    fill(model, device=device, dtype=torch.bfloat16)
     model.to(device)
     blocks = blocks_of(model)
     shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))

@@ -116,7 +116,7 @@ def floor_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     model = build_model(job.task)
     replace_loss(model, job.task, device)
     checkpointed = [mode.recomputes for mode in plan.block_modes]
-    fill(model, model, device=device, dtype=weight_dtype(device))
+    fill(model, device=device, dtype=weight_dtype(device))
     model.to(device)
     shape_blocks(blocks_of(model), compile=job.contestant.compile, checkpointed=checkpointed)
     for parameter in model.parameters():
@@ -183,7 +183,7 @@ def resident_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
     task, contestant = job.task, job.contestant
     model = build_model(task)
     replace_loss(model, task, device)
-    fill(model, model, device=device, dtype=weight_dtype(device))
+    fill(model, device=device, dtype=weight_dtype(device))
     model.to(device)
     blocks = blocks_of(model)
     optimizer = MasterAdamW(model, blocks, task)

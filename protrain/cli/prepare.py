@@ -45,6 +45,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     dtype = choose_dtype(job.dtype, device)
     if job.threads is not None:
         torch.set_num_threads(job.threads)
+    torch.manual_seed(job.seed)  # start values follow from it
     loaded = load_model(job.model)
     sequence = job.sequence or loaded.sequence
     fit_positions(loaded, sequence)

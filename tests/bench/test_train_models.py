@@ -27,7 +27,7 @@ TASK = Task(model="tiny", layers=3, batch=1, sequence=16, steps=4, warm_up=1, le
 
 def _filled(dtype: torch.dtype = torch.float32) -> nn.Module:
     model = build_model(TASK)
-    fill(model, model, device=CPU, dtype=dtype)
+    fill(model, device=CPU, dtype=dtype)
     return model
 
 
@@ -49,11 +49,11 @@ def _forwards(model: nn.Module) -> Counter[int]:
 def test_weights_have_the_model_s_own_start_values_and_ties_survive() -> None:
     model = build_model(TASK)
     blocks = blocks_of(model)
-    fill(model, blocks[0], device=CPU, dtype=torch.bfloat16)
+    fill(blocks[0], device=CPU, dtype=torch.bfloat16)
     assert not any(parameter.is_meta for parameter in blocks[0].parameters())
     assert all(parameter.is_meta for parameter in blocks[1].parameters())
     before = [parameter.clone() for parameter in blocks[0].parameters()]
-    fill(model, model, device=CPU, dtype=torch.bfloat16)
+    fill(model, device=CPU, dtype=torch.bfloat16)
     for old, new in zip(before, blocks[0].parameters(), strict=True):
         assert torch.equal(old, new)  # what had values keeps them
     assert model.lm_head.weight is model.get_input_embeddings().weight
@@ -69,9 +69,9 @@ def test_weights_have_the_model_s_own_start_values_and_ties_survive() -> None:
 def test_everyone_begins_with_the_same_weights(shape: str) -> None:
     task = replace(TASK, model=shape, layers=2)
     whole, by_block, wrapped = (build_model(task) for _ in range(3))
-    fill(whole, whole, device=CPU, dtype=torch.float32)
+    fill(whole, device=CPU, dtype=torch.float32)
     for module in (*reversed(blocks_of(by_block)), by_block):  # as for FSDP2, in another order
-        fill(by_block, module, device=CPU, dtype=torch.float32)
+        fill(module, device=CPU, dtype=torch.float32)
     ids = torch.zeros((1, 16), dtype=torch.long)
     optimizer = torch.optim.AdamW(wrapped.parameters())
     wrapped, _ = protrain.wrap(wrapped, optimizer, example_batch={"input_ids": ids, "labels": ids}, device=CPU)

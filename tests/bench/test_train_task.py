@@ -81,7 +81,7 @@ def test_a_head_whose_hooks_replace_its_output_still_hands_on_the_loss(chunks: l
         torch.manual_seed(0)
         model = build_model(TASK)
         replace_loss(model, replace(TASK, chunked_loss=kept), CPU)
-        fill(model, model, device=CPU, dtype=torch.float32)
+        fill(model, device=CPU, dtype=torch.float32)
         if kept:
             with outputs_kept(model.lm_head):
                 model.lm_head.register_forward_hook(lambda module, inputs, output: output.detach())  # as ZeRO-3 does
@@ -96,7 +96,7 @@ def test_rotary_models_have_the_positions_that_the_task_needs_and_compute_the_sa
         torch.manual_seed(0)
         model = build_model(replace(TASK, sequence=sequence))
         assert model.config.max_position_embeddings == positions
-        fill(model, model, device=CPU, dtype=torch.float32)
+        fill(model, device=CPU, dtype=torch.float32)
         logits.append(model(input_ids=IDS[0]).logits)
     assert torch.equal(*logits)
     job = Job(

@@ -183,6 +183,18 @@ def test_lines_outside_a_terminal_name_first_and_last_step(
     assert lines == ["1/5", "2/5", "4/5", "5/5"]
 
 
+def test_start_values_follow_from_the_seed(workplace: Path, tmp_path: Path) -> None:
+    found = []
+    for index, seed in enumerate((1, 1, 2)):
+        torch.manual_seed(index)  # what ran before has no say in it
+        folder = tmp_path / str(index)
+        named = ("--model", "tiny", "--seed", str(seed), "--steps", "1", "--learning-rate", "0", "--batch", "1")
+        assert main(arguments(workplace, folder, *named)) == 0
+        found.append(weights(folder)["model.layers.0.mlp.up_proj.weight"])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
 def test_accumulated_batches_make_one_step(workplace: Path, tmp_path: Path) -> None:
     command = arguments(workplace, tmp_path / "run", "--accumulation", "3", "--no-model", "--dtype", "bfloat16")
     command[command.index("--steps") + 1] = "12"

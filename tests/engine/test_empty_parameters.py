@@ -322,7 +322,8 @@ def test_attributes_hooks_and_groups_survive() -> None:
 
     with protrain.empty_parameters():
         model = Used(fill)
-    kept: Any = model.part.weight
+    kept = model.part.weight
+    wrapped: Any
     wrapped, _ = wrap_under(TIGHT, model, adamw(model), BATCH, device=CPU)
     assert wrapped.part.weight is kept
     assert kept.no_decay
