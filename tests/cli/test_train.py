@@ -188,11 +188,11 @@ def test_start_values_follow_from_the_seed(workplace: Path, tmp_path: Path) -> N
     for index, seed in enumerate((1, 1, 2)):
         torch.manual_seed(index)  # what ran before has no say in it
         folder = tmp_path / str(index)
-        named = ("--model", "tiny", "--seed", str(seed), "--steps", "1", "--learning-rate", "0", "--batch", "1")
+        named = ("--model", "tiny", "--seed", str(seed), "--steps", "1", "--learning-rate", "1e-9", "--warmup", "0")
         assert main(arguments(workplace, folder, *named)) == 0
         found.append(weights(folder)["model.layers.0.mlp.up_proj.weight"])
     assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+    assert (found[0] - found[2]).abs().max() > 0.01  # which no step of that learning rate makes
 
 
 def test_accumulated_batches_make_one_step(workplace: Path, tmp_path: Path) -> None:
