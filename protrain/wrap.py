@@ -136,8 +136,7 @@ def wrap(
     if not isinstance(plan, Plan | str | os.PathLike | None):
         raise ValueError(f"plan must be a Plan, or the path of a JSON file of one, not a {type(plan).__name__}")
     check_model(model, optimizer, target)
-    if weights is None:
-        check_recorded(model)
+    check_recorded(model, loaded=weights is not None)
     # Read before the profile, which takes minutes for a large model on a CPU.
     given, file = (plan, None) if plan is None or isinstance(plan, Plan) else (Plan.load(plan), plan)
     if given is not None:

@@ -31,7 +31,7 @@ class Model(nn.Module):
         super().__init__()
         self.part: Any = nn.Module()
         fill(self.part)
-        self.blocks = nn.ModuleList(Linear(8, 8) for _ in range(3))
+        self.blocks: Any = nn.ModuleList(Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -172,6 +172,15 @@ def cast_inside(part: Any) -> None:
     part.beside = nn.Parameter(torch.zeros(2, device=part.wide.device) + 1)
 
 
+def under_another_default_dtype(part: Any) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        part.layer, part.drawn = Linear(4, 4), nn.Parameter(torch.randn(5) * 0.02)
+        part.log = nn.Parameter(torch.arange(1, 5).log())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def masked(part: Any) -> None:
     part.register_buffer("mask", torch.tril(torch.ones(4, 4)))
     part.a, part.b = Linear(4, 4), Linear(4, 4)
@@ -214,6 +223,7 @@ def parts_of_one_tensor(part: Any) -> None:
     part.a, part.b = nn.Parameter(whole[2:5]), nn.Parameter(whole[4:8].view(2, 2).t())
     whole.mul_(2)
     part.turned = nn.Parameter(torch.randn(4, 3).t())
+    part.mapped = nn.Parameter(torch.vmap(lambda row: row.sin().cumsum(0))(part.turned.detach()))
     part.numbers = nn.Parameter(torch.arange(3), requires_grad=False)
     part.list = nn.ParameterList([nn.Parameter(torch.randn(2)), nn.Parameter(torch.ones(2))])
 
@@ -232,6 +242,7 @@ PARTS = (
     numbers_from_outside,
     tied,
     cast_inside,
+    under_another_default_dtype,
     masked,
     buffers_from_parameters,
     seeded_again,
@@ -254,6 +265,21 @@ def test_an_init_that_is_applied_afterwards_counts() -> None:
             init.zeros_(module.bias)
 
     check_built_alike(lambda: Model(torch_layers).apply(start))
+
+
+def test_adapters_may_be_added_in_another_context() -> None:
+    with seeded(4), protrain.empty_parameters():
+        base = Model(adapter)
+    untouched = copy.deepcopy(base)
+    with seeded(5), protrain.empty_parameters():
+        adapter(base.blocks[1])
+        base.blocks[1].up.data[:2] = base.blocks[1].weight[:2, :2].detach()
+    found, expected = state_when_wrapped(base, TIGHT), state_when_wrapped(untouched, LOOSE)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value)
+    assert torch.equal(found["blocks.1.up"][:2], expected["blocks.1.weight"][:2, :2])
+    assert not found["blocks.1.up"][2:].any()
+    assert 0 < found["blocks.1.down"].abs().max() <= (1 / 8) ** 0.5
 
 
 def test_tied_and_copied_values_are_equal_and_seeds_tell_models_apart() -> None:

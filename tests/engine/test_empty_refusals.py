@@ -198,6 +198,13 @@ def test_an_error_inside_leaves_torch_as_it_was() -> None:
     assert not copy.deepcopy(Linear(2, 2)).weight.is_meta
 
 
+def test_wrapping_inside_is_refused() -> None:
+    with protrain.empty_parameters():
+        model = Blocks()
+        fails_to_wrap(model, r"protrain\.wrap inside protrain\.empty_parameters\(\).* call it after the block")
+    wrap(model)
+
+
 def test_contexts_nest() -> None:
     with protrain.empty_parameters():
         with protrain.empty_parameters():

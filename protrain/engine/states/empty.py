@@ -80,8 +80,19 @@ def empty_parameters() -> Iterator[None]:
         construction.close()
 
 
-def check_recorded(model: nn.Module) -> None:
-    """ValueError where a parameter of ``model`` has neither values nor a record that would make them."""
+def check_recorded(model: nn.Module, *, loaded: bool) -> None:
+    """ValueError where a parameter of ``model`` has neither values nor a record that would make them.
+
+    Args:
+        model: to be wrapped.
+        loaded: whether its parameters are loaded from files, so that they need neither.
+    """
+    if _active is not None:
+        raise ValueError(
+            "protrain.wrap inside protrain.empty_parameters(), where parameters have no values: call it after the block"
+        )
+    if loaded:
+        return
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         record = record_of(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)

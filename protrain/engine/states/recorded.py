@@ -67,6 +67,7 @@ class Operation:
     kwargs: dict[str, Any]
     seed: int | None  # of its random numbers: [Note: keyed draws]
     before: tuple[Operation, ...]
+    default_dtype: torch.dtype  # torch's default when it ran, on which the dtype of its results may depend
     makes: list[View | None] = field(default_factory=list)  # for every tensor that it returns; None: one it was given
     number: int = field(default_factory=lambda: next(_numbers))
 
@@ -86,6 +87,8 @@ def set_record(storage: torch.UntypedStorage, record: Record) -> None:
 
 def has_storage(tensor: Tensor) -> bool:
     """Whether the numbers of ``tensor`` lie in a storage of its own kind, at strides."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # what functions see inside torch.vmap
+        return False
     return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
@@ -128,8 +131,9 @@ def replay(view: View, device: torch.device) -> Tensor:
             return leaf.value.to(device, copy=True)
         return device if isinstance(leaf, torch.device) else leaf
 
-    with torch.no_grad():
+    with torch.no_grad(), _default_dtype_kept():
         for index, step in enumerate(steps):
+            torch.set_default_dtype(step.default_dtype)
             args, kwargs = map_leaves(given, (step.args, step.kwargs))
             with nullcontext() if step.seed is None else seeded(step.seed, device):
                 results = tensors_in(step.call(*args, **kwargs))
@@ -140,6 +144,15 @@ def replay(view: View, device: torch.device) -> Tensor:
                 if last_use[record] == index and record is not view.record:
                     storages.pop(record, None)
         return tensor_of(view)
+
+
+@contextmanager
+def _default_dtype_kept() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager
@@ -172,6 +185,7 @@ def _steps(record: Record) -> list[Operation]:
 
 def _as_recorded(result: Tensor, made: View) -> Tensor:
     """``result`` with the strides that were recorded: an operation may lay out its result otherwise on this device."""
+    assert (result.shape, result.dtype) == (made.shape, made.dtype), "an operation gave another result than recorded"
     if (result.stride(), result.storage_offset()) == (made.stride, made.offset):
         return result
     whole = result.new_empty(made.record.size_bytes // result.element_size())

@@ -191,6 +191,7 @@ class Recorder(RuntimeMode):
             kwargs=frozen_kwargs,
             seed=seed,
             before=tuple({record.last for record in read if record.last is not None}),
+            default_dtype=torch.get_default_dtype(),
             makes=made,
         )
         for tensor in written:
