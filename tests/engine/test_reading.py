@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import protrain
 from protrain.errors import MisuseError
+from protrain.optim import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,
     NONE,
@@ -232,22 +233,22 @@ class Momentum(nn.Module):
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_data_that_forward_replaces_is_refused_and_changes_nothing(spec: Spec, device: torch.device) -> None:
-    def wrapped() -> Any:
+    def wrapped() -> tuple[Any, ProTrainOptimizer]:
         with seeded():
             model = Momentum()
         return wrap_under(spec, model, adamw(model), (x,), device=device)
 
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    (model, optimizer), untouched = wrapped(), wrapped()
-    for each in (model, untouched[0]):
+    (model, optimizer), (other, its_optimizer) = wrapped(), wrapped()
+    for each in (model, other):
         each.share = 0.0  # the same values elsewhere do no harm
-    assert Loop().run(model, optimizer, [(x,)] * 2) == Loop().run(*untouched, [(x,)] * 2)
+    assert Loop().run(model, optimizer, [(x,)] * 2) == Loop().run(other, its_optimizer, [(x,)] * 2)
     model.share = 0.5
     with pytest.raises(MisuseError, match=r"data of key\.0\.weight was replaced .*a forward must leave them"):
         model(x)
     model.share = 0.0
-    assert Loop().run(model, optimizer, [(x,)] * 2) == Loop().run(*untouched, [(x,)] * 2)
-    assert_same(states(model, optimizer), states(*untouched))
+    assert Loop().run(model, optimizer, [(x,)] * 2) == Loop().run(other, its_optimizer, [(x,)] * 2)
+    assert_same(states(model, optimizer), states(other, its_optimizer))
 
 
 def test_a_momentum_encoder_that_follows_after_the_step(device: torch.device) -> None:

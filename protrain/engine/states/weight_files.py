@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.engine.states.conversions import Conversions, Part
+from protrain.engine.states.empty import is_empty
 from protrain.engine.states.stored_tensors import StoredTensor, reading, stored_tensors
 from protrain.engine.weights.parameter import has_moved
 from protrain.parameters import is_managed
@@ -105,7 +106,7 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
     missing = [
         name
         for name in places.managed
-        if name not in found and (has_moved(model.get_parameter(name)) or not may_lack(name))
+        if name not in found and not (may_lack(name) and _has_values(model.get_parameter(name)))
     ]
     if missing:
         besides = f"; it holds {_listed(unused)}, which the model has no place for" if unused else ""
@@ -114,6 +115,11 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
             f"{missing[0]}{besides}"
         )
     return WeightSources(sources=sources, repeated=repeated, unused=unused)
+
+
+def _has_values(parameter: nn.Parameter) -> bool:
+    """Whether the model itself has the values of ``parameter``, or the record of how they are made."""
+    return is_empty(parameter) or not (parameter.is_meta or has_moved(parameter))
 
 
 def check_weights(model: nn.Module, folder: Path, *, stacklevel: int) -> None:

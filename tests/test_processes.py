@@ -1,0 +1,43 @@
+"""Several processes are refused in every order of process groups and wrappers, in each of them, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import protrain
+from tests import processes
+from tests.engine.residual import make
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_every_order_is_refused_in_both_processes(tmp_path: Path) -> None:
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "tests.processes", str(tmp_path)]
+    started = [
+        subprocess.Popen(command, cwd=ROOT, env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=200)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for text in said:
+        lines = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+        for name in (*processes.WITHOUT_GROUP, *processes.WITH_GROUP):
+            assert "this is one of 2 processes" in lines[name], (name, lines[name])
+            assert "trains in one process so far" in lines[name], (name, lines[name])
+
+
+def test_one_process_that_torchrun_started_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    protrain.wrap(model, optimizer, example_batch=(torch.ones(2, 8),), device="cpu", progress=False)
