@@ -1,7 +1,8 @@
 """Run as one of two processes: every order of process groups, wrappers and protrain.wrap, each with what it said.
 
 Usage: python -m tests.processes FOLDER, with RANK and WORLD_SIZE as torchrun sets them. Prints one line for each order,
-``ORDER: ERROR``. Each group has a store of its own in FOLDER, as a shared one still has the addresses of the last group.
+``ORDER: ERROR``. Each group has a store of its own in FOLDER, as a shared one would have the addresses of the group
+before it.
 """
 
 from __future__ import annotations

@@ -174,7 +174,8 @@ def view_step(model: nn.Module, batch: dict[str, Tensor], *, recompute: bool) ->
 def measure(name: str, *, layers: int | None, batch: int, sequence: int, device: torch.device) -> tuple[int, list[Row]]:
     """Depth and rows of one model."""
     loaded = load_model(name, layers=layers)
-    model = loaded.model.to(_DTYPE).train()
+    with protrain.empty_parameters():  # the model has no values, only the record of how they are made
+        model = loaded.model.to(_DTYPE).train()
     ids = torch.zeros(batch, sequence, dtype=torch.int64)
     example = {"input_ids": ids, "labels": ids}
     profile = protrain.profile(model, example, device=device, dtype=_DTYPE)

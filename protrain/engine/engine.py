@@ -41,7 +41,7 @@ from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.leaving import copies_of_weights, refuse_kept_views
-from protrain.engine.weights.parameter import PresentParameter, edit_error, foreign_gradient, raw_gradient
+from protrain.engine.weights.parameter import PresentParameter, edit_error, refuse_foreign_gradients
 from protrain.engine.weights.released import ReleasedParameter, point_at, release
 from protrain.engine.weights.views import Viewers, ViewForm, storage_address
 from protrain.errors import MisuseError
@@ -135,7 +135,7 @@ class Engine:
         self.refuse_while_whole("step()")
         self._let_go()
         self.refuse_edits()
-        self.refuse_foreign_gradients()
+        refuse_foreign_gradients(self.members)
 
     def expect_forward(self) -> None:
         """A step is over: what the next forward needs first goes up as soon as it is updated, before that begins."""
@@ -354,6 +354,11 @@ class Engine:
         if unit is not None:
             self.unbind(unit)
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs that brings gradients."""
+        return self._backward is not None
+
     # -- saved tensors -------------------------------------------------------------------------------------------------
 
     def weight_view(self, tensor: Tensor, address: int) -> WeightView | None:
@@ -423,29 +428,6 @@ class Engine:
             member.parameter.__class__ = ReleasedParameter
         else:
             release(member.parameter, self.placeholder)
-
-    def read(self, index: int) -> Tensor:
-        """A copy of the weight of parameter ``index`` on the device, once its update is done."""
-        member = self.members[index]
-        chunk = member.chunk
-        if chunk.persistent:
-            return member.view(chunk.weight).clone()
-        if self.buffers.held(chunk):
-            return member.view(self.buffers.content(chunk)).clone()
-        chunk.wait_for_update()
-        return member.view(chunk.current_weight).to(self.device, copy=True)
-
-    def refuse_foreign_gradient(self, index: int) -> None:
-        """MisuseError for what is in ``.grad`` of parameter ``index`` while no backward has just put it there."""
-        if self._backward is None:
-            raise foreign_gradient(self.members[index].name)
-
-    def refuse_foreign_gradients(self) -> None:
-        """MisuseError where something else has left a gradient in the ``.grad`` of a parameter."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for member in self.members:
-                if raw_gradient(member.parameter) is not None:
-                    raise foreign_gradient(member.name)
 
     def end_export(self, members: Iterable[int]) -> None:
         """What state_dict() or load_state_dict() had in its hands are parameters like the others again."""

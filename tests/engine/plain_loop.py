@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from protrain.batch import cast_inputs, to_device
 from protrain_kernels import adam_reference, adam_scalars, split_reference, sum_of_squares_reference, tiles
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -50,12 +50,8 @@ def prepare_plain(
     uses_cache = bool(getattr(getattr(model, "config", None), "use_cache", False))
 
     def place(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        def one(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return leaf.to(device, dtype) if leaf.dtype is torch.float32 else leaf.to(device)
-
-        args, kwargs = tree_map(one, args), tree_map(one, kwargs)
+        args, kwargs = to_device((args, kwargs), device)
+        args, kwargs = cast_inputs(args, kwargs, dtype)
         return args, {"use_cache": False, **kwargs} if uses_cache and torch.is_grad_enabled() else kwargs
 
     model.register_forward_pre_hook(place, with_kwargs=True)

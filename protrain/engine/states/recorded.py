@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from protrain.trees import map_leaves, tensors_in
+from protrain.trees import Leaf, map_leaves, tensors_in
 
 _ATTRIBUTE = "protrain_record"  # of a storage: it lives as long as the storage does
 _numbers = itertools.count()
@@ -41,7 +41,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class View:
+class View(Leaf):
     """A tensor as an operation was given it: a part of a recorded storage."""
 
     record: Record
@@ -52,7 +52,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(Leaf):
     """A tensor that came from outside, as it was then."""
 
     value: Tensor

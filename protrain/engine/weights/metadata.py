@@ -30,6 +30,9 @@ def _metadata() -> frozenset[Any]:
 
 
 METADATA = _metadata()
+# What is said of a parameter's place in a graph, wherever its values are.
+_AUTOGRAD = "requires_grad is_leaf grad_fn retains_grad output_nr _version _backward_hooks _post_accumulate_grad_hooks"
+AUTOGRAD = frozenset([getattr(torch.Tensor, name).__get__ for name in _AUTOGRAD.split()])
 LAYOUT = frozenset({torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.storage_offset})
 HOOKS = frozenset(
     {

@@ -9,6 +9,7 @@ in the chunk. The other classes are in :mod:`protrain.engine.weights.released`.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from protrain.errors import MisuseError
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine
+    from protrain.engine.states.chunks import Member
 
 _MOVED = "protrain_moved"  # an attribute
 _RAW_DATA: Any = torch.Tensor.data
@@ -110,7 +112,8 @@ class PresentParameter(nn.Parameter):
         """
         handle = self.protrain_handle
         if (arriving := raw_gradient(self)) is not None:
-            handle.engine.refuse_foreign_gradient(handle.index)
+            if not handle.engine.in_backward:
+                raise foreign_gradient(handle.name)
             return arriving
         if handle.gradient_pending:
             return KeptGradient.of(handle, self.shape)
@@ -222,6 +225,14 @@ def foreign_gradient(name: str) -> MisuseError:
         "DistributedDataParallel and its like do so. Train the model that protrain.wrap returned as it is, without "
         "another wrapper around it or inside it"
     )
+
+
+def refuse_foreign_gradients(members: Iterable[Member]) -> None:
+    """MisuseError where something else has left a gradient in the ``.grad`` of a parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for member in members:
+            if raw_gradient(member.parameter) is not None:
+                raise foreign_gradient(member.name)
 
 
 def edit_error(name: str, how: str) -> MisuseError:

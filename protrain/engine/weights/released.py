@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from protrain.engine.weights.metadata import HOOKS, LAYOUT, METADATA, PATTERNS
+from protrain.engine.weights.metadata import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS
 from protrain.engine.weights.parameter import Handle, PresentParameter, edit_error, raw_data, set_data
 from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.errors import MisuseError
@@ -74,20 +74,31 @@ class ReleasedParameter(PresentParameter):
         return _read(func, args, kwargs)
 
 
-class WholeParameter(PresentParameter):
-    """A managed parameter inside full_parameters: its data is a CPU copy, which may be edited.
+def _whole_data(parameter: WholeParameter) -> Tensor:
+    return parameter.protrain_whole.detach()
 
-    A graph made inside keeps views of that copy, and not the parameter, whose data is another one afterwards.
+
+def _set_whole_data(parameter: WholeParameter, data: Tensor) -> None:
+    parameter.protrain_whole = data.detach()
+
+
+class WholeParameter(PresentParameter):
+    """A managed parameter inside full_parameters, which stands for a CPU copy that may be edited.
+
+    The copy is beside the parameter, not its data: autograd would forget where the gradient of a parameter goes when
+    its data changes to another device. A graph made inside keeps views of the copy, and its gradient goes to where the
+    parameter is.
     """
 
-    data: Any = property(raw_data, set_data)
+    protrain_whole: Tensor
+    data: Any = property(_whole_data, _set_whole_data)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on views of the copies."""
-        if func in METADATA or func in HOOKS:
+        """Run ``func`` on the copies."""
+        if func in HOOKS or func in AUTOGRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         args, kwargs = map_leaves(_viewed, (args, kwargs or {}))
@@ -130,13 +141,26 @@ class _Source:
             )
 
 
+def weight_of(handle: Handle) -> Tensor:
+    """A copy of the weight on the device, once its update is done."""
+    engine = handle.engine
+    member = engine.members[handle.index]
+    chunk = member.chunk
+    if chunk.persistent:
+        return member.view(chunk.weight).clone()
+    if engine.buffers.held(chunk):
+        return member.view(engine.buffers.content(chunk)).clone()
+    chunk.wait_for_update()
+    return member.view(chunk.current_weight).to(engine.device, copy=True)
+
+
 class _Copied(torch.autograd.Function):
     """A copy of a weight on the device; its gradient is the parameter's."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, source: _Source) -> Tensor:
         ctx.source = source
-        return source.handle.engine.read(source.handle.index)
+        return weight_of(source.handle)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -145,18 +169,17 @@ class _Copied(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """The CPU copy that full_parameters has made; its gradient goes to where the parameter is by then."""
+    """The CPU copy that full_parameters has made; its gradient goes to where the parameter is."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Any) -> Tensor:
-        ctx.parameter, ctx.source = parameter, _Source.now(parameter.protrain_handle)
-        with torch._C.DisableTorchFunctionSubclass():
-            return parameter.detach()
+        ctx.device, ctx.source = raw_data(parameter).device, _Source.now(parameter.protrain_handle)
+        return parameter.protrain_whole.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.source.check("backward through a copy of")
-        return gradients[0].to(ctx.parameter.device)
+        return gradients[0].to(ctx.device)
 
 
 def _viewed(leaf: Any) -> Any:
@@ -164,8 +187,7 @@ def _viewed(leaf: Any) -> Any:
         return leaf
     if torch.is_grad_enabled() and leaf.requires_grad:
         return _Whole.apply(leaf)
-    with torch._C.DisableTorchFunctionSubclass():
-        return leaf.detach()
+    return leaf.protrain_whole.detach()
 
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,7 +265,7 @@ class _Copies:
             if torch.is_grad_enabled() and parameter.requires_grad:
                 copy: Tensor = _Copied.apply(parameter, source)
             else:
-                copy = source.handle.engine.read(source.handle.index)
+                copy = weight_of(source.handle)
         return self._watched(copy, source)
 
     def _watched(self, tensor: Tensor, source: _Source) -> Tensor:
@@ -266,7 +288,7 @@ def _unpack(packed: Any) -> Tensor:
         return packed
     source, form = packed
     source.check("backward through a copy of")
-    return form.on(source.handle.engine.read(source.handle.index).view(-1))
+    return form.on(weight_of(source.handle).view(-1))
 
 
 def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -300,7 +322,13 @@ def release(parameter: nn.Parameter, placeholder: Tensor) -> None:
     parameter.__class__ = ReleasedParameter
 
 
-def make_whole(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give ``parameter`` the CPU copy ``data``, for full_parameters."""
-    set_data(parameter, data)
+def make_whole(parameter: nn.Parameter, copy: Tensor) -> None:
+    """Have ``parameter`` stand for ``copy`` on the CPU, for full_parameters."""
+    vars(parameter)["protrain_whole"] = copy
     parameter.__class__ = WholeParameter
+
+
+def end_whole(parameter: nn.Parameter) -> None:
+    """End what ``make_whole`` began."""
+    vars(parameter).pop("protrain_whole", None)  # not there where memory ran out
+    parameter.__class__ = ReleasedParameter

@@ -19,7 +19,7 @@ from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.values import read_weight, write_weight
 from protrain.engine.weights.parameter import PresentParameter
-from protrain.engine.weights.released import ReleasedParameter, make_whole
+from protrain.engine.weights.released import ReleasedParameter, end_whole, make_whole
 from protrain.errors import MisuseError
 
 
@@ -145,8 +145,7 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
 def _put_back(engine: Engine, members: list[Member]) -> None:
     for member in members:
         engine.whole.remove(member.index)
-        member.edits = member.parameter._version
-        engine.put_away(member)
+        end_whole(member.parameter)
 
 
 def _keep_edits(engine: Engine, members: list[Member], copies: list[Tensor], edited: list[Tensor]) -> None:
