@@ -40,7 +40,7 @@ def made_of(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
 
     A quantised tensor of torchao consists of numbers, scales and zero points, for example, in no memory of its own.
     """
-    if not is_traceable_wrapper_subclass(tensor):
+    if type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor):
         return {name: tensor}
     parts: dict[str, Tensor] = {}
     for attribute in tensor.__tensor_flatten__()[0]:

@@ -39,11 +39,11 @@ from protrain.engine.streams import Streams
 from protrain.engine.units import Unit
 from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker
-from protrain.engine.weights.buffers import BufferPool
+from protrain.engine.weights.buffers import Buffer, BufferPool
 from protrain.engine.weights.leaving import copies_of_weights, refuse_kept_views
 from protrain.engine.weights.parameter import PresentParameter, edit_error, refuse_foreign_gradients
 from protrain.engine.weights.released import ReleasedParameter, point_at, release
-from protrain.engine.weights.views import Viewers, ViewForm, storage_address
+from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.errors import MisuseError
 from protrain.planning.plan import Plan
 from protrain.planning.schedule import Schedule
@@ -104,8 +104,11 @@ class Engine:
         self._order = training_order
         self._backward_start = len(profile.calls)
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
-        self._persistent = {storage_address(chunk.weight): chunk for chunk in chunks if chunk.persistent}
-        self._viewers = {chunk.index: Viewers(chunk.weight) for chunk in chunks if chunk.persistent}
+        # Address of a storage -> the persistent chunk whose weight lies there, or the buffer.
+        self.weight_places: dict[int, Chunk | Buffer] = {
+            **{storage_address(chunk.weight): chunk for chunk in chunks if chunk.persistent},
+            **{storage_address(buffer.memory): buffer for buffer in buffers.buffers},
+        }
         self._residents = [member for unit in units for member in unit.residents]
         self._edited: set[int] = set()  # chunks whose buffers hold what must not be used again
         self._current: Unit | None = None  # whose backward runs
@@ -163,7 +166,7 @@ class Engine:
         finally:
             self.unbind(unit)
         if torch.is_grad_enabled():
-            refuse_kept_views(unit, self.buffers, self._viewers)
+            refuse_kept_views(unit, self.buffers)
         return output
 
     def run_around(
@@ -183,7 +186,7 @@ class Engine:
         finally:
             self.unbind(unit)
         if torch.is_grad_enabled():
-            refuse_kept_views(unit, self.buffers, self._viewers)
+            refuse_kept_views(unit, self.buffers)
         return output
 
     def _come_to(self, unit: Unit) -> None:
@@ -208,7 +211,7 @@ class Engine:
                 point_at(member.parameter, member.view(acquired[member.chunk.index]))
         for chunk in unit.resident_chunks:
             if not chunk.holders:
-                self._viewers[chunk.index].begin_use()
+                chunk.viewers.begin_use()
             chunk.holders += 1
         for member in unit.residents:
             member.bound += 1
@@ -361,18 +364,17 @@ class Engine:
 
     # -- saved tensors -------------------------------------------------------------------------------------------------
 
-    def weight_view(self, tensor: Tensor, address: int) -> WeightView | None:
-        """``tensor``, whose storage is at ``address``, as a view of a chunk, when weights lie there."""
-        chunk = self.chunk_at(address)
-        return None if chunk is None else WeightView(chunk, ViewForm.of(tensor))
+    def weight_view(self, tensor: Tensor, buffer: Buffer) -> WeightView:
+        """``tensor``, which lies in ``buffer``, as a view of the chunk there."""
+        assert buffer.holders > 0, "a weight is used while no unit holds its chunk"
+        assert buffer.chunk is not None
+        return WeightView(buffer.chunk, ViewForm.of(tensor))
 
     def weight(self, view: WeightView) -> Tensor:
-        """``view`` on the memory that holds its chunk now; the current unit keeps it there.
+        """``view`` on the buffer that holds its chunk now; the current unit keeps it there.
 
         Where backward makes a graph of its own (``create_graph=True``) that outlives the buffer's content: a copy.
         """
-        if view.chunk.persistent:
-            return view.form.on(view.chunk.weight)
         weight = view.form.on(self.buffers.content(view.chunk))
         if torch.is_grad_enabled():
             weight = Copy.apply(weight)
@@ -382,21 +384,6 @@ class Engine:
     def held(self, chunk: Chunk) -> bool:
         """Whether a unit holds ``chunk`` in a buffer now."""
         return not chunk.persistent and self.buffers.held(chunk)
-
-    def persistent_chunk(self, address: int) -> Chunk | None:
-        """The chunk whose weights a storage holds for good."""
-        return self._persistent.get(address)
-
-    def chunk_at(self, address: int) -> Chunk | None:
-        """The chunk whose weights a storage on the device holds now."""
-        chunk = self._persistent.get(address)
-        if chunk is not None:
-            return chunk
-        buffer = self.buffers.holder(address)
-        if buffer is None:
-            return None
-        assert buffer.holders > 0, "a weight is used while no unit holds its chunk"
-        return buffer.chunk
 
     # -- between steps -------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from protrain.engine.activations.caches import copied, is_cache, tensors_of
 from protrain.engine.activations.kept_attention import KeptAttention
 from protrain.engine.activations.random_state import BlockRandomState
 from protrain.engine.states.chunks import Chunk
+from protrain.engine.weights.buffers import Buffer
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.errors import MisuseError
@@ -46,9 +46,8 @@ GIVEN = "parameters that it was given, as it is recomputed"
 _ORDINARY = frozenset({Tensor, nn.Parameter, PresentParameter})
 
 
-@dataclass(frozen=True, slots=True)
-class WeightView:
-    """A saved view of a weight: in whatever buffer holds its chunk in backward, or in the persistent chunk itself."""
+class WeightView(NamedTuple):
+    """A saved view of a weight in a chunk buffer."""
 
     chunk: Chunk
     form: ViewForm
@@ -59,6 +58,7 @@ class Kept(NamedTuple):
 
     tensor: Tensor
     version: int  # autograd's count of changes in place when it was saved
+    chunk: Chunk | None  # the persistent one whose weight it is a view of
 
 
 class Copy(torch.autograd.Function):
@@ -99,13 +99,15 @@ class Frame:
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps in place of ``tensor``."""
-        address = storage_address(tensor)
-        view = self.engine.weight_view(tensor, address)
-        if view is not None:
-            return view
+        place = self.engine.weight_places.get(storage_address(tensor))
+        if isinstance(place, Buffer):
+            return self.engine.weight_view(tensor, place)
         kept = detached(tensor)
-        self.engine.ledger.hold(kept)
-        return Kept(kept, kept._version)
+        if place is None:
+            self.engine.ledger.hold(kept)
+        else:
+            place.viewers.known += 1
+        return Kept(kept, kept._version, place)
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor that ``packed`` stands for, on the device."""
@@ -124,14 +126,14 @@ class Frame:
 
     def rebuild(self, packed: Any) -> Tensor:
         """A kept tensor as it was."""
+        updated = self.engine.updated_inside
+        if updated and packed.chunk is not None and packed.chunk.index in updated - self.updated:
+            raise MisuseError(
+                f"backward through {self.unit.label} needs a weight that step_during_backward=True updated before, in "
+                "another backward() or as all its gradients had arrived: a detached weight gets none. Wrap with "
+                "step_during_backward=False"
+            )
         if isinstance(packed, WeightView):
-            updated = self.engine.updated_inside
-            if updated and packed.chunk.index in updated - self.updated:
-                raise MisuseError(
-                    f"backward through {self.unit.label} needs a weight that step_during_backward=True updated before, "
-                    "in another backward() or as all its gradients had arrived: a detached weight gets none. Wrap with "
-                    "step_during_backward=False"
-                )
             return self.engine.weight(packed)
         if packed.tensor._version != packed.version:
             raise self.written_over(SAVED)

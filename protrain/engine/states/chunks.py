@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from protrain.engine.states.arena import Arena, aligned
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.updates.worker import Job
+from protrain.engine.weights.views import Viewers
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
@@ -94,6 +95,10 @@ class Chunk:
     streamed: bool = False  # in host memory and updated by the device
     version: int = 0  # counts changes of the weight
     holders: int = 0  # units that use the weight of a persistent chunk now
+    viewers: Viewers = field(init=False)  # of the weight of a persistent chunk
+
+    def __post_init__(self) -> None:
+        self.viewers = Viewers(self.weight)
 
     def wait_for_update(self) -> None:
         """Block until the weight in host memory is that of the last step."""

@@ -102,15 +102,10 @@ class BufferPool:
         self._for_large = {False: usual, True: large}
         for buffer in self.buffers:
             streams.compute_reached(buffer.free)
-        self._by_address = {buffer.memory.untyped_storage().data_ptr(): buffer for buffer in self.buffers}
         self._by_chunk: dict[int, Buffer] = {}  # see _holding
         self._lock = threading.Lock()  # the update thread issues uploads too
         self._last: Mark = streams.mark()  # the last upload issued
         self.fetches = 0  # uploads issued: what tests and reports count
-
-    def holder(self, address: int) -> Buffer | None:
-        """The buffer whose storage starts at ``address``."""
-        return self._by_address.get(address)
 
     def acquire(self, chunk: Chunk, schedule: Schedule) -> Tensor:
         """The weight of ``chunk`` on the device, kept there until ``release``. Blocks only for its own update."""

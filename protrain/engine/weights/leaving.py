@@ -6,17 +6,15 @@ What is allowed does not depend on where a chunk lies, so views of persistent ch
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from protrain.engine.activations.saved import Copy
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.released import ReleasedParameter
-from protrain.engine.weights.views import Viewers, storage_address
+from protrain.engine.weights.views import storage_address
 from protrain.errors import MisuseError
 from protrain.trees import map_leaves, tensors_in
 
@@ -30,20 +28,22 @@ def copies_of_weights(tree: Any, engine: Engine, *, own: Unit | None = None) -> 
 
     Parameters of ``own``, the unit that gets them and has bound them by the time it uses them, stay themselves.
     """
+    places = engine.weight_places
 
     def handed_on(leaf: Any) -> bool:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, ReleasedParameter) or leaf.layout != torch.strided:
-            return False
-        if engine.chunk_at(storage_address(leaf)) is None:
+        if type(leaf) is Tensor:
+            return storage_address(leaf) in places
+        if not isinstance(leaf, Tensor) or isinstance(leaf, ReleasedParameter) or storage_address(leaf) not in places:
             return False
         return own is None or not any(leaf is member.parameter for member in (*own.members, *own.residents))
 
-    if not any(map(handed_on, tensors_in(tree))):
-        return tree
-    return map_leaves(lambda leaf: Copy.apply(leaf) if handed_on(leaf) else leaf, tree)
+    for tensor in tensors_in(tree):  # a loop, as it is walked in every call of every unit, nearly always in vain
+        if handed_on(tensor):
+            return map_leaves(lambda leaf: Copy.apply(leaf) if handed_on(leaf) else leaf, tree)
+    return tree
 
 
-def refuse_kept_views(unit: Unit, buffers: BufferPool, viewers: Mapping[int, Viewers]) -> None:
+def refuse_kept_views(unit: Unit, buffers: BufferPool) -> None:
     """MisuseError where a view of a weight is kept where the engine cannot see it: in backward it would be another.
 
     What autograd saves it does see. What it cannot see is a user of the chunk's memory that came while the unit had
@@ -52,7 +52,7 @@ def refuse_kept_views(unit: Unit, buffers: BufferPool, viewers: Mapping[int, Vie
 
     def outlived(chunk: Chunk) -> bool:
         if chunk.persistent:
-            return chunk.holders == 0 and viewers[chunk.index].are_more()
+            return chunk.holders == 0 and chunk.viewers.are_more()
         return buffers.outlived(chunk)
 
     chunks = (*unit.chunks, *unit.resident_chunks)

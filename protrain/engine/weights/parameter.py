@@ -231,7 +231,7 @@ def refuse_foreign_gradients(members: Iterable[Member]) -> None:
     """MisuseError where something else has left a gradient in the ``.grad`` of a parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         for member in members:
-            if raw_gradient(member.parameter) is not None:
+            if _RAW_GRAD.__get__(member.parameter) is not None:
                 raise foreign_gradient(member.name)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,27 +17,30 @@ def storage_address(tensor: Tensor) -> int:
 
 
 class Viewers:
-    """Tells whether tensors that came to share ``memory`` while it was in use are still there afterwards."""
+    """Tells whether tensors that came to share ``memory`` while it was in use are still there afterwards.
+
+    Views that autograd keeps by way of the engine are known: each is entered in ``known``.
+    """
 
     def __init__(self, memory: Tensor) -> None:
+        self.known = 0  # so far; those that are gone by now make the answer no less certain, only less strict
         self._storage = memory.untyped_storage()
         self._before = self._count()
 
     def begin_use(self) -> None:
         """Units begin to use the memory."""
-        self._before = self._count()
+        self._before = self._count() - self.known
 
     def are_more(self) -> bool:
         """Whether more tensors share the memory than when units began to use it."""
-        return self._count() > self._before
+        return self._count() - self.known > self._before
 
     def _count(self) -> int:
         count: int = torch._C._storage_Use_Count(self._storage._cdata)
         return count
 
 
-@dataclass(frozen=True, slots=True)
-class ViewForm:
+class ViewForm(NamedTuple):
     """How a tensor lies in its storage. A view may read the same bytes as another type (``view_as_complex``)."""
 
     dtype: torch.dtype
