@@ -53,7 +53,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torc
         if parallel is not None:
             raise ValueError(
                 f"{what} is a {parallel}, which waits for gradients that never come to it: ProTrain trains on one GPU, "
-                "so wrap the module inside, before or in place of that"
+                "so wrap the module inside it, and train that"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ValueError(f"{what} makes sparse gradients, which AdamW does not take: build it with sparse=False")

@@ -104,7 +104,7 @@ def test_a_buffer_is_kept_while_held_and_poisoned_when_given_up() -> None:
     first = pool.acquire(chunks[0], schedule)
     assert first.eq(1.0).all()
     assert pool.buffers[0].chunk is chunks[0]
-    second = pool.acquire(chunks[1], schedule)
+    pool.acquire(chunks[1], schedule)
     assert pool.acquire(chunks[0], schedule) is first
     assert pool.fetches == 2, "it was there"
     chunks[2].members.append(cast(Member, SimpleNamespace(name="head.weight")))
