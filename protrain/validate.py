@@ -49,6 +49,11 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torc
                 f"{what} is a ScriptModule, whose weights cannot be moved: use the module that it was made from, and "
                 "compile=True"
             )
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise ValueError(
+                f"{what} is compiled by torch.compile, and would compile the moves of its weights: give protrain.wrap "
+                "the module as it was before, and compile=True, which compiles each block"
+            )
         parallel = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _PARALLEL), None)
         if parallel is not None:
             raise ValueError(

@@ -322,7 +322,8 @@ class Engine:
     def _let_go(self) -> None:
         """Forget what raised in the middle, and whatever Ctrl-C left held in between: between steps nothing is."""
         self.abandon_backward()
-        if self._backward is None and self._holds_anything() and not self._runs_a_unit():
+        held = self.buffers.anything_held() or any(chunk.holders for chunk in self.chunks)
+        if self._backward is None and held and not self._runs_a_unit():
             self.buffers.release_all()
             for chunk in self.chunks:
                 chunk.holders = 0
@@ -330,9 +331,6 @@ class Engine:
                 member.bound = 0
                 if member.index not in self.whole and member.index not in self.exported:
                     self.put_away(member)
-
-    def _holds_anything(self) -> bool:
-        return self.buffers.anything_held() or any(chunk.holders for chunk in self.chunks)
 
     def _runs_a_unit(self) -> bool:
         """Whether this is called from a unit's forward (a hook saves the model, say). The stack knows.

@@ -124,6 +124,17 @@ def test_torch_compile_after_wrap_names_what_to_use(spec: Spec, compiles: str, d
         COMPILES[compiles](wrapped, batches()[0])
 
 
+@pytest.mark.parametrize("which", ["the model", "its method", "a block"])
+def test_what_is_compiled_before_wrap_is_refused(which: str) -> None:
+    model: Any = make()
+    if which == "the model":
+        model = torch.compile(model)
+    else:
+        (model if which == "its method" else model.blocks[1]).compile()
+    with pytest.raises(ValueError, match=r"is compiled by torch\.compile.*as it was before, and compile=True"):
+        protrain.wrap(model, adamw(model), example_batch=batches()[0], device="cpu", progress=False)
+
+
 # -- Accelerate --------------------------------------------------------------------------------------------------------
 
 
