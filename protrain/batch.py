@@ -133,10 +133,23 @@ def own_copy(batch: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in copies:
-            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            copies[id(leaf)] = _cloned(leaf.detach()).requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
     return map_leaves(copied, batch)
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    """A copy of ``tensor``. That of a part of a larger tensor holds as much memory, as the part does in training."""
+    if type(tensor) is not Tensor or tensor.is_meta or 0 in tensor.stride():
+        return tensor.clone()
+    size_bytes = tensor.untyped_storage().nbytes()
+    if size_bytes == tensor.nbytes:
+        return tensor.clone()
+    memory = torch.empty(size_bytes, dtype=torch.uint8, device=tensor.device)  # of which no more than the part is used
+    part = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    part.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return part.copy_(tensor)
 
 
 def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:

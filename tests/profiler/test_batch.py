@@ -186,3 +186,15 @@ def test_a_loss_beside_its_logits_is_the_loss_and_one_beside_others_is_not_all()
 def test_an_output_without_gradient_says_so() -> None:
     with pytest.raises(ValueError, match="depends on no trainable parameter"):
         batches.loss_of(torch.zeros(3))
+
+
+def test_an_own_copy_of_a_part_holds_what_the_part_holds() -> None:
+    """A batch that is a slice of a data set keeps all of that alive in training, and so it does in the profile."""
+    whole = torch.arange(88, dtype=torch.float32).view(11, 8)
+    given = (whole[:2], whole.t()[1], whole[3].expand(4, 8))
+    copied = batches.own_copy(given)
+    for ours, theirs in zip(copied, given, strict=True):
+        assert torch.equal(ours, theirs)
+    assert copied[0].untyped_storage().nbytes() == whole.nbytes
+    copied[0].zero_()
+    assert whole[0, 1] == 1.0
