@@ -34,7 +34,7 @@ from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.inputs import Inputs
 from protrain.engine.states.arena import Arena
 from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.states.edits import edited_in, recall
+from protrain.engine.states.edits import edit_in, recall
 from protrain.engine.streams import Streams
 from protrain.engine.units import Unit
 from protrain.engine.updates.streamer import Streamer
@@ -219,7 +219,8 @@ class Engine:
 
     def unbind(self, unit: Unit) -> None:
         """End one ``bind``."""
-        edited = [member for member in unit.members if edited_in(member, self.buffers.content(member.chunk))]
+        how = {member: edit_in(member, self.buffers.content(member.chunk)) for member in unit.members}
+        edited = [member for member in unit.members if how[member]]
         for member in unit.members:
             member.bound -= 1
             if member.bound == 0:
@@ -237,7 +238,7 @@ class Engine:
                 self.buffers.invalidate(chunk)
                 self._edited.remove(chunk.index)
         if edited:
-            raise edit_error(edited[0].name, "changed in place")
+            raise edit_error(edited[0].name, str(how[edited[0]]))
 
     # -- backward ------------------------------------------------------------------------------------------------------
 

@@ -233,6 +233,38 @@ class Momentum(nn.Module):
         return (self.query(x) - self.key(x).detach()).square().mean() + self.query(x).square().mean()
 
 
+class Restored(nn.Module):
+    """A layer that gives its weight other storage in its own forward, past Python, as recurrent modules on a GPU do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        raw: Any = Tensor.data
+        raw.__set__(self.weight, self.weight.detach() * self.factor)
+        return torch.tanh(x @ self.weight)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_other_storage_does_no_harm_and_other_values_in_it_are_refused(spec: Spec, device: torch.device) -> None:
+    with seeded():
+        inner = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(Restored() for _ in range(3))))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    model, optimizer = wrap_under(spec, inner, adamw(inner), (x,), device=device)
+    losses = Loop().run(model, optimizer, [(x,)] * 3)
+    assert losses == sorted(losses, reverse=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    layer: Any = model.get_submodule("1.1")
+    layer.factor = 2.0
+    with pytest.raises(MisuseError, match=r"data of 1\.1\.weight was replaced .*a forward must leave them"):
+        model(x)
+    layer.factor = 1.0
+    model(x)
+    assert_same(dict(model.state_dict()), before)
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_data_that_forward_replaces_is_refused_and_changes_nothing(spec: Spec, device: torch.device) -> None:
     def wrapped() -> tuple[Any, ProTrainOptimizer]:

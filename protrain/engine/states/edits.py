@@ -41,16 +41,25 @@ def recall(members: Iterable[Member]) -> None:
         raise edit_error(edited[0].name, "changed in place")
 
 
-def edited_in(member: Member, buffer: Tensor) -> bool:
-    """Whether a parameter was changed in place in its chunk's buffer, whose content is no longer that of the chunk."""
+def edit_in(member: Member, buffer: Tensor) -> str | None:
+    """How the data of a parameter was edited while it lay in its chunk's ``buffer``: in words, or None."""
     before, member.edits = member.edits, member.parameter._version
-    # Storage of its own, from flatten_parameters, is dropped with whatever was written there.
-    return before != member.edits and member.parameter.data_ptr() == member.view(buffer).data_ptr()
+    if member.parameter.data_ptr() != buffer.data_ptr() + member.offset * buffer.itemsize:
+        return None if _has_values_of(member, member.view(buffer)) else "replaced"
+    return None if before == member.edits else "changed in place"
 
 
 def _take_back(member: Member) -> None:
-    kept, found = member.view(member.chunk.weight), member.parameter.data.to(member.chunk.weight.device)
-    if found.dtype != kept.dtype or not same_bits(found, kept):
-        raise edit_error(member.name, "replaced")
+    kept = member.view(member.chunk.weight)
+    same = _has_values_of(member, kept)
     set_data(member.parameter, kept)
     member.edits = member.parameter._version
+    if not same:
+        raise edit_error(member.name, "replaced")
+
+
+def _has_values_of(member: Member, kept: Tensor) -> bool:
+    """Whether a parameter that was given storage of its own still has the values ``kept``."""
+    found = member.parameter.detach()
+    same_kind = (found.dtype, found.shape) == (kept.dtype, kept.shape)
+    return same_kind and same_bits(found.to(kept.device), kept)
