@@ -140,7 +140,7 @@ def _map_other(walk: _Walk, tree: Any) -> Any:
         return new
     new = _copied(tree)
     seen[id(tree)] = tree, new  # before its parts, which may refer to it
-    # Of the copy, as a __copy__ may have copied more than the object alone.
+    # The attributes of the copy are walked, as its __copy__ may have copied more than the object alone.
     for name, part in _attributes(new).items():
         _set_attribute(new, name, _map(walk, part))
     if isinstance(new, list):

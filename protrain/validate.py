@@ -1,4 +1,4 @@
-"""What is refused before anything is profiled or moved, and why."""
+"""Checks of model and optimizer before anything is profiled or moved: each refusal says why."""
 
 from __future__ import annotations
 

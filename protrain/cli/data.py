@@ -121,7 +121,7 @@ def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = No
 
 
 def _text_of(files: list[Path], root: Path) -> list[Path]:
-    """Those of ``files``, which were found in the folder ``root``, that are text."""
+    """The files among ``files``, all found in the folder ``root``, that are text."""
     saved_sets = {folder for folder in {file.parent for file in files} if format_of_folder(folder) is not None}
     texts: list[Path] = []
     others: dict[Format, list[Path]] = {}

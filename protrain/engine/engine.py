@@ -104,8 +104,7 @@ class Engine:
         self._order = training_order
         self._backward_start = len(profile.calls)
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
-        # Address of a storage -> the persistent chunk whose weight lies there, or the buffer.
-        self.weight_places: dict[int, Chunk | Buffer] = {
+        self.weight_places: dict[int, Chunk | Buffer] = {  # by the address of the storage
             **{storage_address(chunk.weight): chunk for chunk in chunks if chunk.persistent},
             **{storage_address(buffer.memory): buffer for buffer in buffers.buffers},
         }

@@ -1,7 +1,7 @@
 """What wrapping does to the user's model: forwards replaced on the instances, hooks on parameters, nothing else.
 
 The model stays the same object. A unit's ``forward`` becomes a bound run of the engine around the original; the
-model's own ``forward`` also brings inputs to the device. ``functools.wraps`` keeps signatures, which libraries inspect.
+model's own ``forward`` also brings inputs to the device. Signatures stay, which libraries inspect.
 Where a unit has hooks of the user's, the engine has its parameters there for them, too.
 """
 
@@ -74,9 +74,6 @@ def _refuse_compiler() -> None:
             "moves of its weights: pass compile=True to protrain.wrap, which compiles each block, and leave "
             "torch.compile out"
         )
-
-
-vars(_refuse_compiler)["_torchdynamo_disable"] = True  # what torch.compiler.disable sets, without its import
 
 
 def _unit_forward(engine: Engine, unit: Unit) -> Callable[..., Any]:

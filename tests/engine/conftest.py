@@ -38,7 +38,7 @@ def shared_profiles() -> Iterator[None]:
 
 @pytest.fixture
 def no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with a folder shows before the model runs, which takes minutes where it is large."""
+    """A fault of a folder shows before the model runs, which takes minutes where it is large."""
 
     def profile(*_: Any, **__: Any) -> None:
         raise AssertionError("the model ran")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from protrain.engine.weights.metadata import LAYOUT, METADATA
+from protrain.engine.weights.metadata import LAYOUT, METADATA, as_contiguous
 from protrain.errors import MisuseError
 from protrain.trees import tensors_in
 
@@ -46,7 +46,7 @@ class KeptGradient(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in LAYOUT:
-            return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **(kwargs or {}))
+            return as_contiguous(func, *args, **(kwargs or {}))
         if func in _HANDLED:
             done = _HANDLED[func](*args, **(kwargs or {}))
             if done is not NotImplemented:

@@ -23,7 +23,7 @@ _INSIDE = "inside `with protrain.empty_parameters():`, which records it, or afte
 class EmptyParameter(nn.Parameter):
     """A parameter on the meta device whose values follow from a record, which ended with the context it was built in.
 
-    What is written to it afterwards would be lost, so that is counted, to be refused by :func:`check_recorded`.
+    A later write to it would be lost, so writes are counted, and :func:`check_recorded` refuses them.
     """
 
     def _refuse_data(self, value: Tensor) -> None:

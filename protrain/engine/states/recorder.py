@@ -48,7 +48,7 @@ _UNWRITTEN = frozenset(
 _OVERWRITE = frozenset((_aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_))
 # Operations that take indices, whose values decide about the shape of the result.
 _INDEX = frozenset((_aten.index, _aten.index_put, _aten.index_put_))
-# What is seen of an empty tensor, from where it would plainly be: [Note: as on the CPU].
+# An empty tensor says that it is on the device where plain construction would have it: [Note: as on the CPU].
 _APPEARANCE: dict[Any, Callable[[torch.device], Any]] = {
     _RAW.device.__get__: lambda device: device,
     _RAW.is_meta.__get__: lambda device: device.type == "meta",

@@ -78,7 +78,7 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
         ValueError: a file is missing or unreadable, or parameters are missing, quantized or of another shape.
     """
     stored, conversions, places = stored_tensors(folder), Conversions(model), _Places(model)
-    # What is converted together is one group; every other tensor is a group of its own.
+    # Tensors that are converted together are one group; every other tensor is a group of its own.
     groups: dict[tuple[str, str], list[tuple[StoredTensor, str | None]]] = {}
     no_place: dict[str, str] = {}
     for key, (target, pattern) in conversions.targets(stored).items():

@@ -1,6 +1,6 @@
 """Views of weights that leave their unit: by when they are used the chunk may be elsewhere.
 
-What is allowed does not depend on where a chunk lies, so views of persistent chunks are treated as the others.
+A script may do the same wherever a chunk lies, so views of persistent chunks are treated as the others.
 """
 
 from __future__ import annotations

@@ -30,10 +30,17 @@ def _metadata() -> frozenset[Any]:
 
 
 METADATA = _metadata()
-# What is said of a parameter's place in a graph, wherever its values are.
+# Attributes that tell a parameter's place in a graph, wherever its values are.
 _AUTOGRAD = "requires_grad is_leaf grad_fn retains_grad output_nr _version _backward_hooks _post_accumulate_grad_hooks"
 AUTOGRAD = frozenset([getattr(torch.Tensor, name).__get__ for name in _AUTOGRAD.split()])
 LAYOUT = frozenset({torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.storage_offset})
+
+
+def as_contiguous(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What ``func``, one of LAYOUT, says of a contiguous tensor that is like ``tensor`` otherwise."""
+    return func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args, **kwargs)
+
+
 HOOKS = frozenset(
     {
         torch.Tensor.register_hook,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from protrain.engine.weights.metadata import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS
+from protrain.engine.weights.metadata import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, as_contiguous
 from protrain.engine.weights.parameter import Handle, PresentParameter, edit_error, raw_data, set_data
 from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.errors import MisuseError
@@ -57,8 +57,8 @@ class ReleasedParameter(PresentParameter):
     @classmethod
     def intercept(cls, parameter: ReleasedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What happens on an operation that needs more than metadata."""
-        if func in LAYOUT and args and args[0] is parameter:  # as a contiguous tensor's, wherever it lies
-            return func(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), *args[1:], **kwargs)
+        if func in LAYOUT:  # where it lies is nobody's business
+            return as_contiguous(func, *args, **kwargs)
         handle = parameter.protrain_handle
         if func is Tensor.data_ptr:  # tells tied parameters from others; nothing may be read there
             member = handle.engine.members[handle.index]
