@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from protrain.quantities import parse_bytes
+from protrain.common.quantities import parse_bytes
 
 
 def forbid_more(device_memory: str | None, device: torch.device) -> None:

@@ -27,8 +27,8 @@ from protrain.cli.data import Tokens, byte_codec, evaluation_batches, find_docum
 from protrain.cli.models import load_model
 from protrain.cli.options import whole
 from protrain.cli.summary import device_name, versions
-from protrain.optim import ProTrainOptimizer
-from protrain.progress import Progress
+from protrain.common.progress import Progress
+from protrain.optim.optimizer import ProTrainOptimizer
 
 KINDS = ("float32", "bfloat16", "bfloat16, to nearest")
 _HELD_OUT = 32  # batches

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from protrain.manifest import list_saves
+from protrain.checkpoint.manifest import list_saves
 
 BUDGETS = ("80MiB", "48MiB", "44MiB")
 

@@ -1,12 +1,12 @@
 """ProTrain: trains models far bigger than the GPU's memory, with the results of the plain loop and nothing to tune."""
 
-from protrain import interrupt  # noqa: F401  # first: torch takes seconds to import, and Ctrl-C may come meanwhile
+from protrain.common import interrupt  # noqa: F401  # first: torch takes seconds to import, and Ctrl-C may come meanwhile
 
 # isort: split
-from protrain.checkpoint import load_checkpoint, save_checkpoint
+from protrain.checkpoint.checkpoints import load_checkpoint, save_checkpoint
+from protrain.common.errors import BudgetError, CheckpointError, MisuseError, PlanError
 from protrain.engine.states.empty import empty_parameters
 from protrain.engine.weights.state_hooks import full_parameters
-from protrain.errors import BudgetError, CheckpointError, MisuseError, PlanError
 from protrain.hardware import HardwareProfile, calibrate
 from protrain.planning import Plan, search
 from protrain.profiler import ModelProfile, profile

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from protrain.chunked_loss import chunk_loss
-from protrain.compilation import compile_blocks
+from protrain.forward.chunked_loss import chunk_loss
+from protrain.forward.compilation import compile_blocks
 from protrain.profiler.blocks import find_blocks
 
 
@@ -22,7 +22,7 @@ def change_forwards(
         What undoes it.
 
     Raises:
-        ValueError: as :func:`protrain.chunked_loss.find_head`. Whatever is raised, nothing is changed then.
+        ValueError: as :func:`protrain.forward.chunked_loss.find_head`. Whatever is raised, nothing is changed then.
     """
     blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
     changes: ExitStack[None] = ExitStack()

@@ -23,7 +23,7 @@ from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import CudaStreams
 from protrain.engine.units import Unit
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.explain.explanation import timeline_of
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Timeline
 

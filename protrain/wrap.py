@@ -19,28 +19,28 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from protrain import batch as batches
+from protrain.common import batch as batches
+from protrain.common.errors import MisuseError, PlanError
+from protrain.common.processes import refuse_several_processes
+from protrain.common.progress import COUNTED, Progress
 from protrain.engine.build import build_engine
 from protrain.engine.states.chunks import DTYPES
 from protrain.engine.states.empty import check_recorded, fill_buffers
 from protrain.engine.states.weight_files import check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
-from protrain.errors import MisuseError, PlanError
 from protrain.forwards import change_forwards
-from protrain.given_optimizer import check_supported, retire
 from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.given import check_supported, retire
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan, check, search
 from protrain.planning.plan import MOMENT_DTYPES
 from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.search.mismatch import name_other_use, refuse_other_model, refuse_other_parameters
-from protrain.processes import refuse_several_processes
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import checkpointing_switches, find_blocks, say_switched_off, switch_off_checkpointing
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.trace import parameter_records, profile
-from protrain.progress import COUNTED, Progress
 from protrain.validate import check_model
 
 Model = TypeVar("Model", bound=nn.Module)

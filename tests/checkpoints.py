@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from protrain.manifest import MANIFEST
+from protrain.checkpoint.manifest import MANIFEST
 
 
 class PlainOptimizer:

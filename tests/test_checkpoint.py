@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-import protrain.checkpoint
-from protrain.checkpoint import load_checkpoint, save_checkpoint
-from protrain.manifest import MANIFEST, list_saves
-from protrain.tensor_files import TensorWriter
+import protrain.checkpoint.checkpoints
+from protrain.checkpoint.checkpoints import load_checkpoint, save_checkpoint
+from protrain.checkpoint.manifest import MANIFEST, list_saves
+from protrain.checkpoint.tensor_files import TensorWriter
 from tests.checkpoints import Counting, PlainOptimizer, make_counting, make_expanded, make_model, make_run, train
 
 
@@ -114,7 +114,7 @@ def test_a_save_that_fails_leaves_nothing(
         if not failing.startswith("the last") or arguments == (tmp_path,):
             raise error("failed")
 
-    monkeypatch.setattr(protrain.checkpoint, failing.removeprefix("the last "), fail)
+    monkeypatch.setattr(protrain.checkpoint.checkpoints, failing.removeprefix("the last "), fail)
     with pytest.raises(error, match="failed"):
         save_checkpoint(tmp_path, model, optimizer)
     assert list(tmp_path.iterdir()) == [earlier]
@@ -195,7 +195,7 @@ def test_files_are_bounded_and_a_parameter_is_never_split(tmp_path: Path) -> Non
 
 _SAVE_FOREVER = """
 import sys
-from protrain.checkpoint import save_checkpoint
+from protrain.checkpoint.checkpoints import save_checkpoint
 from tests.checkpoints import make_run, train
 model, optimizer, scheduler = make_run(0)
 print("ready", flush=True)

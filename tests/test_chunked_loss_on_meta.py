@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import protrain
-from protrain.chunked_loss import chunk_loss
-from protrain.chunked_loss_on_meta import causal_lm_loss, piece_rows
+from protrain.forward.chunked_loss import chunk_loss
+from protrain.forward.chunked_loss_on_meta import causal_lm_loss, piece_rows
 from protrain.hardware import load
 from protrain.planning import fingerprint, search
 from protrain.planning.rates.compute_times import compute_times

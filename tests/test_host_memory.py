@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain.host_memory import map_host_memory
+from protrain.common.host_memory import map_host_memory
 
 MIB = 1024**2
 
@@ -54,7 +54,7 @@ def test_sizes_that_are_no_pages_and_nothing() -> None:
 
 _FORKS = """
 import ctypes, gc, mmap, os
-from protrain.host_memory import HostMapping
+from protrain.common.host_memory import HostMapping
 mapping, dropped = HostMapping(1 << 20), HostMapping(1 << 20)
 addresses = [one.tensor().data_ptr() for one in (mapping, dropped)]
 cycle = [dropped]

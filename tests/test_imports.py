@@ -9,63 +9,37 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ("protrain.records", "protrain.quantities", "protrain.errors")
+DATA = ("protrain.common.records", "protrain.common.quantities", "protrain.common.errors")
 PROFILES = ("protrain.hardware.profile", "protrain.profiler.model_profile")
 
 # package -> what of this project it may import, itself aside. A prefix covers its submodules.
 ALLOWED = {
     "protrain_kernels": (),
-    "protrain.records": ("protrain.quantities",),
-    "protrain.quantities": (),
-    "protrain.errors": ("protrain.quantities",),
-    "protrain.host_memory": ("protrain.quantities",),
-    "protrain.attention": (),
-    "protrain.parameters": ("protrain.trees",),
-    "protrain.processes": (),
-    "protrain.trees": (),
-    "protrain.batch": (*DATA, "protrain.trees"),
-    "protrain.replacing": (),
-    "protrain.compilation": ("protrain.compilation_on_meta", "protrain.replacing"),
-    "protrain.dispatch": (),
-    "protrain.compilation_on_meta": (),
-    "protrain.chunked_loss": ("protrain.chunked_loss_on_meta", "protrain.replacing"),
-    "protrain.chunked_loss_on_meta": (),
+    "protrain.common": (),
+    "protrain.forward": (),
     "protrain.planning": (*DATA, *PROFILES),
-    "protrain.hardware": (*DATA, "protrain.host_memory", "protrain_kernels"),
-    "protrain.profiler": (
-        *DATA,
-        "protrain.attention",
-        "protrain.batch",
-        "protrain.chunked_loss",
-        "protrain.compilation",
-        "protrain.compilation_on_meta",
-        "protrain.dispatch",
-        "protrain.parameters",
-        "protrain.trees",
-        "protrain_kernels.cache",
-    ),
+    "protrain.hardware": (*DATA, "protrain.common.host_memory", "protrain_kernels"),
+    "protrain.profiler": ("protrain.common", "protrain.forward", "protrain_kernels.cache_folder"),
     "protrain.engine": (
-        *DATA,
+        "protrain.common",
+        "protrain.forward",
         *PROFILES,
-        "protrain.attention",
-        "protrain.batch",
-        "protrain.compilation",
-        "protrain.dispatch",
-        "protrain.host_memory",
-        "protrain.parameters",
-        "protrain.processes",
         "protrain.planning.plan",
         "protrain.planning.layout",
         "protrain.planning.schedule",
         "protrain.planning.tables",
         "protrain.profiler.blocks",
-        "protrain.trees",
         "protrain_kernels",
     ),
 }
 # Inside the planner a folder imports those before it.
 PLANNER = tuple(f"protrain.planning.{folder}" for folder in ("rates", "memory", "runtime", "search", "explain"))
-PURE = ("protrain.planning", "protrain.records", "protrain.quantities", "protrain.errors")  # no torch: plain data
+PURE = (
+    "protrain.planning",
+    "protrain.common.records",
+    "protrain.common.quantities",
+    "protrain.common.errors",
+)  # no torch: plain data
 
 
 def _within(module: str, prefixes: tuple[str, ...]) -> bool:
@@ -148,5 +122,5 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
 
 
 def test_a_right_import_passes() -> None:
-    source = "from protrain.planning.plan import Plan\nfrom protrain.errors import PlanError\nimport torch"
+    source = "from protrain.planning.plan import Plan\nfrom protrain.common.errors import PlanError\nimport torch"
     assert violations("protrain.engine.core", imports(source, "protrain.engine.core", is_package=False)) == []

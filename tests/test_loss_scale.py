@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from protrain.loss_scale import LossScale
+from protrain.optim.loss_scale import LossScale
 
 
 def test_it_falls_as_far_as_it_must() -> None:

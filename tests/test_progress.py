@@ -17,7 +17,7 @@ import pytest
 from torch import Tensor, nn
 
 import protrain
-from protrain import progress
+from protrain.common import progress
 from tests.engine.harness import adamw
 
 BAR = re.compile(r"moving model states into place \[[#.]+\] +(\d+)% (\S+)")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from protrain.common.records import Record
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import Plan
-from protrain.records import Record
 
 
 class Colour(enum.Enum):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from protrain.trees import map_leaves, replace_leaves, tensors_in
+from protrain.common.trees import map_leaves, replace_leaves, tensors_in
 
 Pair = namedtuple("Pair", "left right")
 

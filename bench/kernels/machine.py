@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from protrain.cli.summary import device_name
+from protrain.common.records import Record
 from protrain.hardware.nvml import driver_version
-from protrain.records import Record
 
 _ROOT = Path(__file__).resolve().parents[2]
 

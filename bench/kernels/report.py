@@ -11,8 +11,8 @@ from pathlib import Path
 
 from bench.kernels.roofs import NO_ROOF
 from bench.kernels.rows import OURS, Row
+from protrain.common.quantities import format_bytes
 from protrain.hardware.datasheet import of_card
-from protrain.quantities import format_bytes
 
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("implementation", lambda row: f"{row.implementation} {row.version}".strip()),

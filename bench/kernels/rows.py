@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from bench.kernels.machine import Machine
-from protrain.records import Record
+from protrain.common.records import Record
 
 OURS = "protrain"
 EAGER = "eager torch"

@@ -17,8 +17,8 @@ from bench.kernels.peers import same_bytes
 from bench.kernels.recorder import Recorder
 from bench.kernels.roofs import DEVICE, PCIE
 from bench.kernels.rows import EAGER, OURS
+from protrain.common.quantities import format_bytes
 from protrain.engine.states.arena import Arena
-from protrain.quantities import format_bytes
 from protrain_kernels import PackPlan
 
 SHAPES = ("gpt2-10b", "llama2-13b")

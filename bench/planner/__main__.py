@@ -27,8 +27,8 @@ from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
 from bench.planner.picture import draw_scatter
 from bench.planner.results import CaseResult, Results
 from protrain.cli.summary import device_name, versions
+from protrain.common.progress import Progress
 from protrain.hardware import detect
-from protrain.progress import Progress
 
 FILES = {"accuracy": "planner.json", "regret": "planner-regret.json", "limits": "planner-limits.json"}
 _TABLES = {"accuracy": accuracy.table, "regret": accuracy.regret_table, "limits": accuracy.limits_table}

@@ -9,7 +9,7 @@ from statistics import median
 from bench.planner.descent import plan_key
 from bench.planner.measure import Point
 from bench.planner.results import CaseResult
-from protrain.records import Record
+from protrain.common.records import Record
 
 _LEAST_HOST_BYTES = 256 * 1024**2  # that errors are shares of: a plan that needs no host memory still has some pages
 

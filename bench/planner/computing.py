@@ -25,11 +25,11 @@ from bench.planner.clock import durations_ms, now
 from bench.planner.measure import build, profiled
 from bench.planner.output import repeating, write_out
 from bench.train.models import blocks_of, fill, shape_blocks
-from protrain import batch as batches
 from protrain.cli.summary import device_name, versions
+from protrain.common import batch as batches
+from protrain.common.records import Record
 from protrain.planning.rates.compute_times import ComputeTimes, compute_times
 from protrain.planning.tables import aligned
-from protrain.records import Record
 
 FILE = "computing.json"
 _WARM_UP = 3  # steps: a GPU that was idle clocks higher at first

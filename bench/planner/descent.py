@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from bench.planner.draw import draw
 from bench.planner.measure import Point
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
 from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, evaluate
 from protrain.planning.layout import updated_chunks

@@ -24,14 +24,14 @@ from bench.planner.output import put_out
 from protrain.cli.models import load_model
 from protrain.cli.prepare import adamw
 from protrain.cli.summary import versions
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
+from protrain.common.quantities import format_bytes
+from protrain.common.records import Record
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import largest
 from protrain.planning.search.largest import Largest
 from protrain.planning.tables import aligned, format_ms
 from protrain.profiler import ModelProfile
-from protrain.quantities import format_bytes
-from protrain.records import Record
 
 FILES = {"float32": "largest.json", "bfloat16": "largest-bf16-moments.json"}
 GIB = 1024**3

@@ -33,17 +33,17 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import protrain
 from bench.planner.output import put_out
-from protrain import batch as batches
 from protrain.cli.models import load_model
 from protrain.cli.summary import device_name, versions
+from protrain.common import batch as batches
+from protrain.common.quantities import format_bytes
+from protrain.common.records import Record
 from protrain.hardware import load
 from protrain.planning import MemoryModel, block_modes, choose_chunk_elements, pack
 from protrain.planning.tables import aligned
 from protrain.profiler import find_blocks
 from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu
 from protrain.profiler.meter import CudaMeter, Meter, StorageMeter
-from protrain.quantities import format_bytes
-from protrain.records import Record
 
 FILE = "layerwise.json"
 _DTYPE = torch.bfloat16

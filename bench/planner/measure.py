@@ -16,12 +16,12 @@ import protrain
 from bench.planner.cases import Case
 from bench.planner.clock import durations_ms, now
 from protrain.cli.models import load_model
-from protrain.errors import BudgetError
+from protrain.common.errors import BudgetError
+from protrain.common.records import Record
 from protrain.forwards import change_forwards
 from protrain.planning import Plan
 from protrain.profiler import ModelProfile
 from protrain.profiler.cache import cached_profile
-from protrain.records import Record
 
 _CLIP_NORM = 1e6  # gradients are never that long: predictions are about steps that are not clipped
 _WARM_UP = 2  # steps: the first has nothing to overlap with

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from protrain.records import Record
+from protrain.common.records import Record
 
 
 def put_out(table: Record, folder: Path | None, file: str) -> None:

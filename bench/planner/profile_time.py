@@ -22,8 +22,8 @@ import protrain
 from bench.planner.output import repeating, write_out
 from protrain.cli.models import load_model
 from protrain.cli.summary import device_name, versions
+from protrain.common.records import Record
 from protrain.planning.tables import aligned
-from protrain.records import Record
 
 FILE = "profile_time.json"
 GIB = 1024**3

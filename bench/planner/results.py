@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from bench.planner.cases import Case
 from bench.planner.measure import Point
+from protrain.common.records import Record
 from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, RuntimeModel
 from protrain.planning.plan import as_planned, layout_of
 from protrain.planning.runtime.paper import paper_step_ms
 from protrain.profiler import ModelProfile
-from protrain.records import Record
 
 GIB = 1024**3
 

@@ -24,12 +24,12 @@ from bench.planner.largest import profile_of
 from bench.planner.output import put_out, repeating
 from protrain.cli.models import load_model
 from protrain.cli.summary import versions
+from protrain.common.records import Record
 from protrain.hardware import load
 from protrain.hardware.memory import processor_name
 from protrain.planning import search
 from protrain.planning.tables import aligned, format_ms
 from protrain.profiler import ModelProfile
-from protrain.records import Record
 
 FILE = "search_time.json"
 GIB = 1024**3

@@ -21,7 +21,7 @@ from bench.planner.descent import again, descend
 from bench.planner.draw import draw
 from bench.planner.measure import Point, measure, profiled
 from bench.planner.results import CaseResult
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
 from protrain.hardware import HardwareProfile, detect
 from protrain.planning import Plan
 from protrain.profiler import ModelProfile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from protrain.records import Record
+from protrain.common.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)

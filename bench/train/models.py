@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.train.task import Task
-from protrain.chunked_loss import chunk_loss
 from protrain.cli.models import fit_positions, load_model
-from protrain.compilation import compile_blocks
 from protrain.engine.states.empty import values_of
+from protrain.forward.chunked_loss import chunk_loss
+from protrain.forward.compilation import compile_blocks
 from protrain.profiler import find_blocks
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from bench.train.contestants import Contestant
 from bench.train.task import Task
+from protrain.common.records import Record
 from protrain.planning import Plan
-from protrain.records import Record
 
 GIB = 1024**3
 UNFINISHED = "not done"  # what a contestant leaves that is ended from outside

@@ -10,7 +10,7 @@ import torch
 
 from bench.train.contestants import Contestant
 from protrain.cli.data import byte_codec, find_documents, tokenize, training_batch
-from protrain.records import Record
+from protrain.common.records import Record
 
 BETAS = (0.9, 0.95)
 EPSILON = 1e-8

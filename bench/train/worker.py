@@ -23,7 +23,7 @@ from bench.train.results import UNFINISHED, Outcome
 from bench.train.task import Job
 from bench.train.trainers import Trainer, floor_trainer, protrain_trainer, resident_trainer
 from protrain.cli.summary import device_name
-from protrain.compilation import graphs_compiled
+from protrain.forward.compilation import graphs_compiled
 from protrain.hardware.allocator import use_expandable_segments
 
 _KEEP_EVERY_S = 5.0

@@ -11,11 +11,11 @@ import torch
 import protrain
 from protrain.cli.options import Parser, add_output_options, emit, number
 from protrain.cli.prepare import choose_device
+from protrain.common.progress import Progress, say
 from protrain.hardware.cache import Machine, cached
 from protrain.hardware.calibration import FULL_SECONDS, calibrate_twice, differences, report
 from protrain.hardware.profile import HardwareProfile
-from protrain.progress import Progress, say
-from protrain_kernels.cache import keeps_measurements
+from protrain_kernels.cache_folder import keeps_measurements
 
 _EXAMPLE = """example:
   protrain calibrate --out machine.json

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.checkpoint import StreamingOptimizer
+from protrain.checkpoint.checkpoints import StreamingOptimizer
+from protrain.checkpoint.tensor_files import TensorWriter, sync_directory
 from protrain.engine.states.weight_files import unmanaged
-from protrain.tensor_files import TensorWriter, sync_directory
 from protrain_kernels.split_master import split
 
 

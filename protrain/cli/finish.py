@@ -15,7 +15,7 @@ from protrain.cli.files import MODEL_FOLDER, SAMPLE_FILE, SUMMARY_FILE
 from protrain.cli.metrics import StepTimes, draw_loss_curve, peak_resident_bytes
 from protrain.cli.run import Run
 from protrain.cli.summary import TrainSummary, device_name, versions
-from protrain.progress import Progress
+from protrain.common.progress import Progress
 
 WARMING_UP_STEPS = 5  # left out of reported times: allocators grow, caches fill
 _PROMPT_TOKENS = 32

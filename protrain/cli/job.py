@@ -12,9 +12,9 @@ from typing import Any
 from protrain.cli.files import JOB_FILE, PLAN_FILE, RESULTS
 from protrain.cli.options import LEAST_SEQUENCE, misfit
 from protrain.cli.shapes import SHAPES
+from protrain.common.quantities import parse_memory
+from protrain.common.records import Record
 from protrain.planning.plan import MOMENT_DTYPES
-from protrain.quantities import parse_memory
-from protrain.records import Record
 
 DTYPES = ("bfloat16", "float16", "float32")
 

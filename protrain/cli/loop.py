@@ -21,7 +21,7 @@ from protrain.cli.prepare import keep, prepare, schedule
 from protrain.cli.run import Run
 from protrain.cli.signals import InterruptedRun, Stopped, StopRequests
 from protrain.cli.summary import TrainSummary
-from protrain.progress import Progress
+from protrain.common.progress import Progress
 
 _STEPS_WITH_TRACE = 5  # three that warm up, and the two traced
 _TRACED_FROM = _STEPS_WITH_TRACE - 2  # steps into the run

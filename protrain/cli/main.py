@@ -17,7 +17,7 @@ import protrain_kernels
 from protrain.cli import bench, calibrate, plan, train
 from protrain.cli.options import Parser, in_options
 from protrain.cli.signals import InterruptedRun
-from protrain.progress import StandardError, say, silence
+from protrain.common.progress import StandardError, say, silence
 
 
 def build_parser() -> Parser:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status.
 
     0, 1 for a failed run, 2 for what the user can mend, 130 for Ctrl-C, 141 where nobody reads the results any more.
-    In the program `protrain`, Ctrl-C ends most commands by ``protrain.interrupt`` and never gets here.
+    In the program `protrain`, Ctrl-C ends most commands by ``protrain.common.interrupt`` and never gets here.
     """
     name = "protrain"
     try:

@@ -14,8 +14,8 @@ from typing import Any, TextIO, cast
 import torch
 
 from protrain.cli.files import CURVE_FILE, METRICS_FILE
-from protrain.progress import StandardError, say
-from protrain.quantities import format_bytes
+from protrain.common.progress import StandardError, say
+from protrain.common.quantities import format_bytes
 
 
 @dataclass(frozen=True)

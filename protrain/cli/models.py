@@ -12,7 +12,7 @@ import protrain
 from protrain.cli.data import Codec, byte_codec, tokenizer_codec
 from protrain.cli.files import MODEL_FOLDER
 from protrain.cli.shapes import SHAPES, shape_config
-from protrain.errors import not_downloaded
+from protrain.common.errors import not_downloaded
 from protrain.profiler.blocks import find_blocks
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model")

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from protrain.quantities import parse_memory
-from protrain.records import Record
+from protrain.common.quantities import parse_memory
+from protrain.common.records import Record
 
 LEAST_SEQUENCE = 2  # each token is learnt from those before it
 

@@ -29,6 +29,8 @@ from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timelin
 from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.prepare import adamw, choose_compile, choose_device, choose_dtype, choose_loss, parse_device
 from protrain.cli.shapes import SHAPES
+from protrain.common.progress import COUNTED, Progress
+from protrain.common.quantities import parse_memory
 from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile, detect, load
 from protrain.planning import frontier, largest
@@ -36,8 +38,6 @@ from protrain.planning.explain.explanation import timeline_of
 from protrain.planning.plan import MOMENT_DTYPES
 from protrain.planning.tables import format_ms
 from protrain.profiler import ModelProfile
-from protrain.progress import COUNTED, Progress
-from protrain.quantities import parse_memory
 
 _EXAMPLE = """example, for a machine that is elsewhere:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json --picture step.png

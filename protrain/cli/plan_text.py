@@ -8,12 +8,12 @@ from __future__ import annotations
 import shutil
 import sys
 
+from protrain.common.quantities import format_bytes
 from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, Explanation, Plan
 from protrain.planning.tables import aligned, format_change, format_ms
 from protrain.planning.timeline import Timeline
 from protrain.profiler import ModelProfile
-from protrain.quantities import format_bytes
 
 COLUMNS = 100  # of a step; fewer where the terminal is narrow
 _LEAST_COLUMNS = 20

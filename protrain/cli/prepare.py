@@ -14,22 +14,22 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.checkpoint import check_checkpoint, load_checkpoint
-from protrain.chunked_loss import available as liger_installed
-from protrain.chunked_loss import find_head
+from protrain.checkpoint.checkpoints import check_checkpoint, load_checkpoint
+from protrain.checkpoint.manifest import list_saves
 from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
 from protrain.cli.files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, UNFINISHED_DATA
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import MetricsFile, ProgressLine, steps_reached
 from protrain.cli.models import LoadedModel, fit_positions, load_model
 from protrain.cli.run import Run
+from protrain.common.progress import Progress
 from protrain.engine.states.weight_files import weight_sources
-from protrain.manifest import list_saves
+from protrain.forward.chunked_loss import available as liger_installed
+from protrain.forward.chunked_loss import find_head
 from protrain.planning import Plan
 from protrain.planning.search.mismatch import refuse_other_parameters
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.trace import parameter_records
-from protrain.progress import Progress
 from protrain.wrap import naming
 
 

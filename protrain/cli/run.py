@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from protrain.checkpoint import save_checkpoint
+from protrain.checkpoint.checkpoints import save_checkpoint
 from protrain.cli.data import Tokens, evaluation_batches
 from protrain.cli.files import CHECKPOINTS
 from protrain.cli.job import TrainJob

@@ -1,6 +1,6 @@
 """Signals that ask a command to stop: noted between steps, an exception where nothing else would stop it.
 
-Commands that leave nothing to put in order need none of this: see ``protrain.interrupt``.
+Commands that leave nothing to put in order need none of this: see ``protrain.common.interrupt``.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from protrain.common.records import Record
 from protrain.planning.plan import Plan
-from protrain.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)

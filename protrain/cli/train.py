@@ -31,8 +31,8 @@ from protrain.cli.options import (
 from protrain.cli.shapes import SHAPES
 from protrain.cli.signals import stop_requests
 from protrain.cli.summary import TrainSummary
+from protrain.common.progress import Progress
 from protrain.planning.plan import MOMENT_DTYPES
-from protrain.progress import Progress
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
   protrain train --model tiny --device cpu --device-memory 60MiB --folder runs/tiny

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from protrain.common.parameters import moved, unmanaged_memory
+from protrain.common.quantities import format_bytes
 from protrain.engine.activations.ledger import Ledger, SimulatedLedger
 from protrain.engine.activations.swap import ALIGNMENT_BYTES, HostSlots
 from protrain.engine.engine import Engine
@@ -24,12 +26,10 @@ from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks
-from protrain.parameters import moved, unmanaged_memory
 from protrain.planning.layout import most_held, streamed_chunks, updated_chunks
 from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, moved_input_bytes
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
-from protrain.quantities import format_bytes
 from protrain_kernels.host_library import library
 
 

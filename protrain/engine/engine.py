@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from protrain.common.errors import MisuseError
 from protrain.engine.activations.ledger import Ledger
 from protrain.engine.activations.saved import Copy, Frame, WeightView
 from protrain.engine.activations.swap import HostSlots, Swaps
@@ -44,7 +45,6 @@ from protrain.engine.weights.leaving import copies_of_weights, refuse_kept_views
 from protrain.engine.weights.parameter import PresentParameter, edit_error, refuse_foreign_gradients
 from protrain.engine.weights.released import ReleasedParameter, point_at, release
 from protrain.engine.weights.views import ViewForm, storage_address
-from protrain.errors import MisuseError
 from protrain.planning.plan import Plan
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
@@ -114,11 +114,11 @@ class Engine:
         self._entered: Callable[[], Frame | None] = _nothing  # the call of it, which lives as long as its graph
         self._backward: weakref.ref[Any] | None = None  # of what autograd calls at its end; dead where it raised
         self._accumulates = False  # a gradient has come: torch.autograd.grad brings none
-        # What the optimizer wants to know of backwards that bring gradients; see protrain.optim.
+        # What the optimizer wants to know of backwards that bring gradients; see protrain.optim.optimizer.
         self.backward_begins: Callable[[], None] = lambda: None
         self.gradients_arrived: Callable[[list[Chunk]], None] = lambda chunks: None
         self.backward_ends: Callable[[], None] = lambda: None
-        # What is asked of the gradient of one parameter; see protrain.optim and protrain.clipping.
+        # What is asked of the gradient of one parameter; see protrain.optim.optimizer and protrain.optim.clipping.
         self.forget_gradient: Callable[[int], None]
         self.gradient_norm: Callable[[int], Tensor]
         self.multiply_gradient: Callable[[int, Tensor | float], None]

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain import batch as batches
-from protrain.compilation import CompiledForward
+from protrain.common import batch as batches
+from protrain.common.errors import MisuseError
+from protrain.common.processes import refuse_several_processes
 from protrain.engine.activations.saved import Frame
 from protrain.engine.engine import Engine
 from protrain.engine.units import Unit
 from protrain.engine.weights.parameter import GradientHook, Handle, PresentParameter, manage
-from protrain.errors import MisuseError
-from protrain.processes import refuse_several_processes
+from protrain.forward.compilation import CompiledForward
 from protrain.profiler.blocks import checkpointing_switches, say_switched_off, switch_off_checkpointing
 
 

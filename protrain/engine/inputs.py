@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from protrain import batch as batches
+from protrain.common import batch as batches
 from protrain.engine.streams import Mark, Streams
 from protrain_kernels import from_host
 

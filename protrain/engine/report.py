@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from protrain.common.quantities import format_bytes
+from protrain.common.records import Record
 from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.planning.tables import format_change, format_ms
-from protrain.quantities import format_bytes
-from protrain.records import Record
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from protrain.errors import MisuseError
+from protrain.common.errors import MisuseError
 from protrain_kernels import AdamStaging
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from protrain.hardware.memory import processor_name, usable_cores
 from protrain.hardware.nvml import driver_version
 from protrain.hardware.profile import HardwareProfile
-from protrain_kernels.cache import cache_folder, keeps_measurements, say_unwritable
+from protrain_kernels.cache_folder import cache_folder, keeps_measurements, say_unwritable
 
 # Raised where a figure comes to mean something else, so that older profiles are measured again.
 # 2: streamed updates read their gradients from host memory, as in a step. 3: they are of a whole chunk; and the host

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
+from protrain.common.quantities import format_bytes, parse_memory
 from protrain.hardware.cache import cached, device_name
 from protrain.hardware.memory import available_host_bytes, usable_cores
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import of_gpu
-from protrain.quantities import format_bytes, parse_memory
 
 _HOST_SHARE = 0.9  # of the available host memory; the rest stays for the data loader and the page cache
 _DEVICE_RESERVE_BYTES = 384 * 1024**2  # of the card: kernels loaded later, libraries' own allocations

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Self
 
-from protrain.records import Record
+from protrain.common.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from protrain.common.records import Record
 from protrain.profiler.model_profile import ModelProfile, UnitRecord
-from protrain.records import Record
 
 ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every length that a kernel sees
 # Gradients are flattened into one while the other is offloaded; those of large chunks into one more.

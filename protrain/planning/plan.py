@@ -13,10 +13,10 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from protrain.common.records import Record
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout, pack
 from protrain.profiler.model_profile import BlockRecord, ModelProfile
-from protrain.records import Record
 
 if TYPE_CHECKING:
     from protrain.planning.explain.explanation import Explanation

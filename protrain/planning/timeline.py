@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protrain.records import Record
+from protrain.common.records import Record
 
 # The last, where the device updates what lies in host memory, comes last as most plans leave it idle.
 LANES = ("GPU", "host to device", "device to host", "host optimizer", "streamed updates")

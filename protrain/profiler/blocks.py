@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from protrain.parameters import is_managed
+from protrain.common.parameters import is_managed
 
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 

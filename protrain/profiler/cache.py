@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain import batch as batches
-from protrain.compilation import CompiledForward
+from protrain.common import batch as batches
+from protrain.forward.compilation import CompiledForward
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.trace import profile
-from protrain_kernels.cache import cache_folder, keeps_measurements, say_unwritable
+from protrain_kernels.cache_folder import cache_folder, keeps_measurements, say_unwritable
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 _LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel")

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from protrain.common.trees import map_leaves
 from protrain.profiler.operations import storage_key
-from protrain.trees import map_leaves
 
 
 class GivenInputs:

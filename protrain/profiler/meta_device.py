@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from protrain.dispatch import RuntimeMode
+from protrain.forward.dispatch import RuntimeMode
 
 _USUAL = F.scaled_dot_product_attention
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protrain.compilation_on_meta import inside_graph
-from protrain.dispatch import RuntimeMode
+from protrain.common.trees import tensors_in
+from protrain.forward.compilation_on_meta import inside_graph
+from protrain.forward.dispatch import RuntimeMode
 from protrain.profiler.operations import is_product
-from protrain.trees import tensors_in
 
 
 class StorageMeter(RuntimeMode):

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
 
-from protrain.records import Record
+from protrain.common.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)

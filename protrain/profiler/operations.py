@@ -10,9 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from protrain.attention import for_backward, is_attention
+from protrain.common.trees import tensors_in
+from protrain.forward.attention import for_backward, is_attention
 from protrain.profiler.attention_calls import AttentionCall, attention_call
-from protrain.trees import tensors_in
 
 
 class Operations(TorchDispatchMode):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from protrain.parameters import made_of
+from protrain.common.parameters import made_of
+from protrain.common.trees import map_leaves, tensors_in
 from protrain.profiler.attention_calls import AttentionCall, allocated_bytes
 from protrain.profiler.meter import Meter
 from protrain.profiler.operations import Operations, storage_key
-from protrain.trees import map_leaves, tensors_in
 
 
 @dataclass

@@ -18,15 +18,15 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from protrain import batch as batches
-from protrain.chunked_loss import is_chunked
-from protrain.parameters import is_managed
+from protrain.common import batch as batches
+from protrain.common.parameters import is_managed
+from protrain.forward.chunked_loss import is_chunked
 from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
 from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_units, switch_off_checkpointing
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.profiler.restored import restored
-from protrain.profiler.step import Segment, Step
-from protrain.profiler.timing import SUSTAINED_MS, expected_ms, finish, sustained, typical
+from protrain.profiler.settling import SUSTAINED_MS, expected_ms, finish, sustained, typical
+from protrain.profiler.traced_step import Segment, Step
 from protrain.profiler.weights import Weights
 
 _SPARE = 0.5  # of the free device memory, for weights that are used again

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from protrain.trees import tensors_in
+from protrain.common.trees import tensors_in
 
 # Of the parameters that these take as ``inputs`` only the place in the graph is needed.
 _PLACES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})

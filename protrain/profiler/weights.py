@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protrain.parameters import is_managed, kept_beside, made_of, moved
+from protrain.common.parameters import is_managed, kept_beside, made_of, moved
 from protrain.profiler.meter import Meter
 
 _STAGE_ELEMENTS = 16 * 1024**2

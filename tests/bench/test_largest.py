@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.planner import largest as command
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
 from protrain.hardware import load
 from protrain.planning import search
 

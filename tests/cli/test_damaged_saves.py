@@ -11,8 +11,8 @@ import pytest
 
 import protrain
 import protrain.cli.prepare
+from protrain.checkpoint.manifest import MANIFEST, list_saves, read_manifest
 from protrain.cli.main import main
-from protrain.manifest import MANIFEST, list_saves, read_manifest
 from tests.checkpoints import rewrite
 
 pytest.importorskip("transformers")

@@ -19,7 +19,7 @@ from protrain.cli.main import main
 from protrain.cli.options import in_options
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import Plan
-from protrain_kernels.cache import say_unwritable
+from protrain_kernels.cache_folder import say_unwritable
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:

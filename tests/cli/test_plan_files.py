@@ -15,8 +15,8 @@ import protrain
 from protrain.cli.main import main
 from protrain.cli.models import load_model
 from protrain.cli.prepare import adamw
-from protrain.errors import PlanError
-from protrain.optim import ProTrainOptimizer
+from protrain.common.errors import PlanError
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan
 
 SHAPE = ["--device", "cpu", "--batch", "2", "--sequence", "32"]

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from protrain.checkpoint.manifest import list_saves
 from protrain.cli.data import byte_codec, evaluation_batches, tokenize
 from protrain.cli.main import main
 from protrain.cli.run import Run
-from protrain.manifest import list_saves
 from protrain.planning import Plan
 
 transformers = pytest.importorskip("transformers")

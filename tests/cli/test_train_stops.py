@@ -23,11 +23,11 @@ import protrain
 import protrain.cli.finish
 import protrain.cli.loop
 import protrain.cli.run
+from protrain.checkpoint.manifest import list_saves
 from protrain.cli.claim import claimed
 from protrain.cli.files import LOCK_FILE, UNFINISHED_DATA
 from protrain.cli.main import main
 from protrain.cli.signals import SIGNALS, Stopped, StopRequests, stop_requests
-from protrain.manifest import list_saves
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.batch import arguments
-from protrain.optim import ProTrainOptimizer
+from protrain.common.batch import arguments
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import BlockMode, MemoryModel, Plan, check, choose_chunk_elements, evaluate, pack
 from protrain.planning.layout import updated_chunks
 from protrain.planning.plan import layout_of

@@ -25,8 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from protrain.common.trees import tensors_in
 from protrain.engine.streams import Mark, Streams
-from protrain.trees import tensors_in
 
 _UPLOAD, _OFFLOAD = 0, 1
 _NAMES = ("upload", "offload")

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import BufferPool
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain_kernels import flatten
 from tests.engine.late_streams import LateStreams
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from protrain.batch import cast_inputs, to_device
+from protrain.common.batch import cast_inputs, to_device
 from protrain_kernels import adam_reference, adam_scalars, split_reference, sum_of_squares_reference, tiles
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import CKPT, NONE, SWAP, Batch, Loop, Spec, adamw, wrap_under
 
 FIRST = Spec("none", "least", (CKPT, NONE))

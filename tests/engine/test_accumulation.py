@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from protrain.common.errors import PlanError
 from protrain.engine.gradients.gradients import Gradients
-from protrain.errors import PlanError
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import CKPT, FEW_PLANS, NONE, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
 
 SPECS = (*FEW_PLANS, Spec("all", "least", (CKPT,)), Spec("some", "least", (NONE, CKPT), small=True))

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import LEGAL, BufferPool, Residency
-from protrain.errors import MisuseError
 from protrain.planning import evaluate
 from protrain.planning.schedule import FAR, Schedule
 from tests.engine.harness import CKPT, NONE, Spec, adamw, wrap_under

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.errors import MisuseError
+from protrain.common.errors import MisuseError
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,

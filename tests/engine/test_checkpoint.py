@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.errors import CheckpointError, MisuseError
+from protrain.common.errors import CheckpointError, MisuseError
 from tests.engine import residual
 from tests.engine.harness import NONE, Loop, Spec, adamw, assert_same, wrap_under
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-import protrain.chunked_loss as module
-from protrain.chunked_loss import chunk_loss
-from protrain.errors import PlanError
+import protrain.forward.chunked_loss as module
+from protrain.common.errors import PlanError
+from protrain.forward.chunked_loss import chunk_loss
 from tests.engine.harness import FEW_PLANS, Loop, adamw, assert_same, plain_run, states, wrap_under
 
 _LARGE = 4096  # a vocabulary

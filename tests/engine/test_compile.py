@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import protrain
-from protrain.compilation import CompiledForward, compile_blocks
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
+from protrain.forward.compilation import CompiledForward, compile_blocks
 from protrain.profiler.blocks import find_blocks
 from tests.engine.harness import FEW_PLANS, Loop, adamw, assert_same, plain_run, seeded, states, wrap_under
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.chunked_loss import is_chunked
 from protrain.cli.main import main
-from protrain.compilation import CompiledForward
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
+from protrain.forward.chunked_loss import is_chunked
+from protrain.forward.compilation import CompiledForward
 from protrain.forwards import change_forwards
 from tests.engine.harness import Batch, Loop, adamw, assert_same, plain_run, states
 from tests.engine.refusing import refused

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from protrain.common.errors import MisuseError
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import CudaStreams, Streams
-from protrain.errors import MisuseError
 from tests.engine.harness import CKPT, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Linear, init
 
 import protrain
-from protrain.errors import MisuseError
+from protrain.common.errors import MisuseError
 from tests.engine.harness import CKPT, NONE, Spec, adamw, assert_same, seeded, wrap_under
 
 CPU = torch.device("cpu")

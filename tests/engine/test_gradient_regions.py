@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain.common.errors import PlanError
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.gradients.regions import Regions
 from protrain.engine.states.arena import aligned
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import Job
-from protrain.errors import PlanError
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
     CKPT,

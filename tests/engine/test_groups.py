@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from protrain.errors import MisuseError
-from protrain.optim import ProTrainOptimizer
+from protrain.common.errors import MisuseError
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import CKPT, NONE, Loop, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make
 

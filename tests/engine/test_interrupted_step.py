@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from protrain.engine.updates import updates
 from protrain.engine.updates.worker import HostWorker
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import CKPT, NONE, Loop, Spec, adamw, assert_same, default_loss, seeded, states, wrap_under
 from tests.engine.residual import batches, make
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from protrain.engine.activations import swap
 from protrain.engine.weights.buffers import BufferPool
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,

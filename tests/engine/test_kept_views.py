@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.errors import MisuseError
+from protrain.common.errors import MisuseError
 from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, check_equal_to_plain, seeded, wrap_under
 from tests.engine.residual import batches
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.batch import loss_of
+from protrain.common.batch import loss_of
+from protrain.common.errors import PlanError
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.weights.buffers import Buffer, BufferPool
-from protrain.errors import PlanError
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import MemoryModel, Plan, evaluate, frontier
 from protrain.planning.layout import layouts, most_held
 from protrain.planning.plan import layout_of

@@ -15,7 +15,7 @@ import protrain
 from protrain.engine.activations.swap import HostSlots
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
     CKPT_SWAP,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.engine.engine import Engine
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.plan import BlockMode
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, adamw, wrap_under
 from tests.engine.true_memory import Batch, train

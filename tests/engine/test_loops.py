@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import CudaStreams
 from protrain.engine.weights.buffers import BufferPool
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.schedule import Schedule
 from tests.engine.harness import (
     CKPT,

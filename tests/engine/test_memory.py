@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, adamw, wrap_under
 from tests.engine.true_memory import (
     VOCABULARY,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.errors import MisuseError
-from protrain.optim import ProTrainOptimizer
+from protrain.common.errors import MisuseError
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import Spec, assert_same, states
 from tests.engine.unharmed import MIXED, OFFLOADED, RESIDENT, Batch, Wrap, Wrapped, assert_unharmed, train, wrapper
 

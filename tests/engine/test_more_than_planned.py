@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.errors import BudgetError, MisuseError, PlanError
+from protrain.common.errors import BudgetError, MisuseError, PlanError
 from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, assert_same, states, wrap_under
 from tests.engine.unharmed import CPU, OFFLOADED, Batch, Wrap, Wrapped, assert_unharmed, train, wrapper
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.streams import Streams, streams_for
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import evaluate
 from tests.engine import residual
 from tests.engine.harness import (

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import protrain
-from protrain.errors import PlanError
-from protrain.optim import ProTrainOptimizer
+from protrain.common.errors import PlanError
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import evaluate
 from tests.engine import residual
 from tests.engine.harness import (

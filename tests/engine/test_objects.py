@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from protrain.errors import MisuseError
+from protrain.common.errors import MisuseError
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,

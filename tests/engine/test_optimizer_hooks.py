@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.errors import MisuseError
-from protrain.optim import ProTrainOptimizer
+from protrain.common.errors import MisuseError
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     FEW_PLANS,
     NONE,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.errors import MisuseError
+from protrain.common.errors import MisuseError
 from tests.engine.harness import CKPT, NONE, Spec, adamw, default_loss, states, wrap_under
 from tests.engine.residual import batches, make
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.engine.gradients import gradients
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import evaluate
 from protrain_kernels import adam
 from tests.engine.harness import assert_same, states

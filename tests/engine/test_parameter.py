@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.values import read_weight
 from protrain.engine.weights import state_hooks
 from protrain.engine.weights.released import make_whole
-from protrain.errors import MisuseError
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,

@@ -18,14 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from protrain.common.errors import BudgetError
 from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.states import chunks
 from protrain.engine.states.arena import Arena
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.updates.turns import Ahead, Turn
 from protrain.engine.updates.worker import HostWorker, Job
-from protrain.errors import BudgetError
-from protrain.loss_scale import LossScale
+from protrain.optim.loss_scale import LossScale
 from protrain_kernels import adam_scalars
 
 

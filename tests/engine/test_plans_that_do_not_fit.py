@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from protrain.common.errors import PlanError
+from protrain.common.quantities import parse_bytes
 from protrain.engine.states.arena import Arena
-from protrain.errors import PlanError
 from protrain.planning import Plan
-from protrain.quantities import parse_bytes
 from tests.engine.harness import CKPT, Spec, adamw, wrap_under
 from tests.engine.refusing import refused
 

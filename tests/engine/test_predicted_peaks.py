@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.batch import loss_of
+from protrain.common.batch import loss_of
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, adamw, wrap_under
 from tests.engine.true_memory import peak_of_second_step
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.errors import CheckpointError
+from protrain.common.errors import CheckpointError
 from tests.engine import residual
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Loop, Spec, adamw, default_loss, wrap_under
 from tests.engine.plain_loop import prepare_plain

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import protrain
-from protrain.errors import MisuseError
-from protrain.optim import ProTrainOptimizer
+from protrain.common.errors import MisuseError
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,
     NONE,

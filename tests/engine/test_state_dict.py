@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.errors import MisuseError
+from protrain.common.errors import MisuseError
 from tests.engine import residual
 from tests.engine.harness import NONE, Batch, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.plain_loop import rounded

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.updates import updates
 from protrain.engine.updates.updates import _Round
-from protrain.errors import MisuseError
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import BlockMode
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, states, wrap_under
 

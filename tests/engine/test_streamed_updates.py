@@ -21,7 +21,7 @@ import protrain
 from protrain.engine.gradients.gradients import host_accumulate
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.updates.streamer import Streamer
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.layout import streamed_chunks
 from protrain_kernels import AdamStaging
 from tests.engine import residual

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.errors import MisuseError
+from protrain.common.errors import MisuseError
 from protrain.planning import BlockMode
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Loop, Spec, adamw, assert_same, seeded, states, wrap_under
 from tests.engine.plain_loop import prepare_plain

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.batch import loss_of
+from protrain.common.batch import loss_of
+from protrain.common.errors import PlanError
+from protrain.common.trees import tensors_in
 from protrain.engine.engine import Engine
-from protrain.errors import PlanError
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan
 from protrain.profiler.meter import StorageMeter
-from protrain.trees import tensors_in
 from tests.engine.harness import adamw
 
 VOCABULARY = 256

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, assert_same, states, wrap_under
 
 CPU = torch.device("cpu")

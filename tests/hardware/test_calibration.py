@@ -19,7 +19,7 @@ from protrain.hardware.calibration import differences
 from protrain.hardware.calibration.contention import Activity, Together, groups_on, portions_of
 from protrain.hardware.calibration.device_rates import Products
 from protrain.hardware.calibration.effort import Effort
-from protrain.hardware.calibration.host_memory import CPU, random_tensor
+from protrain.hardware.calibration.host_bandwidth import CPU, random_tensor
 from protrain.hardware.calibration.optimizers import (
     AdamChunk,
     StreamedChunk,

@@ -17,7 +17,7 @@ from protrain.hardware.calibration.doubts import (
     pinning_doubts,
     thread_doubts,
 )
-from protrain.hardware.calibration.host_memory import pinned
+from protrain.hardware.calibration.host_bandwidth import pinned
 from protrain.hardware.nvml import GpuFacts, card_facts
 from protrain.hardware.profile import Figure
 

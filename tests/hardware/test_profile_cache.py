@@ -14,7 +14,7 @@ from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.cache import Machine, cached, store
 from protrain.hardware.calibration import calibrate_twice
 from protrain.hardware.detect import assume
-from protrain_kernels.cache import cache_folder
+from protrain_kernels.cache_folder import cache_folder
 
 CPU = torch.device("cpu")
 

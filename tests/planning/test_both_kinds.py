@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
 from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, RuntimeModel, check, evaluate, explain, pack, search
 from protrain.planning.explain.explanation import timeline_of

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
 from protrain.hardware import HardwareProfile
 from protrain.planning import (
     BlockMode,

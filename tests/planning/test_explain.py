@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
 from protrain.hardware import HardwareProfile
 from protrain.planning import Plan, evaluate, explain, search
 from protrain.planning.explain.explanation import timeline_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
 from protrain.hardware import HardwareProfile
 from protrain.planning import (
     BlockMode,

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
+from protrain.common.quantities import parse_bytes
 from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, evaluate, search
 from protrain.planning.layout import layouts
 from protrain.profiler.model_profile import ModelProfile
-from protrain.quantities import parse_bytes
 from tests.planning.test_brute_force import N, as_measured, best_of_all, random_machine, random_profile
 
 

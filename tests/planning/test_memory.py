@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from protrain import batch as batches
 from protrain import profiler
+from protrain.common import batch as batches
 from protrain.hardware import detect
 from protrain.planning import BlockMode, MemoryModel, block_modes, choose_chunk_elements, pack
 from protrain.planning.memory.model import state_bytes

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from protrain import profiler
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
+from protrain.common.quantities import parse_bytes
 from protrain.hardware import HardwareProfile
 from protrain.planning import (
     BlockMode,
@@ -32,7 +33,6 @@ from protrain.planning.runtime import model as runtime
 from protrain.planning.runtime.simulate import simulate
 from protrain.profiler import ModelProfile
 from protrain.profiler.model_profile import BlockRecord, ParameterRecord, SegmentRecord, UnitRecord
-from protrain.quantities import parse_bytes
 from tests.planning.machines import H100
 
 profile = partial(profiler.profile, device="cpu")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from protrain import batch as batches
+from protrain.common import batch as batches
 
 
 def test_names_of_nested_tensors_are_dotted() -> None:

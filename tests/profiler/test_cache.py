@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from protrain.compilation import compile_blocks
+from protrain.forward.compilation import compile_blocks
 from protrain.profiler import cache, profile
 from protrain.profiler.blocks import find_blocks
 

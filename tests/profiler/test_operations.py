@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.compilation import compile_blocks
-from protrain.compilation_on_meta import graphs_alone
+from protrain.forward.compilation import compile_blocks
+from protrain.forward.compilation_on_meta import graphs_alone
 from protrain.profiler import find_blocks, profile
 from protrain.profiler.meter import StorageMeter
 from protrain.profiler.operations import Operations, storage_key, tensors_in

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protrain.attention import for_backward, is_attention
-from protrain.dispatch import RuntimeMode
-from protrain.engine.activations.random_state import RandomState
-from protrain.trees import map_leaves, tensors_in
+from protrain.common.trees import map_leaves, tensors_in
+from protrain.engine.activations.rng import RandomState
+from protrain.forward.attention import for_backward, is_attention
+from protrain.forward.dispatch import RuntimeMode
 
 
 @dataclass(slots=True)

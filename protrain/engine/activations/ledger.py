@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from torch import Tensor
 from typing_extensions import override
 
-from protrain.errors import BudgetError
-from protrain.parameters import made_of
-from protrain.quantities import format_bytes
+from protrain.common.errors import BudgetError
+from protrain.common.parameters import made_of
+from protrain.common.quantities import format_bytes
 
 
 class Ledger:

@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
+from protrain.common.errors import MisuseError
+from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.activations.caches import copied, is_cache, tensors_of
 from protrain.engine.activations.kept_attention import KeptAttention
-from protrain.engine.activations.random_state import BlockRandomState
+from protrain.engine.activations.rng import BlockRandomState
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.weights.buffers import Buffer
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.views import ViewForm, storage_address
-from protrain.errors import MisuseError
-from protrain.trees import map_leaves, tensors_in
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from protrain.common.errors import BudgetError
+from protrain.common.quantities import format_bytes
+from protrain.common.trees import Leaf, map_leaves, tensors_in
 from protrain.engine.activations.saved import INPUTS, SAVED, CheckpointFrame, Frame, storage_address, watch
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
-from protrain.errors import BudgetError
-from protrain.quantities import format_bytes
-from protrain.trees import Leaf, map_leaves, tensors_in
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine

@@ -23,13 +23,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from protrain.common.errors import PlanError
 from protrain.engine.gradients.regions import Regions
 from protrain.engine.states.arena import Arena, aligned
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.parameter import take_gradient
-from protrain.errors import PlanError
 from protrain.planning.layout import STAGING_BUFFERS
 from protrain_kernels import PADDING, flatten, host_accumulate, sum_of_squares, tiles
 

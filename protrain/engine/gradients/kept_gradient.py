@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from protrain.common.errors import MisuseError
+from protrain.common.trees import tensors_in
 from protrain.engine.weights.metadata import LAYOUT, METADATA, as_contiguous
-from protrain.errors import MisuseError
-from protrain.trees import tensors_in
 
 if TYPE_CHECKING:
     from protrain.engine.weights.parameter import Handle

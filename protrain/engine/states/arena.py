@@ -1,6 +1,6 @@
 """The host arena: all host memory of the engine, exact to the page, pinned where transfers touch it.
 
-Anonymous mappings (:mod:`protrain.host_memory`), handed out page by page. What is copied to or from a GPU is
+Anonymous mappings (:mod:`protrain.common.host_memory`), handed out page by page. What is copied to or from a GPU is
 registered with the CUDA driver when it is handed out, each piece on its own, as a copy must not cross from one
 registration into another. torch's ``pin_memory`` rounds to powers of two and is several times slower to set up.
 """
@@ -12,7 +12,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from protrain.host_memory import HostMapping
+from protrain.common.host_memory import HostMapping
 
 
 def aligned(count: int) -> int:
@@ -25,7 +25,7 @@ class Arena:
 
     Args:
         device: what is taken is copied to and from it. Where that is a GPU it is pinned, and stays so as long as there
-            are tensors on it, with the arena or without ([Note: who unpins] in protrain/host_memory.py).
+            are tensors on it, with the arena or without ([Note: who unpins] in protrain/common/host_memory.py).
     """
 
     def __init__(self, device: torch.device) -> None:

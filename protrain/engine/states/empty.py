@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from protrain.common.errors import MisuseError
+from protrain.common.parameters import is_managed
 from protrain.engine.states.recorded import record_of, replay, view_of
 from protrain.engine.states.recorder import AsOnCpu, Recorder, unwatched
-from protrain.errors import MisuseError
-from protrain.parameters import is_managed
 
 _VERSION = "protrain_version"  # attribute of an empty tensor: how often it had been written when its record ended
 _EMPTY = "protrain_empty"  # attribute of a tensor with memory: the empty one that took its place

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Member
-from protrain.errors import MisuseError
 
 _FORBIDDEN = ("amsgrad", "maximize", "differentiable")
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from protrain.trees import Leaf, map_leaves, tensors_in
+from protrain.common.trees import Leaf, map_leaves, tensors_in
 
 _ATTRIBUTE = "protrain_record"  # of a storage: it lives as long as the storage does
 _numbers = itertools.count()

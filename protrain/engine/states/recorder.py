@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from protrain.dispatch import RuntimeMode
+from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.states.recorded import (
     Constant,
     Operation,
@@ -33,7 +33,7 @@ from protrain.engine.states.recorded import (
     set_record,
     view_of,
 )
-from protrain.trees import map_leaves, tensors_in
+from protrain.forward.dispatch import RuntimeMode
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from protrain.errors import not_downloaded
+from protrain.common.errors import not_downloaded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from protrain.common.parameters import is_managed
 from protrain.engine.states.conversions import Conversions, Part
 from protrain.engine.states.empty import is_empty
 from protrain.engine.states.stored_tensors import StoredTensor, reading, stored_tensors
 from protrain.engine.weights.parameter import has_moved
-from protrain.parameters import is_managed
 
 _NAMED = 3  # tensors in a message
 _TRAINABLE = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types whose values are the weights themselves

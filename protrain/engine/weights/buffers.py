@@ -21,11 +21,11 @@ import threading
 import torch
 from torch import Tensor
 
+from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.updates.worker import Job
 from protrain.engine.weights.views import Viewers
-from protrain.errors import MisuseError
 from protrain.planning.schedule import FAR, Schedule
 
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from protrain.common.errors import MisuseError
+from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.activations.saved import Copy
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.released import ReleasedParameter
 from protrain.engine.weights.views import storage_address
-from protrain.errors import MisuseError
-from protrain.trees import map_leaves, tensors_in
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine

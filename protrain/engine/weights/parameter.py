@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from protrain.common.errors import MisuseError
 from protrain.engine.gradients.kept_gradient import KeptGradient
-from protrain.errors import MisuseError
 
 if TYPE_CHECKING:
     from protrain.engine.engine import Engine

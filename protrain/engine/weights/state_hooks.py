@@ -15,12 +15,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from protrain.common.errors import MisuseError
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.values import read_weight, write_weight
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.released import ReleasedParameter, end_whole, make_whole
-from protrain.errors import MisuseError
 
 
 class _Exported(ReleasedParameter):

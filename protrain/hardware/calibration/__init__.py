@@ -2,7 +2,7 @@
 
 from protrain.hardware.calibration.doubts import differences
 from protrain.hardware.calibration.effort import FULL_SECONDS
-from protrain.hardware.calibration.report import report
+from protrain.hardware.calibration.figures import report
 from protrain.hardware.calibration.run import calibrate, calibrate_twice
 
 __all__ = ["FULL_SECONDS", "calibrate", "calibrate_twice", "differences", "report"]

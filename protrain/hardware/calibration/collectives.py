@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from protrain.common.quantities import format_bytes
 from protrain.hardware.calibration.ranks import Ranks
 from protrain.hardware.calibration.timing import batch_s, figure_of
 from protrain.hardware.profile import Figure
-from protrain.quantities import format_bytes
 
 _WARMUP = 3
 _LEAST_SAMPLES, _MOST_SAMPLES = 5, 200

@@ -7,7 +7,7 @@ import time
 import torch
 
 from protrain.hardware.calibration.effort import Effort
-from protrain.hardware.calibration.host_memory import random_tensor
+from protrain.hardware.calibration.host_bandwidth import random_tensor
 from protrain.hardware.calibration.timing import durations_s, figure_of, spread_of
 from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.profile import Figure

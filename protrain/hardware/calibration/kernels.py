@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protrain.hardware.calibration.host_memory import fill_random
+from protrain.hardware.calibration.host_bandwidth import fill_random
 from protrain.hardware.calibration.timing import durations_s, figure_of
 from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.profile import Figure

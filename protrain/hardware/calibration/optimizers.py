@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from protrain.hardware.calibration.host_memory import CPU, pinned, random_tensor
+from protrain.hardware.calibration.host_bandwidth import CPU, pinned, random_tensor
 from protrain.hardware.calibration.timing import durations_s, figure_of
 from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.profile import Figure

@@ -24,7 +24,7 @@ from protrain.hardware.calibration.doubts import (
     thread_doubts,
 )
 from protrain.hardware.calibration.effort import FULL_SECONDS, Effort
-from protrain.hardware.calibration.host_memory import CPU, dram_figures, pinning_gbps, random_tensor
+from protrain.hardware.calibration.host_bandwidth import CPU, dram_figures, pinning_gbps, random_tensor
 from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
 from protrain.hardware.calibration.launching import one_core_taken
 from protrain.hardware.calibration.optimizers import (

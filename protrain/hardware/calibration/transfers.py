@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from protrain.hardware.calibration.host_memory import CPU, pinned, random_tensor
+from protrain.common.quantities import format_bytes
+from protrain.hardware.calibration.host_bandwidth import CPU, pinned, random_tensor
 from protrain.hardware.calibration.timing import durations_s, figure_of
 from protrain.hardware.profile import Figure
-from protrain.quantities import format_bytes
 
 _STREAMED_BYTES = 64 * 1024**2  # of small copies in a row, so that starting and joining two streams costs nothing
 

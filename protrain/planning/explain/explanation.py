@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from protrain.common.quantities import format_bytes
+from protrain.common.records import Record
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.explain.knobs import Change, PlanModels, changes_of
 from protrain.planning.explain.phases import WAITS, Phase, phases
@@ -20,8 +22,6 @@ from protrain.planning.search.search import search
 from protrain.planning.tables import aligned, format_change, format_ms
 from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
 from protrain.profiler.model_profile import ModelProfile
-from protrain.quantities import format_bytes
-from protrain.records import Record
 
 MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # shares of the memory there is, on top of it
 _SAME = 0.005  # times this close are the same: the search itself prefers by other grounds within it

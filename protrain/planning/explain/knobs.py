@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from protrain.common.records import Record
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import layouts
 from protrain.planning.memory.model import MemoryModel
@@ -15,7 +16,6 @@ from protrain.planning.plan import Plan, as_planned, block_modes, layout_of
 from protrain.planning.rates.caution import cautious
 from protrain.planning.runtime.model import RuntimeModel
 from protrain.profiler.model_profile import ModelProfile
-from protrain.records import Record
 
 KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream", "n_whole")
 

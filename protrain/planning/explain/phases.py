@@ -12,8 +12,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from protrain.common.records import Record
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Operation, Timeline
-from protrain.records import Record
 
 WAITS = {
     UP: "uploads",

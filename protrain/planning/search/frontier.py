@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from protrain.common.quantities import format_bytes
+from protrain.common.records import Record
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import layouts
 from protrain.planning.memory.model import MemoryModel
@@ -13,8 +15,6 @@ from protrain.planning.search.moves import Moves
 from protrain.planning.search.search import search
 from protrain.planning.tables import aligned, format_ms
 from protrain.profiler.model_profile import ModelProfile
-from protrain.quantities import format_bytes
-from protrain.records import Record
 
 N_LIMITS = 12
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
+from protrain.common.quantities import format_bytes
 from protrain.planning.memory.model import Activations, Bytes, MemoryModel
 from protrain.planning.plan import block_modes
 from protrain.planning.search.moves import Moves
-from protrain.quantities import format_bytes
 
 _SEARCH = "leave the plan out, and one is searched"
 _NARROW = "so does moment_dtype=bfloat16, with Adam's moments in 16 bits"

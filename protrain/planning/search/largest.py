@@ -12,7 +12,9 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
+from protrain.common.quantities import format_bytes
+from protrain.common.records import Record
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout, layouts
 from protrain.planning.memory.model import MemoryModel
@@ -23,8 +25,6 @@ from protrain.planning.search.infeasible import least_bytes, nothing_fits
 from protrain.planning.search.moves import Moves
 from protrain.planning.tables import aligned, format_ms
 from protrain.profiler.model_profile import ModelProfile
-from protrain.quantities import format_bytes
-from protrain.records import Record
 
 MOST_LAYERS = 512
 _GUESSES = 8  # tries by a straight line before plain bisection takes over

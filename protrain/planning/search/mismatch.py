@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from protrain.errors import PlanError
+from protrain.common.errors import PlanError
 from protrain.planning.fingerprint import fingerprint, parameters_fingerprint
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord

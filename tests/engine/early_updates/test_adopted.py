@@ -16,7 +16,7 @@ from torch import nn
 from protrain.engine.states import chunks
 from protrain.engine.updates.turns import Ahead
 from protrain.engine.updates.updates import _Round
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.early_updates.trained import STEPS, clipping, counts, trained, updated_on_host
 from tests.engine.harness import (

@@ -13,7 +13,7 @@ import protrain
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.plan import layout_of
 from protrain.tracing import _Recorder
 from tests.engine import residual

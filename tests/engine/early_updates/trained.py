@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.optim import ProTrainOptimizer
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
     Batch,

@@ -27,13 +27,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from protrain.checkpoint_buffers import BUFFERS, compare_names, saved_beside, tensors_beside
-from protrain.errors import CheckpointError
-from protrain.json_values import decode, encode
-from protrain.manifest import check_files, find_save, list_saves, read_manifest, verify_bytes, write_manifest
-from protrain.parameters import is_managed
-from protrain.random_state import check_random_state, random_state, set_random_state
-from protrain.tensor_files import TensorWriter, open_tensors, sync_directory, write_tensors
+from protrain.checkpoint.buffers import BUFFERS, compare_names, saved_beside, tensors_beside
+from protrain.checkpoint.json_values import decode, encode
+from protrain.checkpoint.manifest import check_files, find_save, list_saves, read_manifest, verify_bytes, write_manifest
+from protrain.checkpoint.random_state import check_random_state, random_state, set_random_state
+from protrain.checkpoint.tensor_files import TensorWriter, open_tensors, sync_directory, write_tensors
+from protrain.common.errors import CheckpointError
+from protrain.common.parameters import is_managed
 
 MODULES = "modules.safetensors"
 _SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # a save that is not finished, or being deleted

@@ -27,9 +27,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _pop_mode_temporarily
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from protrain import batch as batches
-from protrain.compilation import CompiledForward, eager_of, graphs_compiled
-from protrain.parameters import made_of
+from protrain.common import batch as batches
+from protrain.common.parameters import made_of
+from protrain.common.trees import tensors_in
+from protrain.forward.compilation import CompiledForward, eager_of, graphs_compiled
 from protrain.profiler.given import GivenInputs, run_checkpointed
 from protrain.profiler.inner_backwards import InnerBackwards
 from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu, fused_attention_in_graphs
@@ -38,7 +39,6 @@ from protrain.profiler.operations import storage_key
 from protrain.profiler.probe import BlockUse, probe
 from protrain.profiler.uses import Uses
 from protrain.profiler.weights import Weights
-from protrain.trees import tensors_in
 
 
 @dataclass

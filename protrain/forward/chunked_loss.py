@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protrain.chunked_loss_on_meta import causal_lm_loss
-from protrain.replacing import replace_attributes
+from protrain.forward.chunked_loss_on_meta import causal_lm_loss
+from protrain.forward.replacing import replace_attributes
 
 _ROW_BYTES = 16  # a row of logits that is no multiple of these makes slow products
 _WIDE_ROW_BYTES = 128  # and is widened to a multiple of these

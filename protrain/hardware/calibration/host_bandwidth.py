@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from protrain.common.host_memory import map_host_memory, register
 from protrain.hardware.calibration.timing import durations_s, figure_of
 from protrain.hardware.profile import Figure
-from protrain.host_memory import map_host_memory, register
 
 CPU = torch.device("cpu")
 _RANDOM_BLOCK = 1 << 20  # elements that repeat: drawing gigabytes of random numbers would take longer than measuring
@@ -37,7 +37,7 @@ def fill_random(tensor: Tensor, *, positive: bool = False, scale: float = 1.0) -
 
 
 def random_tensor(elements: int, dtype: torch.dtype, device: torch.device, *, positive: bool = False) -> Tensor:
-    """A random 1-d tensor: in memory of :func:`protrain.host_memory.map_host_memory` on the host."""
+    """A random 1-d tensor: in memory of :func:`protrain.common.host_memory.map_host_memory` on the host."""
     empty = (
         map_host_memory(elements * dtype.itemsize).view(dtype)
         if device.type == "cpu"

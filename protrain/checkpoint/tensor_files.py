@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from protrain.errors import CheckpointError
+from protrain.common.errors import CheckpointError
 
 FILE_BYTES = 1024**3  # the host memory that a save may take beside the training state
 

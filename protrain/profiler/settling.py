@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from protrain.compilation import graphs_compiled
-from protrain.profiler.step import Segment
+from protrain.forward.compilation import graphs_compiled
+from protrain.profiler.traced_step import Segment
 
 SUSTAINED_MS = 1000.0  # of computing, before or in what counts
 _BUSY_MS = 250.0

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.errors import CheckpointError
-from protrain.parameters import is_managed, kept_beside, made_of
-from protrain.tensor_files import open_tensors
+from protrain.checkpoint.tensor_files import open_tensors
+from protrain.common.errors import CheckpointError
+from protrain.common.parameters import is_managed, kept_beside, made_of
 
 BUFFERS = "buffers.safetensors"
 _ADDED = ("extra state of module", "frozen parameter")  # what the first checkpoints of this format do not hold

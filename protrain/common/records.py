@@ -12,7 +12,7 @@ import typing
 from pathlib import Path
 from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
-from protrain.quantities import format_bytes
+from protrain.common.quantities import format_bytes
 
 _JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "value", type(None): "value"}
 

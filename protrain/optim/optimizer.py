@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protrain.clipping import Clipping
+from protrain.common.errors import MisuseError
 from protrain.engine.engine import Engine
 from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states.chunks import Chunk, Member
@@ -22,10 +22,10 @@ from protrain.engine.states.groups import Groups, check_options
 from protrain.engine.states.of_parameters import check_shapes, export_state, import_state, of_its_step
 from protrain.engine.states.values import read_master, read_weight, write_weight
 from protrain.engine.updates.updates import Scale, Updates
-from protrain.errors import MisuseError
-from protrain.given_optimizer import refuse_group
 from protrain.hardware import HardwareProfile
-from protrain.loss_scale import LossScale
+from protrain.optim.clipping import Clipping
+from protrain.optim.given import refuse_group
+from protrain.optim.loss_scale import LossScale
 from protrain.planning.explain.explanation import Explanation
 from protrain.planning.explain.host_rate import host_gparams
 from protrain.planning.plan import Plan

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from protrain.common.errors import MisuseError
 from protrain.engine.engine import Engine
-from protrain.errors import MisuseError
-from protrain.loss_scale import LossScale
+from protrain.optim.loss_scale import LossScale
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Batches and outputs: what goes into the model, on which device and in which dtype, and the loss that comes out.
 
 An example batch is a mapping (the model is called with ``model(**batch)``) or a tuple (``model(*batch)``). Its tensors
-may lie in nested containers and in objects: :mod:`protrain.trees` says in which. The trace and the engine treat inputs
-the same way, through the functions here.
+may lie in nested containers and in objects: :mod:`protrain.common.trees` says in which. The trace and the engine treat
+inputs the same way, through the functions here.
 
 A forward may write into what it is given, as models do that take a dictionary of features and put their results into
 it. The caller sees that, as in plain PyTorch: an argument goes to the model as it is, unless a tensor in it must go to
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protrain.trees import knows_to, map_leaves, named_tensors, replace_leaves, tensors_in
+from protrain.common.trees import knows_to, map_leaves, named_tensors, replace_leaves, tensors_in
 
 
 def check(batch: Any) -> None:

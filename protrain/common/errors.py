@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from protrain.quantities import format_bytes
+from protrain.common.quantities import format_bytes
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from protrain.common.errors import MisuseError
 from protrain.engine.states.groups import check_options
-from protrain.errors import MisuseError
 
 _SUPPORTED = torch.optim.Adam, torch.optim.AdamW
 

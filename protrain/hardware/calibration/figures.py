@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from protrain.common.quantities import format_bytes
 from protrain.hardware.profile import Contention, Figure, HardwareProfile
-from protrain.quantities import format_bytes
 
 _HEAD = ("", "at", "median", "p20", "p80", "", "of datasheet")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from protrain.trees import named_tensors
+from protrain.common.trees import named_tensors
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 

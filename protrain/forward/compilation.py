@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.compilation_on_meta import graphs_alone
-from protrain.replacing import replace_attributes
+from protrain.forward.compilation_on_meta import graphs_alone
+from protrain.forward.replacing import replace_attributes
 
 # What torch.compile consists of takes longer to import than the rest of torch: only where something is compiled.
 
@@ -59,7 +59,7 @@ def _leave_alone(package: str) -> None:
 def compile_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> Callable[[], None]:
     """Compile the forward of every one of ``blocks``. Returns what undoes that.
 
-    With ``on_meta`` as far as the meta device can show what that does: see :mod:`protrain.compilation_on_meta`.
+    With ``on_meta`` as far as the meta device can show what that does: see :mod:`protrain.forward.compilation_on_meta`.
     """
     _leave_alone("protrain")
     _leave_alone("protrain_kernels")

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from protrain.quantities import format_bytes
+from protrain.common.quantities import format_bytes
 
 _TOUCHED_BYTES = 64 * 1024**2  # by one thread at a time
 _THREADS = 8

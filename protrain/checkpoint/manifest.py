@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from protrain.errors import CheckpointError
-from protrain.tensor_files import file_crc32, open_tensors
+from protrain.checkpoint.tensor_files import file_crc32, open_tensors
+from protrain.common.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
