@@ -24,7 +24,7 @@ from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import CudaStreams
 from protrain.engine.units import Unit
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning.explain.explanation import timeline_of
+from protrain.planning.predict import predict
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Timeline
 
 _MEASURED, _PREDICTED = 1, 2  # process ids
@@ -50,10 +50,9 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
     found = {"traceEvents": []} if profiler is None else _exported(profiler)
     base_us = found.get("baseTimeNanoseconds", 0) / 1e3
     events = recorder.events()
-    predicted = timeline_of(
-        optimizer.plan, engine.profile, optimizer.hardware, step_during_backward=optimizer.step_during_backward
-    )
-    events += _predicted_events(predicted, max(recorder.step_starts_us(), default=0.0))
+    inside = optimizer.step_during_backward
+    predicted = predict(engine.profile, optimizer.hardware, optimizer.plan, step_during_backward=inside)
+    events += _predicted_events(predicted.timeline, max(recorder.step_starts_us(), default=0.0))
     for event in events:
         if "ts" in event:
             event["ts"] -= base_us

@@ -34,9 +34,9 @@ from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim.given import check_supported, retire
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan, check, search
+from protrain.planning.mismatch import name_other_use, refuse_other_model, refuse_other_parameters
 from protrain.planning.plan import MOMENT_DTYPES
 from protrain.planning.rates.streaming import staging_bytes
-from protrain.planning.search.mismatch import name_other_use, refuse_other_model, refuse_other_parameters
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import checkpointing_switches, find_blocks, say_switched_off, switch_off_checkpointing
 from protrain.profiler.cache import cached_profile

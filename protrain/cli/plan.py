@@ -34,8 +34,9 @@ from protrain.common.quantities import parse_memory
 from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile, detect, load
 from protrain.planning import frontier, largest
-from protrain.planning.explain.explanation import timeline_of
+from protrain.planning.explain.explanation import explain
 from protrain.planning.plan import MOMENT_DTYPES
+from protrain.planning.predict import predict
 from protrain.planning.tables import format_ms
 from protrain.profiler import ModelProfile
 
@@ -119,13 +120,14 @@ def run_command(args: argparse.Namespace) -> None:
         return
     with say.stage("planning"):
         plan = protrain.search(profile, hardware, step_during_backward=args.step_during_backward)
-        timeline = timeline_of(plan, profile, hardware, step_during_backward=args.step_during_backward)
+        inside = args.step_during_backward
+        timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
     if args.picture is not None:
         draw_timeline(timeline, f"{profile.model}, {hardware.name}, {plan}: {format_ms(plan.step_ms)}", args.picture)
     text = ""
     if not args.json:  # an explanation takes several searches
         with say.stage("explaining"):
-            why = plan.explain(profile, hardware, step_during_backward=args.step_during_backward)
+            why = explain(plan, profile, hardware, step_during_backward=inside)
         answer = summary_text(why, profile, hardware, updates_in_backward=args.step_during_backward)
         details = [
             ("one step", timeline_text(timeline)),

@@ -27,7 +27,7 @@ from protrain.engine.states.weight_files import weight_sources
 from protrain.forward.chunked_loss import available as liger_installed
 from protrain.forward.chunked_loss import find_head
 from protrain.planning import Plan
-from protrain.planning.search.mismatch import refuse_other_parameters
+from protrain.planning.mismatch import refuse_other_parameters
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.trace import parameter_records
 from protrain.wrap import naming

@@ -27,7 +27,7 @@ from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks
 from protrain.planning.layout import most_held, streamed_chunks, updated_chunks
-from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, moved_input_bytes
+from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, offloaded_input_bytes
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels.host_library import library
@@ -136,7 +136,7 @@ def build_engine(
         if mode is BlockMode.SWAP
     )
     swapped += sum(
-        moved_input_bytes(block)
+        offloaded_input_bytes(block)
         for block, mode in zip(as_planned(profile, plan).blocks, plan.block_modes, strict=True)
         if mode is BlockMode.CKPT_SWAP
     )

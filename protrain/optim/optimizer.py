@@ -26,7 +26,7 @@ from protrain.hardware import HardwareProfile
 from protrain.optim.clipping import Clipping
 from protrain.optim.given import refuse_group
 from protrain.optim.loss_scale import LossScale
-from protrain.planning.explain.explanation import Explanation
+from protrain.planning.explain.explanation import Explanation, explain
 from protrain.planning.explain.host_rate import host_gparams
 from protrain.planning.plan import Plan
 
@@ -180,7 +180,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def explain(self) -> Explanation:
         """What limits the plan, what each of its numbers would change, and what more memory would buy."""
-        return self.plan.explain(self._engine.profile, self.hardware, step_during_backward=self.step_during_backward)
+        return explain(self.plan, self._engine.profile, self.hardware, step_during_backward=self.step_during_backward)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -304,16 +304,15 @@ def make_chunks(
 
     Persistent ones have no more than their weights and masters until :func:`complete_chunks`.
 
-    The first ``plan.n_speculate`` of those have room for a second copy of what an update writes, or with
-    ``plan.early_weights`` all but the last ``plan.n_whole`` of these of the weight alone. Of the ``streamed``, by
+    The first ``plan.n_speculate`` of those have room for a second copy of what an update writes, the first
+    ``plan.n_weight_only`` of them for a copy of the weight alone. Of the ``streamed``, by
     index, the device reaches all states. Where gradients share regions chunks have no room for their own; the arena's
     piece has that of the regions.
     """
     away = layout.chunks[plan.n_persist :]
     sizes = [size for record in away for size in size_bytes(record, held_states(record, layout, plan, dtype))]
     early = [record for record in away[: plan.n_speculate] if record.trainable]
-    n_alone = plan.n_speculate - plan.n_whole if plan.early_weights else 0
-    alone = {record.index for record in away[:n_alone]}
+    alone = {record.index for record in away[: plan.n_weight_only]}
     copied = state_layout(True, dtype, DTYPES[plan.moment_dtype], gradient=False)
     for record in early:
         sizes += [record.elements * dtype.itemsize] if record.index in alone else size_bytes(record, copied)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.infeasible import least_bytes
 from protrain.planning.layout import layouts
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import Plan
-from protrain.planning.search.infeasible import least_bytes
-from protrain.planning.search.moves import Moves
-from protrain.planning.search.search import search
+from protrain.planning.search import search
 from protrain.planning.tables import aligned, format_ms
 from protrain.profiler.model_profile import ModelProfile
 
@@ -54,6 +54,7 @@ def frontier(
     """The fastest plans for ``profile`` under ``n_limits`` device limits in even ratios, the last of them all there is.
 
     Where much of that would stay unused, the limits end with what the fastest plan uses, and all there is comes extra.
+    More memory never makes a step slower: where a larger limit brings nothing faster, the smaller one's plan stays.
 
     Raises:
         PlanError: nothing fits ``hardware``.
@@ -65,9 +66,12 @@ def frontier(
     top = hardware.device_bytes if used > 0.9 * hardware.device_bytes else used
     ratios = [(top / least) ** (index / (n_limits - 1)) for index in range(n_limits)]
     limits = {min(top, max(least, round(least * ratio))) for ratio in ratios} | {hardware.device_bytes}
-    points = []
+    points: list[FrontierPoint] = []
     for limit in sorted(limits):
-        plan = search(profile, replace(hardware, device_bytes=limit), step_during_backward=step_during_backward)
+        before = [point.plan for point in points[-1:]]
+        machine = replace(hardware, device_bytes=limit)
+        plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
+        plan = min(plan, *before, key=attrgetter("step_ms"))
         points.append(FrontierPoint(device_limit_bytes=limit, tokens_per_s=plan.tokens_per_s, plan=plan))
     return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
 
@@ -79,6 +83,6 @@ def least_device_bytes(
     found = []
     for layout in layouts(profile):
         memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
-        device, host = least_bytes(memory, Moves(memory))
+        device, host = least_bytes(memory)
         found += device[host <= hardware.host_bytes].tolist()
     return min(found, default=None)

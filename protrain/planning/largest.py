@@ -1,7 +1,7 @@
 """The deepest model of a family that trains on a machine: which depth still has a plan, found in a handful of profiles.
 
 Whether anything fits is a question for the memory model alone: checkpointing every block leaves most room, and then
-only the numbers of persistent chunks and of moved inputs are open. What is needed grows evenly with depth, so a
+only the numbers of persistent chunks and of offloaded inputs are open. What is needed grows evenly with depth, so a
 straight line through two depths nearly hits the last that fits; the depths around it are tried until one fits and the
 next does not.
 """
@@ -16,13 +16,11 @@ from protrain.common.errors import PlanError
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.infeasible import least_bytes, nothing_fits
 from protrain.planning.layout import Layout, layouts
 from protrain.planning.memory.model import MemoryModel
-from protrain.planning.plan import Plan, block_modes
-from protrain.planning.runtime.model import RuntimeModel
-from protrain.planning.search.given import evaluate
-from protrain.planning.search.infeasible import least_bytes, nothing_fits
-from protrain.planning.search.moves import Moves
+from protrain.planning.plan import Plan
+from protrain.planning.search import search
 from protrain.planning.tables import aligned, format_ms
 from protrain.profiler.model_profile import ModelProfile
 
@@ -93,7 +91,7 @@ def largest(
         low, high = (layers, high) if need(layers).fits else (low, layers)
         guess = _guess(known, hardware) if tries < _GUESSES else (low + high) // 2
     chosen = need(low)
-    plan = _fastest(chosen, hardware, step_during_backward)
+    plan = search(chosen.profile, hardware, step_during_backward=step_during_backward)
     return Largest(
         machine=hardware.name,
         layers=low,
@@ -124,15 +122,14 @@ def _need(profile: ModelProfile, hardware: HardwareProfile, step_during_backward
 
 def _need_with(layout: Layout, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Need:
     memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
-    moves = Moves(memory)
-    device, host = least_bytes(memory, moves)
+    device, host = least_bytes(memory)
     return _Need(
         profile=profile,
         layout=layout,
         device_bytes=int(device.min()),
         host_bytes=int(host.max()),
         fits=bool(((device <= hardware.device_bytes) & (host <= hardware.host_bytes)).any()),
-        error=nothing_fits(memory, moves),
+        error=nothing_fits(memory),
     )
 
 
@@ -151,33 +148,3 @@ def _guess(known: dict[int, _Need], hardware: HardwareProfile) -> int:
         if at > before:
             found = min(found, second + (limit - at) * (second - first) / (at - before))
     return int(max(found, 0))
-
-
-def _fastest(need: _Need, hardware: HardwareProfile, step_during_backward: bool) -> Plan:
-    """The fastest placement with every block checkpointed; at the limit there is little room for anything else.
-
-    Attention is not kept either.
-    """
-    profile, layout, n_blocks = need.profile, need.layout, len(need.profile.blocks)
-    memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
-    moves, runtime = Moves(memory), RuntimeModel(memory)
-    best, best_ms = None, float("inf")
-    for n_persist in range(len(layout.chunks), -1, -1):
-        for n_ckpt_swap, n_buffer, _ in moves.rooms(0, n_blocks, n_persist):
-            modes = block_modes(n_blocks, 0, n_blocks, n_ckpt_swap)
-            step_ms = runtime.step_ms(modes, n_persist, n_buffer, limit_ms=best_ms)
-            if step_ms < best_ms:
-                best, best_ms = (n_persist, n_buffer, n_ckpt_swap), step_ms
-    assert best is not None, "this depth fits"
-    return evaluate(
-        profile,
-        hardware,
-        n_persist=best[0],
-        n_buffer=best[1],
-        n_swap=0,
-        n_ckpt=n_blocks,
-        n_ckpt_swap=best[2],
-        chunk_elements=layout.chunk_elements,
-        large_first=layout.large_first,
-        step_during_backward=step_during_backward,
-    )

@@ -9,8 +9,7 @@ import numpy as np
 from protrain.common.errors import PlanError
 from protrain.common.quantities import format_bytes
 from protrain.planning.memory.model import Activations, Bytes, MemoryModel
-from protrain.planning.plan import block_modes
-from protrain.planning.search.moves import Moves
+from protrain.planning.plan import Counts, block_modes
 
 _SEARCH = "leave the plan out, and one is searched"
 _NARROW = "so does moment_dtype=bfloat16, with Adam's moments in 16 bits"
@@ -34,7 +33,7 @@ def device_error(
     needed = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
     static = memory.static_bytes(n_persist, n_buffer, n_stream)
     parts = {"activations": needed - static, **memory.static_parts(n_persist, n_buffer, n_stream)}
-    host = memory.host_bytes(n_persist, activations)
+    host = memory.host_bytes(Counts(n_persist, n_buffer, 0, 0), activations)
     remedies = [_SEARCH] if given else []
     batch = next((shape[0] for shape in profile.batch_shapes.values() if shape), 0)
     smaller = _smaller_batch(batch, (hardware.device_bytes - static) / max(1, needed - static))
@@ -60,7 +59,7 @@ def host_error(
     activations: Activations,
     *,
     n_speculate: int = 0,
-    n_whole: int = 0,
+    n_weight_only: int = 0,
     given: bool = False,
     narrow_moments: bool = False,
     on_device: int = 0,
@@ -70,17 +69,18 @@ def host_error(
     ``on_device`` is the device memory with which one would fit; 0: none would, or a plan was given.
     """
     hardware = memory.hardware
-    needed = memory.host_bytes(n_persist, activations, n_speculate, n_whole)
-    spare = memory.spare_bytes(n_persist, n_speculate, n_whole)
+    counts = Counts(n_persist, 0, 0, 0, n_speculate=n_speculate, n_weight_only=n_weight_only)
+    needed = memory.host_bytes(counts, activations)
+    copies = memory.copy_bytes(n_persist, n_speculate, n_weight_only)
     gradients = memory.host_gradient_bytes(n_persist, activations.swapped_bytes)
     sums = memory.accumulator_bytes(n_persist)
-    states = needed - activations.swapped_bytes - spare - gradients - sums
+    states = needed - activations.swapped_bytes - copies - gradients - sums
     parts = {
         "optimizer states and weights of non-persistent chunks": states,
         "sums of gradients of non-persistent chunks": sums,
         "gradients of non-persistent chunks": gradients,
-        "swapped activations and moved inputs": activations.swapped_bytes,
-        "second copies for early updates": spare,
+        "swapped activations and offloaded inputs": activations.swapped_bytes,
+        "second copies for speculative updates": copies,
     }
     remedies = [_SEARCH] if given else []
     remedies.append(f"host_memory of at least {_at_least(needed)} fits{' it' if given else ''}")
@@ -99,7 +99,7 @@ def host_error(
     )
 
 
-def least_bytes(memory: MemoryModel, moves: Moves) -> tuple[Bytes, Bytes]:
+def least_bytes(memory: MemoryModel) -> tuple[Bytes, Bytes]:
     """Device and host bytes of the plans that leave most room, both [n_persist, n_ckpt_swap].
 
     Every block is recomputed, since whatever else is done with one adds to what the trace measured with all of them
@@ -108,19 +108,19 @@ def least_bytes(memory: MemoryModel, moves: Moves) -> tuple[Bytes, Bytes]:
     placements = range(len(memory.layout.chunks) + 1)
     static = np.array([memory.static_bytes(n, memory.least_buffers(n)) for n in placements])
     host = np.array([memory.host_bytes_beside(n, 0) for n in placements])
-    margined_bytes, swapped_bytes = moves.activations(0, len(memory.profile.blocks))
+    margined_bytes, swapped_bytes = memory.offloads(0, len(memory.profile.blocks))
     return static[:, None] + margined_bytes, host[:, None] + swapped_bytes
 
 
-def nothing_fits(memory: MemoryModel, moves: Moves) -> PlanError:
+def nothing_fits(memory: MemoryModel) -> PlanError:
     """Why no plan at all fits: the device cannot hold the smallest one, or the host what the device leaves over."""
-    device_bytes, host_bytes = least_bytes(memory, moves)
+    device_bytes, host_bytes = least_bytes(memory)
     fits = device_bytes <= memory.hardware.device_bytes
     needed = np.where(fits, host_bytes, host_bytes.max() + 1) if fits.any() else device_bytes
     n_persist, n_ckpt_swap = divmod(int(needed.argmin()), needed.shape[1])
     n_blocks = len(memory.profile.blocks)
     activations = memory.activations(block_modes(n_blocks, 0, n_blocks, n_ckpt_swap))
-    narrow_moments = _fits_with_narrow_moments(memory, moves)
+    narrow_moments = _fits_with_narrow_moments(memory)
     if fits.any():
         enough = device_bytes[host_bytes <= memory.hardware.host_bytes]
         on_device = int(enough.min()) if enough.size else 0
@@ -129,14 +129,14 @@ def nothing_fits(memory: MemoryModel, moves: Moves) -> PlanError:
     return device_error(memory, n_persist, n_buffer, activations, narrow_moments=narrow_moments)
 
 
-def _fits_with_narrow_moments(memory: MemoryModel, moves: Moves) -> bool:
+def _fits_with_narrow_moments(memory: MemoryModel) -> bool:
     """Whether any plan does where moments are in bf16 and are not yet."""
     hardware, inside = memory.hardware, memory.update_in_backward
     if memory.profile.moment_dtype == "bfloat16":
         return False
     profile = replace(memory.profile, moment_dtype="bfloat16")
     narrow = MemoryModel(profile, hardware, memory.layout, update_in_backward=inside)
-    device_bytes, host_bytes = least_bytes(narrow, moves)
+    device_bytes, host_bytes = least_bytes(narrow)
     return bool(((device_bytes <= hardware.device_bytes) & (host_bytes <= hardware.host_bytes)).any())
 
 
