@@ -11,7 +11,7 @@ How slow hosts are in steps was seen on ten machines with an H100. As far as the
 rate of late and before that the time of a step, six reached what had been predicted of them, one 90% of it, two 85%,
 one 79%; within ten minutes one had 89% and 79%, in the same plan. So of the fastest plans for the hosts in _HOSTS the
 one that takes least in the mean over these is taken. The shares and probabilities, of a dozen that were tried, lose
-little over hosts as those ten: "Which hosts plans are made for" in docs/predictions.md.
+little over hosts as those ten: bench/results/simulated/NOTES.md, "Which hosts plans are made for".
 
 What calibration tells of a host moves both: its usual rate lies about halfway between its rate over time and
 what it had four fifths of the time. That is 99% on steady hosts, 93% on one that neighbours slowed down. What is

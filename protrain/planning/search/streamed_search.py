@@ -26,7 +26,7 @@ from protrain.planning.runtime.model import RuntimeModel
 
 # Of a step's time. How much streamed updates and copies take from each other is worked out and not measured, and a plan
 # that streams keeps both directions of the link busy. On H100s what is now predicted as gains of 5% and 11% was
-# none and 3%, and elsewhere more came than is predicted (docs/predictions.md).
+# none and 3%, and elsewhere more came than is predicted (bench/results/h100/NOTES.md).
 STREAMING_GAIN = 0.05
 _LITTLE = 0.001  # what a neighbour must gain
 _FAR = (0.0, 0.5)  # of the chunks persistent: where else to begin
