@@ -88,8 +88,9 @@ class _Head:
 def widened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """A head's [words, hidden] and [words] with words added that no token is, until rows of logits are aligned.
 
-    GPT-2 has 50,257 words, and products that read or write rows of so many are slow (docs/predictions.md). Added words
-    have a bias of -inf: they add nothing to a sum of exponentials, and of their gradients, all zeros, nothing goes on.
+    GPT-2 has 50,257 words, and products that read or write rows of so many are slow (bench/results/h100/NOTES.md).
+    Added words have a bias of -inf: they add nothing to a sum of exponentials, and of their gradients, all zeros,
+    nothing goes on.
     """
     size = weight.element_size()
     if len(weight) * size % _ROW_BYTES == 0:

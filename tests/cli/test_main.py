@@ -194,8 +194,8 @@ def test_the_options_of_a_resumed_run_are_listed(capsys: pytest.CaptureFixture[s
     help_text = " ".join(run(capsys, "train", "--help")[1].split())
     listed = help_text.partition("only what never changes the weights may differ: ")[2].partition(" --seed")[0]
     assert sorted(listed.replace(" ", "").split(",")) == sorted(map(option, FREE))
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    listed = readme.partition("`--resume` takes the options of the run.")[2].partition("\n\n")[0]
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "user-guide.md").read_text()
+    listed = guide.partition("`--resume` takes the options of the run.")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"`(--[\w-]+)`", listed)) == sorted(map(option, FREE))
 
 
