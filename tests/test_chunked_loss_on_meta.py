@@ -22,8 +22,8 @@ from protrain.hardware import load
 from protrain.planning import fingerprint, search
 from protrain.planning.rates.compute_times import compute_times
 from protrain.profiler import ModelProfile
+from protrain.profiler.memory_meter import StorageMeter
 from protrain.profiler.meta_device import as_if_on_gpu
-from protrain.profiler.meter import StorageMeter
 
 Build = Callable[..., nn.Module]
 Loss = Callable[..., Tensor]

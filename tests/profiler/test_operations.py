@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain.common.trees import tensors_in
 from protrain.forward.compilation import compile_blocks
 from protrain.forward.compilation_on_meta import graphs_alone
 from protrain.profiler import find_blocks, profile
-from protrain.profiler.meter import StorageMeter
-from protrain.profiler.operations import Operations, storage_key, tensors_in
+from protrain.profiler.memory_meter import StorageMeter
+from protrain.profiler.operations import Operations
+from protrain.profiler.storages import storage_key
 
 ROWS, WIDTH = 8, 16
 SIZE = ROWS * WIDTH * 4

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from protrain import profiler
-from protrain.profiler import settling
-from protrain.profiler.settling import expected_ms, sustained, typical
-from protrain.profiler.traced_step import Segment, Step
+from protrain.profiler import step_times
+from protrain.profiler.segments import Segment
+from protrain.profiler.step_times import expected_ms, sustained, typical
+from protrain.profiler.traced_step import Step
 from tests.profiler.test_trace import _batch, _Block, _Model
 
 
@@ -59,9 +60,9 @@ class _Steps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, compiling: int = 0) -> None:
         self.order = ""
         self.n_queued = 0
-        monkeypatch.setattr(settling, "finish", lambda device: self._note("w"))
-        monkeypatch.setattr(settling, "_keep_busy", lambda device: self._note("b"))
-        monkeypatch.setattr(settling, "graphs_compiled", lambda: 7 + min(compiling, self.n_queued))
+        monkeypatch.setattr(step_times, "finish", lambda device: self._note("w"))
+        monkeypatch.setattr(step_times, "_keep_busy", lambda device: self._note("b"))
+        monkeypatch.setattr(step_times, "graphs_compiled", lambda: 7 + min(compiling, self.n_queued))
 
     def _note(self, what: str) -> None:
         self.order += what
@@ -177,7 +178,7 @@ def test_on_a_gpu_the_products_before_a_long_step_take_a_quarter_of_a_second() -
     before = torch.cuda.memory_allocated()
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    settling._keep_busy(device)
+    step_times._keep_busy(device)
     torch.cuda.synchronize()
     assert 0.15 < time.perf_counter() - begin < 1.0  # others may keep the GPU busy, too
     assert torch.cuda.memory_allocated() == before
@@ -189,4 +190,4 @@ def test_without_room_for_the_products_the_profile_goes_on(monkeypatch: pytest.M
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(torch, "empty_like", no_room)
-    settling._keep_busy(torch.device("cuda"))
+    step_times._keep_busy(torch.device("cuda"))

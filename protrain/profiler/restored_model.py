@@ -1,4 +1,4 @@
-"""The model as it was: what a traced step changes of modules and random states is put back."""
+"""Puts modules and random states back as they were before a traced step."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ _SOURCES = (torch.Generator, np.random.RandomState, np.random.Generator, np.rand
 
 
 class _Held(NamedTuple):
-    """What a container held, in order: of tables the keys as well."""
+    """The contents of a container, in order; of a dictionary the keys as well."""
 
     container: Any
-    kind: Any  # whose methods read and write it: those of a subclass may do anything
+    kind: Any  # the builtin class whose methods read and write it, as those of a subclass may do anything
     keys: list[Any]
     values: list[Any]
 
 
 @contextmanager
 def restored(model: nn.Module, device: torch.device) -> Iterator[Callable[[], Callable[[], None]]]:
-    """Training mode inside; afterwards modules' attributes and random states as before.
+    """Put the model in training mode inside, and restore modules' attributes and random states afterwards.
 
-    Yields what takes a picture of these and returns a rewind to it. A rewind between steps needs one that was taken
-    with the stand-ins for weights in place: recurrent modules have lists of their weights, and where those are not the
-    parameters they flatten these anew.
+    Yields a function that takes a snapshot of these, and returns a function that goes back to the snapshot. A snapshot
+    to go back to between steps must be taken with the stand-in weights in place. Recurrent modules keep lists of their
+    weights, and where those are not the parameters, they flatten them anew.
 
-    What an attribute refers to is put back, and what lists, dictionaries and sets among them hold, nested ones too, not
-    what forward did to other objects. A model may register hooks on itself in its first forward and remember that it
-    did, as those of transformers do: with the memory alone put back, the next forward would register them again.
+    What an attribute refers to is restored, and so are the contents of lists, dictionaries and sets in attributes,
+    nested ones too. Other objects that forward changed are not. A model may register hooks on itself in its first
+    forward and remember in an attribute that it did, as models of transformers do. If only the attribute were restored,
+    the next forward would register the hooks again.
     """
     put_back = _picture(model, device)
     try:
@@ -47,11 +48,11 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[Callable[[], Ca
     finally:
         put_back()
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # the engine's chunks come next and want whole segments
+            torch.cuda.empty_cache()  # the engine allocates chunks next, and they need whole segments
 
 
 def _picture(model: nn.Module, device: torch.device) -> Callable[[], None]:
-    """What puts the modules of ``model`` and random states back to how they are now."""
+    """A function that puts the modules of ``model`` and the random states back to how they are now."""
     containers = _containers(vars(module) for module in model.modules())
     sources = {id(value): value for held in containers for value in held.values if isinstance(value, _SOURCES)}
     generators = [_random_state(source) for source in sources.values() if not isinstance(source, random.SystemRandom)]
@@ -73,7 +74,7 @@ def _picture(model: nn.Module, device: torch.device) -> Callable[[], None]:
 
 
 def _random_state(source: Any) -> Callable[[], object]:
-    """What puts ``source`` of random numbers back to its state of now."""
+    """A function that puts the random number generator ``source`` back to its present state."""
     if isinstance(source, torch.Generator):
         return partial(source.set_state, source.get_state())
     if isinstance(source, np.random.RandomState):
@@ -85,12 +86,12 @@ def _random_state(source: Any) -> Callable[[], object]:
 
 
 def _containers(attributes: Iterable[dict[str, Any]]) -> list[_Held]:
-    """The ``attributes`` of modules, and containers in them and in one another, once each."""
+    """The contents of the modules' ``attributes`` and of all containers nested in them, each container once."""
     found: dict[int, _Held] = {}
     level: list[Any] = list(attributes)
     while level:
         new = {id(value): value for value in level if isinstance(value, _KINDS) and id(value) not in found}
-        # One of a class of its own may have attributes that must agree with what it holds.
+        # An instance of a subclass may have attributes that must agree with its contents.
         own = [vars(value) for value in new.values() if type(value) not in _KINDS and hasattr(value, "__dict__")]
         found |= {id(value): _held(value) for value in (*new.values(), *own)}
         level = [value for key in new for value in found[key].values if isinstance(value, _KINDS)]
@@ -109,7 +110,7 @@ def _held(container: Any) -> _Held:
 
 
 def _refill(held: _Held) -> None:
-    """Have the container hold again what it did, in that order; compared by identity, as values may be tensors."""
+    """Restore the container's contents and their order. They are compared by identity, as values may be tensors."""
     now = _held(held.container)
     if _same(now.keys, held.keys) and _same(now.values, held.values):
         return
