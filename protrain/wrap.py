@@ -31,8 +31,8 @@ from protrain.engine.weights.parameter import PresentParameter, has_moved
 from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
-from protrain.optim.given import check_supported, retire
 from protrain.optim.optimizer import ProTrainOptimizer
+from protrain.optim.user_optimizer import check_supported, retire
 from protrain.planning import Plan, check, search
 from protrain.planning.plan import MOMENT_DTYPES
 from protrain.planning.rates.streaming import staging_bytes
