@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import protrain
+from protrain import validate
 from protrain.checkpoint.checkpoints import check_checkpoint, load_checkpoint
 from protrain.checkpoint.manifest import list_saves
 from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
@@ -27,10 +28,6 @@ from protrain.engine.states.weight_files import weight_sources
 from protrain.forward.chunked_loss import available as liger_installed
 from protrain.forward.chunked_loss import find_head
 from protrain.planning import Plan
-from protrain.planning.search.mismatch import refuse_other_parameters
-from protrain.profiler.blocks import find_blocks
-from protrain.profiler.trace import parameter_records
-from protrain.wrap import naming
 
 
 def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
@@ -147,15 +144,9 @@ def check_plan(
 ) -> None:
     """ValueError that names ``file`` when it holds no plan, or one for another model or batch; needs no profile."""
     plan = Plan.load(file)
-    with naming(file):
+    with validate.naming(file):
         check_tokens(plan, batch, sequence)
-        refuse_other_parameters(
-            plan,
-            type(model).__name__,
-            parameter_records(model, optimizer),
-            str(dtype).removeprefix("torch."),
-            n_blocks=len(find_blocks(model)),
-        )
+        validate.check_plan(plan, model, optimizer, dtype)
 
 
 def _refuse_lost_saves(job: TrainJob, folder: Path) -> None:

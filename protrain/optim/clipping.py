@@ -93,8 +93,8 @@ class Clipping:
         if gradients.forgotten:
             raise MisuseError(
                 f"{what} after .grad of {len(gradients.forgotten)} parameters was set to None, of "
-                f"{members[min(gradients.forgotten)].name} among them, and that of others was not: clear all of them, "
-                "as optimizer.zero_grad() does, and set requires_grad=False for what is not to be trained"
+                f"{members[min(gradients.forgotten)].name} among them, and that of others was not: clear all of them "
+                "with optimizer.zero_grad(), and set requires_grad=False for parameters that are not to be trained"
             )
 
     def is_finite(self) -> bool:
@@ -167,8 +167,8 @@ class Clipping:
     def _check(self, what: str, index: int | None = None) -> None:
         if self._refused:
             raise MisuseError(
-                f"{what} with step_during_backward=True, whose updates are made inside backward: wrap with "
-                "step_during_backward=False, which overlaps too"
+                f"{what} with step_during_backward=True, which updates inside backward: wrap with "
+                "step_during_backward=False, which overlaps updates too"
             )
         self._engine.streams.refuse_another()
         self.need_gradients(what, index)

@@ -110,7 +110,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if self.step_during_backward:
             if not self._engine.updated_inside:
                 self._clipping.need_gradients("step()")
-                raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
+                raise MisuseError(
+                    "step() came after backwards inside no_sync() only: run the last backward() of a step outside "
+                    "no_sync()"
+                )
             self._engine.updated_inside.clear()
             self._end_step()
             return result
@@ -353,8 +356,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         gradients = self._engine.gradients
         if not gradients.present[index]:
             raise MisuseError(
-                f"backward brings the gradient of {self._engine.members[index].name} just now: set it to None once it "
-                "is over, or register a hook that does before protrain.wrap"
+                f"backward is just computing the gradient of {self._engine.members[index].name}: set it to None when "
+                "backward is over, or in a hook that is registered before protrain.wrap"
             )
         gradients.forgotten.add(index)
         if not gradients.pending and len(gradients.forgotten) == sum(gradients.present):

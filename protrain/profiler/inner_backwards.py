@@ -40,8 +40,9 @@ class InnerBackwards:
         calling = next((path for path in active if path in self._blocks), None)
         if calling is not None:
             raise ValueError(
-                f"the forward of {calling} computes gradients through {unit}, which a block that is recomputed cannot: "
-                "call torch.autograd.grad in the module that calls the blocks, or for what the block itself computes"
+                f"the forward of {calling} computes gradients through {unit}, which does not work where the block is "
+                "recomputed: call torch.autograd.grad in the module that calls the blocks, or only for what the block "
+                "itself computes"
             )
         if lasting:
             self._weights.keep(self._blocks[unit])

@@ -111,11 +111,11 @@ class StandInWeights:
         for name, parameter in self._model.named_parameters():
             if id(parameter) in written:
                 raise ValueError(
-                    f"the forward of {type(self._model).__name__} changes its parameter {name} in place, which "
-                    "copies of it elsewhere would not follow. Take that out (max_norm=None of an embedding, "
-                    "altup_coef_clip=None of Gemma-3n), or do it after step(), inside "
-                    "`with protrain.full_parameters(model):`; where the first forward alone does it, call the model "
-                    "once before"
+                    f"the forward of {type(self._model).__name__} changes its parameter {name} in place, and other "
+                    "copies of the parameter would not get the change. Remove the change (max_norm=None of an "
+                    "embedding, altup_coef_clip=None of Gemma-3n), or make it after step(), inside "
+                    "`with protrain.full_parameters(model):`. If only the first forward makes it, call the model once "
+                    "before"
                 )
 
     def unmanaged_bytes(self) -> int:

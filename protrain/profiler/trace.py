@@ -158,7 +158,7 @@ def _traced(
     if any(len(durations) != len(step.segments) for durations in timed):
         raise ValueError(
             f"two identical steps of {type(model).__name__} called its blocks differently, so it cannot be profiled; "
-            "make its forward depend on its inputs and torch's random state alone"
+            "make its forward depend only on its inputs and torch's random state"
         )
     durations = typical(timed)
     units = _units(step, owned)
