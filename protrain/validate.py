@@ -78,7 +78,7 @@ def check_arguments(
     check_supported(optimizer)
     batches.check(example_batch)
     target = _device(device)
-    kind = _dtype(dtype, target)
+    kind = choose_dtype(dtype, target)
     if step_during_backward and kind is torch.float16:
         raise ValueError(
             "step_during_backward=True does not work with float16, whose steps may be skipped: use bfloat16"
@@ -198,7 +198,8 @@ def _device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+def choose_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    """The type of the weights that ``dtype`` means. None means bfloat16 on a GPU and float32 on a CPU."""
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype

@@ -20,7 +20,7 @@ from protrain.checkpoint.checkpoints import load_checkpoint, save_checkpoint
 from protrain.checkpoint.manifest import MANIFEST, list_saves
 from protrain.checkpoint.random_state import random_state
 from protrain.common.errors import CheckpointError
-from tests.checkpoints import PlainOptimizer, make_counting, make_expanded, make_model, make_run, rewrite, train
+from tests.checkpoints import make_counting, make_expanded, make_model, make_run, plain_optimizer, rewrite, train
 
 
 def _sequential(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -160,19 +160,19 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
     deeper = nn.Sequential(*model, nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match=r"lacks the parameter '4.bias', which the model has"):
-        load_checkpoint(tmp_path, deeper, PlainOptimizer(deeper))
+        load_checkpoint(tmp_path, deeper, plain_optimizer(deeper))
     wider = make_model(0, width=16)
     with pytest.raises(CheckpointError, match=r"buffer '1.running_mean' is torch.float32 \[8\] there"):
-        load_checkpoint(tmp_path, wider, PlainOptimizer(wider))
+        load_checkpoint(tmp_path, wider, plain_optimizer(wider))
 
 
 @pytest.mark.parametrize("width", [6, 4])
 def test_a_save_of_another_model_changes_nothing(tmp_path: Path, width: int) -> None:
     """The first layer is the same; then comes one of another width, or the optimizer has another group."""
     saved = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    save_checkpoint(tmp_path, saved, PlainOptimizer(saved))
+    save_checkpoint(tmp_path, saved, plain_optimizer(saved))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, width))
-    optimizer = PlainOptimizer(model)
+    optimizer = plain_optimizer(model)
     if width == 4:
         optimizer.inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -243,9 +243,9 @@ def test_random_states_are_checked_before_anything_changes(tmp_path: Path, gener
 def test_what_older_checkpoints_lack_is_named_where_the_model_has_it(tmp_path: Path) -> None:
     """The first of them held neither extra state nor parameters that are no floating-point numbers."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
-    save = save_checkpoint(tmp_path, model, PlainOptimizer(model))
+    save = save_checkpoint(tmp_path, model, plain_optimizer(model))
     rewrite(save, "modules")
-    load_checkpoint(tmp_path, model, PlainOptimizer(model))
+    load_checkpoint(tmp_path, model, plain_optimizer(model))
     counting, optimizer = make_counting()
     before = {name: value.clone() for name, value in counting.named_parameters()}
     with pytest.raises(CheckpointError, match=r"or of a version that .*: it lacks the extra state of module '0'"):

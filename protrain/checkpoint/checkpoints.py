@@ -19,13 +19,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from protrain.checkpoint.json_values import decode, encode
 from protrain.checkpoint.manifest import check_files, find_save, list_saves, read_manifest, verify_bytes, write_manifest
@@ -34,65 +34,18 @@ from protrain.checkpoint.tensor_files import TensorWriter, open_tensors, sync_di
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, compare_names, match_saved, unmanaged_tensors
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import is_managed
+from protrain.optim.optimizer import ProTrainOptimizer
 
 MODULES = "modules.safetensors"
 _SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # an unfinished save, or one that is being deleted
 
 
-class StreamingOptimizer(Protocol):
-    """The methods of :func:`protrain.wrap`'s optimizer that a checkpoint uses."""
-
-    def trains(self, model: nn.Module) -> bool:
-        """Whether the optimizer's parameters are those of ``model``."""
-        ...
-
-    def parameter_names(self) -> list[str]:
-        """The names of all managed parameters, in definition order."""
-        ...
-
-    def export_parameter(self, name: str) -> dict[str, torch.Tensor]:
-        """The state of one parameter as CPU tensors."""
-        ...
-
-    def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
-        """Raise a ValueError if tensors of these shapes cannot be one parameter's state."""
-        ...
-
-    def import_parameter(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Set one parameter's state."""
-        ...
-
-    def scalar_state(self) -> dict[str, Any]:
-        """The hyperparameters and the loss scale, fit for JSON."""
-        ...
-
-    def check_scalar_state(self, state: dict[str, Any]) -> None:
-        """Raise a ValueError if :meth:`load_scalar_state` could not set ``state``."""
-        ...
-
-    def load_scalar_state(self, state: dict[str, Any]) -> None:
-        """Set what :meth:`scalar_state` returned."""
-        ...
-
-
-class Scheduler(Protocol):
-    """A ``torch.optim.lr_scheduler``."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the schedule."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set what :meth:`state_dict` returned."""
-        ...
-
-
 def save_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: StreamingOptimizer,
+    optimizer: ProTrainOptimizer,
     *,
-    scheduler: Scheduler | None = None,
+    scheduler: LRScheduler | None = None,
     extra: Any = None,
     keep: int = 2,
 ) -> Path:
@@ -160,9 +113,9 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: StreamingOptimizer,
+    optimizer: ProTrainOptimizer,
     *,
-    scheduler: Scheduler | None = None,
+    scheduler: LRScheduler | None = None,
 ) -> Any:
     """Load the newest save in ``folder``, or ``folder`` itself if it is a save. Returns the ``extra`` of the save.
 
@@ -252,7 +205,7 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _write_tensors(
-    scratch: Path, model: nn.Module, optimizer: StreamingOptimizer, extra: dict[str, torch.Tensor]
+    scratch: Path, model: nn.Module, optimizer: ProTrainOptimizer, extra: dict[str, torch.Tensor]
 ) -> tuple[dict[str, dict[str, Any]], int]:
     """Write buffers, ``extra`` and parameters.
 
@@ -284,7 +237,7 @@ def _class_of(scheduler: Any) -> str:
 
 
 def _check_scheduler(
-    save: Path, saved_class: str | None, state: dict[str, Any] | None, scheduler: Scheduler | None
+    save: Path, saved_class: str | None, state: dict[str, Any] | None, scheduler: LRScheduler | None
 ) -> None:
     """Raise a CheckpointError unless ``state`` is of a scheduler like ``scheduler``.
 
@@ -318,7 +271,7 @@ def _load_extra_state(save: Path, modules: dict[str, nn.Module], states: dict[st
         module.set_extra_state(decode(states[name], found))
 
 
-def _check_parameters(file: Path, names: list[str], optimizer: StreamingOptimizer) -> None:
+def _check_parameters(file: Path, names: list[str], optimizer: ProTrainOptimizer) -> None:
     if not names:
         return
     with open_tensors(file) as tensors:
@@ -329,7 +282,7 @@ def _check_parameters(file: Path, names: list[str], optimizer: StreamingOptimize
                 raise CheckpointError(f"{file} is of another model: {error}") from None
 
 
-def _load_parameters(file: Path, names: list[str], optimizer: StreamingOptimizer) -> None:
+def _load_parameters(file: Path, names: list[str], optimizer: ProTrainOptimizer) -> None:
     if not names:
         return
     with open_tensors(file) as tensors:

@@ -1,4 +1,4 @@
-"""`protrain calibrate`: measure this machine."""
+"""`protrain calibrate`: measures this machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ for a run of several processes, with the collectives:
 """
 _DESCRIPTION = """Measure what the machine's device, link and host can do, alone and together, in under a minute.
 
-The profile is kept in $PROTRAIN_CACHE, $XDG_CACHE_HOME/protrain or ~/.cache/protrain; training and planning on this
-machine then go by it. Close other programs first."""
+The profile is kept in $PROTRAIN_CACHE, $XDG_CACHE_HOME/protrain or ~/.cache/protrain. Training and planning on this
+machine then use it. Close other programs first."""
 
 
 def add_command(commands: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -59,5 +61,10 @@ def kept_beside(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
 
 def unmanaged_memory(model: nn.Module) -> list[Tensor]:
     """The plain tensors that hold the buffers of ``model`` and its unmanaged parameters."""
-    held = [*model.buffers(), *(parameter for parameter in model.parameters() if not is_managed(parameter))]
-    return [part for tensor in held for part in (*made_of(tensor).values(), *kept_beside(tensor).values())]
+    parameters = (parameter for parameter in model.parameters() if not is_managed(parameter))
+    return plain_tensors((*model.buffers(), *parameters))
+
+
+def plain_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The plain tensors that make up ``tensors`` and that lie in their attributes."""
+    return [part for tensor in tensors for part in (*made_of(tensor).values(), *kept_beside(tensor).values())]

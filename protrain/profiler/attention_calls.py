@@ -6,7 +6,6 @@ mode, whose own overhead distorts the times of short kernels.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from protrain.profiler.segments import elapsed_ms, finish, time_stamp
 from protrain.profiler.storages import allocated_bytes
 
 _REPEATS = 3
@@ -95,15 +95,9 @@ def _measured_ms(call: AttentionCall, device: torch.device) -> float:
     with torch.no_grad():
         call.operator(*args, **kwargs)
         for _ in range(_REPEATS):
-            if device.type == "cuda":
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                call.operator(*args, **kwargs)
-                end.record()
-                end.synchronize()
-                times.append(float(start.elapsed_time(end)))
-            else:
-                begin = time.perf_counter()
-                call.operator(*args, **kwargs)
-                times.append((time.perf_counter() - begin) * 1e3)
+            start = time_stamp(device)
+            call.operator(*args, **kwargs)
+            end = time_stamp(device)
+            finish(device)
+            times.append(elapsed_ms(start, end))
     return median(times)

@@ -40,3 +40,9 @@ def elapsed_ms(start: Any, end: Any) -> float:
     if start is None or end is None:
         return 0.0
     return float(start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else end - start)
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device has finished all queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protrain.common.parameters import is_managed, kept_beside, made_of, moved
+from protrain.common.parameters import is_managed, moved, plain_tensors
 from protrain.profiler.memory_meter import Meter
+from protrain.profiler.storages import storage_key
 
 _STAGE_ELEMENTS = 16 * 1024**2
 
@@ -120,16 +121,12 @@ class StandInWeights:
 
     def unmanaged_bytes(self) -> int:
         """The bytes of buffers and of unmanaged parameters, with the tensors that those keep in attributes."""
-        storages = {storage._cdata: storage.nbytes() for storage in map(_storage, self.unmanaged_memory())}
-        return sum(storages.values())
+        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in self.unmanaged_memory()}
+        return sum(sizes.values())
 
     def unmanaged_memory(self) -> list[Tensor]:
         """The plain tensors that buffers and unmanaged parameters consist of."""
-        return [
-            part
-            for tensor in self.unmanaged.values()
-            for part in (*made_of(tensor).values(), *kept_beside(tensor).values())
-        ]
+        return plain_tensors(self.unmanaged.values())
 
     def __enter__(self) -> StandInWeights:
         for module in self._model.modules():
@@ -218,10 +215,6 @@ def _with_attributes(parameter: nn.Parameter) -> nn.Parameter:
         if name not in vars(copied):  # deepcopy() of an ordinary parameter leaves out all attributes
             vars(copied)[name] = copy.deepcopy(value)
     return copied
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
 
 
 def _set_parameter(module: nn.Module, name: str, parameter: Any) -> None:

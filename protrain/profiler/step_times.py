@@ -15,7 +15,7 @@ from statistics import median, median_low
 import torch
 
 from protrain.forward.compilation import graphs_compiled
-from protrain.profiler.segments import Segment, elapsed_ms
+from protrain.profiler.segments import Segment, elapsed_ms, finish
 
 SUSTAINED_MS = 1000.0  # how long the GPU must compute before times are those of training
 _BUSY_MS = 250.0
@@ -88,12 +88,6 @@ def expected_ms(segments: list[Segment]) -> float:
         total_ms += sum(whole for block, whole in taken if block is None)
         total_ms += len(in_blocks) * median(in_blocks or [0.0])
     return total_ms
-
-
-def finish(device: torch.device) -> None:
-    """Wait until the device has finished all queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _whole_ms(step: Durations) -> float:

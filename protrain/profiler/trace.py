@@ -24,9 +24,9 @@ from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
 from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_units, switch_off_checkpointing
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.profiler.restored_model import restored
-from protrain.profiler.segments import Segment
+from protrain.profiler.segments import Segment, finish
 from protrain.profiler.stand_in_weights import StandInWeights
-from protrain.profiler.step_times import SUSTAINED_MS, expected_ms, finish, sustained, typical
+from protrain.profiler.step_times import SUSTAINED_MS, expected_ms, sustained, typical
 from protrain.profiler.traced_step import Step
 
 _SPARE = 0.5  # the share of free device memory in which weights may stay for their next use

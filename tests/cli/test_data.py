@@ -21,8 +21,8 @@ from protrain.cli.data import (
     tokenizer_codec,
     training_batch,
 )
-from protrain.cli.files import JOB_FILE
 from protrain.cli.job import TrainJob
+from protrain.cli.run_files import JOB_FILE
 
 
 def make_tokens(folder: Path, text: str, held_out: float = 0.1) -> Tokens:
@@ -124,7 +124,7 @@ def test_hidden_and_binary_files_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
-    left_out = f"--data: left out, as training takes plain text alone: {tmp_path}/image.png"
+    left_out = f"--data: left out, because training reads plain text only: {tmp_path}/image.png"
     with pytest.warns(UserWarning, match=f"^{left_out}: no text, as it holds zero bytes$"):
         assert find_documents(tmp_path) == [tmp_path / "text.md"]
     (tmp_path / "utf16.txt").write_text("text", encoding="utf-16")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain.cli.files import METRICS_FILE
 from protrain.cli.metrics import (
     DelayedRead,
     MetricsFile,
@@ -19,6 +18,7 @@ from protrain.cli.metrics import (
     resident_bytes,
     status_line,
 )
+from protrain.cli.run_files import METRICS_FILE
 
 
 def test_a_resumed_file_forgets_steps_after_the_checkpoint_and_a_torn_line(tmp_path: Path) -> None:

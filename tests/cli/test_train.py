@@ -19,7 +19,7 @@ import torch
 from protrain.checkpoint.manifest import list_saves
 from protrain.cli.data import byte_codec, evaluation_batches, tokenize
 from protrain.cli.main import main
-from protrain.cli.run import Run
+from protrain.cli.training_run import Run
 from protrain.planning import Plan
 
 transformers = pytest.importorskip("transformers")
@@ -278,7 +278,7 @@ def test_a_run_that_lost_something_is_left_as_it_is(
         message = f"{folder}/checkpoints holds no save, and the run has reached step 5: put the saves back"
     else:
         text.rename(tmp_path / "moved.txt")
-        message = f"--data: {text} does not exist; where the text lies elsewhere by now, give its place"
+        message = f"--data: {text} does not exist; if the text has moved, give its new place"
     capsys.readouterr()
     assert main(["train", "--resume", "--folder", str(folder)]) == 2
     assert message in capsys.readouterr().err
@@ -358,5 +358,5 @@ def test_a_model_without_a_tokenizer_is_said_to_read_bytes(
     command = arguments(workplace, tmp_path / "run", "--no-model", "--sample-tokens", "0", "--warmup", "0")
     command[command.index("--steps") + 1] = "1"
     assert main(command) == 0
-    said = f"protrain: {workplace}/source brings no tokenizer: text is read as bytes"
+    said = f"protrain: {workplace}/source has no tokenizer: text is read as bytes"
     assert capsys.readouterr().err.splitlines().count(said) == 1

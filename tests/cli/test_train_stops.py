@@ -22,11 +22,11 @@ import torch
 import protrain
 import protrain.cli.finish
 import protrain.cli.loop
-import protrain.cli.run
+import protrain.cli.training_run
 from protrain.checkpoint.manifest import list_saves
-from protrain.cli.claim import claimed
-from protrain.cli.files import LOCK_FILE, UNFINISHED_DATA
+from protrain.cli.folder_lock import claimed
 from protrain.cli.main import main
+from protrain.cli.run_files import LOCK_FILE, UNFINISHED_DATA
 from protrain.cli.signals import SIGNALS, Stopped, StopRequests, stop_requests
 
 transformers = pytest.importorskip("transformers")
@@ -131,10 +131,8 @@ def test_what_is_there_is_not_overwritten(
     monkeypatch.chdir(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert main(arguments(workplace, Path(), model="model")) == 2
-    said = (
-        ". holds checkpoints, model, which is of no run and would be overwritten: give another --folder, or move that"
-    )
-    assert capsys.readouterr().err == f"protrain train: {said}\n"
+    said = "which belongs to no run and would be overwritten: give another --folder, or move that"
+    assert capsys.readouterr().err == f"protrain train: . holds checkpoints, model, {said}\n"
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
@@ -248,7 +246,7 @@ def test_a_trace_is_of_one_start_and_a_failed_end_keeps_the_steps(
         def evaluate(run: Any) -> None:
             raise MemoryError("no room for an evaluation")
 
-        patch.setattr(protrain.cli.run.Run, "evaluate", evaluate)
+        patch.setattr(protrain.cli.training_run.Run, "evaluate", evaluate)
         assert main([*again, str(folder)]) == 1
     assert "no room for an evaluation" in capsys.readouterr().err
     assert [path.name.rpartition("-")[2] for path in list_saves(folder / "checkpoints")] == ["6", str(STEPS)]

@@ -13,7 +13,7 @@ import pytest
 
 import protrain
 from protrain.cli.main import main
-from protrain.cli.run import Run
+from protrain.cli.training_run import Run
 
 pytest.importorskip("transformers")
 
