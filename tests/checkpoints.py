@@ -1,4 +1,4 @@
-"""Runs on torch's own optimizer, to save and load, and saves with another manifest."""
+"""Helpers for tests of checkpoints: runs on torch's own optimizer, and saves with another manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protrain.checkpoint.manifest import MANIFEST
 
 
 class PlainOptimizer:
-    """torch.optim.AdamW behind the streaming interface: what a wrapped optimizer does, without chunks."""
+    """torch.optim.AdamW with the methods that a checkpoint uses, as a wrapped optimizer has them."""
 
     def __init__(self, model: nn.Module, learning_rate: float = 1e-2) -> None:
         self.model = model
@@ -57,7 +57,7 @@ class PlainOptimizer:
 
 
 def plain_optimizer(model: nn.Module) -> Any:
-    """One in the place of the optimizer that wrap returns."""
+    """A plain optimizer in the place of the one that wrap returns."""
     return PlainOptimizer(model)
 
 
@@ -69,7 +69,7 @@ def make_model(seed: int, width: int = 8) -> nn.Sequential:
 def train(model: nn.Module, optimizer: Any, scheduler: Any, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
-        # draws from all three generators, so that a resumed run needs every one of them
+        # It draws from all three generators, so that a resumed run needs every one of them.
         batch = torch.randn(16, 4) + random.random() + float(np.random.rand())
         loss = model(batch).square().mean()
         loss.backward()
@@ -83,13 +83,13 @@ def train(model: nn.Module, optimizer: Any, scheduler: Any, steps: int) -> list[
 def make_run(seed: int) -> tuple[nn.Sequential, Any, Any]:
     model = make_model(seed)
     optimizer = plain_optimizer(model)
-    # Milestones are a Counter with whole numbers as keys, which JSON alone would turn into text.
+    # Milestones are a Counter with integer keys, which plain JSON would turn into text.
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer.inner, milestones=[3, 7], gamma=0.5)
     return model, optimizer, scheduler
 
 
 def rewrite(save: Path, *without: str, **changes: Any) -> None:
-    """Give the manifest of ``save`` other entries, and no checksum: as the first saves."""
+    """Change entries of the manifest of ``save`` and leave out the checksum, as in the first saves."""
     manifest = {**json.loads((save / MANIFEST).read_text()), **changes}
     without = (*without, "crc32")
     (save / MANIFEST).write_text(json.dumps({key: manifest[key] for key in manifest if key not in without}))
@@ -104,7 +104,7 @@ def make_expanded(row: list[float]) -> tuple[nn.Module, Any]:
 
 
 class Counting(nn.Linear):
-    """Has state of every kind that a module may have."""
+    """A module that has state of every possible kind."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)

@@ -1,4 +1,4 @@
-"""What a load refuses is named, with a remedy, before anything has changed."""
+"""A load names what it refuses, with a remedy, before anything has changed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _one_cycle(inner: Any) -> Any:
     ],
 )
 def test_another_scheduler_is_refused(tmp_path: Path, saved: Any, given: Any, tells: bool, words: str) -> None:
-    """By its class where the save tells that, which the first ones do not."""
+    """Another scheduler is recognised by its class if the save has it, which the first saves do not."""
     model, optimizer, _ = make_run(0)
     save = save_checkpoint(tmp_path, model, optimizer, scheduler=saved(optimizer.inner))
     if not tells:
@@ -137,7 +137,7 @@ def test_what_cannot_be_read_is_not_to_be_deleted(
             raise OSError(number, os.strerror(number), str(path))
         return opened(path, *arguments, **options)
 
-    for module in (io, builtins):  # a Path opens itself by the first; root may read everything, whatever its mode
+    for module in (io, builtins):  # Path.open uses the first; root may read everything, whatever its mode
         monkeypatch.setattr(module, "open", refuse)
     with pytest.raises(CheckpointError, match=f"cannot read {unreadable}: {os.strerror(number)}") as raised:
         load_checkpoint(tmp_path, model, optimizer)
@@ -168,7 +168,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [6, 4])
 def test_a_save_of_another_model_changes_nothing(tmp_path: Path, width: int) -> None:
-    """The first layer is the same; then comes one of another width, or the optimizer has another group."""
+    """The first layer is the same. Then a layer has another width, or the optimizer has another group."""
     saved = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     save_checkpoint(tmp_path, saved, plain_optimizer(saved))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, width))
@@ -194,7 +194,8 @@ def test_a_damaged_manifest_has_a_remedy(tmp_path: Path, change: dict[str, Any])
 
 def test_a_manifest_with_another_digit_is_damaged(tmp_path: Path) -> None:
     model, optimizer, scheduler = make_run(0)
-    extra = {"zero": -0.0, "none": float("nan"), 7: "µ", "least": 5e-324, "large": 10**30}  # what JSON may write anew
+    # changes that rewriting the JSON may make
+    extra = {"zero": -0.0, "none": float("nan"), 7: "µ", "least": 5e-324, "large": 10**30}
     for _ in range(2):
         save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, extra=extra)
     assert str(load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)) == str(extra)
@@ -241,7 +242,7 @@ def test_random_states_are_checked_before_anything_changes(tmp_path: Path, gener
 
 
 def test_what_older_checkpoints_lack_is_named_where_the_model_has_it(tmp_path: Path) -> None:
-    """The first of them held neither extra state nor parameters that are no floating-point numbers."""
+    """The first saves had neither extra state nor parameters that are not floating-point."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     save = save_checkpoint(tmp_path, model, plain_optimizer(model))
     rewrite(save, "modules")

@@ -49,13 +49,11 @@ class Run:
         """The most bytes that tensors took on the device. On a CPU, it is the simulated device."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        device_bytes: int = self.optimizer.report().device_bytes
-        return device_bytes
+        return self.optimizer.report().device_bytes
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:
         """The mean next-token loss of ``ids`` [batch, sequence]. The model shifts the labels itself."""
-        loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
-        return loss
+        return self.model(input_ids=ids, labels=ids).loss
 
     def evaluate(self) -> float | None:
         """The mean loss over the held-out batches, which also goes to metrics.jsonl. None if nothing is held out."""

@@ -163,8 +163,7 @@ def is_chunked(model: nn.Module) -> bool:
 def _liger() -> Callable[..., Tensor]:
     from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
 
-    compute: Callable[..., Tensor] = LigerForCausalLMLoss
-    return compute
+    return LigerForCausalLMLoss
 
 
 def _like(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:

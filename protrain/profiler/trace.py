@@ -111,6 +111,7 @@ def _traced(
         switch_off_checkpointing(checkpointing_switches(model))
         rewind = picture()
         owned = _owned(model, find_units(model, blocks), blocks, weights)
+        parts = (model, owned, blocks, weights, device)
 
         def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
             """Inputs for one step, as copies that the step may write to."""
@@ -120,7 +121,7 @@ def _traced(
         def tell(what: str) -> Callable[[str], None]:
             return lambda part: show(f"{what}, {part}") if show is not None else None
 
-        step = Step(model, owned, blocks, weights, device, measure=True, show=tell("measuring memory"))
+        step = Step(*parts, measure=True, show=tell("measuring memory"))
         step.run(*inputs())
         weights.refuse_writes()
         timed = [[(0.0, 0.0)] * len(step.segments)]
@@ -129,16 +130,8 @@ def _traced(
 
             def timed_step() -> list[Segment]:
                 rewind()
-                once = Step(
-                    model,
-                    owned,
-                    blocks,
-                    weights,
-                    device,
-                    measure=False,
-                    show=tell("measuring times"),
-                    differentiating=step.differentiating,
-                )
+                show = tell("measuring times")
+                once = Step(*parts, measure=False, show=show, differentiating=step.differentiating)
                 once.run(*inputs())
                 return once.segments
 

@@ -1,4 +1,4 @@
-"""Text becomes tokens, tokens become batches, and nothing but seed and step decides which."""
+"""Text becomes tokens, and tokens become batches that depend only on seed and step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_tokens(folder: Path, text: str, held_out: float = 0.1) -> Tokens:
 
 
 def words_codec() -> Codec:
-    """That of a tokenizer that knows two words."""
+    """A codec with a tokenizer that knows two words."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     model = tokenizers.models.WordLevel({"<unk>": 0, "to": 1, "be": 2, "</s>": 70000}, unk_token="<unk>")
@@ -134,7 +134,7 @@ def test_hidden_and_binary_files_are_left_out(tmp_path: Path) -> None:
 
 @pytest.fixture
 def latin1(tmp_path: Path) -> Path:
-    """A folder of one file in UTF-8 and one that is not."""
+    """A folder with one file in UTF-8 and one in another encoding."""
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "a.txt").write_text("to bé or\n", encoding="utf-8")

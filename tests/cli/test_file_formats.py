@@ -1,4 +1,4 @@
-"""--data in formats that are no plain text: refused with a command that makes text of it, or left out of a folder."""
+"""--data in other formats than plain text is refused with a command that makes text of it, or left out of a folder."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def array() -> bytes:
     return written.getvalue()
 
 
-# name, content, what it is called, the program that the command needs
+# the file's name, its content, the format's name, and the program that the command needs
 CONVERTED: list[tuple[str, Callable[[], bytes], str, str]] = [
     ("data.jsonl", json_lines, "JSON lines", "python"),
     ("data.ndjson", json_lines, "JSON lines", "python"),

@@ -1,4 +1,4 @@
-"""Options of a run: what a resumed run may change, and what it may not."""
+"""Which options of a run a resumed run may change, and which it may not."""
 
 from __future__ import annotations
 

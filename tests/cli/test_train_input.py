@@ -1,4 +1,4 @@
-"""Input that used to fail late or without a name: seeds, pipes, edited jobs, full disks."""
+"""Input that could fail late or without its name: seeds, pipes, edited jobs, full disks."""
 
 from __future__ import annotations
 

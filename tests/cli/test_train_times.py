@@ -1,4 +1,4 @@
-"""Times of steps that each have a save or an evaluation after them."""
+"""Times of steps if each step has a save or an evaluation after it."""
 
 from __future__ import annotations
 

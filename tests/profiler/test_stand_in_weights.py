@@ -1,4 +1,4 @@
-"""Stand-in weights that stay on the device while there is room: fewer are filled, and nothing else is different."""
+"""Stand-in weights stay on the device while there is memory: fewer are filled, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of a profile: of which step, without hiccups, and what of a block counts as computed again."""
+"""Times of a profile: which steps count, how interruptions are left out, and what counts as recomputation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.profiler.test_trace import _batch, _Block, _Model
 
 
 class _Slow(_Block):
-    """A block that may be held up."""
+    """A block that may be delayed."""
 
     held_up_s = 0.0
 
@@ -37,7 +37,7 @@ def test_a_hiccup_in_one_of_many_alike_blocks_is_not_believed() -> None:
 
 def test_recomputation_ends_with_the_last_saved_tensor() -> None:
     class Ending(_Block):
-        """Its last product saves nothing but its factors, which are there before it: it is not computed again."""
+        """A block whose last product saves only its factors, which exist before it. It is not recomputed."""
 
         def forward(self, x: Tensor) -> Tensor:
             time.sleep(0.03)
@@ -55,7 +55,7 @@ def test_recomputation_ends_with_the_last_saved_tensor() -> None:
 
 
 class _Steps:
-    """Steps of 50 ms, and the order in which they were queued and waited for, and something else was computed."""
+    """Simulated steps of 50 ms, with a record of when they were queued, when they were waited for, and other work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, compiling: int = 0) -> None:
         self.order = ""
@@ -146,7 +146,8 @@ def test_a_hiccup_in_one_of_several_steps_is_not_believed(monkeypatch: pytest.Mo
     def hold_up(*_: object) -> None:
         nonlocal n_runs
         n_runs += 1
-        _Slow.held_up_s = 0.05 * (n_runs == 6)  # one step for memory, and five for times, of which this is the last
+        # one step measures memory and five measure times, and this is the last of them
+        _Slow.held_up_s = 0.05 * (n_runs == 6)
 
     monkeypatch.setattr(_Slow, "held_up_s", 0.0)
     model[0].register_forward_pre_hook(hold_up)
@@ -165,8 +166,8 @@ def test_on_a_gpu_short_steps_are_timed_after_others(monkeypatch: pytest.MonkeyP
         run(step, *args)
 
     monkeypatch.setattr(Step, "run", counted)
-    monkeypatch.setattr("protrain.profiler.trace.SUSTAINED_MS", 1e12)  # even where others keep the GPU busy
-    # in fp32, as a GPU has no backward of this batch norm with 16-bit weights and fp32 statistics
+    monkeypatch.setattr("protrain.profiler.trace.SUSTAINED_MS", 1e12)  # true even if others keep the GPU busy
+    # in fp32, because a GPU has no backward of this batch norm with 16-bit weights and fp32 statistics
     found = profiler.profile(_Model(), _batch(), device="cuda", dtype=torch.float32)
     assert runs == [True] + 5 * [False]
     assert all(block.forward_ms > 0 for block in found.blocks)
@@ -180,7 +181,7 @@ def test_on_a_gpu_the_products_before_a_long_step_take_a_quarter_of_a_second() -
     begin = time.perf_counter()
     step_times._keep_busy(device)
     torch.cuda.synchronize()
-    assert 0.15 < time.perf_counter() - begin < 1.0  # others may keep the GPU busy, too
+    assert 0.15 < time.perf_counter() - begin < 1.0  # others may keep the GPU busy too
     assert torch.cuda.memory_allocated() == before
 
 
