@@ -13,7 +13,7 @@ from protrain.common.errors import CheckpointError
 from protrain.common.parameters import is_managed, kept_beside, made_of
 
 BUFFERS = "buffers.safetensors"
-_ADDED = ("extra state of module", "frozen parameter")  # the first checkpoints of this format do not have these
+_ADDED_LATER = ("extra state of module", "frozen parameter")  # the first checkpoints of this format do not have these
 _BESIDE = "beside/"  # the prefix of the tensors that quantised weights need besides their numbers
 
 
@@ -44,7 +44,7 @@ def match_saved(save: Path, model: nn.Module) -> list[tuple[torch.Tensor, torch.
                     f"{save} is of another model: buffer {name!r} is {saved.dtype} {list(saved.shape)} there "
                     f"and {target.dtype} {list(target.shape)} here"
                 )
-            found.append(_once(save, name, target, saved))
+            found.append(_without_repeats(save, name, target, saved))
         for name in sorted(keys & statistics.keys()):
             if not _same_bytes(tensors.get_tensor(name), statistics[name].detach().cpu()):
                 raise CheckpointError(
@@ -59,7 +59,7 @@ def compare_names(save: Path, what: str, saved: set[str], present: set[str]) -> 
     for names, verb in ((saved - present, "holds"), (present - saved, "lacks")):
         if names:
             other = "the model does not have" if verb == "holds" else "the model has"
-            older = ", or of a version that did not save these" if what in _ADDED and verb == "lacks" else ""
+            older = ", or of a version that did not save these" if what in _ADDED_LATER and verb == "lacks" else ""
             raise CheckpointError(
                 f"{save} is of another model{older}: it {verb} the {what} {min(names)!r}, which {other}"
             )
@@ -112,7 +112,9 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
-def _once(save: Path, name: str, target: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_repeats(
+    save: Path, name: str, target: torch.Tensor, saved: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Both tensors without the repetitions that ``expand`` made in ``target``: torch writes to no element twice."""
     if 0 not in target.stride():
         return target, saved

@@ -78,7 +78,7 @@ def tokenizer_codec(tokenizer: Any) -> Codec:
     )
 
 
-def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = None) -> list[Path]:
+def find_documents(path: str | os.PathLike[str] | None, *, exclude: Path | None = None) -> list[Path]:
     """The text files of ``path``, which is a file, a folder to search, or None for Python's own sources.
 
     Text is what training reads as it is: prose, sources, markup. ``protrain.cli.file_formats`` recognises files in
@@ -87,7 +87,7 @@ def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = No
     beside it. JSON that is no list of records counts as text in a folder, because sources contain it, unless there is
     more of it than of other text, in files and in bytes.
 
-    What runs have left in ``path`` is not text, because it grows while they train. The folder ``but`` will be a run's.
+    What runs have left in ``path`` is not text, because it grows while they train. ``exclude`` will be a run's folder.
 
     Raises:
         ValueError: ``path`` does not exist, is no regular file, holds no text file, or holds it in another format.
@@ -117,13 +117,13 @@ def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = No
             if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
         ]
         runs = {file.parent for file in files if file.name == JOB_FILE and is_run(file.parent)}
-        if but is not None and but.resolve().is_relative_to(root.resolve()):
-            runs.add(root / but.resolve().relative_to(root.resolve()))
+        if exclude is not None and exclude.resolve().is_relative_to(root.resolve()):
+            runs.add(root / exclude.resolve().relative_to(root.resolve()))
         files = [file for file in files if not runs.intersection(file.parents)]
-    return _text_of(files, root)
+    return _text_files(files, root)
 
 
-def _text_of(files: list[Path], root: Path) -> list[Path]:
+def _text_files(files: list[Path], root: Path) -> list[Path]:
     """The text files among ``files``, which were all found in the folder ``root``."""
     saved_sets = {folder for folder in {file.parent for file in files} if format_of_folder(folder) is not None}
     texts: list[Path] = []

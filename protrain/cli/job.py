@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from protrain.cli.options import LEAST_SEQUENCE, misfit
+from protrain.cli.options import LEAST_SEQUENCE, out_of_range
 from protrain.cli.run_files import JOB_FILE, PLAN_FILE, RESULTS
 from protrain.cli.shapes import SHAPES
 from protrain.common.quantities import parse_memory
@@ -33,7 +33,7 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 
 # Options that may differ when a run is resumed. They change where things live and what is reported, not the training.
-FREE = frozenset(
+MAY_DIFFER = frozenset(
     {
         "device",
         "device_memory",
@@ -92,7 +92,7 @@ class TrainJob(Record):
     def __post_init__(self) -> None:
         for name, (least, most) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and (wrong := misfit(value, least, most)):
+            if value is not None and (wrong := out_of_range(value, least, most)):
                 raise ValueError(f"{option(name)} {wrong}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
@@ -163,7 +163,7 @@ def start(folder: Path, given: dict[str, Any]) -> TrainJob:
         raise ValueError(f"--folder {folder} is the folder of the text: give another, or the run would lie in its text")
     if "model" not in given:
         raise ValueError("--model is missing: give a name or a folder, for example --model tiny")
-    return TrainJob(**_located(given))
+    return TrainJob(**_with_absolute_paths(given))
 
 
 def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
@@ -175,15 +175,15 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
     if not (folder / JOB_FILE).exists():
         raise ValueError(f"--resume: {folder} holds no run; give the --folder of one")
     job = TrainJob.load(folder / JOB_FILE)
-    given = _located(given)
+    given = _with_absolute_paths(given)
     for name, value in list(given.items()):
         own = getattr(job, name)
         if name in ("model", "data") and own is not None and own not in SHAPES:
             if _is_moved(own, value):
                 continue
-            if _is_place(own, value):
+            if _is_same_path(own, value):
                 given[name] = value = own
-        if name not in FREE and value != own:
+        if name not in MAY_DIFFER and value != own:
             own = "the default" if own is None else own
             raise ValueError(
                 f"{option(name)} {value} differs from {own} of the run in {folder}; "
@@ -192,7 +192,7 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
     return replace(job, **given)
 
 
-def _located(given: dict[str, Any]) -> dict[str, Any]:
+def _with_absolute_paths(given: dict[str, Any]) -> dict[str, Any]:
     """``given`` with absolute paths of what exists, so that a run can be continued from any working directory."""
     located = dict(given)
     for name in ("model", "data", "plan"):
@@ -203,7 +203,7 @@ def _located(given: dict[str, Any]) -> dict[str, Any]:
     return located
 
 
-def _is_place(own: str, given: str) -> bool:
+def _is_same_path(own: str, given: str) -> bool:
     """Whether ``given`` is the path ``own``.
 
     A path that does not exist here may be relative to where the run started.

@@ -17,7 +17,7 @@ from protrain.cli.data import training_batch
 from protrain.cli.finish import WARMING_UP_STEPS, discard_unfinished, finish
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import DelayedRead, ProgressLine, StepResult, StepTimes, resident_bytes, status_line
-from protrain.cli.prepare import keep, prepare, schedule
+from protrain.cli.prepare import prepare, schedule, write_run_files
 from protrain.cli.signals import InterruptedRun, Stopped, StopRequests
 from protrain.cli.summary import TrainSummary
 from protrain.cli.training_run import Run
@@ -49,7 +49,7 @@ def train(
         raise ValueError(
             f"--trace needs {_STEPS_WITH_TRACE} steps, and {job.steps - run.step} of {folder} are left: leave it out"
         )
-    keep(run)
+    write_run_files(run)
     times = StepTimes(skip=WARMING_UP_STEPS)
     saved_step = _steps(run, times, requests, resumed=resume, trace=trace)
     return _finish(run, times, requests, saved_step)

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parsed(argv)
         name = f"protrain {args.command}"
-        with own_warnings_in_a_line():
+        with own_warnings_as_lines():
             args.run(args)
     except (ValueError, ImportError) as error:
         return _failed(name, error, 2)
@@ -74,7 +74,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 @contextmanager
-def own_warnings_in_a_line() -> Iterator[None]:
+def own_warnings_as_lines() -> Iterator[None]:
     """Print ProTrain's own warnings like its other lines, without the place in the code that raised them."""
     ours = [Path(package.__file__ or "").parent for package in (protrain, protrain_kernels)]
     with warnings.catch_warnings():

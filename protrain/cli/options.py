@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def misfit(value: float, least: float, most: float) -> str:
+def out_of_range(value: float, least: float, most: float) -> str:
     """What is wrong with ``value`` if it must lie in [least, most]; empty if nothing is."""
     if least <= value <= most:
         return ""
@@ -89,7 +89,7 @@ def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
-        if wrong := misfit(value, least, most):
+        if wrong := out_of_range(value, least, most):
             raise argparse.ArgumentTypeError(wrong)
         return value
 
@@ -106,7 +106,7 @@ def number(least: float, most: float = math.inf, *, open_ended: bool = False) ->
             raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
         if value == math.inf:
             raise argparse.ArgumentTypeError("must be finite")
-        if wrong := misfit(value, least, most):
+        if wrong := out_of_range(value, least, most):
             raise argparse.ArgumentTypeError(wrong)
         if open_ended and value in (least, most):
             raise argparse.ArgumentTypeError(f"must lie between {least:g} and {most:g}, not at {text}")

@@ -32,7 +32,7 @@ from protrain.validate import choose_dtype
 
 
 def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
-    """Do everything up to the first step. :func:`keep` then writes the run's files.
+    """Do everything up to the first step. :func:`write_run_files` then writes the run's files.
 
     Raises:
         ValueError: The job cannot be done; the message says which of model, data, memory, device or checkpoint is wrong
@@ -119,7 +119,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     )
 
 
-def keep(run: Run) -> None:
+def write_run_files(run: Run) -> None:
     """Make the folder that of ``run``, once everything that can be wrong has been checked."""
     run.job.save(run.folder / JOB_FILE)  # written first, because the other files belong to a run only beside it
     shutil.rmtree(run.folder / DATA_FOLDER, ignore_errors=True)  # a resumed run has the same tokens there
@@ -251,7 +251,7 @@ def schedule(job: TrainJob) -> Callable[[int], float]:
 
 
 def _read(job: TrainJob, codec: Codec, folder: Path) -> Tokens:
-    documents = find_documents(job.data, but=folder)
+    documents = find_documents(job.data, exclude=folder)
     size = sum(document.stat().st_size for document in documents)
     done = 0
     with ProgressLine("reading text, MiB", max(size // 2**20, 1)) as line:

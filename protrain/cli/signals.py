@@ -97,8 +97,8 @@ def stop_requests() -> Iterator[StopRequests]:
     A signal that was ignored stays so, as nohup and scripts rely on it.
     """
     requests = StopRequests()
-    heard = [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    before = {number: signal.signal(number, requests.receive) for number in heard}
+    handled = [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, requests.receive) for number in handled}
     try:
         yield requests
     finally:

@@ -59,7 +59,7 @@ def add_command(commands: Any) -> None:
         action="store_true",
         default=False,
         help="continue the run in --folder, with its options; only what never changes the weights may differ: "
-        + ", ".join(sorted(map(jobs.option, jobs.FREE))),
+        + ", ".join(sorted(map(jobs.option, jobs.MAY_DIFFER))),
     )
     _add_number(what, "seed", "the seed of weights, batches and sample")
 

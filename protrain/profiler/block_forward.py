@@ -125,7 +125,7 @@ def _measure(
     use.saved_tensors += len(saved)
     use.output_bytes += sum(size for key, size in outputs.items() if key not in known)
     if operations is not None:
-        operations.saved(saved.keys())
+        operations.note_saved(saved.keys())
         use.flops += operations.flops
         use.traffic_bytes += operations.traffic_bytes
         use.fused_bytes += operations.fused_bytes

@@ -15,7 +15,7 @@ from protrain.common.trees import map_leaves
 from protrain.profiler.storages import storage_key
 
 
-class GivenInputs:
+class BlockInputs:
     """Tells inputs that only checkpoints keep from inputs that the model holds too, as in a list of hidden states.
 
     While the step is measured, a checkpoint keeps one tensor object for each tensor that it was given. So if more

@@ -23,7 +23,7 @@ class InnerBackwards:
     """
 
     def __init__(self, blocks: Mapping[str, Sequence[int]], outer: Set[int], weights: StandInWeights) -> None:
-        self.lent: str | None = None  # the block whose weights are filled for an inner backward
+        self.filled_block: str | None = None  # the block whose weights are filled for an inner backward
         self._blocks = blocks
         self._outer = outer
         self._weights = weights
@@ -50,13 +50,13 @@ class InnerBackwards:
             self._held |= held
             self._weights.count(held)
         else:
-            if unit != self.lent:
-                self.give_back()
-            self.lent = unit
+            if unit != self.filled_block:
+                self.empty_block()
+            self.filled_block = unit
             self._weights.fill(self._blocks[unit])
 
-    def give_back(self) -> None:
+    def empty_block(self) -> None:
         """Empty the weights that the last inner backward filled."""
-        if self.lent is not None:
-            self._weights.empty(self._blocks[self.lent])
-            self.lent = None
+        if self.filled_block is not None:
+            self._weights.empty(self._blocks[self.filled_block])
+            self.filled_block = None

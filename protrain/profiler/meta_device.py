@@ -86,15 +86,15 @@ class _Values(RuntimeMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._doubts = WeakIdKeyDictionary()  # results of any()
+        self._any_results = WeakIdKeyDictionary()  # results of any()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func``, unless it asks for a value."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return args[0] not in self._doubts if args[0].dtype == torch.bool else 1
+            return args[0] not in self._any_results if args[0].dtype == torch.bool else 1
         result = func(*args, **(kwargs or {}))
         if func._overloadpacket is torch.ops.aten.any:
-            self._doubts[result] = True
+            self._any_results[result] = True
         return result

@@ -32,7 +32,9 @@ class Operations(TorchDispatchMode):
         self.fused_bytes = 0
         # each with the storage that attention saves for its backward
         self.attention: list[tuple[StorageWeakRef, AttentionCall]] = []
-        self._inside: dict[StorageWeakRef, int] = {}  # results of fused operators that were not written to memory yet
+        self._unwritten: dict[
+            StorageWeakRef, int
+        ] = {}  # results of fused operators that were not written to memory yet
         self._read: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(
@@ -49,20 +51,20 @@ class Operations(TorchDispatchMode):
         # a view makes no new storage and moves nothing
         elif made := {key: size for key, size in targets.items() if key not in sources}:
             self.traffic_bytes += sum(sources.values()) + sum(made.values())
-            read = {key: size for key, size in sources.items() if key not in self._inside and key not in self._read}
+            read = {key: size for key, size in sources.items() if key not in self._unwritten and key not in self._read}
             self.fused_bytes += sum(read.values())
             self._read |= read.keys()
-            self._inside |= made
+            self._unwritten |= made
         if is_attention(func) and (sums := for_backward(result)) is not None:
             self.attention.append((storage_key(sums), attention_call(func, args, kwargs, result, flops=flops or 0)))
         return result
 
-    def saved(self, keys: Set[StorageWeakRef]) -> None:
+    def note_saved(self, keys: Set[StorageWeakRef]) -> None:
         """Count the storages ``keys`` as written, because backward needs them, fused or not."""
         self._write(keys)
 
     def _write(self, keys: Any) -> None:
-        self.fused_bytes += sum(self._inside.pop(key, 0) for key in keys)
+        self.fused_bytes += sum(self._unwritten.pop(key, 0) for key in keys)
 
 
 def _bytes_by_storage(tree: Any) -> dict[StorageWeakRef, int]:

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
-_KINDS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
-_SOURCES = (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator, random.Random)
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
+_GENERATORS = (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator, random.Random)
 
 
-class _Held(NamedTuple):
+class _Contents(NamedTuple):
     """The contents of a container, in order; of a dictionary the keys as well."""
 
     container: Any
@@ -40,21 +40,21 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[Callable[[], Ca
     forward and remember in an attribute that it did, as models of transformers do. If only the attribute were restored,
     the next forward would register the hooks again.
     """
-    put_back = _picture(model, device)
+    put_back = _snapshot(model, device)
     try:
         model.train()
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            yield lambda: _picture(model, device)
+            yield lambda: _snapshot(model, device)
     finally:
         put_back()
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the engine allocates chunks next, and they need whole segments
 
 
-def _picture(model: nn.Module, device: torch.device) -> Callable[[], None]:
+def _snapshot(model: nn.Module, device: torch.device) -> Callable[[], None]:
     """A function that puts the modules of ``model`` and the random states back to how they are now."""
     containers = _containers(vars(module) for module in model.modules())
-    sources = {id(value): value for held in containers for value in held.values if isinstance(value, _SOURCES)}
+    sources = {id(value): value for held in containers for value in held.values if isinstance(value, _GENERATORS)}
     generators = [_random_state(source) for source in sources.values() if not isinstance(source, random.SystemRandom)]
     states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -85,23 +85,23 @@ def _random_state(source: Any) -> Callable[[], object]:
     return partial(setattr, bits, "state", bits.state)
 
 
-def _containers(attributes: Iterable[dict[str, Any]]) -> list[_Held]:
+def _containers(attributes: Iterable[dict[str, Any]]) -> list[_Contents]:
     """The contents of the modules' ``attributes`` and of all containers nested in them, each container once."""
-    found: dict[int, _Held] = {}
+    found: dict[int, _Contents] = {}
     level: list[Any] = list(attributes)
     while level:
-        new = {id(value): value for value in level if isinstance(value, _KINDS) and id(value) not in found}
+        new = {id(value): value for value in level if isinstance(value, _CONTAINERS) and id(value) not in found}
         # An instance of a subclass may have attributes that must agree with its contents.
-        own = [vars(value) for value in new.values() if type(value) not in _KINDS and hasattr(value, "__dict__")]
-        found |= {id(value): _held(value) for value in (*new.values(), *own)}
-        level = [value for key in new for value in found[key].values if isinstance(value, _KINDS)]
+        own = [vars(value) for value in new.values() if type(value) not in _CONTAINERS and hasattr(value, "__dict__")]
+        found |= {id(value): _contents(value) for value in (*new.values(), *own)}
+        level = [value for key in new for value in found[key].values if isinstance(value, _CONTAINERS)]
     return list(found.values())
 
 
-def _held(container: Any) -> _Held:
-    kind = next(kind for kind in _KINDS if isinstance(container, kind))
+def _contents(container: Any) -> _Contents:
+    kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
     table = issubclass(kind, dict)
-    return _Held(
+    return _Contents(
         container,
         kind,
         keys=list(kind.keys(container)) if table else [],
@@ -109,9 +109,9 @@ def _held(container: Any) -> _Held:
     )
 
 
-def _refill(held: _Held) -> None:
+def _refill(held: _Contents) -> None:
     """Restore the container's contents and their order. They are compared by identity, as values may be tensors."""
-    now = _held(held.container)
+    now = _contents(held.container)
     if _same(now.keys, held.keys) and _same(now.values, held.values):
         return
     held.kind.clear(held.container)

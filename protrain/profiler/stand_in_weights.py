@@ -35,7 +35,7 @@ class StandInWeights:
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype, *, spare_bytes: int = 0) -> None:
         self.originals = [parameter for parameter in model.parameters() if is_managed(parameter)]
         self.resident: set[int] = set()  # indexes of parameters that stay filled until the end
-        self.random = False  # whether to fill with random values, as the timing pass does
+        self.random_values = False  # whether to fill with random values, as the timing pass does
         self._model = model
         self._device = device
         self._dtype = dtype
@@ -43,15 +43,15 @@ class StandInWeights:
         self._spared: set[int] = set()
         self._spare_bytes = spare_bytes
         self._meter: Meter | None = None
-        self.stand_ins = [self._empty(parameter) for parameter in self.originals]
+        self.stand_ins = [self._stand_in_for(parameter) for parameter in self.originals]
         self.index = {id(stand_in): index for index, stand_in in enumerate(self.stand_ins)}
-        self.indexes = {id(parameter): index for index, parameter in enumerate(self.originals)}
+        self._index_of_original = {id(parameter): index for index, parameter in enumerate(self.originals)}
         self.unmanaged: dict[int, Tensor] = {}
         for tensor in (*model.parameters(), *model.buffers()):
-            if id(tensor) not in self.indexes and id(tensor) not in self.unmanaged:
+            if id(tensor) not in self._index_of_original and id(tensor) not in self.unmanaged:
                 self.unmanaged[id(tensor)] = self._copied(tensor)
         # pinned staging memory, each piece with the event of its last copy
-        self._stages: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._staging: list[tuple[Tensor, torch.cuda.Event]] = []
         self._before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
 
     def measured_by(self, meter: Meter | None) -> None:
@@ -65,7 +65,7 @@ class StandInWeights:
         wanted = [index for index in indexes if index not in self._filled]
         if not wanted or self._device.type == "meta":
             return
-        with self._aside():
+        with self._unobserved():
             self._fill(wanted)
 
     def empty(self, indexes: Iterable[int]) -> None:
@@ -82,8 +82,8 @@ class StandInWeights:
             else:
                 unwanted.append(index)
         if unwanted:
-            with self._aside():
-                self._drop(unwanted)
+            with self._unobserved():
+                self._free(unwanted)
 
     def filled(self, index: int) -> bool:
         """Whether the stand-in of the parameter ``index`` is filled."""
@@ -133,7 +133,7 @@ class StandInWeights:
             self._before.append((module, dict(module._parameters), dict(module._buffers)))
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None:
-                    stand_in = self.indexes.get(id(parameter))
+                    stand_in = self._index_of_original.get(id(parameter))
                     new = self.unmanaged[id(parameter)] if stand_in is None else self.stand_ins[stand_in]
                     _set_parameter(module, name, new)
             for name, buffer in list(module._buffers.items()):
@@ -148,10 +148,10 @@ class StandInWeights:
             module._buffers.clear()
             module._buffers.update(buffers)
         self._before.clear()
-        self._drop(list(self._filled))
+        self._free(list(self._filled))
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _unobserved(self) -> Iterator[None]:
         """Inside, the meter counts nothing, and an operation is not taken for the model's use of a parameter."""
         with torch._C.DisableTorchFunction(), nullcontext() if self._meter is None else self._meter.managed():
             yield
@@ -161,7 +161,7 @@ class StandInWeights:
             stand_in, original = self.stand_ins[index], self.originals[index]
             stand_in.untyped_storage().resize_(stand_in.numel() * stand_in.element_size())
             # It writes to .data, because autograd must not take filling for a change of a saved tensor.
-            if original.is_meta or self.random:
+            if original.is_meta or self.random_values:
                 # Every fill gives the same values. Otherwise a router would choose other experts in the recomputation.
                 generator = torch.Generator(self._device).manual_seed(index)
                 stand_in.data.normal_(0.0, 0.02, generator=generator)
@@ -174,24 +174,24 @@ class StandInWeights:
     def _upload(self, target: Tensor, source: Tensor) -> None:
         """Cast and copy in pieces through pinned memory, several times as fast as a copy from pageable memory."""
         source = source.reshape(-1)
-        if not self._stages:
+        if not self._staging:
             pieces = [torch.empty(_STAGE_ELEMENTS, dtype=self._dtype, pin_memory=True) for _ in range(2)]
-            self._stages = [(piece, torch.cuda.Event()) for piece in pieces]
+            self._staging = [(piece, torch.cuda.Event()) for piece in pieces]
         for start in range(0, source.numel(), _STAGE_ELEMENTS):
-            piece, copied = self._stages[0]
-            self._stages.reverse()
+            piece, copied = self._staging[0]
+            self._staging.reverse()
             copied.synchronize()
             part = source[start : start + _STAGE_ELEMENTS]
             piece[: part.numel()].copy_(part)
             target[start : start + part.numel()].copy_(piece[: part.numel()], non_blocking=True)
             copied.record()
 
-    def _drop(self, indexes: list[int]) -> None:
+    def _free(self, indexes: list[int]) -> None:
         for index in indexes:
             self.stand_ins[index].untyped_storage().resize_(0)
             self._filled.discard(index)
 
-    def _empty(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _stand_in_for(self, parameter: nn.Parameter) -> nn.Parameter:
         data = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
         if self._device.type != "meta":
             data.untyped_storage().resize_(0)

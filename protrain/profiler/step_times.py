@@ -25,7 +25,7 @@ _MOST_STEPS = 3  # the number of steps that count
 Durations = list[tuple[float, float]]  # for each segment, its duration and the part of it that is recomputation, in ms
 
 
-def sustained(
+def time_steps(
     step: Callable[[], list[Segment]],
     device: torch.device,
     *,
@@ -67,7 +67,7 @@ def durations(segments: list[Segment]) -> Durations:
     ]
 
 
-def typical(steps: list[Durations]) -> Durations:
+def median_durations(steps: list[Durations]) -> Durations:
     """For each segment the median over ``steps``, and of two steps the lower: an interruption seldom delays both."""
     return [
         (median_low(whole for whole, _ in segment), median_low(recomputation for _, recomputation in segment))

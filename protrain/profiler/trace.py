@@ -26,7 +26,7 @@ from protrain.profiler.model_profile import BlockRecord, ModelProfile, Parameter
 from protrain.profiler.restored_model import restored
 from protrain.profiler.segments import Segment, finish
 from protrain.profiler.stand_in_weights import StandInWeights
-from protrain.profiler.step_times import SUSTAINED_MS, expected_ms, sustained, typical
+from protrain.profiler.step_times import SUSTAINED_MS, expected_ms, median_durations, time_steps
 from protrain.profiler.traced_step import Step
 
 _SPARE = 0.5  # the share of free device memory in which weights may stay for their next use
@@ -105,11 +105,11 @@ def _traced(
     names = {value: name for name, value in DTYPES.items()}
     blocks = find_blocks(model)
     with (
-        restored(model, device) as picture,
+        restored(model, device) as snapshot,
         StandInWeights(model, device, dtype, spare_bytes=spare_bytes) as weights,
     ):
         switch_off_checkpointing(checkpointing_switches(model))
-        rewind = picture()
+        rewind = snapshot()
         owned = _owned(model, find_units(model, blocks), blocks, weights)
         parts = (model, owned, blocks, weights, device)
 
@@ -126,7 +126,9 @@ def _traced(
         weights.refuse_writes()
         timed = [[(0.0, 0.0)] * len(step.segments)]
         if device.type != "meta":
-            weights.random = device.type == "cuda"  # filling them from the host again would take longer than the step
+            weights.random_values = (
+                device.type == "cuda"
+            )  # filling them from the host again would take longer than the step
 
             def timed_step() -> list[Segment]:
                 rewind()
@@ -136,7 +138,7 @@ def _traced(
                 return once.segments
 
             finish(device)
-            timed = sustained(
+            timed = time_steps(
                 timed_step,
                 device,
                 expected_ms=expected_ms(step.segments),
@@ -153,7 +155,7 @@ def _traced(
             f"two identical steps of {type(model).__name__} called its blocks differently, so it cannot be profiled; "
             "make its forward depend only on its inputs and torch's random state"
         )
-    durations = typical(timed)
+    durations = median_durations(timed)
     units = _units(step, owned)
     own = _own_inputs(step)
     position = {unit: index for index, unit in enumerate(units)}
@@ -247,7 +249,7 @@ def _own_inputs(step: Step) -> dict[str, dict[StorageWeakRef, int]]:
 
 def _held_inputs(step: Step, segment: Segment, own: dict[str, dict[StorageWeakRef, int]]) -> dict[str, int]:
     """The fields of a segment's record on inputs that code outside the checkpoint holds for a while."""
-    until = {key: end for key, end in segment.held_until.items() if key not in step.kept_between}
+    until = {key: end for key, end in segment.held_until.items() if key not in step.kept_until_backward}
     sizes = own.get(segment.block or "", {})
     held = [key for key in until if key in sizes]
     if not held:
@@ -284,14 +286,14 @@ def _blocks(
             saved_tensors=use.saved_tensors,
             forward_peak_bytes=use.forward_peak_bytes,
             input_bytes=sum(own[path].values()),
-            held_input_bytes=sum(size for key, size in own[path].items() if key in step.kept_between),
+            held_input_bytes=sum(size for key, size in own[path].items() if key in step.kept_until_backward),
             recompute_ms=recompute[path],
             unsaved_input_bytes=min(
                 use.saved_bytes,  # otherwise a block would need less memory when it is not recomputed
                 sum(
                     size
                     for key, size in own[path].items()
-                    if key not in use.saved_inputs and key not in step.kept_between
+                    if key not in use.saved_inputs and key not in step.kept_until_backward
                 ),
             ),
             output_bytes=use.output_bytes,

@@ -34,7 +34,7 @@ from protrain.common.trees import tensors_in
 from protrain.forward.compilation import CompiledForward, eager_of
 from protrain.forward.replacing import replace_attributes
 from protrain.profiler.block_forward import BlockUse, measure_block
-from protrain.profiler.block_inputs import GivenInputs, run_checkpointed
+from protrain.profiler.block_inputs import BlockInputs, run_checkpointed
 from protrain.profiler.inner_backwards import InnerBackwards
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu, fused_attention_in_graphs
@@ -83,7 +83,9 @@ class Step:
         self.calls: list[str] = []  # paths of units in the order in which one forward calls them
         self.uses: dict[str, dict[int, None]] = {}  # from a unit to the parameters it used without owning them
         self.blocks: dict[str, BlockUse] = {}  # blocks in execution order
-        self.kept_between: set[StorageWeakRef] = set()  # storages that code outside the blocks keeps until backward
+        self.kept_until_backward: set[StorageWeakRef] = (
+            set()
+        )  # storages that code outside the blocks keeps until backward
         self.active: list[str] = []  # units whose calls are active, innermost last
         self.within: dict[str, set[str]] = {}  # from a unit to the units that were active when it was called
         self.differentiating = set(differentiating)  # blocks whose forward computes gradients with create_graph=True
@@ -100,10 +102,10 @@ class Step:
         self._constants = {storage_key(tensor) for tensor in (*weights.stand_ins, *weights.unmanaged_memory())}
         self.output_bytes = 0  # of the tensors that the model returned and was not given
         self._meter: Meter | None = None
-        self._given = GivenInputs()
+        self._given = BlockInputs()
         self._open: Segment | None = None
         self._open_call: _Call | None = None
-        self._held: list[Tensor] = []  # parameters' gradients of the open segment
+        self._segment_gradients: list[Tensor] = []  # parameters' gradients of the open segment
         self._forward = True
         self._recomputing = False
         self._measuring_block = False
@@ -150,14 +152,14 @@ class Step:
             self.output_bytes = sum(size for key, size in sizes.items() if key not in given)
             self._forward = False
             self._switch(None)
-            self.kept_between |= self._given.look(len(self.segments), returned=True)
+            self.kept_until_backward |= self._given.look(len(self.segments), returned=True)
             loss.backward()
             self._close()
 
     def _note_saved(self, tensor: Tensor) -> Tensor:
         # inside a block, it is the checkpoint that saves the inputs
         if self._open is not None and self._open.block is None:
-            self.kept_between.update(map(storage_key, made_of(tensor).values()))
+            self.kept_until_backward.update(map(storage_key, made_of(tensor).values()))
         return tensor.detach()  # an output that keeps its own graph node alive would never be freed
 
     # -- segments
@@ -188,12 +190,12 @@ class Step:
         self.segments.append(self._open)
         if self._open_call is not None:
             self._open_call.state = "closed"
-        self._held.clear()
+        self._segment_gradients.clear()
         # On a GPU, autograd's own thread runs the operations of a graph of gradients. They may still come after all
         # operations of this thread, so these weights stay.
         if self._open.block is not None and (self._forward or self._open.block not in self.differentiating):
             self._weights.empty(self._owned[self._open.block])
-        self._inner.give_back()
+        self._inner.empty_block()
         self._open = self._open_call = None
 
     # -- hooks
@@ -263,7 +265,7 @@ class Step:
     def _take_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         if self._open is not None:  # the engine holds the gradients of a unit until the unit is done
-            self._held.append(parameter.grad)
+            self._segment_gradients.append(parameter.grad)
         parameter.grad = None
 
     def _block_forward(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -314,7 +316,10 @@ class Step:
     def _recomputed(self, call: _Call, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._forward:
-                if torch._C._current_graph_task_id() != -1 and call.unit not in (*self.active, self._inner.lent):
+                if torch._C._current_graph_task_id() != -1 and call.unit not in (
+                    *self.active,
+                    self._inner.filled_block,
+                ):
                     self._reached(call.unit, lasting=True)  # its outputs have no hook that could tell
                 return forward(*args, **kwargs)
             # its outputs have no hook of their own, so its segment starts when backward needs the first saved tensor

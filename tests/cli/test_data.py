@@ -177,8 +177,8 @@ def test_a_run_s_own_folder_is_no_text_before_and_after_it_is_one(
     monkeypatch.chdir(tmp_path)
     for root in (tmp_path, Path()):
         for folder in (run, Path("mine"), Path("mine") / ".." / "mine"):
-            assert find_documents(root, but=folder) == [root / "text.txt"]
-    assert find_documents(run, but=run / "inner") == [run / "notes.txt"]
+            assert find_documents(root, exclude=folder) == [root / "text.txt"]
+    assert find_documents(run, exclude=run / "inner") == [run / "notes.txt"]
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "no JSON", '{"model": "tiny", "steps": 3}'])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain.cli.job import FREE, option
+from protrain.cli.job import MAY_DIFFER, option
 from protrain.cli.main import main
 from protrain.cli.options import in_options
 from protrain.hardware import HardwareProfile, load
@@ -193,10 +193,10 @@ def test_a_cache_that_cannot_be_written_is_named(
 def test_the_options_of_a_resumed_run_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     help_text = " ".join(run(capsys, "train", "--help")[1].split())
     listed = help_text.partition("only what never changes the weights may differ: ")[2].partition(" --seed")[0]
-    assert sorted(listed.replace(" ", "").split(",")) == sorted(map(option, FREE))
+    assert sorted(listed.replace(" ", "").split(",")) == sorted(map(option, MAY_DIFFER))
     readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
     listed = readme.partition("`--resume` takes the options of the run.")[2].partition("\n\n")[0]
-    assert sorted(re.findall(r"`(--[\w-]+)`", listed)) == sorted(map(option, FREE))
+    assert sorted(re.findall(r"`(--[\w-]+)`", listed)) == sorted(map(option, MAY_DIFFER))
 
 
 def test_what_the_end_of_a_run_needs_is_asked_for_at_its_begin(

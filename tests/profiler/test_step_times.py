@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from protrain import profiler
 from protrain.profiler import step_times
 from protrain.profiler.segments import Segment
-from protrain.profiler.step_times import expected_ms, sustained, typical
+from protrain.profiler.step_times import expected_ms, median_durations, time_steps
 from protrain.profiler.traced_step import Step
 from tests.profiler.test_trace import _batch, _Block, _Model
 
@@ -74,7 +74,7 @@ class _Steps:
 
     def counted(self, *, compiled: bool = False, expected_ms: float = 0.0, sustained_ms: float) -> str:
         device = torch.device("cuda" if sustained_ms else "cpu")
-        steps = sustained(self.queue, device, expected_ms=expected_ms, compiled=compiled, sustained_ms=sustained_ms)
+        steps = time_steps(self.queue, device, expected_ms=expected_ms, compiled=compiled, sustained_ms=sustained_ms)
         assert all(whole == 50.0 for [(whole, _)] in steps)
         return "".join(f"{recomputation:.0f}" for [(_, recomputation)] in steps)
 
@@ -131,14 +131,14 @@ def test_what_one_block_takes_longer_than_others_is_not_expected_again() -> None
 
 
 def test_of_two_steps_the_lesser_times_count_and_of_three_the_middle_ones() -> None:
-    assert typical([[(10.0, 3.0), (5.0, 0.0)], [(20.0, 1.0), (4.0, 0.0)]]) == [(10.0, 1.0), (4.0, 0.0)]
-    assert typical([[(10.0, 3.0)], [(20.0, 1.0)], [(12.0, 2.0)]]) == [(12.0, 2.0)]
+    assert median_durations([[(10.0, 3.0), (5.0, 0.0)], [(20.0, 1.0), (4.0, 0.0)]]) == [(10.0, 1.0), (4.0, 0.0)]
+    assert median_durations([[(10.0, 3.0)], [(20.0, 1.0)], [(12.0, 2.0)]]) == [(12.0, 2.0)]
 
 
 def test_a_hiccup_in_one_of_several_steps_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "protrain.profiler.trace.sustained",
-        lambda step, device, **options: sustained(step, device, **{**options, "sustained_ms": 60000.0}),
+        "protrain.profiler.trace.time_steps",
+        lambda step, device, **options: time_steps(step, device, **{**options, "sustained_ms": 60000.0}),
     )
     model = nn.Sequential(*[_Slow() for _ in range(3)])
     n_runs = 0
