@@ -1,4 +1,4 @@
-"""The one entry point. It reads from top to bottom as this picture.
+"""The one entry point. The code reads from top to bottom like this picture.
 
 machine --detect--> HardwareProfile --+
 +--search--> Plan --engine--> a training step

@@ -19,12 +19,13 @@ from protrain.engine.engine import Engine
 from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.states.groups import Groups, check_options
-from protrain.engine.states.of_parameters import check_shapes, export_state, import_state, of_its_step
+from protrain.engine.states.of_parameters import check_shapes, export_state, import_state
 from protrain.engine.states.values import read_master, read_weight, write_weight
 from protrain.engine.updates.updates import Scale, Updates
 from protrain.hardware import HardwareProfile
 from protrain.optim.clipping import Clipping
 from protrain.optim.loss_scale import LossScale
+from protrain.optim.torch_state import match_state, pack_state
 from protrain.optim.user_optimizer import refuse_group
 from protrain.planning.explain.explanation import Explanation
 from protrain.planning.explain.host_rate import host_gparams
@@ -156,8 +157,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         finally:
             gradients.no_sync = before
 
-    # -- information
-    # ------------------------------------------------------------------------------------------------------
+    # -- information ---------------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
@@ -199,19 +199,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._groups.check(self.param_groups)
-        numbers = {id(p): number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        state: dict[int, dict[str, Any]] = {}
         with self._engine.quiet():
-            for member in self._trainable():
-                # there was no step yet, but the master has bits to keep
-                if self._updates.steps[member.index] or member.chunk.master is not None:
-                    state[numbers[id(member.parameter)]] = of_its_step(export_state(member, self._updates.steps))
-        packed = []
-        for group in self.param_groups:
-            own = {key: value for key, value in group.items() if key != "params"}
-            packed.append({**own, "params": [numbers[id(parameter)] for parameter in group["params"]]})
-        loss_scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.state()}
-        result: dict[str, Any] = {"state": dict(sorted(state.items())), "param_groups": packed, **loss_scale}
+            result = pack_state(self.param_groups, self._trainable(), self._updates.steps)
+        if self._loss_scale is not None:
+            result["loss_scale"] = self._loss_scale.state()
         return self._through(self._optimizer_state_dict_post_hooks, result)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -223,27 +214,11 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._engine.refuse_while_whole("the optimizer's load_state_dict()")
         self._groups.check(self.param_groups)
         state_dict = self._through(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
-        groups, saved = self.param_groups, state_dict["param_groups"]
-        check_options(saved)
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
-            raise ValueError(
-                f"the optimizer state has groups of {[len(group['params']) for group in saved]} parameters, this "
-                f"optimizer of {[len(group['params']) for group in groups]}: load a state of the same model"
-            )
-        by_parameter = {id(member.parameter): member for member in self._trainable()}
-        found: dict[int, dict[str, Any]] = {}
-        for group, other in zip(groups, saved, strict=True):
-            for parameter, number in zip(group["params"], other["params"], strict=True):
-                member = by_parameter.get(id(parameter))
-                if member is not None:
-                    found[member.index] = state_dict["state"].get(number, {})
-                    check_shapes(member, found[member.index])
-        for group, other in zip(groups, saved, strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})
-        with self._engine.quiet():
-            for index, tensors in found.items():
-                import_state(self._engine.members[index], self._updates.steps, tensors)
-            self._engine.weights_changed(self._engine.chunks)
+        check_options(state_dict["param_groups"])
+        found = match_state(self.param_groups, self._trainable(), state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        self._import(found)
         if self._loss_scale is not None and "loss_scale" in state_dict:
             self._loss_scale.load(state_dict["loss_scale"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -255,11 +230,14 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         found = [(member, known[member.parameter]) for member in self._trainable() if member.parameter in known]
         for member, tensors in found:
             check_shapes(member, tensors)
+        self._import(found)
+        known.clear()
+
+    def _import(self, found: list[tuple[Member, Any]]) -> None:
         with self._engine.quiet():
             for member, tensors in found:
                 import_state(member, self._updates.steps, tensors)
             self._engine.weights_changed([member.chunk for member, _ in found])
-        known.clear()
 
     def trains(self, model: nn.Module) -> bool:
         """Whether the optimizer's parameters are those of ``model``, or of a module that contains the wrapped model."""
@@ -340,8 +318,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             refuse_group(param_group)
         super().add_param_group(param_group)
 
-    # -- internals
-    # --------------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------------
 
     def _through(self, hooks: Mapping[int, Callable[..., Any]], state: dict[str, Any]) -> dict[str, Any]:
         for hook in hooks.values():
