@@ -77,7 +77,7 @@ def wrap(
             or use float32. The master is always fp32.
         device_memory: GPU memory to stay within, in bytes or as "24GiB". The default is what is free. On the CPU it is
             a simulated budget.
-        host_memory: host memory to stay within, likewise.
+        host_memory: host memory to stay within, in bytes or as "64GiB". The default is what is free.
         plan: a Plan, or a JSON file of one, to use instead of searching.
         weights: a folder of safetensors, which are loaded straight into the chunks.
         step_during_backward: start updates inside backward. It does not work with clipping, with float16, or with a

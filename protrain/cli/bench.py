@@ -68,7 +68,7 @@ Without a GPU the results are checked and nothing is timed.
 )
 PLANNER = Benchmark(
     name="planner",
-    help="set predicted step times and memory against measured ones, for plans drawn at random",
+    help="compare predicted step times and memory with measured ones, for random plans",
     epilog="""examples:
   protrain bench planner --out results
   protrain bench planner --read results
@@ -83,7 +83,7 @@ Every option but --json is bench.planner's: `protrain bench planner OPTIONS` is 
 )
 TRAIN = Benchmark(
     name="train",
-    help="train one model with ProTrain, with others and with no optimizer at all, in one run",
+    help="train one model with ProTrain, with its peers and without any optimizer, in one run",
     epilog="""examples:
   protrain bench train --model llama-7b --batch 8 --contestants protrain,floor,fsdp2 --out results
 
@@ -125,7 +125,10 @@ def add_command(commands: Any) -> None:
         )
         own.add_argument("--out", metavar="FOLDER", default=None, help="write JSON, CSV and pictures to FOLDER")
         own.add_argument(
-            "--json", action="store_true", default=False, help="print JSON on standard output, the rest on the other"
+            "--json",
+            action="store_true",
+            default=False,
+            help="print JSON on standard output and everything else on standard error",
         )
         own.set_defaults(run=run_command, chosen=benchmark)
 

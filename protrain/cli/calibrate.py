@@ -40,13 +40,13 @@ def add_command(commands: Any) -> None:
         "--seconds",
         type=number(0, 600, open_ended=True),
         default=FULL_SECONDS,
-        help="of measuring; less than the default also makes sizes smaller and figures rougher (default: %(default)g)",
+        help="how long to measure; less than the default also means smaller sizes and rougher figures (default: %(default)g)",
     )
     parser.add_argument(
         "--repeat-check",
         action="store_true",
         default=False,
-        help="measure twice and name the figures that differ by more than 5%%",
+        help="measure twice and print the figures that differ by more than 5%%",
     )
     add_output_options(parser)
     parser.set_defaults(run=run_command)

@@ -155,7 +155,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Add --json and --out, which :func:`emit` obeys."""
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--json", action="store_true", default=False, help="print JSON on standard output in place of the table"
+        "--json", action="store_true", default=False, help="print JSON on standard output instead of the table"
     )
     output.add_argument("--out", type=writable_file, metavar="FILE", default=None, help="also write the JSON to FILE")
 
@@ -176,7 +176,7 @@ def add_compile_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="compile the blocks (default: on a GPU; changes the last bits of the result)",
+        help="compile the blocks (default: on a GPU; changes the last bits)",
     )
 
 
@@ -185,7 +185,7 @@ def add_loss_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -
     parser.add_argument(
         "--chunked-loss",
         action=argparse.BooleanOptionalAction,
-        help="never hold all logits (default: on a GPU with liger-kernel; changes the last bits of the result)",
+        help="compute the loss piece by piece, without all logits (default: on a GPU with liger-kernel; changes the last bits)",
     )
 
 
@@ -195,10 +195,10 @@ def add_memory_options(parser: argparse._ArgumentGroup) -> None:
         "--device-memory",
         type=memory,
         metavar="SIZE",
-        help="device bytes to stay within, like 24GiB (default: what is free); on a CPU the device is simulated",
+        help="device memory to stay within, like 24GiB (default: what is free); on a CPU the device is simulated",
     )
     parser.add_argument(
-        "--host-memory", type=memory, metavar="SIZE", help="host bytes to stay within (default: what is free)"
+        "--host-memory", type=memory, metavar="SIZE", help="host memory to stay within (default: what is free)"
     )
 
 

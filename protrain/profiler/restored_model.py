@@ -33,7 +33,7 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[Callable[[], Ca
 
     Yields a function that takes a snapshot of these, and returns a function that goes back to the snapshot. A snapshot
     to go back to between steps must be taken with the stand-in weights in place. Recurrent modules keep lists of their
-    weights, and where those are not the parameters, they flatten them anew.
+    weights, and where those are not the parameters, they flatten them again.
 
     What an attribute refers to is restored, and so are the contents of lists, dictionaries and sets in attributes,
     nested ones too. Other objects that forward changed are not. A model may register hooks on itself in its first

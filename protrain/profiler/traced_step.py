@@ -270,7 +270,7 @@ class Step:
 
     def _block_forward(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            # If something else than a call of the block leads here, the parameters count as used by the caller.
+            # If anything other than a call of the block leads here, the parameters count as used by the caller.
             if not self._forward or self.active[-1:] != [path] or self._measuring_block:
                 return forward(*args, **kwargs)
             if not torch.is_grad_enabled():  # a frozen part of the model saves nothing, so there is nothing to plan
