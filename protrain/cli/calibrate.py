@@ -40,7 +40,7 @@ def add_command(commands: Any) -> None:
         "--seconds",
         type=number(0, 600, open_ended=True),
         default=FULL_SECONDS,
-        help="how long to measure; less than the default also means smaller sizes and rougher figures (default: %(default)g)",
+        help="how long to measure; less also means smaller sizes and rougher figures (default: %(default)g)",
     )
     parser.add_argument(
         "--repeat-check",

@@ -185,7 +185,7 @@ def add_loss_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -
     parser.add_argument(
         "--chunked-loss",
         action=argparse.BooleanOptionalAction,
-        help="compute the loss piece by piece, without all logits (default: on a GPU with liger-kernel; changes the last bits)",
+        help="compute the loss piece by piece (default: on a GPU with liger-kernel; changes the last bits)",
     )
 
 
