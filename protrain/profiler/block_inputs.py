@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from protrain.common.trees import map_leaves
@@ -69,24 +70,6 @@ class BlockInputs:
         return torch._C._storage_Use_Count(key.cdata) - self._itself
 
 
-class _Place(int):
-    """A placeholder for the tensor of this index."""
-
-
-def _take(value: Any, tensors: list[Tensor]) -> Any:
-    """Replace the tensors in ``value`` by placeholders, and append the tensors to ``tensors``."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _Place(len(tensors) - 1)
-    return tuple(_take(each, tensors) for each in value) if type(value) is tuple else value
-
-
-def _put(value: Any, tensors: tuple[Tensor, ...]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value]
-    return tuple(_put(each, tensors) for each in value) if type(value) is tuple else value
-
-
 def run_checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``forward`` under a checkpoint that saves the tensors in ``kwargs`` and in tuples like those in ``args``.
 
@@ -94,16 +77,18 @@ def run_checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
     more user of their storages. Lists, dictionaries and objects are passed through whole, as forward may change them.
     The recomputation gets copies of what they were at the call.
     """
-    given: list[Tensor] = []
-    places = _take(args, given), {name: _take(value, given) for name, value in kwargs.items()}
-    kept = map_leaves(_itself, places)
-    runs = [places]  # the first run is given the caller's own objects
+    leaves, spec = tree_flatten((args, tuple(kwargs.values())), is_leaf=lambda part: type(part) is not tuple)
+    names, is_tensor = list(kwargs), [isinstance(leaf, Tensor) for leaf in leaves]
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    kept = map_leaves(_itself, others)
+    runs = [others]  # the first run is given the caller's own objects
 
     def run(*tensors: Tensor) -> Any:
-        args, kwargs = runs.pop() if runs else map_leaves(_itself, kept)
-        return forward(*_put(args, tensors), **{name: _put(value, tensors) for name, value in kwargs.items()})
+        parts = iter(tensors), iter(runs.pop() if runs else map_leaves(_itself, kept))
+        args, values = tree_unflatten([next(parts[0 if tensor else 1]) for tensor in is_tensor], spec)
+        return forward(*args, **dict(zip(names, values, strict=True)))
 
-    return checkpoint(run, *given, use_reentrant=False)
+    return checkpoint(run, *(leaf for leaf in leaves if isinstance(leaf, Tensor)), use_reentrant=False)
 
 
 def _itself(leaf: Any) -> Any:
