@@ -116,7 +116,7 @@ def wrap(
     )
     target = checked.device
     say_switched_off(switch_off_checkpointing(checkpointing_switches(model)), stacklevel=2)
-    say = Progress(enabled=progress)
+    stages = Progress(enabled=progress)
     gc.collect()  # frees a model that was wrapped and dropped: its hooks and engine refer to each other
 
     if target.type == "cuda":
@@ -124,7 +124,7 @@ def wrap(
     hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
     fill_buffers(model, target)
     if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
-        say.note(_NOT_CALIBRATED)
+        stages.note(_NOT_CALIBRATED)
     change = partial(change_forwards, model, target, compile=compile, chunked_loss=chunked_loss)
     with ExitStack() as changes:
         changes.callback(change())
@@ -137,13 +137,13 @@ def wrap(
             dtype=checked.dtype,
             change=change,
             changes=changes,
-            say=say,
+            stages=stages,
         )
         model_profile = replace(model_profile, accumulation=accumulation, moment_dtype=checked.moment_dtype)
-        with say.stage("planning"), naming(checked.plan_file):
+        with stages.stage("planning"), naming(checked.plan_file):
             chosen = _plan(checked.plan, model_profile, hardware, step_during_backward=step_during_backward)
-        say.note(f"the plan: {chosen}")
-        with say.bar("moving model states into place") as show:
+        stages.note(f"the plan: {chosen}")
+        with stages.bar("moving model states into place") as show:
             engine, fixed_bytes = build_engine(
                 model,
                 model_profile,
@@ -190,14 +190,14 @@ def _profile(
     dtype: torch.dtype,
     change: Callable[..., Callable[[], None]],
     changes: ExitStack,
-    say: Progress,
+    stages: Progress,
 ) -> ModelProfile:
     """Measure the profile. If the trace does not fit the device, count it on the meta device.
 
     A trace needs about as much memory as the smallest plan. With the counted profile, the search says by how much the
     batch is too large, or finds a plan that just fits.
     """
-    with say.stage("profiling the model") as show:
+    with stages.stage("profiling the model") as show:
         try:
             return cached_profile(
                 model,
@@ -218,7 +218,7 @@ def _profile(
             finally:
                 undo()
             changes.callback(change())
-    say.note(COUNTED)
+    stages.note(COUNTED)
     return counted
 
 

@@ -24,16 +24,16 @@ _PROMPT_TOKENS = 32
 def finish(run: Run, times: StepTimes) -> TrainSummary:
     """Evaluate, and write everything that a finished run leaves in its folder."""
     job, folder = run.job, run.folder
-    say = Progress(enabled=True)
-    with say.stage("evaluating"):
+    stages = Progress(enabled=True)
+    with stages.stage("evaluating"):
         evaluation_loss = run.evaluate()
     if job.save_model:
-        with say.stage("writing the model"):
+        with stages.stage("writing the model"):
             save_pretrained(
                 folder / MODEL_FOLDER, run.model, run.optimizer, dtype=run.dtype, tokenizer=run.loaded.tokenizer
             )
     if job.sample_tokens:
-        with say.stage("writing a sample"):
+        with stages.stage("writing a sample"):
             (folder / SAMPLE_FILE).write_text(sample(run))
     draw_loss_curve(folder, run.metrics.rows, run.tokens.unigram_entropy)
     summary = summarise(run, times, evaluation_loss)

@@ -81,36 +81,36 @@ class StepTimes:
 
     def __init__(self, *, skip: int) -> None:
         self._skip = skip
-        self._last: float | None = None
-        self._begun: float | None = None  # the begin of the step after a pause
+        self._last_s: float | None = None
+        self._begun_s: float | None = None  # the begin of the step after a pause
         self.milliseconds: list[float] = []
         self.alone_milliseconds: list[float] = []
 
     def add(self, ended_s: float) -> float | None:
         """Note the end of a step. Returns its duration in ms, or None for the first step after a pause."""
-        duration = None if self._last is None else (ended_s - self._last) * 1000
-        self._last = ended_s
+        duration = None if self._last_s is None else (ended_s - self._last_s) * 1000
+        self._last_s = ended_s
         if duration is not None:
             self.milliseconds.append(duration)
         return duration
 
     def pause(self) -> None:
         """Forget the end of the last step, because evaluation or saving follows."""
-        self._last = self._begun = None
+        self._last_s = self._begun_s = None
 
     def go_on(self, begun_s: float) -> None:
         """Note the end of a pause. Times here and in :meth:`add_alone` are those of the host's clock."""
-        self._begun = begun_s
+        self._begun_s = begun_s
 
     @property
     def is_alone(self) -> bool:
         """Whether a step that ends before a pause stands alone, because it also began after one."""
-        return self._last is None and self._begun is not None
+        return self._last_s is None and self._begun_s is not None
 
     def add_alone(self, ended_s: float) -> float:
         """Note that the updates of a step that stands alone ended at ``ended_s``. Returns the step's duration in ms."""
-        assert self._begun is not None
-        self.alone_milliseconds.append((ended_s - self._begun) * 1000)
+        assert self._begun_s is not None
+        self.alone_milliseconds.append((ended_s - self._begun_s) * 1000)
         return self.alone_milliseconds[-1]
 
     @property
