@@ -173,8 +173,8 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if forgotten:
         warnings.warn(
-            f"{len(forgotten)} parameters require a gradient but are in no optimizer group: they will not change and "
-            f"get no .grad. {forgotten[0]} is one of them",
+            f"{len(forgotten)} parameters require a gradient but are in no optimizer group: they will not change, and "
+            f"have no .grad. One of them is {forgotten[0]}",
             stacklevel=4,  # the caller of wrap
         )
 

@@ -167,7 +167,7 @@ class Clipping:
     def _check(self, what: str, index: int | None = None) -> None:
         if self._refused:
             raise MisuseError(
-                f"{what} with step_during_backward=True, which updates inside backward: wrap with "
+                f"{what} with step_during_backward=True, whose updates are made inside backward: wrap with "
                 "step_during_backward=False, which overlaps updates too"
             )
         self._engine.streams.refuse_another()

@@ -111,10 +111,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if self.step_during_backward:
             if not self._engine.updated_inside:
                 self._clipping.need_gradients("step()")
-                raise MisuseError(
-                    "step() came after backwards inside no_sync() only: run the last backward() of a step outside "
-                    "no_sync()"
-                )
+                raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
             self._engine.updated_inside.clear()
             self._end_step()
             return result

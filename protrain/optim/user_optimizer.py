@@ -37,8 +37,8 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     def refused(name: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:
             raise MisuseError(
-                f"{name}() was called on the optimizer that protrain.wrap was given, which has no gradients and no "
-                "state any more: use the optimizer that protrain.wrap returned"
+                f"{name}() of the optimizer that protrain.wrap was given does not work any more, as its gradients and "
+                "its state have moved: use the optimizer that it returned"
             )
 
         return refuse
