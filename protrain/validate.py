@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from protrain.common import batch as batches
-from protrain.common.parameters import is_managed
+from protrain.common.parameters import DTYPES, is_managed
 from protrain.common.processes import refuse_several_processes
-from protrain.engine.states.chunks import DTYPES
 from protrain.engine.states.empty import check_recorded
 from protrain.engine.states.weight_files import check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved

@@ -12,11 +12,10 @@ from typing import Any
 from protrain.cli.options import LEAST_SEQUENCE, out_of_range
 from protrain.cli.run_files import JOB_FILE, PLAN_FILE, RESULTS
 from protrain.cli.shapes import SHAPES
+from protrain.common.parameters import DTYPES
 from protrain.common.quantities import parse_memory
 from protrain.common.records import Record
 from protrain.planning.plan import MOMENT_DTYPES
-
-DTYPES = ("bfloat16", "float16", "float32")
 
 # The least and the most value of each option. Options with float limits need not be whole numbers. The limits also hold
 # for a job.json that was edited.

@@ -11,7 +11,7 @@ from typing import Any
 
 from protrain.cli import job as jobs
 from protrain.cli.folder_lock import claimed
-from protrain.cli.job import DTYPES, RANGES, TrainJob
+from protrain.cli.job import RANGES, TrainJob
 from protrain.cli.loop import train
 from protrain.cli.options import (
     Parser,
@@ -30,6 +30,7 @@ from protrain.cli.run_files import SUMMARY_FILE
 from protrain.cli.shapes import SHAPES
 from protrain.cli.signals import stop_requests
 from protrain.cli.summary import TrainSummary
+from protrain.common.parameters import DTYPES
 from protrain.common.progress import Progress
 from protrain.planning.plan import MOMENT_DTYPES
 

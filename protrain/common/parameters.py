@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from protrain.common.trees import named_tensors
 
-_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+# The types in which weights can train, by name.
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_MANAGED = frozenset({torch.float64, *DTYPES.values()})
 
 
 def is_managed(parameter: Tensor) -> bool:
@@ -22,7 +24,7 @@ def is_managed(parameter: Tensor) -> bool:
     bitsandbytes), which does more than copy.
     """
     kind = type(parameter)
-    return parameter.dtype in _DTYPES and nn.Parameter in kind.__mro__ and kind.to is Tensor.to
+    return parameter.dtype in _MANAGED and nn.Parameter in kind.__mro__ and kind.to is Tensor.to
 
 
 def moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain.common import batch as batches
-from protrain.common.parameters import is_managed
+from protrain.common.parameters import DTYPES, is_managed
 from protrain.forward.chunked_loss import is_chunked
 from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
 from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_units, switch_off_checkpointing
@@ -31,8 +31,6 @@ from protrain.profiler.traced_step import Step
 
 _SPARE = 0.5  # the share of free device memory in which weights may stay for their next use
 _OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED")
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def profile(
@@ -102,7 +100,6 @@ def _traced(
     show: Callable[[str], None] | None,
     spare_bytes: int,
 ) -> ModelProfile:
-    names = {value: name for name, value in DTYPES.items()}
     blocks = find_blocks(model)
     with (
         restored(model, device) as snapshot,
@@ -162,7 +159,7 @@ def _traced(
     order = {path: index for index, path in enumerate(step.blocks)}
     return ModelProfile(
         model=type(model).__name__,
-        dtype=names[dtype],
+        dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         batch_shapes=batches.shapes(example_batch),
         tokens=batches.tokens(example_batch),
