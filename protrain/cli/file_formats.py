@@ -1,10 +1,10 @@
-"""Files that are no plain text: what they are, and the command that makes plain text of them.
+"""Recognises files that are not plain text, and knows the commands that make plain text of them.
 
-Training reads files as they stand. Of JSON lines it would learn braces, quotes and names of fields, and of a compressed
-file nothing at all. Some of these formats are text themselves, so looking for zero bytes doesn't find them.
+Training reads files as they are. From JSON lines it would learn braces, quotes and names of fields, and from a
+compressed file nothing at all. Some of these formats are text themselves, so looking for zero bytes doesn't find them.
 
-Formats of records are known by name, and JSON lines also by content: a file of two or more lines of which the first ten
-are JSON objects. Binary formats are known by content alone, as `README.pt` may well be Portuguese.
+Formats of records are recognised by name. JSON lines are also recognised by content: a file of two or more lines whose
+first ten are JSON objects. Binary formats are recognised by content alone, because `README.pt` may well be Portuguese.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import BinaryIO
 
 _HEAD_BYTES = 8192
 _LINES = 10
-_LINES_BYTES = 64 * 1024**2  # of the lines that are looked at: books may be one line each
+_LINES_BYTES = 64 * 1024**2  # of the lines that are looked at, because a book may be one line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format that is no plain text."""
+    """A format other than plain text."""
 
-    name: str  # completes "data.jsonl is ..."
-    command: str = ""  # writes the plain text of {file} to {stem}.txt, in the current folder
-    is_data: bool = False  # collections of text come in it, so where it prevails it is what the user means
+    name: str  # completes the sentence "data.jsonl is ..."
+    command: str = ""  # writes the plain text of {file} to {stem}.txt in the current folder
+    is_data: bool = False  # whether collections of text come in it, so that the user means it where it prevails
 
     def refusal(self, file: Path) -> str:
         """Why ``file`` is not trained on, and what to do."""
-        return f"--data: {file} is {self.name}, and training takes plain text alone; {self.remedy(file)}"
+        return f"--data: {file} is {self.name}, and training reads plain text only; {self.remedy(file)}"
 
     def remedy(self, file: Path) -> str:
         """What to do with ``file``."""
@@ -94,7 +94,7 @@ DOCUMENT = Format(name="a document with layout", command="pandoc -t plain {file}
 BINARY = Format(name="no text, as it holds zero bytes")
 
 _BY_NAME = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".csv": CSV, ".tsv": TSV, ".pkl": OBJECTS, ".pickle": OBJECTS}
-# What a binary file is where its name says more than its first bytes: many formats are ZIP archives inside.
+# Binary files whose names say more than their first bytes. Many formats are ZIP archives inside.
 _BINARY = {
     **dict.fromkeys((".pt", ".pth", ".npz", ".safetensors"), OBJECTS),
     **dict.fromkeys((".docx", ".odt", ".epub"), DOCUMENT),
@@ -116,10 +116,10 @@ _BEGINNINGS = (
 
 
 def format_of(file: Path, *, alone: bool = True) -> Format | None:
-    """What ``file`` is when it's no plain text.
+    """The format of ``file``, or None if it is plain text.
 
-    ``alone``: it is all that is trained on. JSON among other files is text unless it is a list of objects: code that
-    people train models on has settings and notebooks in JSON, which are part of it.
+    ``alone`` says that training reads only this file. JSON among other files counts as text unless it is a list of
+    objects, because code that people train models on has settings and notebooks in JSON.
 
     Raises:
         OSError: It cannot be read.
@@ -144,7 +144,7 @@ def format_of(file: Path, *, alone: bool = True) -> Format | None:
 
 
 def format_of_folder(folder: Path) -> Format | None:
-    """What ``folder`` is as a whole when it's none of text files."""
+    """The format of ``folder`` as a whole, or None if it may be a folder of text files."""
     if (folder / "dataset_dict.json").is_file():
         return SAVED_SETS
     if (folder / "state.json").is_file() and any(folder.glob("*.arrow")):
@@ -153,14 +153,14 @@ def format_of_folder(folder: Path) -> Format | None:
 
 
 def _is_json_lines(opened: BinaryIO) -> bool:
-    """Whether the file has two lines or more that aren't blank, and the first ones are JSON objects."""
+    """Whether the file has at least two lines that aren't blank, and the first lines are JSON objects."""
     opened.seek(0)
     lines = 0
     for line in _whole_lines(opened):
         if not line.startswith(b"{"):
             return False
         try:
-            json.loads(line)  # of what begins with a brace, an object
+            json.loads(line)  # a line that begins with a brace is an object
         except (ValueError, RecursionError):
             return False
         lines += 1
@@ -168,7 +168,7 @@ def _is_json_lines(opened: BinaryIO) -> bool:
 
 
 def _whole_lines(opened: BinaryIO) -> Iterator[bytes]:
-    """The first lines that aren't blank, without space around them."""
+    """The first lines that aren't blank, stripped of white space."""
     count, left = 0, _LINES_BYTES
     while count < _LINES and (line := opened.readline(left)):
         left -= len(line)

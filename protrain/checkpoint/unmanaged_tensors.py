@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model besides managed parameters: buffers, and parameters that stay as they are."""
+"""What a checkpoint holds of a model besides managed parameters: buffers, and parameters that are not managed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from protrain.common.errors import CheckpointError
 from protrain.common.parameters import is_managed, kept_beside, made_of
 
 BUFFERS = "buffers.safetensors"
-_ADDED = ("extra state of module", "frozen parameter")  # what the first checkpoints of this format do not hold
-_BESIDE = "beside/"  # before the names of what quantised weights need besides their numbers
+_ADDED_LATER = ("extra state of module", "frozen parameter")  # the first checkpoints of this format do not have these
+_BESIDE = "beside/"  # the prefix of the tensors that quantised weights need besides their numbers
 
 
-def tensors_beside(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies on the CPU of all that a checkpoint of ``model`` holds of these, by name in the file."""
-    # Cloned one by one: safetensors refuses tensors that share memory, as expanded and tied buffers do.
+def unmanaged_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """CPU copies of the unmanaged tensors of ``model``, by their names in a checkpoint."""
+    # Each is cloned, because safetensors refuses tensors that share memory, as expanded and tied buffers do.
     kept = {**_buffers(model), **_unmanaged(model), **_statistics(model)}
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in kept.items()}
 
 
-def saved_beside(save: Path, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What ``model`` has of buffers and parameters that are not managed, each with what becomes of it."""
+def match_saved(save: Path, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair each buffer and unmanaged parameter of ``model`` with its saved value.
+
+    Raises:
+        CheckpointError: the save is of another model.
+    """
     buffers, unmanaged, statistics = _buffers(model), _unmanaged(model), _statistics(model)
     found = []
     with open_tensors(save / BUFFERS) as tensors:
@@ -40,7 +44,7 @@ def saved_beside(save: Path, model: nn.Module) -> list[tuple[torch.Tensor, torch
                     f"{save} is of another model: buffer {name!r} is {saved.dtype} {list(saved.shape)} there "
                     f"and {target.dtype} {list(target.shape)} here"
                 )
-            found.append(_once(save, name, target, saved))
+            found.append(_without_repeats(save, name, target, saved))
         for name in sorted(keys & statistics.keys()):
             if not _same_bytes(tensors.get_tensor(name), statistics[name].detach().cpu()):
                 raise CheckpointError(
@@ -51,18 +55,18 @@ def saved_beside(save: Path, model: nn.Module) -> list[tuple[torch.Tensor, torch
 
 
 def compare_names(save: Path, what: str, saved: set[str], present: set[str]) -> None:
-    """CheckpointError unless the names ``saved`` of ``what`` in ``save`` are those ``present`` in the model."""
+    """Raise a CheckpointError unless the save and the model have the same names of ``what``."""
     for names, verb in ((saved - present, "holds"), (present - saved, "lacks")):
         if names:
             other = "the model does not have" if verb == "holds" else "the model has"
-            older = ", or of a version that did not save these" if what in _ADDED and verb == "lacks" else ""
+            older = ", or of a version that did not save these" if what in _ADDED_LATER and verb == "lacks" else ""
             raise CheckpointError(
                 f"{save} is of another model{older}: it {verb} the {what} {min(names)!r}, which {other}"
             )
 
 
 def _unmanaged(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters that are not managed, in the ordinary tensors that they are made of."""
+    """The unmanaged parameters, as the plain tensors that they are made of."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if not is_managed(parameter):
@@ -71,7 +75,7 @@ def _unmanaged(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers, likewise."""
+    """The buffers, as the plain tensors that they are made of."""
     found: dict[str, torch.Tensor] = {}
     for name, buffer in model.named_buffers():
         found |= made_of(buffer, name)
@@ -79,9 +83,10 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What parameters that are not managed need besides: scales of quantised weights, in attributes or by state_dict.
+    """What unmanaged parameters need besides their numbers, such as scales of quantised weights.
 
-    No buffers and no parameters, they are not loaded. But with others the loaded weights would be others, too.
+    These tensors are in attributes or in the module's state_dict, and are neither buffers nor parameters. They are not
+    loaded, but loaded weights would mean something else if these differed.
     """
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
@@ -98,19 +103,25 @@ def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are of one type and shape with the same bytes, as NaN is not equal to itself."""
+    """Whether both have one type, one shape and the same bytes.
+
+    Values are not compared, because NaN is not equal to itself.
+    """
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
-def _once(save: Path, name: str, target: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both without the repetitions that ``target`` has from ``expand``: torch writes to no element twice."""
+def _without_repeats(
+    save: Path, name: str, target: torch.Tensor, saved: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both tensors without the repetitions that ``expand`` made in ``target``: torch writes to no element twice."""
     if 0 not in target.stride():
         return target, saved
     first = tuple(slice(1) if stride == 0 else slice(None) for stride in target.stride())
     repeated = saved[first].expand_as(saved).clone(memory_format=torch.contiguous_format)
-    if not repeated.view(torch.uint8).equal(saved.view(torch.uint8)):  # the bytes, as NaN is not equal to itself
+    # compares bytes, because NaN is not equal to itself
+    if not repeated.view(torch.uint8).equal(saved.view(torch.uint8)):
         raise CheckpointError(
             f"{save} has several values in buffer {name!r}, which is one value repeated by expand() here: give it "
             "memory of its own with .contiguous() where the model makes it"

@@ -1,4 +1,4 @@
-"""A profile leaves a model as it was, whatever its forward makes of it: the next one is its first again."""
+"""A profile leaves a model as it was, whatever its forward does, so the next forward is the first one again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ profile = partial(profiler.profile, device="cpu")
 
 
 def test_hooks_of_a_first_forward_are_registered_once() -> None:
-    """Models of transformers have some that collect hidden states and the router logits of an auxiliary loss."""
+    """Models of transformers have hooks that collect hidden states and the router logits of an auxiliary loss."""
 
     class Recording(nn.Module):
         def __init__(self) -> None:
@@ -47,7 +47,7 @@ def test_hooks_of_a_first_forward_are_registered_once() -> None:
 
 
 class _Lazy(nn.Module):
-    """Makes what it needs in its first forward, counts, and draws from a generator of its own and from numpy's."""
+    """A module that creates what it needs in its first forward, counts, and draws random numbers in its own ways."""
 
     ready = False
 
@@ -89,7 +89,7 @@ def test_a_recurrent_module_keeps_its_own_lists_of_weights() -> None:
 
 
 class _Changing(nn.Module):
-    """Makes, replaces and drops modules and parameters in its first forward."""
+    """A module that creates, replaces and drops modules and parameters in its first forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_modules_and_parameters_that_a_forward_makes_are_left_for_the_first_one(
 
 
 class _Recent(OrderedDict[str, int]):
-    """Knows how many it has been given."""
+    """A list that counts what it has been given."""
 
     given = 0
 
@@ -133,7 +133,7 @@ class _Recent(OrderedDict[str, int]):
 
 
 class _Remembering(nn.Module):
-    """Keeps all sorts of things from forward to forward."""
+    """A module that keeps all sorts of things from one forward to the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _Remembering(nn.Module):
         return x
 
     def remembered(self) -> str:
-        """All of it, in its order."""
+        """Everything that the module keeps, in order."""
         tables = [list(table.items()) for table in (self.order, self.table, self.counts, self.lists, self.recent)]
         return f"{tables} {self.nested} {self.last} {self.recent.given}"
 
@@ -172,7 +172,7 @@ def test_containers_hold_what_they_did_in_the_same_order() -> None:
 
 
 def test_recurrent_blocks_never_flatten_their_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that moves them into one storage, which cannot be emptied weight by weight any more."""
+    """On a GPU, flattening moves the weights into one storage, which cannot be emptied weight by weight any more."""
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -190,7 +190,7 @@ def test_recurrent_blocks_never_flatten_their_stand_ins(monkeypatch: pytest.Monk
 
 
 class _Drawing(nn.Module):
-    """Has sources of random numbers of its own, some in containers."""
+    """A module with random number generators of its own, some of them in containers."""
 
     def __init__(self) -> None:
         super().__init__()

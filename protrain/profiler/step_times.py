@@ -1,9 +1,9 @@
-"""Which steps of a profile count, and what their times are: those of training, where one step follows another.
+"""Times steps as they run in training, where one step follows another, and decides which of the timed steps count.
 
-A GPU that has waited is faster at first than in training: an H200 by 4% in a forward of 60 ms, by 1% to 2% in the
-backward behind it (7 B width, 8 layers, 4 x 2048), until it has computed for some 0.6 s. A
-step of two seconds (7 B, 8 x 2048) is timed best behind a quarter of one: its forward, which comes first, was 5.1% too
-short behind none, 2.5% behind 0.7 s and right within 0.4% behind that.
+A GPU that was idle is faster at first than in training, until it has computed for about 0.6 s. An H200 was 4% faster in
+a forward of 60 ms, and 1% to 2% faster in the backward after it (7 B width, 8 layers, 4 x 2048). A step of two seconds
+(7 B, 8 x 2048) is timed best after a quarter of a second of other computing. Its forward, which comes first, was 5.1%
+too short with none before, 2.5% too short after 0.7 s, and right within 0.4% after 0.25 s.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from statistics import median, median_low
-from typing import Any
 
 import torch
 
 from protrain.forward.compilation import graphs_compiled
-from protrain.profiler.traced_step import Segment
+from protrain.profiler.segments import Segment, elapsed_ms, finish
 
-SUSTAINED_MS = 1000.0  # of computing, before or in what counts
+SUSTAINED_MS = 1000.0  # how long the GPU must compute before times are those of training
 _BUSY_MS = 250.0
 _BUSY_SIZE = 8192
-_MOST_STEPS = 3  # that count
+_MOST_STEPS = 3  # the number of steps that count
 
-Durations = list[tuple[float, float]]  # of every segment in ms: the whole, and recomputation
+Durations = list[tuple[float, float]]  # for each segment, its duration and the part of it that is recomputation, in ms
 
 
-def sustained(
+def time_steps(
     step: Callable[[], list[Segment]],
     device: torch.device,
     *,
@@ -34,10 +33,11 @@ def sustained(
     compiled: bool,
     sustained_ms: float = SUSTAINED_MS,
 ) -> list[Durations]:
-    """Durations of the steps that count: of one, or of a few where one takes less than ``sustained_ms``.
+    """The durations of the steps that count: of one step, or of a few if one takes less than ``sustained_ms``.
 
-    ``step`` queues one. Where it is expected to take that long, the GPU computes something else before; otherwise a few
-    steps are queued together, and count but for the first of them. A step in which something was compiled never counts.
+    ``step`` queues one step. If it is expected to take that long, the GPU computes something else first, and the step
+    counts. Otherwise a few steps are queued together, and all but the first count. A step in which something was
+    compiled never counts.
     """
 
     def alone() -> Durations:
@@ -61,18 +61,14 @@ def sustained(
 
 
 def durations(segments: list[Segment]) -> Durations:
-    """Of a step that is done."""
-
-    def between(start: Any, end: Any) -> float:
-        if start is None or end is None:
-            return 0.0
-        return float(start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else end - start)
-
-    return [(between(segment.start, segment.end), between(segment.start, segment.recomputed)) for segment in segments]
+    """The durations of the segments of a finished step."""
+    return [
+        (elapsed_ms(segment.start, segment.end), elapsed_ms(segment.start, segment.recomputed)) for segment in segments
+    ]
 
 
-def typical(steps: list[Durations]) -> Durations:
-    """Of every segment the medians, of two the lesser: what else holds up a machine seldom holds up two steps."""
+def median_durations(steps: list[Durations]) -> Durations:
+    """For each segment the median over ``steps``, and of two steps the lower: an interruption seldom delays both."""
     return [
         (median_low(whole for whole, _ in segment), median_low(recomputation for _, recomputation in segment))
         for segment in zip(*steps, strict=True)
@@ -80,7 +76,7 @@ def typical(steps: list[Durations]) -> Durations:
 
 
 def expected_ms(segments: list[Segment]) -> float:
-    """About what a step takes of which ``segments`` are the first, in whose blocks something may have been compiled."""
+    """Estimate the time of a step from the first step's ``segments``, whose blocks may include time for compiling."""
     total_ms = 0.0
     for phase in ("forward", "backward"):
         taken = [
@@ -94,27 +90,21 @@ def expected_ms(segments: list[Segment]) -> float:
     return total_ms
 
 
-def finish(device: torch.device) -> None:
-    """Wait until the device has done what was queued."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _whole_ms(step: Durations) -> float:
     return sum(whole for whole, _ in step)
 
 
 def _keep_busy(device: torch.device) -> None:
-    """Queue products that take some ``_BUSY_MS``; nothing where they have no room."""
+    """Queue matrix products that take about ``_BUSY_MS``, or nothing if there is no memory for them."""
     generator = torch.Generator(device).manual_seed(0)
     size = (_BUSY_SIZE, _BUSY_SIZE)
-    try:  # zeros would draw less power
+    try:  # random values, because zeros draw less power
         factor = torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
         product = torch.empty_like(factor)
-    except torch.OutOfMemoryError:  # no reason for there to be no profile
+    except torch.OutOfMemoryError:  # profiling goes on without it
         return
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.mm(factor, factor, out=product)  # the first loads the library's kernel
+    torch.mm(factor, factor, out=product)  # the first product loads the library's kernel
     start.record()
     torch.mm(factor, factor, out=product)
     end.record()

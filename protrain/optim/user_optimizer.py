@@ -1,4 +1,4 @@
-"""The torch optimizer that the user hands to ``wrap``: which ones will do, and that it does nothing afterwards."""
+"""The torch optimizer that the user gives to ``wrap``: which kinds are accepted, and what it refuses afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SUPPORTED = torch.optim.Adam, torch.optim.AdamW
 
 
 def check_supported(optimizer: torch.optim.Optimizer) -> None:
-    """ValueError unless ``optimizer`` is a plain torch Adam or AdamW."""
+    """Raise a ValueError unless ``optimizer`` is a plain torch Adam or AdamW."""
     if isinstance(inner := getattr(optimizer, "optimizer", None), _SUPPORTED):
         raise ValueError(
             f"optimizer is a {type(optimizer).__name__} around {type(inner).__name__}: call protrain.wrap first, and "
@@ -29,7 +29,7 @@ def check_supported(optimizer: torch.optim.Optimizer) -> None:
 
 
 def retire(optimizer: torch.optim.Optimizer) -> None:
-    """Have ``optimizer``, which was wrapped, refuse what would do nothing now, or save nothing, without a word.
+    """Make the wrapped ``optimizer`` raise an error where it would now silently do nothing or save nothing.
 
     Its param_groups stay live, and schedulers that were made with it keep working.
     """
@@ -37,8 +37,8 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     def refused(name: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:
             raise MisuseError(
-                f"{name}() of the optimizer that protrain.wrap was given, which has no gradients and no state any "
-                "more: use the optimizer that it returned"
+                f"{name}() of the optimizer that protrain.wrap was given does not work any more, as its gradients and "
+                "its state have moved: use the optimizer that it returned"
             )
 
         return refuse
@@ -47,11 +47,11 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
         vars(optimizer)[name] = refused(name)
     vars(optimizer)["add_param_group"] = refuse_group
     refuse = refused("step")
-    # Not an attribute: schedulers replace that, and warn where someone else did.
-    # The optimizer that wrap returns has the same hooks, and may step.
+    # step is not replaced as an attribute, because schedulers replace it and warn if someone else did. The optimizer
+    # that wrap returns shares this hook, and may step.
     optimizer.register_step_pre_hook(lambda caller, *_: refuse() if type(caller) in _SUPPORTED else None)
 
 
 def refuse_group(_: dict[str, Any]) -> None:
-    """MisuseError: groups are fixed by wrapping."""
+    """Raise a MisuseError, because parameter groups are fixed by wrapping."""
     raise MisuseError("parameters cannot be added after protrain.wrap: make the optimizer with all groups first")

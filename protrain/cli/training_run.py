@@ -1,4 +1,4 @@
-"""Run: what `protrain train` holds between steps, and what can be done with it."""
+"""Run: the state of `protrain train` between steps, and its operations."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from protrain.checkpoint.checkpoints import save_checkpoint
 from protrain.cli.data import Tokens, evaluation_batches
-from protrain.cli.files import CHECKPOINTS
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import MetricsFile
 from protrain.cli.models import LoadedModel, attention_flops_per_token
+from protrain.cli.run_files import CHECKPOINTS
 
 
 @dataclass
 class Run:
-    """A wrapped model, its data and its position."""
+    """A wrapped model, its data and how far it is trained."""
 
     job: TrainJob
     folder: Path
@@ -32,33 +32,31 @@ class Run:
     sequence: int
     parameters: int
     metrics: MetricsFile
-    step: int  # steps done
+    step: int  # the number of steps done
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step sees."""
+        """The number of tokens in one optimizer step."""
         return self.job.batch * self.sequence * self.job.accumulation
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations of the model for one token, forward and backward, without recomputation."""
+        """The model's flops per token, forward and backward, without recomputation."""
         return 6 * self.parameters + attention_flops_per_token(self.loaded.config, self.sequence)
 
     @property
     def device_peak_bytes(self) -> int:
-        """The most that tensors took on the device; on a CPU, of the simulated one."""
+        """The most bytes that tensors took on the device. On a CPU, it is the simulated device."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        device_bytes: int = self.optimizer.report().device_bytes
-        return device_bytes
+        return self.optimizer.report().device_bytes
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        """Mean next-token loss of ``ids`` [batch, sequence]; the model shifts the labels itself."""
-        loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
-        return loss
+        """The mean next-token loss of ``ids`` [batch, sequence]. The model shifts the labels itself."""
+        return self.model(input_ids=ids, labels=ids).loss
 
     def evaluate(self) -> float | None:
-        """Mean loss over the held-out batches, also into metrics.jsonl; None when nothing is held out."""
+        """The mean loss over the held-out batches, which also goes to metrics.jsonl. None if nothing is held out."""
         job = self.job
         total, count = torch.zeros((), device=self.device), 0
         self.model.eval()
@@ -76,11 +74,11 @@ class Run:
         return loss
 
     def wait_for_updates(self) -> None:
-        """Return once the last step's updates are done; ``optimizer.step()`` does not wait for those on the host."""
+        """Wait until the last step's updates are done. ``optimizer.step()`` does not wait for those on the host."""
         self.optimizer._engine.wait_for_updates()
 
     def save(self) -> Path:
-        """Write a checkpoint; returns its folder."""
+        """Write a checkpoint and return its folder."""
         return save_checkpoint(
             self.folder / CHECKPOINTS,
             self.model,

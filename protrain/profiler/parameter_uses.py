@@ -1,4 +1,4 @@
-"""Who uses which parameter: seen where operations take them."""
+"""Finds which unit uses which parameter, by watching the operations that take parameters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.overrides import TorchFunctionMode
 
 from protrain.common.trees import tensors_in
 
-# Of the parameters that these take as ``inputs`` only the place in the graph is needed.
+# These need only the place of a parameter in the graph, not its values.
 _PLACES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 _DATA: Any = Tensor.data
 
 
 class Uses(TorchFunctionMode):
-    """Tells ``used`` of every operation that takes a parameter of ``index`` (by id), whoever calls it.
+    """Calls ``used`` for every parameter in ``index`` (by id) that an operation takes, whoever calls the operation.
 
-    And calls ``differentiated`` where gradients are computed with a graph of their own.
+    It also calls ``differentiated`` when gradients are computed with ``create_graph=True``.
     """
 
     def __init__(self, index: dict[int, int], used: Callable[[int], None], differentiated: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class Uses(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func``, with the parameters among its arguments filled."""
+        """Run ``func`` after its parameters are filled."""
         kwargs = kwargs or {}
         if func is torch.autograd.grad and kwargs.get("create_graph"):
             self._differentiated()
@@ -42,9 +42,9 @@ class Uses(TorchFunctionMode):
             for index in found:
                 self._used(index)
             return func(*args, **kwargs)
-        # Of .data autograd counts no changes: hand out what shares the parameter's count of them.
+        # Autograd counts no in-place changes of .data. A detached tensor shares the parameter's count of them.
         result = args[0].detach() if func == _DATA.__get__ else func(*args, **kwargs)
-        if isinstance(result, Tensor):  # weight.T is a use, weight.dtype is none
+        if isinstance(result, Tensor):  # weight.T uses the values, weight.dtype does not
             for index in found:
                 self._used(index)
         return result

@@ -1,4 +1,4 @@
-"""Times of a profile: of which step, without hiccups, and what of a block counts as computed again."""
+"""Times of a profile: which steps count, how interruptions are left out, and what counts as recomputation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from protrain import profiler
-from protrain.profiler import settling
-from protrain.profiler.settling import expected_ms, sustained, typical
-from protrain.profiler.traced_step import Segment, Step
+from protrain.profiler import step_times
+from protrain.profiler.segments import Segment
+from protrain.profiler.step_times import expected_ms, median_durations, time_steps
+from protrain.profiler.traced_step import Step
 from tests.profiler.test_trace import _batch, _Block, _Model
 
 
 class _Slow(_Block):
-    """A block that may be held up."""
+    """A block that may be delayed."""
 
     held_up_s = 0.0
 
@@ -36,7 +37,7 @@ def test_a_hiccup_in_one_of_many_alike_blocks_is_not_believed() -> None:
 
 def test_recomputation_ends_with_the_last_saved_tensor() -> None:
     class Ending(_Block):
-        """Its last product saves nothing but its factors, which are there before it: it is not computed again."""
+        """A block whose last product saves only its factors, which exist before it. It is not recomputed."""
 
         def forward(self, x: Tensor) -> Tensor:
             time.sleep(0.03)
@@ -54,14 +55,14 @@ def test_recomputation_ends_with_the_last_saved_tensor() -> None:
 
 
 class _Steps:
-    """Steps of 50 ms, and the order in which they were queued and waited for, and something else was computed."""
+    """Simulated steps of 50 ms, with a record of when they were queued, when they were waited for, and other work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, compiling: int = 0) -> None:
         self.order = ""
         self.n_queued = 0
-        monkeypatch.setattr(settling, "finish", lambda device: self._note("w"))
-        monkeypatch.setattr(settling, "_keep_busy", lambda device: self._note("b"))
-        monkeypatch.setattr(settling, "graphs_compiled", lambda: 7 + min(compiling, self.n_queued))
+        monkeypatch.setattr(step_times, "finish", lambda device: self._note("w"))
+        monkeypatch.setattr(step_times, "_keep_busy", lambda device: self._note("b"))
+        monkeypatch.setattr(step_times, "graphs_compiled", lambda: 7 + min(compiling, self.n_queued))
 
     def _note(self, what: str) -> None:
         self.order += what
@@ -73,7 +74,7 @@ class _Steps:
 
     def counted(self, *, compiled: bool = False, expected_ms: float = 0.0, sustained_ms: float) -> str:
         device = torch.device("cuda" if sustained_ms else "cpu")
-        steps = sustained(self.queue, device, expected_ms=expected_ms, compiled=compiled, sustained_ms=sustained_ms)
+        steps = time_steps(self.queue, device, expected_ms=expected_ms, compiled=compiled, sustained_ms=sustained_ms)
         assert all(whole == 50.0 for [(whole, _)] in steps)
         return "".join(f"{recomputation:.0f}" for [(_, recomputation)] in steps)
 
@@ -130,14 +131,14 @@ def test_what_one_block_takes_longer_than_others_is_not_expected_again() -> None
 
 
 def test_of_two_steps_the_lesser_times_count_and_of_three_the_middle_ones() -> None:
-    assert typical([[(10.0, 3.0), (5.0, 0.0)], [(20.0, 1.0), (4.0, 0.0)]]) == [(10.0, 1.0), (4.0, 0.0)]
-    assert typical([[(10.0, 3.0)], [(20.0, 1.0)], [(12.0, 2.0)]]) == [(12.0, 2.0)]
+    assert median_durations([[(10.0, 3.0), (5.0, 0.0)], [(20.0, 1.0), (4.0, 0.0)]]) == [(10.0, 1.0), (4.0, 0.0)]
+    assert median_durations([[(10.0, 3.0)], [(20.0, 1.0)], [(12.0, 2.0)]]) == [(12.0, 2.0)]
 
 
 def test_a_hiccup_in_one_of_several_steps_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "protrain.profiler.trace.sustained",
-        lambda step, device, **options: sustained(step, device, **{**options, "sustained_ms": 60000.0}),
+        "protrain.profiler.trace.time_steps",
+        lambda step, device, **options: time_steps(step, device, **{**options, "sustained_ms": 60000.0}),
     )
     model = nn.Sequential(*[_Slow() for _ in range(3)])
     n_runs = 0
@@ -145,7 +146,8 @@ def test_a_hiccup_in_one_of_several_steps_is_not_believed(monkeypatch: pytest.Mo
     def hold_up(*_: object) -> None:
         nonlocal n_runs
         n_runs += 1
-        _Slow.held_up_s = 0.05 * (n_runs == 6)  # one step for memory, and five for times, of which this is the last
+        # one step measures memory and five measure times, and this is the last of them
+        _Slow.held_up_s = 0.05 * (n_runs == 6)
 
     monkeypatch.setattr(_Slow, "held_up_s", 0.0)
     model[0].register_forward_pre_hook(hold_up)
@@ -164,8 +166,8 @@ def test_on_a_gpu_short_steps_are_timed_after_others(monkeypatch: pytest.MonkeyP
         run(step, *args)
 
     monkeypatch.setattr(Step, "run", counted)
-    monkeypatch.setattr("protrain.profiler.trace.SUSTAINED_MS", 1e12)  # even where others keep the GPU busy
-    # in fp32, as a GPU has no backward of this batch norm with 16-bit weights and fp32 statistics
+    monkeypatch.setattr("protrain.profiler.trace.SUSTAINED_MS", 1e12)  # true even if others keep the GPU busy
+    # in fp32, because a GPU has no backward of this batch norm with 16-bit weights and fp32 statistics
     found = profiler.profile(_Model(), _batch(), device="cuda", dtype=torch.float32)
     assert runs == [True] + 5 * [False]
     assert all(block.forward_ms > 0 for block in found.blocks)
@@ -177,9 +179,9 @@ def test_on_a_gpu_the_products_before_a_long_step_take_a_quarter_of_a_second() -
     before = torch.cuda.memory_allocated()
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    settling._keep_busy(device)
+    step_times._keep_busy(device)
     torch.cuda.synchronize()
-    assert 0.15 < time.perf_counter() - begin < 1.0  # others may keep the GPU busy, too
+    assert 0.15 < time.perf_counter() - begin < 1.0  # others may keep the GPU busy too
     assert torch.cuda.memory_allocated() == before
 
 
@@ -189,4 +191,4 @@ def test_without_room_for_the_products_the_profile_goes_on(monkeypatch: pytest.M
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(torch, "empty_like", no_room)
-    settling._keep_busy(torch.device("cuda"))
+    step_times._keep_busy(torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""Counts the memory that a step takes beside managed weights: by the GPU's allocator, or by following storages."""
+"""Counts the memory of a step other than managed weights: from the GPU's allocator, or by following storages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from protrain.common.trees import tensors_in
 from protrain.forward.compilation_on_meta import inside_graph
 from protrain.forward.dispatch import RuntimeMode
 from protrain.profiler.operations import is_product
+from protrain.profiler.storages import allocated_bytes, storage_key
 
 
 class StorageMeter(RuntimeMode):
-    """Bytes of the storages that live, seen as operations return them; works on the CPU and on meta tensors.
+    """Counts the bytes of live storages that operations return. It works on the CPU and on meta tensors.
 
-    What a kernel allocates and frees inside one operation is not seen. Enter it around the code to be measured;
-    backward counts too, as those devices run it in the calling thread.
+    It does not see what a kernel allocates and frees inside one operation. Enter it around the code to be measured. It
+    counts backward too, because the CPU and the meta device run it in the calling thread.
 
-    Of a graph that stands for compiled code only what is there when a product runs, or the graph ends, counts: what is
-    made and gone in between never leaves a fused kernel.
+    In a graph that stands for compiled code, a storage counts only if it is still alive when a matrix product runs or
+    the graph ends. What is made and freed in between never leaves a fused kernel.
     """
 
     def __init__(self) -> None:
@@ -31,17 +32,17 @@ class StorageMeter(RuntimeMode):
         self._alive_bytes = 0
         self._peak_bytes = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._fused: dict[int, int] = {}  # bytes of those among them that are not counted yet
+        self._fused: dict[int, int] = {}  # the bytes of known storages that are not counted yet
 
     @property
     def alive_bytes(self) -> int:
-        """Of what is counted and was not freed."""
+        """The counted bytes that are not freed yet."""
         self._count_fused()
         return self._alive_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Most of it since :meth:`reset_peak`."""
+        """The maximum of ``alive_bytes`` since :meth:`reset_peak`."""
         self._count_fused()
         return self._peak_bytes
 
@@ -57,7 +58,7 @@ class StorageMeter(RuntimeMode):
             self._remember(storage, storage.nbytes())
 
     def hold(self, size_bytes: int) -> None:
-        """Count ``size_bytes`` of what is ignored until the end."""
+        """Count ``size_bytes`` of ignored storages until the end."""
         self._count_fused()
         self._add(size_bytes)
 
@@ -67,7 +68,7 @@ class StorageMeter(RuntimeMode):
 
     @contextmanager
     def managed(self) -> Iterator[None]:
-        """Storages that change size in the body are ignored ones; nothing to do."""
+        """Do nothing: the storages that the body resizes are ignored ones."""
         yield
 
     def __torch_dispatch__(
@@ -109,12 +110,13 @@ class StorageMeter(RuntimeMode):
 
 
 class CudaMeter:
-    """The caching allocator's statistics, less what was there before and what :meth:`managed` adds."""
+    """Counts with the caching allocator's statistics, less what was allocated before and what :meth:`managed` adds."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.init()  # there are no statistics to reset before
+        torch.cuda.init()  # without it there are no statistics to reset
         self._device = device
-        self._outside = torch.cuda.memory_allocated(device)  # before the step, and managed weights
+        # bytes that were allocated before the step, and bytes of managed weights
+        self._outside = torch.cuda.memory_allocated(device)
         self._peak = 0
 
     def __enter__(self) -> CudaMeter:
@@ -126,12 +128,12 @@ class CudaMeter:
 
     @property
     def alive_bytes(self) -> int:
-        """Allocated now."""
+        """The bytes allocated now."""
         return torch.cuda.memory_allocated(self._device) - self._outside
 
     @property
     def peak_bytes(self) -> int:
-        """Most allocated since :meth:`reset_peak`."""
+        """The most bytes allocated since :meth:`reset_peak`."""
         return max(self._peak, torch.cuda.max_memory_allocated(self._device) - self._outside)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
@@ -139,11 +141,10 @@ class CudaMeter:
 
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Count ``tensors``, which were allocated before the meter."""
-        sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        self._outside -= sum(-(-size // 512) * 512 for size in sizes.values())
+        self._outside -= sum({storage_key(tensor): allocated_bytes(tensor) for tensor in tensors}.values())
 
     def hold(self, size_bytes: int) -> None:
-        """Count ``size_bytes`` of what is managed until the end."""
+        """Count ``size_bytes`` of managed weights until the end."""
         self._peak = self.peak_bytes
         self._outside -= size_bytes
         torch.cuda.reset_peak_memory_stats(self._device)

@@ -1,4 +1,4 @@
-"""A run's folder belongs to one process at a time, and a start that fails leaves nothing in it."""
+"""Locks a run's folder for one process at a time, and removes what a failed start left in it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from protrain.cli.files import LOCK_FILE, UNFINISHED_DATA
+from protrain.cli.run_files import LOCK_FILE, UNFINISHED_DATA
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Hold ``folder``, made if missing, against other processes. The system lets go for a process that is killed.
+    """Lock ``folder`` against other processes, and make it if it is missing.
 
-    Where no run came of it, what it made is removed.
+    The lock of a killed process ends by itself.
+
+    If no run came of it, the folders that it made are removed.
 
     Raises:
-        ValueError: Another process trains there.
+        ValueError: another process trains there.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -31,30 +33,31 @@ def claimed(folder: Path) -> Iterator[None]:
         yield
     finally:
         shutil.rmtree(folder / UNFINISHED_DATA, ignore_errors=True)
-        with suppress(OSError):  # while it is held: who opened it before sees that it is another file by then
+        # deleted while it is locked, so that whoever opened it before sees that it is another file by then
+        with suppress(OSError):
             (folder / LOCK_FILE).unlink()
-        with suppress(OSError):  # also for children that have a copy of it
+        with suppress(OSError):  # unlocks it also for child processes that have a copy
             fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
-        with suppress(OSError):  # of a folder that holds something
+        with suppress(OSError):  # a folder with contents stays
             for path in made:
                 path.rmdir()
 
 
 def _lock(folder: Path) -> int:
-    """The open and locked file in ``folder``; open alone where the file system knows no locks."""
+    """Open and lock the lock file in ``folder``. It is only opened where the file system has no locks."""
     path = folder / LOCK_FILE
     while True:
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # another start failed in between and removed its folder
+        except FileNotFoundError:  # another start failed meanwhile and removed its folder
             folder.mkdir(parents=True, exist_ok=True)
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and os.path.samestat(os.fstat(lock), os.stat(path)):
                 return lock
-        except FileNotFoundError:  # between the last two looks
+        except FileNotFoundError:  # it was deleted between the last two calls
             pass
         except BlockingIOError:
             os.close(lock)
@@ -64,4 +67,4 @@ def _lock(folder: Path) -> int:
                 return lock
             os.close(lock)
             raise
-        os.close(lock)  # its holder removed it and was done: the next one is ours or another's
+        os.close(lock)  # its holder deleted it, so a new file is needed

@@ -1,4 +1,4 @@
-"""--data in formats that are no plain text: refused with a command that makes text of it, or left out of a folder."""
+"""--data in other formats than plain text is refused with a command that makes text of it, or left out of a folder."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def array() -> bytes:
     return written.getvalue()
 
 
-# name, content, what it is called, the program that the command needs
+# the file's name, its content, the format's name, and the program that the command needs
 CONVERTED: list[tuple[str, Callable[[], bytes], str, str]] = [
     ("data.jsonl", json_lines, "JSON lines", "python"),
     ("data.ndjson", json_lines, "JSON lines", "python"),
@@ -102,7 +102,7 @@ def test_a_file_is_refused_with_the_command_that_makes_text_of_it(
 ) -> None:
     file = tmp_path / name
     file.write_bytes(content())
-    with pytest.raises(ValueError, match=" and training takes plain text alone; this writes the text of ") as refused:
+    with pytest.raises(ValueError, match=" and training reads plain text only; this writes the text of ") as refused:
         find_documents(file)
     said = str(refused.value)
     assert said.startswith(f"--data: {file} is {is_what}, ")
@@ -183,7 +183,7 @@ def test_records_among_text_are_left_out_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "numbers.csv").write_bytes(table(","))
     (tmp_path / "rows.json").write_text(json.dumps(records()))
     left_out = (
-        f"--data: left out, as training takes plain text alone: {tmp_path}/data.jsonl and 1 more: JSON lines; "
+        f"--data: left out, because training reads plain text only: {tmp_path}/data.jsonl and 1 more: JSON lines; "
         f"{tmp_path}/numbers.csv: CSV; {tmp_path}/rows.json: JSON"
     )
     with pytest.warns(UserWarning, match=f"^{left_out}$"):
@@ -243,7 +243,7 @@ def test_a_run_that_is_refused_leaves_nothing(tmp_path: Path, capsys: pytest.Cap
     assert main(["train", "--model", "tiny", *options]) == 2
     said = capsys.readouterr().err
     assert said.startswith(
-        f"protrain train: --data: {tmp_path}/data.jsonl is JSON lines, and training takes plain text"
+        f"protrain train: --data: {tmp_path}/data.jsonl is JSON lines, and training reads plain text"
     )
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "run").exists()

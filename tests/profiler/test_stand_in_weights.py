@@ -1,4 +1,4 @@
-"""Stand-in weights that stay on the device while there is room: fewer are filled, and nothing else is different."""
+"""Stand-in weights stay on the device while there is memory: fewer are filled, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from protrain import profiler
 from protrain.profiler.model_profile import ModelProfile
-from protrain.profiler.weights import Weights
+from protrain.profiler.stand_in_weights import StandInWeights
 from tests.profiler.test_trace import _batch, _Model
 
 
-def _filled(weights: Weights) -> list[bool]:
+def _filled(weights: StandInWeights) -> list[bool]:
     found = [weights.filled(index) for index in range(len(weights.stand_ins))]
     assert found == [stand_in.untyped_storage().nbytes() > 0 for stand_in in weights.stand_ins]
     return found
@@ -24,7 +24,7 @@ def _filled(weights: Weights) -> list[bool]:
 
 def test_what_is_emptied_first_stays_as_far_as_there_is_room() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-    with Weights(model, torch.device("cpu"), torch.float32, spare_bytes=2 * 8 * 8 * 4 + 100) as weights:
+    with StandInWeights(model, torch.device("cpu"), torch.float32, spare_bytes=2 * 8 * 8 * 4 + 100) as weights:
         weights.fill(range(4))
         for index in (3, 1, 0, 2):
             weights.empty([index])
@@ -52,13 +52,13 @@ def _timeless(profile: ModelProfile) -> ModelProfile:
 
 def test_a_profile_is_the_same_wherever_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     fills: Counter[int] = Counter()
-    fill = Weights._fill
+    fill = StandInWeights._fill
 
-    def counted(weights: Weights, indexes: list[int]) -> None:
+    def counted(weights: StandInWeights, indexes: list[int]) -> None:
         fills.update(indexes)
         fill(weights, indexes)
 
-    monkeypatch.setattr(Weights, "_fill", counted)
+    monkeypatch.setattr(StandInWeights, "_fill", counted)
     model, found = _Model(), []
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for spare_bytes, most in ((0, 4), (300, 4), (10**9, 1)):
