@@ -55,10 +55,16 @@ class BlockRecord(Record):
     recompute_ms: float | None = None  # until the last saved tensor is there; None: not measured
     unsaved_input_bytes: int = 0  # of input_bytes, what only a checkpoint keeps; no more than saved_bytes
     held_input_bytes: int = 0  # of input_bytes, what others than blocks keep: moving them frees nothing
+    saved_bool_bytes: int = 0  # of saved_bytes, storages of which bools alone are saved
     attention_bytes: int = 0  # of saved_bytes, what attention operators put out
     attention_flops: int = 0  # of forward_flops, those of the same operators
     attention_ms: float = 0.0  # that they take
     recomputes_attention: bool = True
+
+    @property
+    def packed_bytes(self) -> int:
+        """``saved_bytes`` with bools as bits."""
+        return self.saved_bytes - self.saved_bool_bytes + -(-self.saved_bool_bytes // 8)
 
     def keeping_attention(self) -> BlockRecord:
         """The same with what attention puts out kept beside the inputs."""

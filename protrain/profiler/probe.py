@@ -24,6 +24,7 @@ class BlockUse:
 
     saved_bytes: int = 0
     saved_tensors: int = 0
+    saved_bool_bytes: int = 0
     forward_peak_bytes: int = 0
     output_bytes: int = 0
     flops: int = 0
@@ -50,6 +51,7 @@ def probe(
     Saved tensors are counted by storage, without those of ``constants`` (weights, buffers) and of the arguments.
     """
     saved: dict[StorageWeakRef, int] = {}
+    of_others: set[StorageWeakRef] = set()  # storages of which more than bools is saved
     given = tensors_in((args, kwargs))
     for tensor in given:
         if tensor.grad_fn is not None:  # not a mask, nor what the caller holds anyway
@@ -68,6 +70,8 @@ def probe(
                 use.saved_inputs.add(copies[key])
             elif key not in known:
                 saved[key] = allocated_bytes(part)
+                if part.dtype != torch.bool:
+                    of_others.add(key)
         return tensor.detach()  # an output kept with its own graph node would never be freed
 
     meter.reset_peak()
@@ -84,6 +88,7 @@ def probe(
     use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - before)
     use.saved_bytes += sum(saved.values())
     use.saved_tensors += len(saved)
+    use.saved_bool_bytes += sum(size for key, size in saved.items() if key not in of_others)
     use.output_bytes += sum(size for key, size in outputs.items() if key not in known)
     if operations is not None:
         operations.saved(saved.keys())

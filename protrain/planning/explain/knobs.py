@@ -58,6 +58,7 @@ class PlanModels:
             layout_of(profile, plan),
             update_in_backward=step_during_backward,
             early_weights=plan.early_weights,
+            pack_swaps=plan.pack_swaps,
         )
         self.runtime = RuntimeModel(self.memory)
 

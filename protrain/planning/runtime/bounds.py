@@ -96,7 +96,7 @@ class Bounds(Durations):
             gpu = np.maximum(gpu + self._forward_ms[at], link)
             block = self._swappable[unit]
             if block is not None:
-                out_ms, back_ms = self._swap_ms[unit]
+                out_ms, back_ms = self._swap_copies[unit].out_ms, self._swap_copies[unit].back_ms
                 swapped = choices.swap[block]
                 link = np.where(swapped, np.maximum(link, gpu) + out_ms, link)
                 out = out + swapped * out_ms
@@ -134,11 +134,15 @@ class Bounds(Durations):
             if (block := swappable[unit]) is not None:
                 swapped = choices.swap[block]
                 if unit not in back:
-                    link = back[unit] = np.where(swapped, np.maximum(link, begin) + self._swap_ms[unit][1], link)
+                    link = back[unit] = np.where(
+                        swapped, np.maximum(link, begin) + self._swap_copies[unit].back_ms, link
+                    )
                 start = np.where(swapped, np.maximum(start, back.pop(unit)), start)
             if earlier >= 0 and earlier != unit and (ahead := swappable[earlier]) is not None:
                 swapped = choices.swap[ahead]
-                link = back[earlier] = np.where(swapped, np.maximum(link, begin) + self._swap_ms[earlier][1], link)
+                link = back[earlier] = np.where(
+                    swapped, np.maximum(link, begin) + self._swap_copies[earlier].back_ms, link
+                )
             compute: Times | float = self._backward_ms[at]
             if (block := units[unit].block) is not None:
                 compute = compute + ckpt[block] * self._recompute_ms[unit]

@@ -25,13 +25,16 @@ class Models:
         step_during_backward: bool,
         *,
         keep_attention: bool = False,
+        pack_swaps: tuple[bool, ...] | None = None,
     ) -> None:
         self.keep_attention = keep_attention
         self.profile = profile = profile.keeping_attention() if keep_attention else profile
         self.hardware = hardware
         self.in_backward = step_during_backward
         self.layout = layout
-        self.memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
+        self.memory = MemoryModel(
+            profile, hardware, layout, update_in_backward=step_during_backward, pack_swaps=pack_swaps
+        )
         self.moves = Moves(self.memory)
         self.runtime = RuntimeModel(self.memory)
         self.kinds = {  # by whether early updates make weights alone
@@ -43,7 +46,14 @@ class Models:
     def of(cls, plan: Plan, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> Models:
         """Those that ``plan`` is one of."""
         layout = layout_of(profile, plan)
-        return cls(profile, hardware, layout, step_during_backward, keep_attention=plan.keep_attention)
+        return cls(
+            profile,
+            hardware,
+            layout,
+            step_during_backward,
+            keep_attention=plan.keep_attention,
+            pack_swaps=plan.pack_swaps,
+        )
 
     def again(self, plan: Plan) -> Plan:
         """``plan`` with predictions of these models."""
@@ -99,6 +109,7 @@ class Models:
             n_stream=n_stream,
             n_device_gradient=memory.device_regions(n_persist),
             n_host_gradient=memory.host_regions(n_persist, activations.swapped_bytes),
+            pack_swaps=memory.pack_swaps,
             step_ms=runtime.step_ms(modes, n_persist, n_buffer, n_speculate, n_stream, n_whole),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )
