@@ -2,9 +2,13 @@
 
 Directly, each distinct storage is a copy of its own, out and back, and the GPU computes nothing for it. Packed, one
 kernel writes all of them into one buffer, with bools as bits, which goes out and back as one copy; in backward tensors
-are views of that buffer, and only the bits are unpacked. Packing so costs a pass over the GPU's memory, and saves the
-begin of every copy but one each way, and seven eighths of the bools' transfer. Small blocks and blocks with masks gain
-by it; of a few large tensors the direct copies are faster.
+are views of that buffer, and only the bits are unpacked.
+
+Packing costs a pass over the GPU's memory, which every step waits for. It saves the begin of all copies but one each
+way, and seven eighths of the bools' transfer. For copies the GPU waits only as far as they take longer than what it
+computes beside them: on the way out the forward of the block behind, at whose end the memory is given up, on the way
+back the backward of that block, at whose begin the fetch is issued. So small blocks and blocks with masks gain by
+packing; of a few large tensors, or beside much computing, direct copies are faster.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.rates.compute_times import compute_times
 from protrain.profiler.model_profile import BlockRecord, ModelProfile
 
 # What a copy takes beside its bytes. From the rows "activations to the host and back" of
@@ -28,10 +33,10 @@ class SwapCopies(NamedTuple):
     pack_ms: float = 0.0  # of the GPU, at the end of forward
     unpack_ms: float = 0.0  # of the GPU, at the begin of backward
 
-    @property
-    def total_ms(self) -> float:
-        """All of it."""
-        return sum(self)
+    def added_ms(self, forward_ms: float, backward_ms: float) -> float:
+        """By how much they make a step longer, beside this computing of the next block."""
+        exposed_ms = max(0.0, self.out_ms - forward_ms) + max(0.0, self.back_ms - backward_ms)
+        return self.pack_ms + self.unpack_ms + exposed_ms
 
 
 def direct_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile) -> SwapCopies:
@@ -57,21 +62,22 @@ def swap_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, 
 
 
 def choose_packed(profile: ModelProfile, hardware: HardwareProfile) -> tuple[bool, ...]:
-    """By block, whether packing takes less time than direct copies; empty where it does for none.
+    """By block, whether a step takes less time with packing, beside a block of its own kind; empty: of none it does.
 
     On a CPU, where device and host memory are one, packing would only copy once more.
     """
     if hardware.device_type == "cpu":
         return ()
-    calls = n_calls_of(profile)
-    packs = tuple(
-        packed_copies(block, n_calls, hardware).total_ms < direct_copies(block, n_calls, hardware).total_ms
-        for block, n_calls in zip(profile.blocks, calls, strict=True)
-    )
-    return packs if any(packs) else ()
+    times = compute_times(profile, hardware)
+    packs = []
+    for index, (block, n_calls) in enumerate(zip(profile.blocks, _calls(profile), strict=True)):
+        beside_ms = times.forward[index] / n_calls, times.backward[index] / n_calls
+        direct, packed = direct_copies(block, n_calls, hardware), packed_copies(block, n_calls, hardware)
+        packs.append(packed.added_ms(*beside_ms) < direct.added_ms(*beside_ms))
+    return tuple(packs) if any(packs) else ()
 
 
-def n_calls_of(profile: ModelProfile) -> list[int]:
+def _calls(profile: ModelProfile) -> list[int]:
     """By block, its calls in one forward, 1 at least."""
     counts = [0] * len(profile.blocks)
     for unit in profile.calls:
