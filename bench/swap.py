@@ -1,6 +1,6 @@
 """Swapped blocks on the machine: packed against direct copies, and the best plan with them against the best without.
 
-    python -m bench.swap --out bench/results/h100      # about three minutes on an H100
+    python -m bench.swap --out bench/results/h100
     python -m bench.swap --part copies                 # the first of the two parts alone
 
 copies   every block but the last two is swapped, once packed and once storage by storage, in steps that take turns;
@@ -80,11 +80,11 @@ COPIES = tuple(
     for family, dropout in (("gpt2", 0.1), ("llama", 0.0))
     for batch in (1, 16)
 )
-# Of published widths the link keeps up with those of OPT best: a block of 9216 computes 5.4 times as much for a byte
-# that it saves as one of LLaMA-7B does.
+# The wider a block, the more it computes for every byte that it saves, and OPT's blocks save least: those of 66 B and of
+# 175 B compute nearly as long as an H100's link takes for what they save.
 LIMITS = tuple(
     Case(family="opt", hidden=hidden, layers=layers, batch=32, limits=tuple(n * GIB for n in range(24, 74, 2)))
-    for hidden, layers in ((8192, 4), (9216, 4))
+    for hidden, layers in ((9216, 3), (12288, 2))
 )
 TINY = Case(family="gpt2", hidden=128, layers=4, batch=2, sequence=64, dropout=0.1)
 
@@ -321,9 +321,8 @@ def best_plan(profile: ModelProfile, hardware: HardwareProfile, *, swaps: bool) 
                     of_blocks = n_blocks, n_swap, n_ckpt, n_moved
                     placed = _placements(runtime, memory, of_blocks)
                     placed += _placements(runtime.making_weights(), memory.making_weights(), of_blocks)
-                    found += [
-                        (step_ms, counts | {"keep_attention": n_ckpt and keep_attention}) for counts, step_ms in placed
-                    ]
+                    keeps = {"keep_attention": keep_attention and n_ckpt > 0}
+                    found += [(step_ms, counts | keeps) for counts, step_ms in placed]
     if not found:
         return None
     _, counts = min(found, key=lambda one: one[0])
