@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.swap import FILE, LIMITS, TINY, Swaps, best_plan, main, profiled
+from bench.swap.__main__ import FILE, Swaps, main
+from bench.swap.limits import LIMITS, best_plan
+from bench.swap.training import TINY, profiled
 from protrain.hardware import detect
 from protrain.planning import search
 
