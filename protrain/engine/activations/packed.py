@@ -42,6 +42,7 @@ class PackedMoved(Moved):
         self._buffer = Storage(0, None)
         self._originals: list[Tensor] = []  # until they are packed
         self._plan: PackPlan | None = None
+        self._nothing = torch.empty(0, device=engine.device)
         self._rebuilt: list[Tensor | None] = []  # those that no node of this backward has taken yet
 
     @override
@@ -50,11 +51,12 @@ class PackedMoved(Moved):
 
     @override
     def add(self, tensor: Tensor) -> MovedTensor:
-        original = detached(tensor)
+        original, watch = detached(tensor), detached(tensor)
         self._engine.ledger.hold(original)
+        watch.data = self._nothing  # it goes on counting changes in place of ``tensor``, without holding its memory
         packed = _PackedTensor(self._buffer, len(self._originals))
         self._originals.append(original)
-        self._watched.append((packed, _only_version(original), tensor._version))
+        self._watched.append((packed, watch, tensor._version))
         self._buffer.users += 1
         return packed
 
@@ -91,10 +93,3 @@ class PackedSwapFrame(SwapFrame):
     """Moves what is saved to host memory and back in one buffer (SWAP where the plan packs)."""
 
     moved_class = PackedMoved
-
-
-def _only_version(tensor: Tensor) -> Tensor:
-    """A tensor that counts changes in place together with ``tensor``, without its memory."""
-    watch = tensor.detach()
-    watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return watch

@@ -21,7 +21,8 @@ from protrain.profiler.model_profile import BlockRecord, ModelProfile
 
 # What a copy takes beside its bytes. From the rows "activations to the host and back" of
 # bench/results/h100/kernels-another-machine.json: where 961 MiB in 23 tensors and 1234 MiB in 31 go out and back by a
-# copy each, these take 37.0 and 47.5 ms, and 901 MiB in one copy each way 34.1: 12 us a copy beyond the bytes' time.
+# copy each, that takes 37.0 and 47.5 ms; 901 MiB in one copy each way take 34.1, packing and unpacking apart. That is
+# 12 us a copy beyond the time of the bytes.
 COPY_MS = 0.012
 
 
