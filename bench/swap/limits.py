@@ -115,5 +115,7 @@ def measure_limits(case: Case, device: torch.device, *, steps: int) -> LimitRow:
         measured.append(Measured.of(training))
         del training
         gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     searched = search(profile, replace(hardware, device_bytes=limit))
     return LimitRow(case=case, limit_bytes=limit, with_swaps=measured[0], without=measured[1], searched=searched)

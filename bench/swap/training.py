@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,12 +111,35 @@ class Training:
         self.device = device
         self.losses: list[torch.Tensor] = []
         self.step_ms: list[float] = []
-        self.model, self.optimizer = protrain.wrap(
-            model, optimizer, example_batch=self.batch, device=device, plan=plan, progress=False, **limits
-        )
+        self.peak_bytes = 0  # of the device memory that it takes, whatever else lies there
+        self._held_bytes = 0  # of it between steps
+        with self._own_memory():
+            self.model, self.optimizer = protrain.wrap(
+                model, optimizer, example_batch=self.batch, device=device, plan=plan, progress=False, **limits
+            )
+        self.peak_bytes = 0  # wrapping may have profiled
+
+    @contextmanager
+    def _own_memory(self) -> Iterator[None]:
+        """Count what the body allocates: another training's memory does not change meanwhile."""
+        if self.device.type == "cpu":
+            yield
+            self.peak_bytes = self.optimizer.report().device_bytes
+            return
+        before_bytes = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        others_bytes = before_bytes - self._held_bytes
+        self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device) - others_bytes)
+        self._held_bytes = torch.cuda.memory_allocated(self.device) - others_bytes
 
     def run(self, steps: int, *, timed: bool = True) -> None:
         """Train, and note losses and how long every step takes."""
+        with self._own_memory():
+            durations = self._steps(steps)
+        self.step_ms += durations if timed else ()
+
+    def _steps(self, steps: int) -> tuple[float, ...]:
         moments = [now(self.device)]
         for _ in range(steps):
             torch.manual_seed(len(self.losses))
@@ -125,8 +150,7 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
             moments.append(now(self.device))
-        durations = durations_ms(moments, self.device)
-        self.step_ms += durations if timed else ()
+        return durations_ms(moments, self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,14 +167,14 @@ class Measured(Record):
     @classmethod
     def of(cls, training: Training) -> Measured:
         """What it has measured so far."""
-        spread, report = spread_of(training.step_ms), training.optimizer.report()
+        spread = spread_of(training.step_ms)
         return cls(
             plan=training.optimizer.plan,
             median_ms=spread.median,
             p20_ms=spread.p20,
             p80_ms=spread.p80,
-            device_bytes=report.device_bytes,
-            host_bytes=report.host_bytes,
+            device_bytes=training.peak_bytes,
+            host_bytes=training.optimizer.report().host_bytes,
         )
 
     def cells(self) -> list[str]:

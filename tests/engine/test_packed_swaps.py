@@ -265,6 +265,7 @@ def test_on_a_gpu_a_block_is_one_copy_each_way_and_within_the_plan(family: str) 
         model, batch = make_model(family), make_batch()
         spec = Spec("all", "least", (SWAP,), packed=packed)
         model, optimizer = wrap_under(spec, model, adamw(model), batch, device=device, dtype=torch.bfloat16)
+        torch.cuda.reset_peak_memory_stats()
         train(model, optimizer, batch, steps=3)
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:

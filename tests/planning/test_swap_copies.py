@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from protrain.hardware import load
 from protrain.planning import MemoryModel, RuntimeModel, choose_chunk_elements, evaluate, pack, search
 from protrain.planning.plan import BlockMode
 from protrain.planning.rates.swap_copies import COPY_MS, choose_packed, direct_copies, packed_copies
@@ -39,24 +38,23 @@ def profile_of(*, saved: int, tensors: int, bools: int = 0, ms: float = 0.5) -> 
 )
 def test_blocks_of_published_models_on_an_h100(saved: int, tensors: int, bools: int, packed: bool) -> None:
     profile = profile_of(saved=saved, tensors=tensors, bools=bools)
-    assert choose_packed(profile, load("h100")) == ((True,) * N_BLOCKS if packed else ())
+    assert choose_packed(profile, H100) == ((True,) * N_BLOCKS if packed else ())
 
 
 def test_a_slow_pack_or_a_fast_link_leave_direct_copies() -> None:
-    profile, h100 = profile_of(saved=228 * MIB, tensors=25), load("h100")
-    assert choose_packed(profile, h100)
-    assert not choose_packed(profile, replace(h100, pack_gbps=500.0))
+    profile = profile_of(saved=228 * MIB, tensors=25)
+    assert choose_packed(profile, H100)
+    assert not choose_packed(profile, replace(H100, pack_gbps=500.0))
     masked = profile_of(saved=961 * MIB, tensors=23, bools=60 * MIB)
-    assert choose_packed(masked, h100)
-    assert not choose_packed(masked, replace(h100, h2d_gbps=900.0, d2h_gbps=900.0))
-    assert choose_packed(profile, replace(h100, pack_gbps=None)) == choose_packed(profile, h100)
+    assert choose_packed(masked, H100)
+    assert not choose_packed(masked, replace(H100, h2d_gbps=900.0, d2h_gbps=900.0))
+    assert choose_packed(profile, replace(H100, pack_gbps=None)) == choose_packed(profile, H100)
 
 
 def test_copies_that_computing_hides_are_direct() -> None:
     masked: dict[str, Any] = {"saved": 961 * MIB, "tensors": 23, "bools": 60 * MIB}
-    h100 = load("h100")
-    assert choose_packed(profile_of(**masked, ms=4.0), h100)
-    assert not choose_packed(profile_of(**masked, ms=30.0), h100)
+    assert choose_packed(profile_of(**masked, ms=4.0), H100)
+    assert not choose_packed(profile_of(**masked, ms=30.0), H100)
 
 
 def test_nothing_is_packed_on_a_cpu() -> None:
@@ -78,15 +76,15 @@ def test_what_either_takes() -> None:
 
 
 def test_the_plan_carries_the_verdict_and_the_models_follow_it() -> None:
-    profile, h100 = profile_of(saved=228 * MIB, tensors=25), load("h100")
-    plan = evaluate(profile, h100, n_persist=2, n_buffer=2, n_swap=2, n_ckpt=0)
+    profile = profile_of(saved=228 * MIB, tensors=25)
+    plan = evaluate(profile, H100, n_persist=2, n_buffer=2, n_swap=2, n_ckpt=0)
     assert plan.pack_swaps == (True,) * N_BLOCKS
-    assert search(profile, h100).pack_swaps == plan.pack_swaps
+    assert search(profile, H100).pack_swaps == plan.pack_swaps
     layout = pack(profile, choose_chunk_elements(profile))
     modes = (BlockMode.SWAP,) * N_BLOCKS
     found: dict[Any, Any] = {}
     for packs in ((), plan.pack_swaps, None):
-        memory = MemoryModel(profile, h100, layout, pack_swaps=packs)
+        memory = MemoryModel(profile, H100, layout, pack_swaps=packs)
         found[packs] = RuntimeModel(memory).step_ms(modes, 2, 2), memory.activations(modes)
     assert found[None] == found[plan.pack_swaps]
     assert found[None][0] < found[()][0]
