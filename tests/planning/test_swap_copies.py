@@ -44,8 +44,8 @@ def test_blocks_of_published_models_on_an_h100(saved: int, tensors: int, bools: 
 def test_a_slow_pack_or_a_fast_link_leave_direct_copies() -> None:
     profile = profile_of(saved=228 * MIB, tensors=25)
     assert choose_packed(profile, H100)
-    assert not choose_packed(profile, replace(H100, pack_gbps=500.0))
-    masked = profile_of(saved=961 * MIB, tensors=23, bools=60 * MIB)
+    assert not choose_packed(profile, replace(H100, pack_gbps=50.0))
+    masked = profile_of(saved=961 * MIB, tensors=23, bools=60 * MIB, ms=4.0)
     assert choose_packed(masked, H100)
     assert not choose_packed(masked, replace(H100, h2d_gbps=900.0, d2h_gbps=900.0))
     assert choose_packed(profile, replace(H100, pack_gbps=None)) == choose_packed(profile, H100)

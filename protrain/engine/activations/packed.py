@@ -1,7 +1,8 @@
 """SWAP in one copy each way: what a block saves is packed into one buffer, which goes to host memory and back.
 
 At the end of forward one kernel packs views of one storage once, bools as bits, views with gaps without them, and the
-originals are freed at once: the kernel has run before whatever gets their memory. In backward tensors are views of the
+originals are freed at once: the kernel has run before whatever gets their memory. The copies of the block before may
+still run beside it: the GPU waits for them only then. In backward tensors are views of the
 buffer that came back, and only bits and views with gaps are unpacked, by one kernel into memory of their own. To unpack
 all of it would cost as much as packing, and twice the device memory; the views cost nothing. Their price is that the
 buffer stays until the last of them is used.
@@ -11,8 +12,9 @@ Plans of packing are made for a block's first call and kept by layout (:func:`pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -60,14 +62,15 @@ class PackedMoved(Moved):
         self._buffer.users += 1
         return packed
 
-    @override
-    def offload(self) -> None:
+    def pack(self) -> None:
+        """Pack what was added: nothing more is."""
+        if not self._originals:
+            return
         self._plan, buffer = pack(self._originals)
         self._engine.ledger.hold(buffer)
         self._buffer.size_bytes, self._buffer.device = buffer.numel(), buffer
         self._storages[0] = self._buffer
         self._originals.clear()
-        super().offload()
 
     @override
     def rebuild(self, moved: MovedTensor) -> Tensor:
@@ -93,3 +96,13 @@ class PackedSwapFrame(SwapFrame):
     """Moves what is saved to host memory and back in one buffer (SWAP where the plan packs)."""
 
     moved_class = PackedMoved
+
+    @override
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def and_pack(*args: Any, **kwargs: Any) -> Any:
+            output = function(*args, **kwargs)
+            assert isinstance(self.moved, PackedMoved)
+            self.moved.pack()
+            return output
+
+        return super().run(and_pack, args, kwargs)

@@ -4,11 +4,12 @@ Directly, each distinct storage is a copy of its own, out and back, and the GPU 
 kernel writes all of them into one buffer, with bools as bits, which goes out and back as one copy; in backward tensors
 are views of that buffer, and only the bits are unpacked.
 
-Packing costs a pass over the GPU's memory, which every step waits for. It saves the begin of all copies but one each
-way, and seven eighths of the bools' transfer. For copies the GPU waits only as far as they take longer than what it
-computes beside them: on the way out the forward of the block behind, at whose end the memory is given up, on the way
-back the backward of that block, at whose begin the fetch is issued. So small blocks and blocks with masks gain by
-packing; of a few large tensors, or beside much computing, direct copies are faster.
+Packing costs a pass over the GPU's memory. It saves the begin of all copies but one each way, and seven eighths of the
+bools' transfer. What the GPU computes for a block, with packing and unpacking, runs beside the copies of its neighbour:
+those on the way out have until the end of the next forward, when the memory is given up, those on the way back begin
+with the backward of the block behind. So in a row of swapped blocks each takes as long as its computing or its copies,
+whichever is longer. Blocks of many small tensors, or with masks, gain by packing; of few large tensors direct copies
+are as fast, and where computing hides them faster.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from protrain.profiler.model_profile import BlockRecord, ModelProfile
 # copy each, that takes 37.0 and 47.5 ms; 901 MiB in one copy each way take 34.1, packing and unpacking apart. That is
 # 12 us a copy beyond the time of the bytes.
 COPY_MS = 0.012
+_LEAST_GAIN = 0.02  # of the time; a packed block takes more device memory, as its buffer stays all through its backward
 
 
 class SwapCopies(NamedTuple):
@@ -34,10 +36,9 @@ class SwapCopies(NamedTuple):
     pack_ms: float = 0.0  # of the GPU, at the end of forward
     unpack_ms: float = 0.0  # of the GPU, at the begin of backward
 
-    def added_ms(self, forward_ms: float, backward_ms: float) -> float:
-        """By how much they make a step longer, beside this computing of the next block."""
-        exposed_ms = max(0.0, self.out_ms - forward_ms) + max(0.0, self.back_ms - backward_ms)
-        return self.pack_ms + self.unpack_ms + exposed_ms
+    def in_a_row_ms(self, forward_ms: float, backward_ms: float) -> float:
+        """What one of several such blocks in a row takes of a step, with this computing."""
+        return max(self.out_ms, forward_ms + self.pack_ms) + max(self.back_ms, backward_ms + self.unpack_ms)
 
 
 def direct_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile) -> SwapCopies:
@@ -63,7 +64,7 @@ def swap_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, 
 
 
 def choose_packed(profile: ModelProfile, hardware: HardwareProfile) -> tuple[bool, ...]:
-    """By block, whether a step takes less time with packing, beside a block of its own kind; empty: of none it does.
+    """By block, whether a row of such blocks takes clearly less time with packing; empty: of none it does.
 
     On a CPU, where device and host memory are one, packing would only copy once more.
     """
@@ -72,9 +73,9 @@ def choose_packed(profile: ModelProfile, hardware: HardwareProfile) -> tuple[boo
     times = compute_times(profile, hardware)
     packs = []
     for index, (block, n_calls) in enumerate(zip(profile.blocks, _calls(profile), strict=True)):
-        beside_ms = times.forward[index] / n_calls, times.backward[index] / n_calls
+        computing_ms = times.forward[index] / n_calls, times.backward[index] / n_calls
         direct, packed = direct_copies(block, n_calls, hardware), packed_copies(block, n_calls, hardware)
-        packs.append(packed.added_ms(*beside_ms) < direct.added_ms(*beside_ms))
+        packs.append(packed.in_a_row_ms(*computing_ms) < (1 - _LEAST_GAIN) * direct.in_a_row_ms(*computing_ms))
     return tuple(packs) if any(packs) else ()
 
 
