@@ -2,10 +2,11 @@
 
 At the end of forward one kernel packs views of one storage once, bools as bits, views with gaps without them, and the
 originals are freed at once: the kernel has run before whatever gets their memory. The copies of the block before may
-still run beside it: the GPU waits for them only then. In backward tensors are views of the
-buffer that came back, and only bits and views with gaps are unpacked, by one kernel into memory of their own. To unpack
-all of it would cost as much as packing, and twice the device memory; the views cost nothing. Their price is that the
-buffer stays until the last of them is used.
+still run beside it: the GPU waits for them only then.
+
+In backward tensors are views of the buffer that came back, and only bits and views with gaps are unpacked, by one
+kernel into memory of their own. To unpack all of it would cost as much as packing, and twice the device memory; the
+views cost nothing. Their price is that the buffer stays until the last of them is used.
 
 Plans of packing are made for a block's first call and kept by layout (:func:`protrain_kernels.pack`).
 """
