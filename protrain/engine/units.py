@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from protrain.engine.activations.module_state import BlockModules
+from protrain.engine.activations.packed import PackedSwapFrame
 from protrain.engine.activations.saved import CheckpointFrame, Frame
 from protrain.engine.activations.swap import CheckpointSwapFrame, SwapFrame
 from protrain.engine.states.chunks import Chunk, Member
@@ -45,13 +46,14 @@ def make_units(
     units = []
     for index, record in enumerate(profile.units):
         mode = BlockMode.NONE if record.block is None else plan.block_modes[record.block]
+        packs = record.block is not None and plan.packs(record.block)
         module = model.get_submodule(record.name)
         units.append(
             Unit(
                 index=index,
                 label=record.name or type(model).__name__,
                 module=module,
-                frame_class=FRAMES[mode],
+                frame_class=PackedSwapFrame if packs else FRAMES[mode],
                 chunks=[chunks[chunk] for chunk in layout.unit_chunks[index] if not chunks[chunk].persistent],
                 members=[members[member] for member in record.parameters if not members[member].chunk.persistent],
                 residents=[members[member] for member in record.parameters if members[member].chunk.persistent],

@@ -19,6 +19,7 @@ from protrain.planning.layout import Layout, pack
 from protrain.profiler.model_profile import BlockRecord, ModelProfile
 
 MOMENT_DTYPES = ("float32", "bfloat16")
+SWAP_ALIGNMENT_BYTES = 256  # of every storage, on the device and in host memory
 _INPUT_ALIGNMENT_BYTES = 64 * 256  # of up to 64 tensors in a step, more than any block keeps
 
 
@@ -85,27 +86,40 @@ class Plan(Record):
     # 0: each chunk has a region of its own.
     n_device_gradient: int = 0
     n_host_gradient: int = 0
+    pack_swaps: tuple[bool, ...] = ()  # by block: if it is swapped, what it saves is packed; empty: no block's is
     transient_bytes: int  # the part of device_bytes that is neither chunks, buffers, staging nor saved activations
 
     def __post_init__(self) -> None:
         if self.moment_dtype not in MOMENT_DTYPES:
             raise ValueError(f"Plan.moment_dtype must be {' or '.join(MOMENT_DTYPES)}, not {self.moment_dtype!r}")
+        if self.pack_swaps and len(self.pack_swaps) != len(self.block_modes):
+            raise ValueError(
+                f"Plan.pack_swaps must be empty or say something of each of {len(self.block_modes)} blocks, not of "
+                f"{len(self.pack_swaps)}"
+            )
 
     def __str__(self) -> str:
+        n_blocks = len(self.block_modes)
         return (
             f"n_persist={self.n_persist}/{self.n_chunks} "
             + ("large_first " if self.large_first else "")
             + f"n_buffer={self.n_buffer} "
-            f"n_swap={self.n_swap} n_ckpt={self.n_ckpt}/{len(self.block_modes)}"
+            f"n_swap={self.n_swap} n_ckpt={self.n_ckpt}/{n_blocks}"
             + (f" n_ckpt_swap={self.n_ckpt_swap}" if self.n_ckpt_swap else "")
             + (" keep_attention" if self.keep_attention else "")
             + (f" n_speculate={self.n_speculate}" if self.n_speculate else "")
             + (f" n_weight_only={self.n_weight_only}" if self.n_weight_only else "")
             + (f" n_stream={self.n_stream}" if self.n_stream else "")
             + (f" n_host_gradient={self.n_host_gradient}" if self.n_host_gradient else "")
+            + (f" packed={n_packed}/{self.n_swap}" if (n_packed := sum(map(self.packs, range(n_blocks)))) else "")
             + (f" accumulation={self.accumulation}" if self.accumulation > 1 else "")
             + (f" moments={self.moment_dtype}" if self.moment_dtype != "float32" else "")
         )
+
+    def packs(self, block: int) -> bool:
+        """Whether what the block of this index saves is swapped as one packed buffer."""
+        packed = bool(self.pack_swaps) and self.pack_swaps[block]
+        return packed and self.block_modes[block] is BlockMode.SWAP
 
     @property
     def tokens_per_s(self) -> float:
@@ -126,6 +140,11 @@ def layout_of(profile: ModelProfile, plan: Plan) -> Layout:
 def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
     """``profile`` as the models of time and memory have to see it under ``plan``."""
     return profile.keeping_attention() if plan.keep_attention else profile
+
+
+def swapped_block_bytes(record: BlockRecord, *, packed: bool) -> int:
+    """Host memory that what a swapped block saves takes in one step."""
+    return (record.packed_bytes if packed else record.saved_bytes) + SWAP_ALIGNMENT_BYTES * record.saved_tensors
 
 
 def offloaded_input_bytes(record: BlockRecord) -> int:

@@ -58,6 +58,7 @@ class Models:
         layout: of the model.
         step_during_backward: whether updates run inside backward.
         keep_attention: whether recomputed blocks keep the outputs of attention.
+        pack_swaps: by block, whether what it saves is packed where it is swapped; by default what takes less time.
     """
 
     def __init__(
@@ -68,12 +69,15 @@ class Models:
         *,
         step_during_backward: bool = False,
         keep_attention: bool = False,
+        pack_swaps: tuple[bool, ...] | None = None,
     ) -> None:
         self.keep_attention = keep_attention
         self.profile = profile.keeping_attention() if keep_attention else profile
         self.hardware = hardware
         self.layout = layout
-        self.memory = MemoryModel(self.profile, hardware, layout, update_in_backward=step_during_backward)
+        self.memory = MemoryModel(
+            self.profile, hardware, layout, update_in_backward=step_during_backward, pack_swaps=pack_swaps
+        )
         self.runtime = RuntimeModel(self.memory)
         self.n_chunks, self.n_blocks = len(layout.chunks), len(profile.blocks)
 
@@ -88,6 +92,7 @@ class Models:
             layout_of(profile, plan),
             step_during_backward=step_during_backward,
             keep_attention=plan.keep_attention,
+            pack_swaps=plan.pack_swaps,
         )
 
     @cached_property
@@ -147,6 +152,7 @@ class Models:
             keep_attention=self.keep_attention,
             n_device_gradient=memory.device_regions(counts.n_persist),
             n_host_gradient=memory.host_regions(counts.n_persist, activations.swapped_bytes),
+            pack_swaps=memory.pack_swaps,
             step_ms=self.runtime.step_ms(modes, counts),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )

@@ -27,6 +27,7 @@ class BlockUse:
 
     saved_bytes: int = 0
     saved_tensors: int = 0
+    saved_bool_bytes: int = 0
     forward_peak_bytes: int = 0
     output_bytes: int = 0
     flops: int = 0
@@ -89,6 +90,7 @@ def _measure(
     Saved tensors are counted by storage, without the arguments and without ``constants`` (weights and buffers).
     """
     saved: dict[StorageWeakRef, int] = {}
+    not_only_bools: set[StorageWeakRef] = set()
     given = tensors_in((args, kwargs))
     for tensor in given:
         if tensor.grad_fn is not None:  # leaves out masks, and tensors that the caller holds anyway
@@ -107,6 +109,8 @@ def _measure(
                 use.saved_inputs.add(copies[key])
             elif key not in known:
                 saved[key] = allocated_bytes(part)
+                if part.dtype != torch.bool:
+                    not_only_bools.add(key)
         return tensor.detach()  # an output that keeps its own graph node alive would never be freed
 
     meter.reset_peak()
@@ -123,6 +127,7 @@ def _measure(
     use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - before)
     use.saved_bytes += sum(saved.values())
     use.saved_tensors += len(saved)
+    use.saved_bool_bytes += sum(size for key, size in saved.items() if key not in not_only_bools)
     use.output_bytes += sum(size for key, size in outputs.items() if key not in known)
     if operations is not None:
         operations.note_saved(saved.keys())

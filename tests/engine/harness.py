@@ -44,9 +44,10 @@ class Spec:
     whole: bool = False  # but for half of them, rounded down
     stream: bool = False  # the device updates half of the chunks in host memory, or of those not updated early
     attention: bool = False  # kept by recomputed blocks
+    packed: bool = False  # what swapped blocks save goes to host memory in one buffer
 
     def __str__(self) -> str:
-        names = ("small", "early", "weights", "whole", "stream", "attention")
+        names = ("small", "early", "weights", "whole", "stream", "attention", "packed")
         chosen = {name: getattr(self, name) for name in names}
         marks = "".join(f"-{name}" for name, is_so in chosen.items() if is_so)
         return f"{self.persist}-{self.buffers}-{''.join(_LETTERS[mode] for mode in self.modes)}{marks}"
@@ -60,10 +61,10 @@ PLANS = (
     Spec("some", "least", (NONE,)),
     Spec("some", "middle", (CKPT,), early=True, attention=True),
     Spec("some", "all", (SWAP, CKPT, NONE), small=True),
-    Spec("some", "least", (SWAP,), small=True),
+    Spec("some", "least", (SWAP,), small=True, packed=True),
     Spec("none", "least", (NONE,)),
     Spec("none", "least", (CKPT,)),
-    Spec("none", "least", (SWAP,), early=True),
+    Spec("none", "least", (SWAP,), early=True, packed=True),
     Spec("none", "least", (CKPT, NONE, SWAP), small=True, early=True),
     Spec("none", "middle", (SWAP, SWAP, NONE), small=True),
     Spec("none", "all", (CKPT, NONE)),
@@ -78,7 +79,7 @@ PLANS = (
 FEW_PLANS = (
     Spec("none", "least", (NONE,)),
     Spec("none", "least", (CKPT,), small=True, early=True, attention=True),
-    Spec("some", "least", (SWAP, CKPT)),
+    Spec("some", "least", (SWAP, CKPT), packed=True),
     Spec("all", "least", (CKPT, SWAP, NONE)),
     Spec("some", "least", (CKPT_SWAP, CKPT_SWAP, NONE, SWAP), small=True, attention=True),
     Spec("none", "least", (CKPT, NONE), early=True, stream=True),
@@ -115,7 +116,7 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside
         chunk_elements=chunk_elements,
         step_during_backward=inside,
     )
-    plan = dataclasses.replace(plan, block_modes=modes)
+    plan = dataclasses.replace(plan, block_modes=modes, pack_swaps=(spec.packed,) * len(modes))
     return check(plan, profile, hardware, step_during_backward=inside)
 
 

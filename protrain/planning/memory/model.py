@@ -6,7 +6,8 @@ with every block checkpointed and what the plan's other modes keep on top:
 
     untouched block   its saved activations, from its forward until its backward
     swapped block     its saved activations while they are on the way: in forward until the next unit is done, in
-                      backward from the block before it (in backward order) on
+                      backward from the block before it (in backward order) on; where they are packed, the packed
+                      buffer in their place, beside them at the end of its forward and all through its backward
 
 and less what its modes take away:
 
@@ -44,15 +45,15 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.choices import Choices
 from protrain.planning.layout import STAGING_BUFFERS, ChunkRecord, Layout, most_held
 from protrain.planning.memory.gradient_regions import GradientRegions
-from protrain.planning.plan import BlockMode, Counts, block_modes, offloaded_input_bytes
+from protrain.planning.plan import BlockMode, Counts, block_modes, offloaded_input_bytes, swapped_block_bytes
 from protrain.planning.rates.streaming import staging_bytes
+from protrain.planning.rates.swap_copies import choose_packed
 from protrain.profiler.model_profile import ModelProfile
 
 Bytes = NDArray[np.int64]
 
 MIB = 1024**2
 TILE_ELEMENTS = 16384  # of the gradient norm: one partial sum each
-HOST_ALIGNMENT = 256  # bytes, of every tensor in the host arena
 _HOST_SMALL_BYTES = 1 * MIB  # partial sums, page rounding of the arena's segments
 _CUDA_WORKSPACE_BYTES = 128 * MIB  # matmul workspaces that a trace may have found allocated, the engine's small tensors
 _CUDA_FRAGMENTATION = 0.05  # of the activations: what the caching allocator loses to sizes that don't fit each other
@@ -91,6 +92,7 @@ class MemoryModel:
         hardware: the machine and its limits.
         layout: of the model.
         update_in_backward: whether updates run inside backward (``step_during_backward``).
+        pack_swaps: by block, whether what it saves is packed where it is swapped; by default what takes less time.
     """
 
     def __init__(
@@ -100,11 +102,14 @@ class MemoryModel:
         layout: Layout,
         *,
         update_in_backward: bool = False,
+        pack_swaps: tuple[bool, ...] | None = None,
     ) -> None:
         self.profile = profile
         self.hardware = hardware
         self.layout = layout
         self.update_in_backward = update_in_backward
+        self.pack_swaps = choose_packed(profile, hardware) if pack_swaps is None else pack_swaps
+        packs = self.pack_swaps or (False,) * len(profile.blocks)
         self.gradients = GradientRegions(profile, hardware, layout, update_in_backward=update_in_backward)
         self.accumulates = profile.accumulation > 1  # in fp32, into an accumulator of every chunk
         element = profile.element_bytes
@@ -133,10 +138,10 @@ class MemoryModel:
             sum(block.saved_bytes for block in profile.blocks[first:]) for first in range(len(profile.blocks) + 1)
         ]
         self._swapped = [  # by block: its saved activations in host memory, its inputs there
-            (record.saved_bytes + HOST_ALIGNMENT * record.saved_tensors, offloaded_input_bytes(record))
-            for record in profile.blocks
+            (swapped_block_bytes(record, packed=packed), offloaded_input_bytes(record))
+            for record, packed in zip(profile.blocks, packs, strict=True)
         ]
-        self._walk = _walk(profile)
+        self._walk = _walk(profile, packs)
         self._activations: dict[tuple[BlockMode, ...], Activations] = {}  # those worked out one by one
         self._offloads: dict[tuple[int, int], tuple[Bytes, Bytes]] = {}
 
@@ -314,9 +319,12 @@ class MemoryModel:
         waiting += swap[walk.neighbour] * walk.neighbour_bytes + moves[walk.neighbour] * walk.neighbour_input_bytes
         waiting += walk.live_bytes
         keeps = walk.forward & ~recomputed
-        peak = (waiting + np.where(keeps, walk.keeping_bytes, walk.peak_bytes)).max(axis=0, initial=0)
+        own = np.where(keeps, walk.keeping_bytes, walk.peak_bytes)
+        packing = swap[walk.block]
+        peak = (waiting + np.where(packing, walk.packing_bytes, own)).max(axis=0, initial=0)
         # Backward recomputes or fetches it, and it was measured as such.
-        held = (waiting + (keeps | ~walk.forward) * walk.share_bytes).max(axis=0, initial=0)
+        of_block = (keeps | ~walk.forward) * walk.share_bytes + packing * walk.packed_bytes
+        held = (waiting + of_block).max(axis=0, initial=0)
         saved_bytes, moved_bytes = np.array([*self._swapped, (0, 0)], dtype=np.int64).T
         return peak, held, saved_bytes @ swap + moved_bytes @ moves
 
@@ -331,22 +339,29 @@ class _Walk(NamedTuple):
     live_bytes: Bytes
     peak_bytes: Bytes
     keeping_bytes: Bytes  # the most at once in forward when the block keeps what it saves
+    packing_bytes: Bytes  # the most at once when it is swapped, in forward or backward
+    packed_bytes: Bytes  # of the buffer that one call is packed into; 0 where it is not
     share_bytes: Bytes  # saved by one call of the block
     unsaved_input_bytes: Bytes  # of one call of the block
     input_bytes: Bytes  # the same, saved or not, if moving it frees it
-    neighbour_bytes: Bytes  # saved by one call of the neighbour, and its inputs
+    neighbour_bytes: Bytes  # of one call of the neighbour, saved or packed, and its inputs
     neighbour_input_bytes: Bytes
 
 
-def _walk(profile: ModelProfile) -> _Walk:
+def _walk(profile: ModelProfile, packs: tuple[bool, ...]) -> _Walk:
     calls = Counter(segment.block for segment in profile.segments if segment.phase == "forward")
     share = {index: block.saved_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
+    packed = {
+        index: -(-swapped_block_bytes(block, packed=True) // max(1, calls[index])) * packs[index]
+        for index, block in enumerate(profile.blocks)
+    }
+    output = {index: block.output_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
     inputs = {
         index: (block.input_bytes - block.held_input_bytes) // max(1, calls[index])
         for index, block in enumerate(profile.blocks)
     }
     unsaved = {index: block.unsaved_input_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
-    share[-1] = inputs[-1] = unsaved[-1] = 0
+    share[-1] = packed[-1] = inputs[-1] = unsaved[-1] = 0
     order = [segment.block for segment in profile.segments]
     rows, held = [], []
     before, at_loss = -1, True  # not yet in the backward of a block
@@ -371,8 +386,13 @@ def _walk(profile: ModelProfile) -> _Walk:
         if segment.held_bytes:
             held.append((index, segment.held_until, segment.held_bytes))
         live = segment.live_bytes + (profile.output_bytes if forward else 0)  # of the step before
-        sizes = (live, segment.peak_bytes, keeping, share[block], unsaved[block], inputs[block])
-        rows.append((block, neighbour, forward, *sizes, share[neighbour], moving))
+        packing = keeping if forward else segment.peak_bytes
+        if packed[block] and forward:
+            packing = max(keeping, share[block] + output[block] + packed[block])
+        elif packed[block]:
+            packing += packed[block]
+        sizes = (live, segment.peak_bytes, keeping, packing, packed[block], share[block], unsaved[block], inputs[block])
+        rows.append((block, neighbour, forward, *sizes, packed[neighbour] or share[neighbour], moving))
         if block >= 0:
             before, held_before = block, (segment.held_bytes, segment.held_until)
     blocks, neighbours, is_forward, *columns = np.array(rows, dtype=np.int64).reshape(-1, len(_Walk._fields) - 1).T

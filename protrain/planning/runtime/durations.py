@@ -11,6 +11,7 @@ from protrain.planning.memory.model import MemoryModel
 from protrain.planning.rates.compute_times import compute_times
 from protrain.planning.rates.contention import OTHERS, rates
 from protrain.planning.rates.streaming import streamed_rates
+from protrain.planning.rates.swap_copies import SwapCopies, swap_copies
 from protrain.planning.rates.update_rates import (
     CALIBRATED_DTYPE,
     device_update_gparams,
@@ -53,14 +54,15 @@ class Durations:
         self._device_update = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._trainable]
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = computing_by_visit(profile, self.times)
-        # By unit, of one call: out and back of its saved activations, and of its inputs; recomputation.
-        self._swap_ms = [(0.0, 0.0)] * len(profile.units)
+        # By unit, of one call: out and back of its saved activations, and packing them; out and back of its inputs;
+        # recomputation.
+        self._swap_copies = [SwapCopies(0.0, 0.0)] * len(profile.units)
         self._inputs_ms = [(0.0, 0.0)] * len(profile.units)
         self._recompute_ms = [0.0] * len(profile.units)
         for unit, n_calls in Counter(profile.calls).items():
             if (block := profile.units[unit].block) is not None:
-                size = profile.blocks[block].saved_bytes / n_calls
-                self._swap_ms[unit] = _ms(size, hardware.d2h_gbps), _ms(size, hardware.h2d_gbps)
+                packed = bool(memory.pack_swaps) and memory.pack_swaps[block]
+                self._swap_copies[unit] = swap_copies(profile.blocks[block], n_calls, hardware, packed=packed)
                 size_in = profile.blocks[block].input_bytes / n_calls
                 self._inputs_ms[unit] = _ms(size_in, hardware.d2h_gbps), _ms(size_in, hardware.h2d_gbps)
                 self._recompute_ms[unit] = self.times.recompute[block] / n_calls

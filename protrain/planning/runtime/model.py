@@ -163,11 +163,13 @@ class RuntimeModel(Durations):
         profile = self._profile
         nothing = (0.0, 0.0)
         swap = [nothing] * len(profile.units)
+        packing = [nothing] * len(profile.units)
         recomputes = [False] * len(profile.units)
         for unit, block in self._unit_blocks:
             mode = modes[block]
             if mode is BlockMode.SWAP:
-                swap[unit] = self._swap_ms[unit]
+                copies = self._swap_copies[unit]
+                swap[unit], packing[unit] = copies[:2], copies[2:]
             elif mode is not BlockMode.NONE:
                 recomputes[unit] = True
                 if mode is BlockMode.CKPT_SWAP:
@@ -176,7 +178,7 @@ class RuntimeModel(Durations):
         work = self._forward_work.copy()
         for at, unit in enumerate(calls):
             if out_ms := swap[unit][0]:
-                work[at] = self._forward_ms[at], out_ms, ()
+                work[at] = self._forward_ms[at] + packing[unit][0], out_ms, ()
         fetched = -1  # ahead, by the visit before
         for at in range(len(calls) - 1, -1, -1):
             unit, earlier = calls[at], calls[at - 1] if at else -1
@@ -184,7 +186,8 @@ class RuntimeModel(Durations):
             swap_ms, ahead = swap[unit][0], earlier >= 0 and swap[earlier][0] and earlier != unit
             if swap_ms or ahead:
                 swap_back = (unit,) if swap_ms and fetched != unit else ()
-                of_unit = of_unit[0], swap_ms, (*swap_back, earlier) if ahead else swap_back
+                compute_ms = of_unit[0] + packing[unit][1]
+                of_unit = compute_ms, swap_ms, (*swap_back, earlier) if ahead else swap_back
             fetched = earlier if ahead else -1
             work.append(of_unit)
         return work, [back for _, back in swap]
