@@ -101,7 +101,9 @@ def _limits(why: Explanation, device: str) -> str:
 
 
 def _more(why: Explanation) -> str:
-    """The fastest plan with up to twice the memory of either kind."""
+    """The fastest plan with up to twice the memory of either kind; "" where it was not searched."""
+    if not why.searched:
+        return ""
 
     def gain(faster: Plan) -> str:
         return format_change(faster.step_ms, why.plan.step_ms)

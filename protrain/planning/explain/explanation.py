@@ -23,6 +23,7 @@ from protrain.planning.tables import aligned, format_change, format_ms
 from protrain.profiler.model_profile import ModelProfile
 
 MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # shares of the memory there is, on top of it
+_SHOWN = 0.0005  # shares that are written as 0.1% and more
 _SAME = 0.005  # times this close are the same: the search itself prefers by other grounds within it
 
 
@@ -56,10 +57,12 @@ class Explanation(Record):
     changes: tuple[Change, ...]
     here: Plan | None  # one that a search finds on this machine, and that is faster
     better: tuple[Better, ...]
+    searched: bool  # whether machines with more memory were looked at
 
     def table(self) -> str:
         """Everything as text."""
-        tables = (self.memory_table(), self.phase_table(), self.knob_table(), self.better_table())
+        tables = [self.memory_table(), self.phase_table(), self.knob_table()]
+        tables += [self.better_table()] if self.searched else []
         step = f"{self.plan}: {format_ms(self.plan.step_ms)}, {self.tokens_per_s:,.0f} tokens/s"
         step += f"; {slower}" if (slower := self.on_slower_host()) else ""
         return "\n\n".join((step, *tables))
@@ -120,10 +123,15 @@ class Explanation(Record):
                     *[format_change(change.slowest_ms, self.slowest_ms)] * len(slower),
                     _signed(change.device_bytes - self.plan.device_bytes),
                     _signed(change.host_bytes - self.plan.host_bytes),
-                    f"infeasible: {', '.join(over)}" if over else "",
+                    f"infeasible: {', '.join(over)}" if over else self._not_taken(change),
                 ]
             )
         return aligned(rows)
+
+    def _not_taken(self, change: Change) -> str:
+        """Why the plan is not the one with ``change``, where that saves time in the mean over the scenarios."""
+        saved = 1 - (change.expected_ms or self.expected_ms) / self.expected_ms
+        return f"saves {saved:.1%} on average, less than is asked of it" if saved >= _SHOWN else ""
 
     def better_table(self) -> str:
         """What more memory would buy."""
@@ -144,9 +152,16 @@ class Explanation(Record):
 
 
 def explain(
-    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
+    plan: Plan,
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    step_during_backward: bool = False,
+    more_memory: bool = True,
 ) -> Explanation:
     """What limits ``plan`` for ``profile`` on ``hardware``, and what would change that.
+
+    With ``more_memory`` it also searches the plans of machines with more memory, which takes some seconds.
 
     Raises:
         ValueError: the plan was made for another model, or contradicts itself.
@@ -155,7 +170,10 @@ def explain(
     plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
     models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
     modes, counts = plan.block_modes, plan.counts
-    here, better = _with_more(plan, profile, hardware, step_during_backward)
+    here: Plan | None = None
+    better: list[Better] = []
+    if more_memory:
+        here, better = _with_more(plan, profile, hardware, step_during_backward)
     return Explanation(
         plan=plan,
         tokens_per_s=plan.tokens_per_s,
@@ -171,6 +189,7 @@ def explain(
         changes=tuple(changes_of(plan, profile, hardware, models, step_during_backward=step_during_backward)),
         here=here,
         better=tuple(better),
+        searched=more_memory,
     )
 
 
