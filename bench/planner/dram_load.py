@@ -22,6 +22,7 @@ from protrain.hardware.calibration.optimizers import AdamChunk
 _ARRAY_BYTES = 256 * 1024**2
 _SLICE_S = 0.01  # a loader decides this often whether to copy or to rest
 _MOST_LOADERS = 8
+HOST_BYTES = 8 * 1024**3  # that all loaders and the chunk that is measured take, and more
 _MEASURED_S = 1.5
 
 

@@ -40,6 +40,7 @@ from protrain.planning.predict import predict
 from protrain.planning.tables import format_ms
 from protrain.planning.timeline import Timeline
 from protrain.profiler import ModelProfile
+from protrain.profiler.cache import cached_profile
 
 _EXAMPLE = """example, for a machine that is elsewhere:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json --picture step.png
@@ -193,7 +194,7 @@ def _traced(
         chunked_loss=choose_loss(getattr(args, "chunked_loss", None), device),
         on_meta=elsewhere,
     )
-    profile = protrain.profile(
+    profile = cached_profile(
         loaded.model,
         {"input_ids": ids, "labels": ids},
         optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),

@@ -46,10 +46,10 @@ def cached_profile(
 ) -> ModelProfile:
     """Return what :func:`protrain.profile` would, from the cache if possible.
 
-    Only profiles of GPUs are cached. On a CPU profiling is quick, and its times depend on what else the machine is
-    doing at that moment.
+    Profiles of GPUs are cached, and those that are counted on the meta device. On a CPU profiling is quick, and its
+    times depend on what else the machine is doing at that moment.
     """
-    keeps = device.type == "cuda" and keeps_measurements()
+    keeps = device.type != "cpu" and keeps_measurements()
     if keeps:
         key = fingerprint(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)
         path = folder() / f"{key}.json"
