@@ -71,7 +71,7 @@ def frontier(
         before = [point.plan for point in points[-1:]]
         machine = replace(hardware, device_bytes=limit)
         plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
-        plan = min(plan, *before, key=attrgetter("step_ms"))
+        plan = min([plan, *before], key=attrgetter("step_ms"))
         points.append(FrontierPoint(device_limit_bytes=limit, tokens_per_s=plan.tokens_per_s, plan=plan))
     return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
 

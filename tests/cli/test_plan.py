@@ -99,7 +99,10 @@ def test_a_column_is_as_dark_as_its_lane_is_busy() -> None:
 
 
 def test_the_plan_is_printed_with_bytes_time_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, *TINY, "--device-memory", "134MiB")
+    verdict = run(capsys, *TINY, "--device-memory", "134MiB")[1]
+    assert "--explain says what would change it" in verdict
+    assert "n_persist 0 -> 1" not in verdict
+    status, out, err = run(capsys, *TINY, "--device-memory", "134MiB", "--explain")
     assert status == 0, err
     for words in (
         "tokens/s",
@@ -205,8 +208,10 @@ def test_a_plan_is_put_in_words(
         changes=(),
         here=None,
         better=tuple(better),
-        slow_share=0.9,
-        cautious_ms=11.0,
+        searched=True,
+        slowest_share=0.9,
+        slowest_ms=11.0,
+        expected_ms=10.4,
     )
     profile = cast(ModelProfile, SimpleNamespace(device="cuda"))
     text = summary_text(why, profile, hardware, updates_in_backward=inside)
@@ -307,10 +312,10 @@ def test_bars_lie_where_the_operations_are(tmp_path: Path) -> None:
         assert color in text
 
 
-def test_early_updates_have_a_colour_of_their_own(tmp_path: Path) -> None:
+def test_speculative_updates_have_a_colour_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "step.svg"
-    early = Operation(lane=HOST, name="early update 3", start_ms=6.0, end_ms=8.0)
+    early = Operation(lane=HOST, name="speculative update 3", start_ms=6.0, end_ms=8.0)
     timeline = make_timeline()
     draw_timeline(replace(timeline, operations=(*timeline.operations, early)), "title", path)
     assert "#e377c2" in path.read_text()
