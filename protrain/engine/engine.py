@@ -29,8 +29,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from protrain.common.errors import MisuseError
 from protrain.engine.activations.ledger import Ledger
-from protrain.engine.activations.saved import Copy, Frame, WeightView
-from protrain.engine.activations.swap import HostSlots, Swaps
+from protrain.engine.activations.saved import CheckpointFrame, Copy, Frame, WeightView
+from protrain.engine.activations.swap import CheckpointSwapFrame, HostSlots, SwapFrame, Swaps
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.inputs import Inputs
 from protrain.engine.states.arena import Arena
@@ -45,9 +45,16 @@ from protrain.engine.weights.leaving import copies_of_weights, refuse_kept_views
 from protrain.engine.weights.parameter import PresentParameter, edit_error, refuse_foreign_gradients
 from protrain.engine.weights.released import ReleasedParameter, point_at, release
 from protrain.engine.weights.views import ViewForm, storage_address
-from protrain.planning.plan import Plan
+from protrain.planning.plan import BlockMode, Plan
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
+
+_FRAMES: dict[BlockMode, type[Frame]] = {
+    BlockMode.NONE: Frame,
+    BlockMode.CKPT: CheckpointFrame,
+    BlockMode.SWAP: SwapFrame,
+    BlockMode.CKPT_SWAP: CheckpointSwapFrame,
+}
 
 
 class Engine:
@@ -108,6 +115,7 @@ class Engine:
             **{storage_address(chunk.weight): chunk for chunk in chunks if chunk.persistent},
             **{storage_address(buffer.memory): buffer for buffer in buffers.buffers},
         }
+        self._frames = [_FRAMES[unit.mode] for unit in units]
         self._residents = [member for unit in units for member in unit.residents]
         self._edited: set[int] = set()  # chunks whose buffers hold what must not be used again
         self._current: Unit | None = None  # whose backward runs
@@ -152,16 +160,16 @@ class Engine:
         """One call of a unit's forward with its parameters on the device."""
         unit.calls += 1
         self._come_to(unit)
-        args, kwargs = copies_of_weights((args, kwargs), self, own=unit)
+        args, kwargs = copies_of_weights((args, kwargs), self.weight_places, own=unit)
         self.bind(unit)
         try:
             self.buffers.prefetch(self.chunks, self._order)
             if torch.is_grad_enabled():
-                output = unit.frame_class(self, unit).run(function, args, kwargs)
+                output = self._frames[unit.index](self, unit).run(function, args, kwargs)
             else:
                 output = function(*args, **kwargs)
             recall(unit.residents)
-            output = copies_of_weights(output, self)
+            output = copies_of_weights(output, self.weight_places)
         finally:
             self.unbind(unit)
         if torch.is_grad_enabled():
@@ -181,7 +189,7 @@ class Engine:
             frame = Frame(self, unit)
             with saved_tensors_hooks(frame.pack, frame.unpack) if torch.is_grad_enabled() else nullcontext():
                 output = function(*args, **kwargs)
-            output = copies_of_weights(output, self)
+            output = copies_of_weights(output, self.weight_places)
         finally:
             self.unbind(unit)
         if torch.is_grad_enabled():
@@ -354,6 +362,11 @@ class Engine:
         unit, self._current = self._current, None
         if unit is not None:
             self.unbind(unit)
+
+    def gradient_pending(self, index: int) -> bool:
+        """Whether parameter ``index`` has a gradient. One that a failed backward has not stored does not count."""
+        self.abandon_backward()
+        return self.gradients.is_pending(index)
 
     @property
     def in_backward(self) -> bool:

@@ -20,11 +20,12 @@ from torch import nn
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
 from protrain.common.processes import refuse_several_processes
-from protrain.engine.activations.saved import Frame
 from protrain.engine.engine import Engine
 from protrain.engine.units import Unit
-from protrain.engine.weights.parameter import GradientHook, Handle, PresentParameter, manage
+from protrain.engine.weights.handle import Handle
+from protrain.engine.weights.parameter import GradientHook, PresentParameter, manage
 from protrain.forward.compilation import CompiledForward
+from protrain.planning.plan import BlockMode
 from protrain.profiler.blocks import checkpointing_switches, say_switched_off, switch_off_checkpointing
 
 
@@ -98,7 +99,7 @@ def _unit_call(engine: Engine, unit: Unit) -> Callable[..., Any]:
             return original(*args, **kwargs)
         before = unit.calls
         output = engine.run_around(unit, original, args, kwargs)
-        if replaced and unit.calls == before and unit.frame_class is not Frame and torch.is_grad_enabled():
+        if replaced and unit.calls == before and unit.mode is not BlockMode.NONE and torch.is_grad_enabled():
             warnings.warn(
                 f"the forward of {unit.label} was replaced after protrain.wrap, so all that it saves stays on the "
                 "device, for which the plan has no room: replace it before protrain.wrap",

@@ -7,19 +7,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from protrain.engine.activations.module_state import BlockModules
-from protrain.engine.activations.saved import CheckpointFrame, Frame
-from protrain.engine.activations.swap import CheckpointSwapFrame, SwapFrame
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode, Plan
 from protrain.profiler.model_profile import ModelProfile
-
-FRAMES: dict[BlockMode, type[Frame]] = {
-    BlockMode.NONE: Frame,
-    BlockMode.CKPT: CheckpointFrame,
-    BlockMode.SWAP: SwapFrame,
-    BlockMode.CKPT_SWAP: CheckpointSwapFrame,
-}
 
 
 @dataclass(eq=False)
@@ -29,7 +20,7 @@ class Unit:
     index: int
     label: str
     module: nn.Module
-    frame_class: type[Frame]
+    mode: BlockMode
     chunks: list[Chunk]  # non-persistent ones that it needs
     members: list[Member]  # its parameters in those chunks
     residents: list[Member]  # its parameters in persistent chunks
@@ -51,7 +42,7 @@ def make_units(
                 index=index,
                 label=record.name or type(model).__name__,
                 module=module,
-                frame_class=FRAMES[mode],
+                mode=mode,
                 chunks=[chunks[chunk] for chunk in layout.unit_chunks[index] if not chunks[chunk].persistent],
                 members=[members[member] for member in record.parameters if not members[member].chunk.persistent],
                 residents=[members[member] for member in record.parameters if members[member].chunk.persistent],

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +28,15 @@ from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.activations.caches import copied, is_cache, tensors_of
 from protrain.engine.activations.kept_attention import KeptAttention
+from protrain.engine.activations.ledger import Ledger
 from protrain.engine.activations.rng import BlockRandomState
 from protrain.engine.states.chunks import Chunk
+from protrain.engine.streams import Streams
+from protrain.engine.units import Unit
 from protrain.engine.weights.buffers import Buffer
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.views import ViewForm, storage_address
-
-if TYPE_CHECKING:
-    from protrain.engine.engine import Engine
-    from protrain.engine.units import Unit
-
+from protrain.planning.plan import Plan
 
 INPUTS = "its inputs, as it is recomputed"
 SAVED = "tensors that it saved"
@@ -79,10 +78,48 @@ class Copy(torch.autograd.Function):
         return gradients[0]
 
 
+class Offloads(Protocol):
+    """What a frame asks of :class:`protrain.engine.activations.swap.Swaps`."""
+
+    def called(self, arguments: Any) -> set[int]:
+        """A unit is called with ``arguments``. Returns the storages that the unit before was given too."""
+
+    def settle(self) -> None:
+        """Give up the device memory of the block whose offload is under way."""
+
+
+class FrameEngine(Protocol):
+    """What a frame asks of :class:`protrain.engine.engine.Engine`, which makes frames and therefore imports them."""
+
+    device: torch.device
+    plan: Plan
+    streams: Streams
+    ledger: Ledger
+    steps: int  # how often weights have changed
+    updated_inside: set[int]  # chunks that the current backward has updated
+    weight_places: dict[int, Chunk | Buffer]  # by the address of the storage
+
+    @property
+    def swaps(self) -> Offloads:
+        """What is on its way to host memory."""
+
+    def in_backward_of(self, frame: Frame) -> bool:
+        """Whether backward is in the call that ``frame`` stands for already."""
+
+    def enter_backward(self, frame: Frame) -> None:
+        """Backward has reached the call that ``frame`` stands for."""
+
+    def weight_view(self, tensor: Tensor, buffer: Buffer) -> WeightView:
+        """What to keep in place of ``tensor``, which is a view of the weight in ``buffer``."""
+
+    def weight(self, view: WeightView) -> Tensor:
+        """``view`` on the buffer that holds its chunk now."""
+
+
 class Frame:
     """One call of a unit whose saved tensors are kept as they are (NONE)."""
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    def __init__(self, engine: FrameEngine, unit: Unit) -> None:
         self.engine = engine
         self.unit = unit
         self.steps = engine.steps  # a backward after the next optimizer step would meet other weights
@@ -160,7 +197,7 @@ class CheckpointFrame(Frame):
     Where the plan says so, outputs of attention are kept beside the inputs: [Note: what is not computed twice].
     """
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    def __init__(self, engine: FrameEngine, unit: Unit) -> None:
         super().__init__(engine, unit)
         self.forms: list[tuple[torch.Size, torch.dtype]] = []  # of what the first run saved
         self.recomputed: dict[int, Any] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,13 +21,10 @@ from typing_extensions import override
 from protrain.common.errors import BudgetError
 from protrain.common.quantities import format_bytes
 from protrain.common.trees import Leaf, map_leaves, tensors_in
-from protrain.engine.activations.saved import INPUTS, SAVED, CheckpointFrame, Frame, storage_address, watch
+from protrain.engine.activations.saved import INPUTS, SAVED, CheckpointFrame, Frame, FrameEngine, storage_address, watch
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
-
-if TYPE_CHECKING:
-    from protrain.engine.engine import Engine
-    from protrain.engine.units import Unit
+from protrain.engine.units import Unit
 
 ALIGNMENT_BYTES = 256  # of every storage, on either side
 _SMALLEST_BYTES = 512  # smaller storages (random seeds, scalars) are not worth a copy: the allocator's grain
@@ -97,13 +94,21 @@ class HostSlots:
         self._free.append((region, read))
 
 
+class SwapEngine(FrameEngine, Protocol):
+    """What a frame that moves tensors to host memory asks of the engine."""
+
+    @property
+    def swaps(self) -> Swaps:
+        """What is on its way to host memory."""
+
+
 class Moved:
     """What one call of ``unit`` keeps in host memory between forward and backward, by storage.
 
     Belongs to that call's frame and ends with it, and then gives its host memory back.
     """
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    def __init__(self, engine: SwapEngine, unit: Unit) -> None:
         self.unit = unit
         self._engine = engine
         self._storages: dict[int, _Storage] = {}
@@ -214,7 +219,7 @@ class Moved:
 class SwapFrame(Frame):
     """Moves what is saved to host memory and back (SWAP)."""
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    def __init__(self, engine: SwapEngine, unit: Unit) -> None:
         super().__init__(engine, unit)
         self.moved = Moved(engine, unit)
 
@@ -261,7 +266,9 @@ class CheckpointSwapFrame(CheckpointFrame):
     Outputs of attention that are kept are nobody else's and move with the inputs.
     """
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    engine: SwapEngine
+
+    def __init__(self, engine: SwapEngine, unit: Unit) -> None:
         super().__init__(engine, unit)
         self.moved = Moved(engine, unit)
 

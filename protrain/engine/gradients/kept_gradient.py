@@ -9,17 +9,15 @@ the parameter and the remedy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.common.trees import tensors_in
+from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.metadata import LAYOUT, METADATA, as_contiguous
-
-if TYPE_CHECKING:
-    from protrain.engine.weights.parameter import Handle
 
 _DATA: Any = Tensor.data
 

@@ -6,7 +6,8 @@ A script may do the same wherever a chunk lies, so views of persistent chunks ar
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -14,21 +15,17 @@ from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.activations.saved import Copy
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.weights.buffers import BufferPool
+from protrain.engine.units import Unit
+from protrain.engine.weights.buffers import Buffer, BufferPool
 from protrain.engine.weights.released import ReleasedParameter
 from protrain.engine.weights.views import storage_address
 
-if TYPE_CHECKING:
-    from protrain.engine.engine import Engine
-    from protrain.engine.units import Unit
 
-
-def copies_of_weights(tree: Any, engine: Engine, *, own: Unit | None = None) -> Any:
+def copies_of_weights(tree: Any, places: Mapping[int, Chunk | Buffer], *, own: Unit | None = None) -> Any:
     """``tree`` with copies of the weights that it hands on: in another unit they would be gone.
 
     Parameters of ``own``, the unit that gets them and has bound them by the time it uses them, stay themselves.
     """
-    places = engine.weight_places
 
     def handed_on(leaf: Any) -> bool:
         if type(leaf) is Tensor:

@@ -8,19 +8,16 @@ in the chunk. The other classes are in :mod:`protrain.engine.weights.released`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
 from protrain.engine.gradients.kept_gradient import KeptGradient
-
-if TYPE_CHECKING:
-    from protrain.engine.engine import Engine
-    from protrain.engine.states.chunks import Member
+from protrain.engine.states.chunks import Member
+from protrain.engine.weights.handle import Handle
 
 _MOVED = "protrain_moved"  # an attribute
 _RAW_DATA: Any = torch.Tensor.data
@@ -37,39 +34,6 @@ class GradientHook:
     def __call__(self, parameter: Tensor) -> None:
         """Autograd has accumulated the whole gradient of ``parameter``."""
         self._handle.engine.gradient_ready(self._handle.index)
-
-
-class Handle:
-    """What a managed parameter knows of the engine.
-
-    The reference is weak, like that of the gradient hooks: Python's collector does not see through a tensor that C++
-    holds, and a model that the user drops must take its chunks with it.
-    """
-
-    def __init__(self, name: str, index: int, engine: Engine, *, trainable: bool) -> None:
-        self.name = name
-        self.index = index
-        self.trainable = trainable  # required a gradient when the model was wrapped
-        self._engine = weakref.ref(engine)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine; MisuseError when model and optimizer are gone."""
-        engine = self._engine()
-        if engine is None:
-            raise MisuseError(f"{self.name} belongs to a model that no longer exists: keep the model that was wrapped")
-        return engine
-
-    @property
-    def gradient_pending(self) -> bool:
-        """Whether the parameter has a gradient. What a backward that raised has not stored is none."""
-        self.engine.abandon_backward()
-        return self.engine.gradients.is_pending(self.index)
-
-    @property
-    def updated_inside(self) -> bool:
-        """Whether backward has used the gradient up, and the step is not over."""
-        return self.engine.members[self.index].chunk.index in self.engine.updated_inside
 
 
 def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:

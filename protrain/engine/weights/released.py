@@ -23,8 +23,9 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
+from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.metadata import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, as_contiguous
-from protrain.engine.weights.parameter import Handle, PresentParameter, edit_error, raw_data, set_data
+from protrain.engine.weights.parameter import PresentParameter, edit_error, raw_data, set_data
 from protrain.engine.weights.views import ViewForm, storage_address
 
 # What gives a tensor other memory, or hands out its own.

@@ -169,4 +169,5 @@ def _members(module: nn.Module) -> tuple[Engine, list[Member]]:
     if not handles:
         raise ValueError("full_parameters needs a model that protrain.wrap returned, or a part of one")
     engine = handles[0].engine
+    assert isinstance(engine, Engine)
     return engine, [engine.members[handle.index] for handle in handles]
