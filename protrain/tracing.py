@@ -94,7 +94,7 @@ class _Recorder:
         for chunk in engine.chunks:
             self._names[chunk.weight.data_ptr()] = f"weights {chunk.index}"
             second = (
-                chunk.early_weight if chunk.spare is None else chunk.spare.weight
+                chunk.speculative_weight if chunk.speculative_states is None else chunk.speculative_states.weight
             )  # uploads take the one or the other
             if second is not None:
                 self._names[second.data_ptr()] = f"weights {chunk.index}"

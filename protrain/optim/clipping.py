@@ -1,6 +1,6 @@
 """What is asked of the gradients of a step before it is made: their norm, and what they are multiplied by.
 
-[Note: torch's own clipping] ``.grad`` is a stand-in (:mod:`protrain.engine.gradients.kept_gradient`) that answers what
+[Note: torch's own clipping] ``.grad`` is a stand-in (:mod:`protrain.engine.gradients.proxy`) that answers what
 ``torch.nn.utils.clip_grad_norm_`` asks: the norm of each gradient, then to multiply each by one and the same factor.
 The update has one factor for all, so every gradient must have got it by the time of ``step()``. The norm of norms that
 torch makes in fp32 is not that of all squares at once to the last bit, but like that the same under every plan.

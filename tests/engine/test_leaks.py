@@ -47,7 +47,7 @@ def engine_state(optimizer: ProTrainOptimizer) -> dict[str, Any]:
         "order": len(engine.swaps._order),
         "pending": len(engine.gradients.pending),
         "held": ledger.held_bytes,
-        "holders": len(ledger._holders),
+        "users": len(ledger._holders),
         "finalizers": len(vars(weakref.finalize)["_registry"]),
     }
 

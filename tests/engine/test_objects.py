@@ -64,7 +64,7 @@ class Stored:
     """Keeps its tensors in another object, refers to itself, and moves itself, as batches of graphs do."""
 
     def __init__(self, x: Tensor, edges: Tensor) -> None:
-        self.whole = self
+        self.full = self
         self.store = types.SimpleNamespace(x=x, edges=edges, of=self)
 
     x = property(lambda self: self.store.x, lambda self, x: setattr(self.store, "x", x))

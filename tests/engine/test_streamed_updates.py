@@ -75,7 +75,7 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Chunk, str, str]]:
 
         return noted
 
-    for name in ("step", "step_streamed", "step_aside"):
+    for name in ("step", "step_streamed", "step_speculatively"):
         monkeypatch.setattr(Chunk, name, noting(name, getattr(Chunk, name)))
     return done
 

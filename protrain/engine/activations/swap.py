@@ -126,7 +126,7 @@ class Moved:
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return False
         address, size_bytes = storage_address(tensor), tensor.untyped_storage().nbytes()
-        return address != 0 and size_bytes >= _SMALLEST_BYTES and address not in self._engine.weight_places
+        return address != 0 and size_bytes >= _SMALLEST_BYTES and address not in self._engine.weight_storages
 
     def add(self, tensor: Tensor) -> MovedView:
         """Have the storage of ``tensor`` moved. Returns what to keep in its place."""
@@ -235,7 +235,7 @@ class SwapFrame(Frame):
     @override
     def pack(self, tensor: Tensor) -> Any:
         address = storage_address(tensor)
-        if address in self.engine.weight_places or address in self._stays or not self.moved.worthwhile(tensor):
+        if address in self.engine.weight_storages or address in self._stays or not self.moved.worthwhile(tensor):
             return super().pack(tensor)
         return self.moved.add(tensor)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
 from protrain.common.parameters import is_managed
-from protrain.engine.states.recorded import record_of, replay, view_of
+from protrain.engine.states.construction import record_of, replay, view_of
 from protrain.engine.states.recorder import AsOnCpu, Recorder, unwatched
 
 _VERSION = "protrain_version"  # attribute of an empty tensor: how often it had been written when its record ended

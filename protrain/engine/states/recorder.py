@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain.common.trees import map_leaves, tensors_in
-from protrain.engine.states.recorded import (
+from protrain.engine.states.construction import (
     Constant,
     Operation,
     Record,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from protrain.common.errors import PlanError
 from protrain.engine.gradients.gradients import Gradients
-from protrain.engine.gradients.regions import Regions
+from protrain.engine.gradients.pool import GradientPool
 from protrain.engine.states.arena import aligned
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Streams
@@ -130,7 +130,7 @@ def test_a_region_is_handed_on_when_nothing_reads_it_any_more(
     data = residual.batches(6)
     model, optimizer = residual_under(spec, inside=False)
     expected = Loop().run(model, optimizer, data), states(model, optimizer)
-    monkeypatch.setattr("protrain.engine.states.chunks._STRETCH", 128)
+    monkeypatch.setattr("protrain.engine.states.chunks._SLICE", 128)
     with kind.applied(monkeypatch):
         model, optimizer = residual_under(spec, inside=True)
         assert 0 < optimizer.plan.n_host_gradient < optimizer.plan.n_chunks / 2
@@ -144,7 +144,7 @@ def forbid_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_more(_: Gradients) -> Tensor:
         raise AssertionError("there are as many regions as are needed")
 
-    for name in ("_another_on_host", "_another_on_device"):
+    for name in ("_add_host_buffer", "_add_device_buffer"):
         monkeypatch.setattr(Gradients, name, no_more)
 
 
@@ -213,10 +213,10 @@ def test_a_backward_that_fails_keeps_no_region(device: torch.device) -> None:
     layers[1].fails = True
     with pytest.raises(ArithmeticError, match="backward fails"):
         default_loss(model, (torch.ones(4, WIDTH),)).backward()
-    [regions] = optimizer._engine.gradients._regions.values()
-    assert regions._borrowed, "of chunks of which a parameter got no gradient"
+    [regions] = optimizer._engine.gradients._pools.values()
+    assert regions._in_use, "of chunks of which a parameter got no gradient"
     optimizer.zero_grad()
-    assert not regions._borrowed
+    assert not regions._in_use
 
 
 @pytest.mark.parametrize("forget", [False, True], ids=["no-zero_grad", "zero_grad"])
@@ -274,29 +274,29 @@ def test_the_first_to_be_free_is_handed_on() -> None:
     def more() -> Tensor:
         raise AssertionError("there are enough")
 
-    regions = Regions(torch.zeros(2, 128), more=more)
+    regions = GradientPool(torch.zeros(2, 128), more=more)
     first, second, third, fourth = (chunk_of(index) for index in range(4))
     for chunk in (first, second):
-        regions.borrow(chunk)
+        regions.acquire(chunk)
     mine, yours = first.grad, second.grad
     assert mine is not None
     assert yours is not None
     assert mine.data_ptr() != yours.data_ptr()
-    assert first.landing is mine
+    assert first.host_grad is mine
     turns: SimpleQueue[Job | None] = SimpleQueue()
     first.update = Job(lambda: None, turns)
     for chunk in (first, second):
-        regions.give_back(chunk)
-    regions.borrow(third)
+        regions.release(chunk)
+    regions.acquire(third)
     assert third.grad is not None
     assert third.grad.data_ptr() == yours.data_ptr()
     assert second.grad is None
-    assert second.landing is None
+    assert second.host_grad is None
     done: list[int] = []
     first.update = job = Job(lambda: done.append(1), turns)
     timer = Timer(0.05, job.run)
     timer.start()
-    regions.borrow(fourth)
+    regions.acquire(fourth)
     assert done, "it waits"
     assert fourth.grad is not None
     assert fourth.grad.data_ptr() == mine.data_ptr()

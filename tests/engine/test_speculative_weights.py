@@ -1,6 +1,6 @@
 """Early updates of weights alone: when their states follow, and what it means when they cannot.
 
-What both kinds of early updates have in common is in early_updates/.
+What both kinds of early updates have in common is in speculative_updates/.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.updates import _Round
+from protrain.engine.updates.updates import _Window
 from tests.engine import residual
 from tests.engine.harness import CKPT, NONE, Spec, adamw, default_loss, wrap_under
 
@@ -22,7 +22,7 @@ HALF = Spec("none", "least", (CKPT,), early=True, weights=True, stream=True)
 @pytest.fixture(autouse=True)
 def early_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the host had begun every early update before backward was over."""
-    monkeypatch.setattr(_Round, "is_over", lambda _: False)
+    monkeypatch.setattr(_Window, "is_closed", lambda _: False)
 
 
 def fail(*_: Any, **__: Any) -> None:
@@ -47,7 +47,7 @@ def test_states_follow_their_weight_when_nothing_else_waits(device: torch.device
             *(f"update {index}" for index in [*range(early), *late]),
             *(f"deferred update {index}" for index in reversed(range(early))),
         ]
-        assert not any(chunk.states_behind for chunk in optimizer._engine.chunks)
+        assert not any(chunk.states_pending for chunk in optimizer._engine.chunks)
 
 
 def test_states_that_could_not_follow_are_missed_for_good(

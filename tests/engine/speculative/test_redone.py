@@ -17,7 +17,6 @@ from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.plan import layout_of
 from protrain.tracing import _Recorder
 from tests.engine import residual
-from tests.engine.early_updates.trained import STEPS, counts, trained
 from tests.engine.harness import (
     Batch,
     Loop,
@@ -30,6 +29,7 @@ from tests.engine.harness import (
     states,
     wrap_under,
 )
+from tests.engine.speculative.trained import STEPS, counts, trained
 
 
 @pytest.mark.parametrize(("changes", "early_steps"), [(STEPS, 1), (3, 3)], ids=["always", "at-first"])
@@ -213,7 +213,7 @@ def test_an_error_in_an_early_update_is_raised_once_and_harms_no_state(
         for index, batch in enumerate(data):
             with monkeypatch.context() as patch:
                 if fails and index == 0:
-                    patch.setattr(Chunk, "step_aside", _fail)
+                    patch.setattr(Chunk, "step_speculatively", _fail)
                 torch.manual_seed(index)
                 default_loss(wrapped, batch).backward()
                 optimizer.step()
@@ -238,7 +238,7 @@ def test_the_end_of_a_backward_is_placed_before_the_host_asks_for_it(
     monkeypatch.undo()
     data, model = residual.batches(1), residual.make()
     wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    streams, rounds = optimizer._engine.streams, [optimizer._updates._round]
+    streams, rounds = optimizer._engine.streams, [optimizer._updates._window]
     place, seen = streams.compute_reached, []
 
     def placed(mark: Mark) -> None:  # an event that was never recorded counts as reached

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protrain.engine.updates.updates import _Round
+from protrain.engine.updates.updates import _Window
 from tests.engine.harness import CKPT, NONE, Spec
 
 
@@ -18,4 +18,4 @@ def spec(request: pytest.FixtureRequest) -> Spec:
 @pytest.fixture(autouse=True)
 def early_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the host had begun every early update before backward was over."""
-    monkeypatch.setattr(_Round, "is_over", lambda _: False)
+    monkeypatch.setattr(_Window, "is_closed", lambda _: False)

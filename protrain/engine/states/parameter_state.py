@@ -26,7 +26,7 @@ def export_state(member: Member, steps: list[int]) -> dict[str, Tensor]:
     return state
 
 
-def of_its_step(state: dict[str, Tensor]) -> dict[str, Any]:
+def with_master_step(state: dict[str, Tensor]) -> dict[str, Any]:
     """``state`` of :func:`export_state`, and with a master the step that it is of.
 
     Other optimizers take the master along and make steps without it: what they give back has an old one, which the
