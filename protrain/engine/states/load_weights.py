@@ -1,4 +1,4 @@
-"""Weights from a folder of safetensors into chunks, no more at a time than what is converted together."""
+"""Loads weights from a folder of safetensors into chunks, at most those that are converted together at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def load_weights(members: list[Member], model: nn.Module, folder: Path, write: W
     """Give every member, and every buffer that the files hold, its value from the safetensors of ``folder``.
 
     Returns:
-        The members that got none: those of which the model says that files may lack them.
+        The members that got no value, because the model says that files may lack them.
 
     Raises:
-        ValueError: as :func:`protrain.engine.states.weight_files.weight_sources`, or a file turned unreadable.
+        ValueError: as :func:`protrain.engine.states.weight_files.weight_sources`, or a file cannot be read any more.
     """
     by_name = {member.name: member for member in members}
     others, found = unmanaged(model), weight_sources(model, folder)

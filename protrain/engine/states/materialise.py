@@ -1,7 +1,7 @@
-"""Weights into chunks: from a model in memory, from safetensors, or as the record of their construction makes them.
+"""Weights into chunks: from a model in memory, from safetensors, or from the record of their construction.
 
-Whatever the source, one parameter at a time is whole, never the model: a model that fits only when its states are
-spread over device and host must never exist in one place.
+One parameter at a time is whole and never the model, because a model that fits only when its states are spread over
+device and host must never exist in one place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def fill(
 ) -> None:
     """Give every member its value, and free the parameter's own memory as soon as it is copied.
 
-    ``show`` is told the name of each and the share of all elements that is there, as a large model takes minutes.
+    ``show`` is called with the name of each parameter and the share of elements that are done.
 
     Raises:
         ValueError: a weight file is missing or does not match.
@@ -57,7 +57,7 @@ def _write(member: Member, value: Tensor) -> None:
 
 
 def _drop(member: Member) -> None:
-    """Let the parameter's own memory go; it gets its place in the chunk when the engine is installed."""
+    """Free the parameter's own memory. It becomes a view of its chunk when the engine is installed."""
     parameter, weight = member.parameter, member.chunk.weight
     with torch.no_grad():
         if parameter.is_meta:  # a tensor cannot leave the meta device by assigning its data
