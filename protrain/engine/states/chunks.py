@@ -147,23 +147,13 @@ class Chunk:
             first: the element of the chunk at which ``gradient`` begins.
             between: called on the host every few milliseconds of the update, until it returns False.
         """
-        assert self.exp_avg is not None
-        assert self.exp_avg_sq is not None
-        end = first + gradient.numel()
+        states, end = self.states, first + gradient.numel()
         for piece, scalars in pieces if between is None else _sliced(pieces, between):
             part = slice(max(piece.start, first), min(piece.stop, end))
             if part.start >= part.stop:
                 continue
-            adam(
-                self.weight[part],
-                None if self.master is None else self.master[part],
-                self.exp_avg[part],
-                self.exp_avg_sq[part],
-                gradient[part.start - first : part.stop - first],
-                scalars,
-                scale=scale,
-                threads=threads,
-            )
+            own_gradient = gradient[part.start - first : part.stop - first]
+            adam(*_part(states, part), own_gradient, scalars, scale=scale, threads=threads)
         self.version += 1
 
     def step_streamed(
@@ -178,20 +168,9 @@ class Chunk:
 
         ``gradient`` is in host memory, and ``scale`` on the device.
         """
-        assert self.exp_avg is not None
-        assert self.exp_avg_sq is not None
         for part, scalars in pieces:
-            streamed_adam(
-                self.weight[part],
-                None if self.master is None else self.master[part],
-                self.exp_avg[part],
-                self.exp_avg_sq[part],
-                gradient[part],
-                scalars,
-                scale=scale,
-                staging=staging,
-                device=device,
-            )
+            states = _part(self.states, part)
+            streamed_adam(*states, gradient[part], scalars, scale=scale, staging=staging, device=device)
         self.version += 1
 
     @property

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.empty import exchange, is_empty, values_of
-from protrain.engine.states.load_weights import load_weights
+from protrain.engine.states.stored_tensors import reading
 from protrain.engine.states.values import write_master, write_weight
+from protrain.engine.states.weight_files import unmanaged, weight_sources
 from protrain.engine.weights.parameter import mark_moved
 
 
@@ -43,10 +44,35 @@ def fill(
         done += member.numel
         show(member.name, done / total)
 
-    remaining = members if weights is None else load_weights(members, model, Path(weights), write_and_free)
+    remaining = members if weights is None else _load(members, model, Path(weights), write_and_free)
     for member in remaining:
         parameter = member.parameter
         write_and_free(member, values_of(parameter, device) if is_empty(parameter) else parameter.data)
+
+
+def _load(
+    members: list[Member], model: nn.Module, folder: Path, write: Callable[[Member, Tensor], None]
+) -> list[Member]:
+    """Give every member, and every buffer that is in the safetensors of ``folder``, its value from there.
+
+    Returns:
+        The members that got no value, because the model says that files may lack them.
+
+    Raises:
+        ValueError: as :func:`protrain.engine.states.weight_files.weight_sources`, or a file cannot be read any more.
+    """
+    by_name = {member.name: member for member in members}
+    others, found = unmanaged(model), weight_sources(model, folder)
+    stored = [tensor for source in found.sources for tensor in source.stored]
+    with reading(stored) as read, torch.no_grad():
+        for source in found.sources:
+            values = source.values(read)
+            for name in source.names:
+                if name in by_name:
+                    write(by_name.pop(name), values[name])
+                else:
+                    others[name].copy_(values[name])
+    return list(by_name.values())
 
 
 def _write(member: Member, value: Tensor) -> None:

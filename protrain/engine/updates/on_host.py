@@ -50,12 +50,28 @@ class Tally:
         self.timed.append((elements, time.perf_counter() - begin - untimed_s))
 
 
+def wait_for_gradient(chunk: Chunk, scale: Scale | None, accumulation: Job | None) -> None:
+    """Block until ``chunk`` in host memory may be updated.
+
+    Args:
+        chunk: its gradient must have arrived, and no upload may read its weight any more. A forward after the last
+            gradient, such as an evaluation, may still do so.
+        scale: the factor on the gradient, which must have arrived, too.
+        accumulation: the job that adds to the gradient. An error in it is raised here.
+    """
+    if scale is not None:
+        scale.ready.wait()
+    if accumulation is not None:
+        accumulation.wait()
+    chunk.offloaded.wait()
+    chunk.uploaded.wait()
+
+
 def update_on_host(
     chunk: Chunk,
     pieces: list[Piece],
     gradient: Tensor,
     scale: Scale | None,
-    accumulation: Job | None,
     *,
     threads: int,
     commits: CommitsFirst,
@@ -68,17 +84,10 @@ def update_on_host(
         pieces: runs of elements with their hyperparameters.
         gradient: the gradient in host memory.
         scale: factor on the gradient.
-        accumulation: the job that has added to the gradient. An error in it is raised here.
         threads: number of host threads.
         commits: jobs that may run in the middle of this update.
         tally: counts the time of the update.
     """
-    if scale is not None:
-        scale.ready.wait()
-    if accumulation is not None:
-        accumulation.wait()
-    chunk.offloaded.wait()
-    chunk.uploaded.wait()  # a forward after the last gradient, such as an evaluation, may still read the weight
     on_host = None if scale is None else scale.on_host
     with tally.timing(pieces) as untimed:
         chunk.step(pieces, gradient, on_host, threads=threads, between=functools.partial(untimed, commits.run))

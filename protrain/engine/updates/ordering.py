@@ -10,29 +10,6 @@ from protrain.engine.states.chunks import Chunk
 from protrain.engine.updates.worker import Job
 
 
-class RunOnce:
-    """Work that several jobs may reach, and the first of them does. Every caller raises an error of the work."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work: Callable[[], None] | None = work
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Do the work, unless it was begun before."""
-        work, self._work = self._work, None
-        if work is not None:
-            try:
-                work()
-            except BaseException as error:
-                self._error = error
-        if self._error is not None:
-            raise self._error
-
-    def begun(self) -> bool:
-        """Whether the work was begun. To the worker that does it this means that it is done."""
-        return self._work is None
-
-
 class ChunkUpdate(NamedTuple):
     """The update of a chunk in host memory, as one step queues it."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Piece
 from protrain.engine.streams import Mark, Streams
-from protrain.engine.updates.worker import HostWorker, Job
+from protrain.engine.updates.worker import HostWorker
 
 
 class Scale(NamedTuple):
@@ -43,24 +43,15 @@ class Streamer:
         self._staging = streams.adam_staging(staging_bytes) if staging_bytes else None
         self._done = streams.mark()
 
-    def update(
-        self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None, accumulation: Job | None
-    ) -> None:
+    def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None) -> None:
         """Update ``pieces`` of ``chunk``, and wait until the host sees the result.
 
         Args:
             chunk: a chunk in host memory whose states are all pinned.
             pieces: runs of elements with their hyperparameters.
-            gradient: the gradient in host memory, complete after the last offload and ``accumulation``.
+            gradient: the gradient in host memory.
             scale: factor on the gradient.
-            accumulation: the job in which the host worker may still be adding to the gradient.
         """
-        if scale is not None:
-            scale.ready.wait()
-        if accumulation is not None:
-            accumulation.wait()
-        chunk.offloaded.wait()
-        chunk.uploaded.wait()  # an upload may still read the weight
         with self._streams.streaming(self._done):
             factor = None if scale is None else scale.on_device
             chunk.step_streamed(pieces, gradient, factor, self._device, self._staging)

@@ -37,8 +37,8 @@ from torch import Tensor
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Chunk, Piece
 from protrain.engine.streams import Mark
-from protrain.engine.updates.on_host import Tally, update_on_host
-from protrain.engine.updates.ordering import ChunkUpdate, CommitsFirst, RunOnce
+from protrain.engine.updates.on_host import Tally, update_on_host, wait_for_gradient
+from protrain.engine.updates.ordering import ChunkUpdate, CommitsFirst
 from protrain.engine.updates.streamer import Scale
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain_kernels import AdamScalars, adam_scalars
@@ -86,7 +86,7 @@ class Updates:
         self._speculations: dict[int, _Speculation] = {}  # by chunk
         self._window = _Window()
         self._assumed: list[AdamScalars] | None = None  # hyperparameters at the last backward; None: invalid ones
-        self._inside: list[tuple[Chunk, RunOnce]] = []  # updates that this backward has given to the host
+        self._inside: list[tuple[Chunk, Job]] = []  # updates that this backward has given to the host
         self._backwards = 0  # since the last step, without those under no_sync()
         self._usual_backwards = 1
         self._all_done: list[Job] = []  # for each worker a job after all updates of the last step
@@ -149,10 +149,7 @@ class Updates:
 
         def on_host() -> None:  # it must not refer to the engine, as in _offloaded_update
             if not speculation.dropped and not window.is_closed():
-                if accumulation is not None:
-                    accumulation.wait()  # an error in it is raised here
-                chunk.offloaded.wait()
-                chunk.uploaded.wait()
+                wait_for_gradient(chunk, None, accumulation)
                 speculation.version = chunk.version
                 with tally.timing(pieces) if chunk.speculative_weight is None else nullcontext():
                     chunk.step_speculatively(pieces, gradient, scale, threads=threads)
@@ -194,23 +191,24 @@ class Updates:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return
-        once, window = RunOnce(self._offloaded_update(chunk, pieces, None)), self._window
+        update, window = self._worker(chunk).job(self._offloaded_update(chunk, pieces, None)), self._window
 
         def on_host() -> None:
             if not window.is_closed():
-                once.run()
+                update.finish()
 
-        self._inside.append((chunk, once))
+        self._inside.append((chunk, update))
         self._worker(chunk).queue(self._job(chunk, on_host, f"backward update {chunk.index}"))
 
     def backward_ends(self) -> None:
         """Queue the updates inside backward that the host has not begun, in the order in which forward needs them."""
         self._close_window()
         inside = sorted(self._inside, key=lambda pair: pair[0].index)
-        self._queue(
-            ChunkUpdate(chunk, self._job(chunk, once.run, f"update {chunk.index}"), once.begun)
-            for chunk, once in inside
-        )
+
+        def queued_again(chunk: Chunk, update: Job) -> ChunkUpdate:
+            return ChunkUpdate(chunk, self._job(chunk, update.finish, f"update {chunk.index}"), lambda: update.done)
+
+        self._queue(queued_again(chunk, update) for chunk, update in inside)
         self._inside.clear()
 
     def _close_window(self) -> None:
@@ -296,14 +294,20 @@ class Updates:
         """
         engine = self._engine
         gradient = engine.gradients.host_gradient(chunk)
-        update: Callable[..., None]
+        accumulation = chunk.accumulation
+        update: Callable[[Chunk, list[Piece], Tensor, Scale | None], None]
         if chunk.streamed:
             assert engine.streaming is not None
             update = engine.streaming.streamer.update
         else:
             threads = engine.worker.threads
             update = functools.partial(update_on_host, threads=threads, commits=self._commits, tally=self.tally)
-        return functools.partial(update, chunk, pieces, gradient, scale, chunk.accumulation)
+
+        def run() -> None:
+            wait_for_gradient(chunk, scale, accumulation)
+            update(chunk, pieces, gradient, scale)
+
+        return run
 
     def _job(self, chunk: Chunk, work: Callable[[], None], name: str) -> Job:
         """A job that the next fetch of ``chunk`` waits for."""

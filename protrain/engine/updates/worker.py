@@ -61,6 +61,11 @@ class Job:
             except BaseException as error:  # whoever waits for the job raises it, and the thread goes on
                 self._error = error
 
+    def finish(self) -> None:
+        """Do the work on this thread, unless it is done already. Raises what the work has raised."""
+        self.run()
+        self.wait()
+
     def when_done(self, follower: Callable[[], None]) -> None:
         """Call ``follower`` after the work: at once if that is done already, else on the thread that does it."""
         with self._lock:
@@ -132,7 +137,9 @@ class HostWorker:
 
     def job(self, work: Callable[[], None], name: str = "") -> Job:
         """A job that is not queued yet."""
-        return Job(work if self.times is None else functools.partial(_timed, work, name, self.times), self._queue)
+        if self.times is not None and name:
+            work = functools.partial(_timed, work, name, self.times)
+        return Job(work, self._queue)
 
     def queue(self, job: Job) -> None:
         """Put ``job`` behind everything that was submitted before."""
