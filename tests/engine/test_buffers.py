@@ -167,8 +167,8 @@ def test_a_chunk_whose_update_runs_is_uploaded_by_whoever_finishes_it() -> None:
 
 
 def test_a_chunk_queued_again_waits_for_the_later_update() -> None:
-    turns: SimpleQueue[Job | None] = SimpleQueue()
-    earlier, later = Job(lambda: None, turns), Job(lambda: None, turns)
+    jobs: SimpleQueue[Job | None] = SimpleQueue()
+    earlier, later = Job(lambda: None, jobs), Job(lambda: None, jobs)
     chunk = make_chunk(0, earlier)
     schedule, pool = Schedule([0], [[0]]), make_pool(1)
     pool.prefetch([chunk], schedule)

@@ -17,8 +17,8 @@ from tests.engine.residual import batches, make
 
 SPECS = (
     Spec("none", "least", (NONE,), small=True),
-    Spec("none", "least", (NONE, CKPT), small=True, early=True, weights=True),
-    Spec("some", "least", (CKPT, NONE), small=True, early=True, stream=True),
+    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True),
+    Spec("some", "least", (CKPT, NONE), small=True, speculate=True, stream=True),
 )
 pytestmark = pytest.mark.timeout(30)  # what would fail here is a hang
 

@@ -40,9 +40,9 @@ CPU = torch.device("cpu")
 WIDTH = 16
 SPECS = (
     *FEW_PLANS,
-    Spec("none", "middle", (SWAP,), early=True),
+    Spec("none", "middle", (SWAP,), speculate=True),
     Spec("none", "all", (SWAP, NONE), small=True),
-    Spec("none", "least", (CKPT_SWAP,), early=True),
+    Spec("none", "least", (CKPT_SWAP,), speculate=True),
 )
 # The first meets all of these plans, each of the others half: that is what a CPU's minutes allow.
 MET = {"late": SPECS, "early": SPECS[::2], "random": SPECS[1::2]}

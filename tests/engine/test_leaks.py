@@ -152,7 +152,7 @@ def test_dropping_model_and_optimizer_frees_everything(
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], failed: bool
 ) -> None:
     model = tiny_model("gpt2")
-    spec = Spec("some", "least", (SWAP, CKPT, NONE), early=True)
+    spec = Spec("some", "least", (SWAP, CKPT, NONE), speculate=True)
     model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
     train(model, optimizer, tiny_batch())

@@ -29,7 +29,7 @@ from tests.engine.harness import (
 )
 
 SPECS = (
-    Spec("none", "least", (CKPT,), small=True, early=True),
+    Spec("none", "least", (CKPT,), small=True, speculate=True),
     Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE)),
 )
 WIDTH = 24

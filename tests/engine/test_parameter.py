@@ -37,8 +37,8 @@ from tests.engine.residual import batches, make
 RESIDENT = Spec("all", "least", (NONE,))
 SPECS = (
     RESIDENT,
-    Spec("some", "least", (CKPT, SWAP, NONE), early=True),
-    Spec("none", "least", (CKPT_SWAP, NONE), small=True, early=True),
+    Spec("some", "least", (CKPT, SWAP, NONE), speculate=True),
+    Spec("none", "least", (CKPT_SWAP, NONE), small=True, speculate=True),
 )
 
 

@@ -35,8 +35,8 @@ from tests.engine.residual import batches, make
 RESIDENT = Spec("all", "least", (NONE,))
 SPECS = (
     RESIDENT,
-    Spec("some", "least", (CKPT, SWAP, NONE), early=True),
-    Spec("none", "least", (NONE, CKPT), small=True, early=True, weights=True),
+    Spec("some", "least", (CKPT, SWAP, NONE), speculate=True),
+    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True),
     Spec("none", "least", (CKPT,), stream=True),
 )
 NAME = "blocks.1.first.weight"

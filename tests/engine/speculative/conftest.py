@@ -1,4 +1,4 @@
-"""Fixtures of the tests of early updates."""
+"""Fixtures of the tests of speculative updates."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests.engine.harness import CKPT, NONE, Spec
 
 @pytest.fixture(params=["states", "weights", "both"])
 def spec(request: pytest.FixtureRequest) -> Spec:
-    """Early updates of all states, of weights alone, or some of either."""
+    """Speculative updates of all states, of weights alone, or some of either."""
     weights, whole = request.param != "states", request.param == "both"
-    return Spec("none", "least", (NONE, CKPT), early=True, weights=weights, whole=whole)
+    return Spec("none", "least", (NONE, CKPT), speculate=True, weights=weights, whole=whole)
 
 
 @pytest.fixture(autouse=True)
-def early_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the host had begun every early update before backward was over."""
+def always_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the host had begun every speculative update before backward was over."""
     monkeypatch.setattr(_Window, "is_closed", lambda _: False)

@@ -1,4 +1,4 @@
-"""Updates before step(): adopted when the step is as assumed, done again from untouched states when it is not."""
+"""Updates before step(): committed when the step is as assumed, done again from untouched states when it is not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.engine.speculative.trained import STEPS, clipping, counts, trained, u
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("max_norm", [None, 1e6], ids=["no-clipping", "never-clipped"])
-def test_all_are_adopted_when_nothing_is_clipped(
+def test_all_are_committed_when_nothing_is_clipped(
     spec: Spec, device: torch.device, dtype: torch.dtype, max_norm: float | None
 ) -> None:
     optimizer, n_chunks = trained(clipping(max_norm), device, spec, dtype=dtype)
@@ -71,7 +71,7 @@ def test_some_are_done_again_when_some_steps_are_clipped(spec: Spec, device: tor
 
 
 def test_with_persistent_chunks_as_well(device: torch.device) -> None:
-    optimizer, n_chunks = trained(clipping(1e6), device, Spec("some", "least", (NONE,), small=True, early=True))
+    optimizer, n_chunks = trained(clipping(1e6), device, Spec("some", "least", (NONE,), small=True, speculate=True))
     assert counts(optimizer) == (STEPS * n_chunks, 0)
 
 
@@ -83,7 +83,7 @@ def test_accumulation_begins_in_the_last_backward(spec: Spec, device: torch.devi
     assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
 
 
-def test_what_the_host_has_not_begun_by_the_end_of_backward_is_not_early(
+def test_what_the_host_has_not_begun_by_the_end_of_backward_is_not_speculative(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
@@ -110,7 +110,7 @@ def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch, inside: bool, idle: int
 ) -> None:
     data, model = residual.batches(STEPS), residual.make()
-    ahead = dataclasses.replace(spec, early=not inside)
+    ahead = dataclasses.replace(spec, speculate=not inside)
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "step_during_backward": inside}
     wrapped, optimizer = wrap_under(ahead, model, adamw(model), data[0], **options)
     n_chunks, begun = optimizer.plan.n_chunks, itertools.count(1)
@@ -169,7 +169,7 @@ def test_two_steps_in_a_row_clip_each_by_its_own_factor(
     data, model = residual.batches(1), residual.make()
     _, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     n_chunks = optimizer.plan.n_chunks
-    monkeypatch.setattr(_Window, "is_closed", lambda _: next(begun) % n_chunks == 0)  # all but the last are made early
+    monkeypatch.setattr(_Window, "is_closed", lambda _: next(begun) % n_chunks == 0)  # all but the last are speculative
     monkeypatch.setattr(chunks, "adam", slow)
     trained(run, device, spec)
 

@@ -1,4 +1,4 @@
-"""A training with early updates beside the plain loop, and what is counted of it."""
+"""A training with speculative updates beside the plain loop, and what is counted of it."""
 
 from __future__ import annotations
 
