@@ -72,8 +72,8 @@ def _refuse_compiler() -> None:
     if callable(callback):
         raise MisuseError(
             "torch.compile was given a model that protrain.wrap has wrapped, or a part of one, and would compile the "
-            "moves of its weights: pass compile=True to protrain.wrap, which compiles each block, and leave "
-            "torch.compile out"
+            "transfers of its weights: leave torch.compile out, and pass compile=True to protrain.wrap, which compiles "
+            "each block"
         )
 
 
@@ -101,8 +101,8 @@ def _unit_call(engine: Engine, unit: Unit) -> Callable[..., Any]:
         output = engine.run_around(unit, original, args, kwargs)
         if replaced and unit.calls == before and unit.mode is not BlockMode.NONE and torch.is_grad_enabled():
             warnings.warn(
-                f"the forward of {unit.label} was replaced after protrain.wrap, so all that it saves stays on the "
-                "device, for which the plan has no room: replace it before protrain.wrap",
+                f"the forward of {unit.label} was replaced after protrain.wrap, so all tensors that it saves stay on "
+                "the device, and the plan has no memory for them: replace it before protrain.wrap",
                 stacklevel=2,
             )
         return output
@@ -192,9 +192,9 @@ class _Root:
         if current not in (self._autocast, None, self._engine.dtype):
             self._autocast = current
             warnings.warn(
-                f"the model runs under torch.autocast in {current}, as it did not in protrain.wrap: copies of weights "
-                f"in that type are kept, for which the plan has no room. Pass dtype={str(current)!r} to protrain.wrap "
-                "and leave mixed precision off",
+                f"the model runs under torch.autocast in {current}, but did not in protrain.wrap: autocast keeps "
+                "copies of weights in that type, and the plan has no memory for them. Pass "
+                f"dtype={str(current)!r} to protrain.wrap and leave mixed precision off",
                 stacklevel=3,
             )
 

@@ -272,7 +272,7 @@ def test_a_weight_that_backward_needs_after_its_update_is_said(
     spec, batch = Spec(persist, "least", (mode,), small=True), (torch.ones(4, 8),)
     model = Borrowing()
     wrapped, optimizer = wrap_under(spec, model, adamw(model), batch, device=device, step_during_backward=True)
-    with pytest.raises(MisuseError, match=r"blocks.0 needs a weight that step_during_backward=True updated before"):
+    with pytest.raises(MisuseError, match=r"blocks.0 needs a weight that step_during_backward=True updated already"):
         wrapped(*batch).backward()
     model = Borrowing()
     wrapped, optimizer = wrap_under(spec, model, adamw(model), batch, device=device)

@@ -164,9 +164,9 @@ class Frame:
         updated = self.engine.updated_inside
         if updated and packed.chunk is not None and packed.chunk.index in updated - self.updated:
             raise MisuseError(
-                f"backward through {self.unit.label} needs a weight that step_during_backward=True updated before, in "
-                "another backward() or as all its gradients had arrived: a detached weight gets none. Wrap with "
-                "step_during_backward=False"
+                f"backward through {self.unit.label} needs a weight that step_during_backward=True updated already, "
+                "because another backward() came before, or because the weight is detached here and all of its "
+                "gradients had arrived: wrap with step_during_backward=False"
             )
         if isinstance(packed, SavedWeight):
             weight = packed.form.on(self.engine.buffers.content(packed.chunk))
@@ -262,8 +262,8 @@ class CheckpointFrame(Frame):
 
     def _other_operations(self, what: str) -> MisuseError:
         return MisuseError(
-            f"{self.unit.label} {what}: its forward must do the same operations each time to be checkpointed, with the "
-            "same sdpa_kernel and requires_grad when backward runs"
+            f"{self.unit.label} {what}: to be checkpointed its forward must do the same operations each time, and "
+            "sdpa_kernel and requires_grad must be the same when backward runs"
         )
 
     def fresh_input(self, leaf: Any) -> Any:
@@ -285,8 +285,9 @@ class CheckpointFrame(Frame):
             raise self.written_over(GIVEN)
         if (name := self.modules.changed_table()) is not None:
             raise MisuseError(
-                f"backward through {self.unit.label} needs its buffer {name} as forward met it, but it has changed "
-                "since, for the first time, and no copy was made: run this step again, from now on there is one"
+                f"backward through {self.unit.label} needs its buffer {name} as it was in forward, but the buffer has "
+                "changed since. This had not happened before, so no copy was made: run this step again, for which a "
+                "copy will be made"
             )
         self.recomputed.clear()
         args, kwargs = map_leaves(self.fresh_input, (self.args, self.kwargs))

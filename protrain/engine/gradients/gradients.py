@@ -236,8 +236,8 @@ class Gradients:
             needed_bytes=needed_bytes,
             available_bytes=max(0, available_bytes),
             largest_part="another chunk's gradients",
-            remedy="Parameters without a gradient in this backward keep more chunks waiting for its end than were "
-            f"planned for: allow more {option}, or set requires_grad=False for parameters that are never used.",
+            remedy="Parameters without a gradient in this backward keep more chunks waiting for its end than "
+            f"planned: allow more {option}, or set requires_grad=False for parameters that are never used.",
         )
 
     def _accumulates(self, chunk: Chunk, *, again: bool) -> bool:
@@ -325,8 +325,8 @@ class Gradients:
                 needed_bytes=self.arena.total_bytes + count,
                 available_bytes=self.host_bytes,
                 largest_part="fp32 accumulators of gradients",
-                remedy="Summing the gradients of several backward() calls takes 4 bytes a parameter, for which this "
-                "plan has no room: pass their number as accumulation= to protrain.wrap.",
+                remedy="To sum the gradients of several backward() calls takes 4 bytes a parameter, and this plan has "
+                "no memory for that: pass the number of calls as accumulation= to protrain.wrap.",
             )
         chunk.accumulator_on_host = True
         chunk.accumulator = self.arena.take(chunk.elements, torch.float32)

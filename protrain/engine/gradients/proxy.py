@@ -54,7 +54,7 @@ class GradientProxy(Tensor):
                 raise MisuseError(
                     f"the gradient of {tensor.protrain_handle.name} is kept in ProTrain's chunks, not in .grad, and "
                     f"cannot be used here ({getattr(func, '__name__', func)}): its 2-norm can be read, and all "
-                    "gradients be multiplied by one factor, as torch.nn.utils.clip_grad_norm_ does. Use "
+                    "gradients can be multiplied by one factor, as torch.nn.utils.clip_grad_norm_ does. Use "
                     "optimizer.zero_grad() to clear it, optimizer.backward(loss) in place of torch.amp.GradScaler, and "
                     "parameter.register_post_accumulate_grad_hook to see or change it"
                 )

@@ -117,9 +117,8 @@ class BufferPool:
             if buffer is None:
                 names = ", ".join(member.name for member in chunk.members[:3])
                 raise MisuseError(
-                    f"forward uses {names} while chunk buffers hold nothing but weights that are in use around it, as "
-                    "they did not in the step that was profiled: pass an example_batch with which the model runs as it "
-                    "will be trained"
+                    f"forward uses {names}, but the modules around it use all chunk buffers, which they did not in the "
+                    "step that was profiled: pass an example_batch with which the model runs as it will be trained"
                 )
             self._assign(buffer, chunk)
         if buffer.state is Residency.QUEUED:

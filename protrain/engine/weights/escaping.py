@@ -62,7 +62,7 @@ def refuse_leaked_views(unit: Unit, buffers: BufferPool) -> None:
     for chunk in filter(has_leaked, chunks):
         names = [member.name for member in (*unit.members, *unit.persistent_members) if member.chunk is chunk]
         raise MisuseError(
-            f"{unit.label} keeps a view of a weight ({', '.join(names)}) beyond its forward, by when that may have "
-            "left the device: in a torch.autograd.Function it goes through ctx.save_for_backward, not into an "
-            "attribute of ctx; elsewhere keep a copy (tensor.clone())"
+            f"{unit.label} keeps a view of a weight ({', '.join(names)}) after its forward, when the weight may have "
+            "left the device: in a torch.autograd.Function use ctx.save_for_backward and no attribute of ctx, and "
+            "elsewhere keep a copy (tensor.clone())"
         )

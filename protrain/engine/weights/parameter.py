@@ -188,9 +188,9 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 def foreign_gradient(name: str) -> MisuseError:
     """The error for a gradient that other code has put into ``.grad`` of the parameter ``name``."""
     return MisuseError(
-        f"something other than ProTrain has put a gradient into .grad of {name}, where no step would use it: "
-        "DistributedDataParallel and its like do so. Train the model that protrain.wrap returned as it is, without "
-        "another wrapper around it or inside it"
+        f"something other than ProTrain has put a gradient into .grad of {name}, which no step would use. "
+        "DistributedDataParallel and similar wrappers do so: train the model that protrain.wrap returned as it is, "
+        "without another wrapper around it or inside it"
     )
 
 
@@ -205,6 +205,6 @@ def refuse_foreign_gradients(members: Iterable[Member]) -> None:
 def edit_error(name: str, how: str) -> MisuseError:
     """The error for the parameter ``name`` whose data was ``how`` (replaced, or changed in place)."""
     return MisuseError(
-        f"the data of {name} was {how} outside `with protrain.full_parameters(model):`, which is where the values of "
-        "managed parameters can be edited, between steps; a forward must leave them as they are"
+        f"the data of {name} was {how} outside `with protrain.full_parameters(model):`. Edit the values of parameters "
+        "inside it, between steps, and never in a forward"
     )

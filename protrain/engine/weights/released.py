@@ -68,8 +68,8 @@ class ReleasedParameter(PresentParameter):
             return None
         if func in _MEMORY:
             raise MisuseError(
-                f"the memory of {handle.name} cannot be had or replaced ({func.__name__}), as it moves with every "
-                "step: read its values with parameter.detach().clone(), or edit them inside `with "
+                f"the memory of {handle.name} cannot be read or replaced ({func.__name__}), as it moves in every step: "
+                "read the values with parameter.detach().clone(), or edit them inside `with "
                 "protrain.full_parameters(model):`"
             )
         return _read(func, args, kwargs)
@@ -138,7 +138,7 @@ class _Source:
         if self.handle.engine.steps != self.steps:
             raise MisuseError(
                 f"{what} {self.handle.name} after optimizer.step(), or an edit, changed it: read the parameter anew, "
-                "keep parameter.detach().clone() of what is to stay as it was, and call backward() before step()"
+                "or keep parameter.detach().clone() if old values are needed, and call backward() before step()"
             )
 
 

@@ -155,8 +155,8 @@ def _keep_edits(engine: Engine, members: list[Member], copies: list[Tensor], edi
     for member, copy, value in zip(members, copies, edited, strict=True):
         if value.shape != member.shape:
             raise ValueError(
-                f"{member.name} was given the shape {tuple(value.shape)}, not {tuple(member.shape)}: no edit made in "
-                "this full_parameters is kept"
+                f"{member.name} was given the shape {tuple(value.shape)}, not {tuple(member.shape)}: no edit of this "
+                "full_parameters is kept"
             )
         if value.dtype != copy.dtype or not torch.equal(value, copy):
             changed.append((member, value))
