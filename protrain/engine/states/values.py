@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Member
-from protrain_kernels import join, split, unflatten
+from protrain_kernels import join, padded, split, unflatten
 
 _PIECE = 1 << 26  # elements that are split at once, so that this takes little memory beside the parameter
 
@@ -19,13 +19,16 @@ def read_weight(member: Member) -> Tensor:
 
 
 def read_weights(members: Sequence[Member]) -> list[Tensor]:
-    """Copies of the weights of ``members`` on the CPU. Each chunk on a GPU is transferred once, and as a whole."""
+    """Copies of the weights of ``members`` on the CPU, with one transfer for each chunk that lies on a GPU."""
     copies = [torch.empty(member.shape, dtype=member.chunk.weight.dtype, device="cpu") for member in members]
     by_chunk: dict[Chunk, list[int]] = {}
     for at, member in enumerate(members):
         by_chunk.setdefault(member.chunk, []).append(at)
     for chunk, found in by_chunk.items():
-        unflatten(chunk.weight.cpu(), [copies[at] for at in found], [members[at].offset for at in found])
+        first = min(members[at].offset for at in found)
+        end = max(members[at].offset + padded(members[at].numel) for at in found)
+        offsets = [members[at].offset - first for at in found]
+        unflatten(chunk.weight[first:end].cpu(), [copies[at] for at in found], offsets)
     return copies
 
 
