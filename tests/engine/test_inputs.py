@@ -176,7 +176,7 @@ class _Marking(Streams):
 
 
 def _watched(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tensor]:
-    """What is put aside, by address."""
+    """The pinned copies, by address."""
     made: dict[int, Tensor] = {}
     empty_like = torch.empty_like
 

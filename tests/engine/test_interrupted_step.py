@@ -68,7 +68,7 @@ def test_an_update_that_was_made_is_done(spec: Spec, device: torch.device, monke
     optimizer.zero_grad()
     assert counted.calls > 2
     backward(model)
-    with monkeypatch.context() as patch:  # the last update is made, and its turn is not
+    with monkeypatch.context() as patch:  # the last update is done, and its ChunkUpdate is not made
         patch.setattr(updates, "ChunkUpdate", Interrupted(updates.ChunkUpdate, at=counted.calls))
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()

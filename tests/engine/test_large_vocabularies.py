@@ -147,7 +147,7 @@ def test_bits_where_updates_are_speculative_or_streamed(
 @pytest.mark.parametrize(
     ("family", "large_first", "n_persist", "expected"),
     [
-        ("llama", False, 0, (1, 1)),  # embedding and head take turns in one
+        ("llama", False, 0, (1, 1)),  # embedding and head share one buffer
         ("llama", False, 1, (1, 1)),
         ("llama", False, 100, (0, 0)),
         ("llama", True, 1, (1, 1)),

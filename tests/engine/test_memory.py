@@ -129,7 +129,7 @@ def test_a_parameter_that_blocks_are_given_is_counted_once() -> None:
 
 
 class _ManyWeights(nn.Module):
-    """No blocks: one unit, all of whose gradients come in one stretch of backward."""
+    """A model without blocks: one unit, whose gradients all arrive before backward leaves it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ def test_jobs_run_in_order_on_one_thread() -> None:
     assert not thread.is_alive()
 
 
-def test_stretches_end_where_nothing_is_left_to_take_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_is_sliced_until_no_commit_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_SLICE", 256)
     first, second = (
         adam_scalars(lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1, decoupled=True) for lr in (1, 2)
@@ -102,36 +102,36 @@ def test_stretches_end_where_nothing_is_left_to_take_between_them(monkeypatch: p
     ]
 
 
-def _ahead(count: int, link: list[bool]) -> tuple[CommitsFirst, list[Job], list[int]]:
-    """Of so many turns that are made; whether the link is idle, one answer after another."""
+def _commits(count: int, link: list[bool]) -> tuple[CommitsFirst, list[Job], list[int]]:
+    """Commits of ``count`` updates that are done. ``link`` has the answers to whether the link is idle."""
     taken: list[int] = []
     worker: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     jobs = [Job(functools.partial(taken.append, index), worker) for index in range(count)]
-    ahead = CommitsFirst(lambda: link.pop(0))
-    ahead.find([ChunkUpdate(cast(Chunk, None), job, lambda: True) for job in jobs])
-    return ahead, jobs, taken
+    commits = CommitsFirst(lambda: link.pop(0))
+    commits.find([ChunkUpdate(cast(Chunk, None), job, lambda: True) for job in jobs])
+    return commits, jobs, taken
 
 
-def test_between_stretches_as_many_turns_are_taken_as_the_link_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once none is left the rest of an update goes in one."""
+def test_between_slices_as_many_commits_run_as_the_link_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When no commit is left the rest of the update is one slice."""
     monkeypatch.setattr(chunks, "_SLICE", 256)
-    ahead, _, taken = _ahead(3, [False, True, False, True, True])
+    commits, _, taken = _commits(3, [False, True, False, True, True])
     whole = (
         slice(0, 2048),
         adam_scalars(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1, decoupled=True),
     )
-    seen = [(part.start, part.stop, len(taken)) for part, _ in chunks._sliced([whole], ahead.run)]
+    seen = [(part.start, part.stop, len(taken)) for part, _ in chunks._sliced([whole], commits.run)]
     assert seen == [(0, 256, 0), (256, 512, 1), (512, 2048, 3)]
 
 
-def test_turns_that_have_come_are_not_left_to_take() -> None:
-    ahead, jobs, taken = _ahead(3, [False, False])
-    assert ahead.run()
+def test_jobs_that_have_had_their_turn_are_not_run_again() -> None:
+    commits, jobs, taken = _commits(3, [False, False])
+    assert commits.run()
     for job in jobs[:2]:
         job.run()
-    assert ahead.run(), "the third is left"
+    assert commits.run(), "the third is left"
     jobs[2].run()
-    assert not ahead.run(), "without a look at the link"
+    assert not commits.run(), "without a look at the link"
     assert taken == [0, 1, 2]
 
 
