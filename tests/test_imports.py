@@ -132,35 +132,6 @@ def test_a_right_import_passes() -> None:
     assert violations("protrain.engine.core", imports(source, "protrain.engine.core", is_package=False)) == []
 
 
-# The files of each circle that is still there, and what removes it.
-KNOWN_CIRCLES = {
-    frozenset(
-        f"protrain.planning.{file}"
-        for file in (
-            "choices",
-            "explain.explanation",
-            "explain.knobs",
-            "memory.model",
-            "plan",
-            "runtime.bounds",
-            "runtime.durations",
-            "runtime.model",
-            "search.both_kinds",
-            "search.columns",
-            "search.early_times",
-            "search.given",
-            "search.infeasible",
-            "search.models",
-            "search.moves",
-            "search.relaxed",
-            "search.search",
-            "search.settled",
-            "search.streamed_search",
-        )
-    ): "delete Plan.explain, and call protrain.planning.explain.explanation.explain",
-}
-
-
 def file_imports() -> dict[str, set[str]]:
     """The files that each file imports. Imports under TYPE_CHECKING and inside functions count like all others."""
     sources = dict(_sources())
@@ -191,10 +162,7 @@ def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 def test_no_two_files_import_each_other() -> None:
     found = circles(file_imports())
-    new = [f"these import each other: {', '.join(sorted(circle))}" for circle in found if circle not in KNOWN_CIRCLES]
-    assert not new, "\n".join(new)
-    gone = [remedy for circle, remedy in KNOWN_CIRCLES.items() if circle not in found]
-    assert not gone, "this circle has changed or is gone: take it off KNOWN_CIRCLES"
+    assert not found, "\n".join(f"these import each other: {', '.join(sorted(circle))}" for circle in found)
 
 
 def test_a_circle_is_found() -> None:

@@ -43,6 +43,7 @@ class CaseResult(Record):
             layout,
             update_in_backward=not self.case.clip,
             early_weights=plan.early_weights,
+            pack_swaps=plan.pack_swaps,
         )
         runtime = RuntimeModel(memory)
         activations = memory.activations(plan.block_modes)

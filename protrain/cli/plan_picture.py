@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from protrain.planning.search.frontier import Frontier
+from protrain.planning.frontier import Frontier
 from protrain.planning.timeline import Timeline
 
 GIB = 1024**3

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from protrain.common.parameters import moved, unmanaged_memory
 from protrain.common.quantities import format_bytes
 from protrain.engine.activations.ledger import Ledger, SimulatedLedger
-from protrain.engine.activations.swap import ALIGNMENT_BYTES, HostSlots
+from protrain.engine.activations.swap import HostSlots
 from protrain.engine.engine import Engine
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.hooks import install
@@ -28,7 +28,7 @@ from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks
 from protrain.planning.layout import most_held, streamed_chunks, updated_chunks
-from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, moved_input_bytes
+from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, offloaded_input_bytes, swapped_block_bytes
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels.host_library import library
 
@@ -148,12 +148,12 @@ def build_engine(
 def _activation_bytes(profile: ModelProfile, plan: Plan) -> int:
     """Host memory for the activations that one step swaps, and for the inputs that it offloads."""
     swapped = sum(
-        block.saved_bytes + ALIGNMENT_BYTES * block.saved_tensors
-        for block, mode in zip(profile.blocks, plan.block_modes, strict=True)
-        if mode is BlockMode.SWAP
+        swapped_block_bytes(block, packed=plan.packs(index))
+        for index, block in enumerate(profile.blocks)
+        if plan.block_modes[index] is BlockMode.SWAP
     )
     inputs = sum(
-        moved_input_bytes(block)
+        offloaded_input_bytes(block)
         for block, mode in zip(as_planned(profile, plan).blocks, plan.block_modes, strict=True)
         if mode is BlockMode.CKPT_SWAP
     )

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from protrain.engine.activations.ledger import Ledger
+from protrain.engine.activations.packed import PackedSwapFrame
 from protrain.engine.activations.saved import CheckpointFrame, Frame
 from protrain.engine.activations.swap import CheckpointSwapFrame, HostSlots, SwapFrame, Swaps
 from protrain.engine.gradients.gradients import Gradients
@@ -123,7 +124,7 @@ class Engine:
         self._order = self._training_order
         self._backward_start = len(profile.calls)
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
-        self._frames = [_FRAMES[unit.mode] for unit in units]
+        self._frames = [PackedSwapFrame if unit.packs else _FRAMES[unit.mode] for unit in units]
         self._current: Unit | None = None  # the unit whose backward runs
         self._current_frame: Callable[[], Frame | None] = _no_frame  # a weak reference to the call in its forward
         # A weak reference to the callback that autograd calls at the end of backward. It is dead if backward raised.

@@ -21,6 +21,7 @@ class Unit:
     label: str
     module: nn.Module
     mode: BlockMode
+    packs: bool  # what it swaps goes to host memory in one buffer
     chunks: list[Chunk]  # the chunks that it needs in buffers
     members: list[Member]  # its parameters in those
     persistent_chunks: list[Chunk]  # the persistent chunks that it needs
@@ -44,6 +45,7 @@ def make_units(
                 label=record.name or type(model).__name__,
                 module=module,
                 mode=BlockMode.NONE if record.block is None else plan.block_modes[record.block],
+                packs=record.block is not None and plan.packs(record.block),
                 chunks=[chunk for chunk in own_chunks if not chunk.persistent],
                 members=[member for member in own_members if not member.chunk.persistent],
                 persistent_chunks=[chunk for chunk in own_chunks if chunk.persistent],

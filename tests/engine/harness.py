@@ -42,13 +42,12 @@ class Spec:
     speculate: bool = False  # speculative updates
     weights: bool = False  # they compute weights only
     whole: bool = False  # except for half of them, rounded down
-    stream: bool = (
-        False  # the device updates half of the chunks in host memory, or of those without speculative updates
-    )
+    stream: bool = False  # the device updates half of the chunks in host memory that have no speculative update
     attention: bool = False  # kept by recomputed blocks
+    packed: bool = False  # what swapped blocks save goes to host memory in one buffer
 
     def __str__(self) -> str:
-        names = ("small", "speculate", "weights", "whole", "stream", "attention")
+        names = ("small", "speculate", "weights", "whole", "stream", "attention", "packed")
         chosen = {name: getattr(self, name) for name in names}
         marks = "".join(f"-{name}" for name, is_so in chosen.items() if is_so)
         return f"{self.persist}-{self.buffers}-{''.join(_LETTERS[mode] for mode in self.modes)}{marks}"
@@ -62,10 +61,10 @@ PLANS = (
     Spec("some", "least", (NONE,)),
     Spec("some", "middle", (CKPT,), speculate=True, attention=True),
     Spec("some", "all", (SWAP, CKPT, NONE), small=True),
-    Spec("some", "least", (SWAP,), small=True),
+    Spec("some", "least", (SWAP,), small=True, packed=True),
     Spec("none", "least", (NONE,)),
     Spec("none", "least", (CKPT,)),
-    Spec("none", "least", (SWAP,), speculate=True),
+    Spec("none", "least", (SWAP,), speculate=True, packed=True),
     Spec("none", "least", (CKPT, NONE, SWAP), small=True, speculate=True),
     Spec("none", "middle", (SWAP, SWAP, NONE), small=True),
     Spec("none", "all", (CKPT, NONE)),
@@ -80,7 +79,7 @@ PLANS = (
 FEW_PLANS = (
     Spec("none", "least", (NONE,)),
     Spec("none", "least", (CKPT,), small=True, speculate=True, attention=True),
-    Spec("some", "least", (SWAP, CKPT)),
+    Spec("some", "least", (SWAP, CKPT), packed=True),
     Spec("all", "least", (CKPT, SWAP, NONE)),
     Spec("some", "least", (CKPT_SWAP, CKPT_SWAP, NONE, SWAP), small=True, attention=True),
     Spec("none", "least", (CKPT, NONE), speculate=True, stream=True),
@@ -100,6 +99,7 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside
     least, most = memory.least_buffers(n_persist), memory.all_buffers(n_persist)
     modes = tuple(spec.modes[index % len(spec.modes)] for index in range(len(profile.blocks)))
     n_speculate = (away // 2 if spec.stream else away) if spec.speculate and not inside else 0
+    n_weight_only = (n_speculate - n_speculate // 2 if spec.whole else n_speculate) if spec.weights else 0
     candidates = [chunk for chunk in updated_chunks(profile, layout) if chunk >= n_persist + n_speculate]
     plan = evaluate(
         profile,
@@ -110,14 +110,13 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside
         n_ckpt=modes.count(CKPT) + modes.count(CKPT_SWAP),
         n_ckpt_swap=modes.count(CKPT_SWAP),
         n_speculate=n_speculate,
-        early_weights=spec.weights,
-        n_whole=n_speculate // 2 if spec.whole else 0,
+        n_weight_only=n_weight_only,
         n_stream=-(-len(candidates) // 2) if spec.stream else 0,
         keep_attention=spec.attention,
         chunk_elements=chunk_elements,
         step_during_backward=inside,
     )
-    plan = dataclasses.replace(plan, block_modes=modes)
+    plan = dataclasses.replace(plan, block_modes=modes, pack_swaps=(spec.packed,) * len(modes))
     return check(plan, profile, hardware, step_during_backward=inside)
 
 

@@ -127,7 +127,7 @@ def test_bits(family: str, n_persist: int, mode: Any, large_first: bool, inside:
     assert_same(states(wrapped, optimizer), final)
 
 
-@pytest.mark.parametrize("counts", [{"n_speculate": 100}, {"n_speculate": 100, "early_weights": True}, {"n_stream": 2}])
+@pytest.mark.parametrize("counts", [{"n_speculate": 100}, {"n_speculate": 100, "n_weight_only": 100}, {"n_stream": 2}])
 @pytest.mark.parametrize("large_first", [False, True])
 def test_bits_where_updates_are_speculative_or_streamed(
     counts: dict[str, Any], large_first: bool, device: torch.device

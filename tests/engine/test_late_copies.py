@@ -41,7 +41,7 @@ WIDTH = 16
 SPECS = (
     *FEW_PLANS,
     Spec("none", "middle", (SWAP,), speculate=True),
-    Spec("none", "all", (SWAP, NONE), small=True),
+    Spec("none", "all", (SWAP, NONE), small=True, packed=True),
     Spec("none", "least", (CKPT_SWAP,), speculate=True),
 )
 # The first meets all of these plans, each of the others half: that is what a CPU's minutes allow.

@@ -58,6 +58,7 @@ def engine_state(optimizer: ProTrainOptimizer) -> dict[str, Any]:
     [
         Spec("some", "least", (SWAP, CKPT, NONE)),
         Spec("none", "least", (SWAP,)),
+        Spec("none", "least", (SWAP,), packed=True),
         Spec("none", "least", (CKPT_SWAP,)),
         Spec("some", "least", (CKPT_SWAP, SWAP), attention=True),
     ],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import protrain
-from protrain.profiler.meter import CudaMeter, StorageMeter
+from protrain.profiler.memory_meter import CudaMeter, StorageMeter
 from tests.engine.harness import CKPT, NONE, Batch, Loop, Spec, adamw, assert_same, states, wrap_under
 from tests.engine.plain_loop import rounded
 

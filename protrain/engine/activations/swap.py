@@ -3,16 +3,18 @@
 After forward each distinct storage is copied to the host arena; the device memory is given up when the next unit is
 done, by when the copies are. In backward the block before the current one in forward order is fetched ahead.
 
-SWAP moves what the block saves. Its inputs stay on the device: its neighbours hold them anyway. CKPT_SWAP moves the
-inputs, which are all that a recomputed block keeps; where neighbours are recomputed too, nobody else holds them.
+SWAP moves what the block saves, each storage by itself or, where the plan says so, packed into one buffer
+(:mod:`protrain.engine.activations.packed`). Its inputs stay on the device: its neighbours hold them anyway. CKPT_SWAP
+moves the inputs, which are all that a recomputed block keeps; where neighbours are recomputed too, nobody else holds
+them.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -25,37 +27,43 @@ from protrain.engine.activations.saved import INPUTS, SAVED, CheckpointFrame, Fr
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.units import Unit
+from protrain.planning.plan import SWAP_ALIGNMENT_BYTES
 
-ALIGNMENT_BYTES = 256  # of every storage, on either side
 _SMALLEST_BYTES = 512  # smaller storages (random seeds, scalars) are not worth a copy: the allocator's grain
 
 
 def aligned(count: int) -> int:
     """``count`` bytes rounded up to the alignment of swapped storages."""
-    return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-count // SWAP_ALIGNMENT_BYTES) * SWAP_ALIGNMENT_BYTES
 
 
 @dataclass(slots=True)
-class _Storage:
-    """One distinct storage: on the device before the offload and after the fetch, on the host in between."""
+class Storage:
+    """One thing that is copied: on the device before the offload and after the fetch, on the host in between."""
 
     size_bytes: int
     device: Tensor | None  # 1-d uint8
     host: Tensor | None = None
-    users: int = 0  # tensors that are views of it
+    users: int = 0  # tensors that lie in it
     waiting: int = 0  # of those, not yet rebuilt in this backward
 
 
 @dataclass(slots=True)
-class MovedView:
-    """A tensor whose storage is moved."""
+class MovedTensor:
+    """What stands for a tensor that is moved."""
 
-    storage: _Storage
+    storage: Storage
+    written_over: bool = field(default=False, init=False)  # before the copy to the host was done
+
+
+@dataclass(slots=True)
+class _MovedView(MovedTensor):
+    """A tensor whose storage is moved by itself."""
+
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    written_over: bool = False  # before the copy to the host was done
 
 
 class HostSlots:
@@ -111,8 +119,8 @@ class Moved:
     def __init__(self, engine: SwapEngine, unit: Unit) -> None:
         self.unit = unit
         self._engine = engine
-        self._storages: dict[int, _Storage] = {}
-        self._watched: list[tuple[MovedView, Tensor, int]] = []  # until the copies are done: [Note: written over]
+        self._storages: dict[int, Storage] = {}
+        self._watched: list[tuple[MovedTensor, Tensor, int]] = []  # until the copies are done: [Note: written over]
         self._on_host = False
         self._fetched = False
         self._offload_done = engine.streams.mark()
@@ -125,19 +133,21 @@ class Moved:
         """Whether ``tensor`` can be moved, and it saves device memory: a persistent weight stays where it is."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return False
+        if tensor.device.type != self._engine.device.type:
+            return False
         address, size_bytes = storage_address(tensor), tensor.untyped_storage().nbytes()
         return address != 0 and size_bytes >= _SMALLEST_BYTES and address not in self._engine.weight_storages
 
-    def add(self, tensor: Tensor) -> MovedView:
+    def add(self, tensor: Tensor) -> MovedTensor:
         """Have the storage of ``tensor`` moved. Returns what to keep in its place."""
         address = storage_address(tensor)
         storage = self._storages.get(address)
         if storage is None:
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self._engine.ledger.hold(flat)
-            storage = self._storages[address] = _Storage(tensor.untyped_storage().nbytes(), flat)
+            storage = self._storages[address] = Storage(tensor.untyped_storage().nbytes(), flat)
         storage.users += 1
-        view = MovedView(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        view = _MovedView(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         self._watched.append((view, tensor.detach(), tensor._version))
         return view
 
@@ -185,7 +195,7 @@ class Moved:
             raise
         self._fetched = True
 
-    def _upload(self, missing: list[_Storage]) -> None:
+    def _upload(self, missing: list[Storage]) -> None:
         streams = self._engine.streams
         allocated = streams.mark()
         for storage in missing:
@@ -198,30 +208,37 @@ class Moved:
             assert storage.host is not None
             streams.upload(storage.device[: storage.size_bytes], storage.host, after=allocated, done=self._fetch_done)
 
-    def rebuild(self, view: MovedView) -> Tensor:
+    def rebuild(self, moved: MovedTensor) -> Tensor:
         """The tensor as it was, on the device: a leaf that requires no gradient."""
-        storage = view.storage
+        assert isinstance(moved, _MovedView)
+        memory = self._for_one_user(moved.storage)
+        whole = memory[: moved.storage.size_bytes // moved.dtype.itemsize * moved.dtype.itemsize]
+        return whole.view(moved.dtype).as_strided(moved.shape, moved.stride, moved.offset)
+
+    def _for_one_user(self, storage: Storage) -> Tensor:
+        """The device memory of ``storage``, for a tensor that lies in it. With the last one the frame drops it."""
         if storage.device is None:
             self._fetched = False  # others may still be there: a backward before this one did not need them
             self.fetch()
         if self._on_host:
             self._engine.streams.compute_waits(self._fetch_done)
-        assert storage.device is not None
-        whole = storage.device[: storage.size_bytes // view.dtype.itemsize * view.dtype.itemsize]
-        tensor = whole.view(view.dtype).as_strided(view.shape, view.stride, view.offset)
+        memory = storage.device
+        assert memory is not None
         storage.waiting -= 1
         if storage.waiting == 0 and self._on_host:
             storage.device = None  # autograd frees what it has used node by node; so does the frame
             self._fetched = any(other.device is not None for other in self._storages.values())
-        return tensor
+        return memory
 
 
 class SwapFrame(Frame):
     """Moves what is saved to host memory and back (SWAP)."""
 
+    moved_class: ClassVar[type[Moved]] = Moved
+
     def __init__(self, engine: SwapEngine, unit: Unit) -> None:
         super().__init__(engine, unit)
-        self.moved = Moved(engine, unit)
+        self.moved = self.moved_class(engine, unit)
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,7 +258,7 @@ class SwapFrame(Frame):
 
     @override
     def rebuild(self, packed: Any) -> Tensor:
-        if not isinstance(packed, MovedView):
+        if not isinstance(packed, MovedTensor):
             return super().rebuild(packed)
         if packed.written_over:
             raise self.written_over(SAVED)
@@ -250,7 +267,7 @@ class SwapFrame(Frame):
 
 @dataclass(frozen=True, slots=True)
 class _MovedInput(Leaf):
-    view: MovedView
+    view: MovedTensor
     requires_grad: bool
 
 

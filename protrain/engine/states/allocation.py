@@ -54,16 +54,15 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory, *, streamed: C
     """All chunks, with zeros in their states. The arena is reserved in one piece.
 
     Persistent chunks have their weights and masters only, until :func:`complete_chunks` gives them the rest. The first
-    ``plan.n_speculate`` of the other chunks get a second copy of the states that an update writes. With
-    ``plan.early_weights``, all but the last ``plan.n_whole`` of these get a second copy of the weight only. All states
-    of the chunks whose indices are in ``streamed`` are pinned, as the device updates them. Gradients that share memory
-    are not allocated here, but the arena is reserved for them too.
+    ``plan.n_speculate`` of the other chunks get a second copy of the states that an update writes, and the first
+    ``plan.n_weight_only`` of these a second copy of the weight only. All states of the chunks whose indices are in
+    ``streamed`` are pinned, as the device updates them. Gradients that share memory are not allocated here, but the
+    arena is reserved for them too.
     """
     dtype, arena = memory.dtype, memory.arena
     offloaded = layout.chunks[plan.n_persist :]
     sizes = [size for record in offloaded for size in size_bytes(record, planned_states(record, layout, plan, dtype))]
-    n_weight_only = plan.n_speculate - plan.n_whole if plan.early_weights else 0
-    weight_only = {record.index for record in offloaded[:n_weight_only] if record.trainable}
+    weight_only = {record.index for record in offloaded[: plan.n_weight_only] if record.trainable}
     copied = {
         record.index: {"weight": dtype} if record.index in weight_only else _weight_states(record, plan, dtype)
         for record in offloaded[: plan.n_speculate]

@@ -8,10 +8,9 @@ If it was, the copies are exchanged, which costs nothing. If it was not, the upd
 nobody has touched. Either way the bits are those of an update at step(). After a step that was not as assumed, the next
 step has no speculative updates.
 
-The next forward needs nothing but weights. With ``early_weights`` in the plan a speculative update computes the weight
-only, which takes less memory and time. The other states are updated after all updates that a forward waits for; such an
-update is called deferred. The host computes more in all, but not while the step waits for it. In one plan some chunks
-may have a copy of all states and others a copy of the weight (``n_whole``).
+The next forward needs nothing but weights. So the speculative updates of ``Plan.n_weight_only`` chunks compute the
+weight only, which takes less memory and time. The other states are updated after all updates that a forward waits for;
+such an update is called deferred. The host computes more in all, but not while the step waits for it.
 
 Gradients arrive in the opposite order to that in which the next forward needs their chunks. So a speculative update
 that the host has not begun by the end of backward is not done; the chunk is updated in the order of need instead. The

@@ -48,9 +48,9 @@ def test_one_step_is_done_again_when_all_are_clipped(spec: Spec, device: torch.d
     optimizer, n_chunks = trained(clipping(1e-3), device, spec)
     assert counts(optimizer) == (n_chunks, n_chunks)
     # What is done again was a whole update before, or of a weight alone, which does not count.
-    n_alone = optimizer.plan.n_speculate - optimizer.plan.n_whole if spec.weights else 0
+    n_weight_only = optimizer.plan.n_weight_only
     sizes = [chunk.elements for chunk in optimizer._engine.chunks]
-    assert updated_on_host(optimizer) == pytest.approx(STEPS + sum(sizes[n_alone:]) / sum(sizes), rel=1e-12)
+    assert updated_on_host(optimizer) == pytest.approx(STEPS + sum(sizes[n_weight_only:]) / sum(sizes), rel=1e-12)
 
 
 def test_some_are_done_again_when_some_steps_are_clipped(spec: Spec, device: torch.device) -> None:

@@ -137,8 +137,8 @@ def test_host_memory_is_as_planned(spec: Spec, device: torch.device) -> None:
         make_plan(dataclasses.replace(spec, speculate=speculate), profile, device) for speculate in (True, False)
     )
     sizes = [chunk.elements for chunk in layout_of(profile, with_room).chunks]
-    n_alone = with_room.n_speculate - with_room.n_whole if spec.weights else 0
-    assert with_room.host_bytes - without.host_bytes == 2 * sum(sizes[:n_alone]) + 12 * sum(sizes[n_alone:])
+    n_weight_only = with_room.n_weight_only
+    assert with_room.host_bytes - without.host_bytes == 2 * sum(sizes[:n_weight_only]) + 12 * sum(sizes[n_weight_only:])
     _, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     assert optimizer.plan.host_bytes == with_room.host_bytes
     report = optimizer.report()

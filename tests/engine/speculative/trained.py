@@ -40,9 +40,10 @@ def trained(
     assert_same(states(wrapped, optimizer), states(plain, trainer))
     plan = optimizer.plan
     assert plan.n_speculate == plan.n_chunks - plan.n_persist > 0
-    assert plan.early_weights == spec.weights
-    assert plan.n_whole == (plan.n_speculate // 2 if spec.whole else 0)
-    assert not spec.whole or 0 < plan.n_whole < plan.n_speculate
+    n_whole = plan.n_speculate - plan.n_weight_only
+    assert (plan.n_weight_only > 0) == spec.weights
+    assert not spec.weights or n_whole == (plan.n_speculate // 2 if spec.whole else 0)
+    assert not spec.whole or 0 < n_whole < plan.n_speculate
     return optimizer, plan.n_speculate
 
 
