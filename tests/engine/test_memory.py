@@ -86,7 +86,7 @@ class _Rectified(nn.Module):
         return x.square().mean()
 
 
-def test_moved_inputs_that_something_else_keeps_stay_in_the_plan() -> None:
+def test_offloaded_inputs_that_something_else_keeps_stay_in_the_plan() -> None:
     torch.manual_seed(0)
     model: nn.Module = _Rectified()
     x = torch.randn(512, 64)

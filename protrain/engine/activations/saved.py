@@ -82,10 +82,10 @@ class Copy(torch.autograd.Function):
 class Offloads(Protocol):
     """What a frame asks of :class:`protrain.engine.activations.swap.Swaps`."""
 
-    def called(self, arguments: Any) -> set[int]:
+    def unit_called(self, arguments: Any) -> set[int]:
         """A unit is called with ``arguments``. Returns the storages among them that the unit before was given, too."""
 
-    def settle(self) -> None:
+    def free_offloaded(self) -> None:
         """Free the device memory of the block whose offload is under way."""
 
 
@@ -124,10 +124,10 @@ class Frame:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``function`` so that what it saves goes through this frame."""
-        self.shared = self.engine.swaps.called((args, kwargs))
+        self.shared = self.engine.swaps.unit_called((args, kwargs))
         with saved_tensors_hooks(self.pack, self.unpack):
             output = function(*args, **kwargs)
-        self.engine.swaps.settle()  # the offload of the block before had the time of this forward
+        self.engine.swaps.free_offloaded()  # the offload of the block before had the time of this forward
         return output
 
     def pack(self, tensor: Tensor) -> Any:
