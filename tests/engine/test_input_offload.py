@@ -117,9 +117,7 @@ def test_nested_views_and_shared_tensors_have_the_bits_of_the_plain_loop(
     check_equal_to_plain(make_rows, rows(), device=device, dtype=dtype, specs=MOVES)
 
 
-def test_the_inputs_of_each_block_are_offloaded_once_and_shared_tensors_stay(
-    device: torch.device, offloaded: list[int]
-) -> None:
+def test_inputs_are_offloaded_once_and_shared_tensors_stay(device: torch.device, offloaded: list[int]) -> None:
     for modes, count in (((CKPT_SWAP,), DEPTH), ((CKPT_SWAP, CKPT), DEPTH // 2), ((CKPT,), 0)):
         model = make_rows()
         wrapped, optimizer = wrap_under(Spec("none", "least", modes), model, adamw(model), rows()[0], device=device)
