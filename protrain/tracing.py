@@ -94,7 +94,9 @@ class _Recorder:
         self._names = {}  # names of weights by their address in host memory
         for chunk in engine.chunks:
             self._names[chunk.weight.data_ptr()] = f"weights {chunk.index}"
-            second = chunk.early_weight if chunk.spare is None else chunk.spare.weight  # uploads read one or the other
+            # After a speculative update was committed, uploads read its weight.
+            states = chunk.speculative_states
+            second = chunk.speculative_weight if states is None else states.weight
             if second is not None:
                 self._names[second.data_ptr()] = f"weights {chunk.index}"
 

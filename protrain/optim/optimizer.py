@@ -19,7 +19,7 @@ from protrain.engine.engine import Engine
 from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.states.groups import Groups, check_options
-from protrain.engine.states.of_parameters import check_shapes, export_state, import_state
+from protrain.engine.states.parameter_state import check_shapes, export_state, import_state
 from protrain.engine.states.values import read_master, read_weight, write_weight
 from protrain.engine.updates.updates import Scale, Updates
 from protrain.hardware import HardwareProfile
@@ -122,13 +122,13 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._clock.tick(updated=False)
             return result
         used = 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used
-        self._updates.step(self._gradient_scale(factor, used), supposed=used)
+        self._updates.step(self._gradient_scale(factor, used), assumed=used)
         self._end_step()
         return result
 
     def _end_step(self) -> None:
         self._engine.steps += 1
-        self._engine.expect_forward()
+        self._engine.prefetch_next_forward()
         self._clock.tick(updated=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -192,7 +192,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         The master is used only if the state is loaded at the step at which it was saved (``master_step``), and not
         after steps that another optimizer made with it. In float16 the state also has the loss scale.
         """
-        self._engine.refuse_while_whole("the optimizer's state_dict()")
+        self._engine.bindings.refuse_inside_full_parameters("the optimizer's state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._groups.check(self.param_groups)
@@ -208,7 +208,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the groups or shapes are those of another model, or an option of a group is not supported.
         """
-        self._engine.refuse_while_whole("the optimizer's load_state_dict()")
+        self._engine.bindings.refuse_inside_full_parameters("the optimizer's load_state_dict()")
         self._groups.check(self.param_groups)
         state_dict = self._through(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
         check_options(state_dict["param_groups"])
@@ -250,7 +250,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         A trainable parameter has ``master``, ``exp_avg`` and ``exp_avg_sq`` (fp32, in the parameter's shape) and
         ``step``. A frozen one has ``weight``.
         """
-        self._engine.refuse_while_whole("export_parameter()")
+        self._engine.bindings.refuse_inside_full_parameters("export_parameter()")
         member = self._by_name[name]
         with self._engine.quiet():
             if member.group < 0:
@@ -271,7 +271,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def import_parameter(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Set what :meth:`export_parameter` returned. A ValueError names a wrong name or shape."""
-        self._engine.refuse_while_whole("import_parameter()")
+        self._engine.bindings.refuse_inside_full_parameters("import_parameter()")
         self.check_parameter(name, tensors)
         member = self._by_name[name]
         with self._engine.quiet():
@@ -367,7 +367,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             )
         if self.step_during_backward:
             self._check_hyperparameters()
-            self._engine.refuse_edits()  # step() would be too late
+            self._engine.bindings.refuse_edits()  # step() would be too late
         if not self._engine.gradients.no_sync:
             self._groups.check(self.param_groups)
             self._updates.backward_begins()
@@ -381,8 +381,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             if not all(member.index in gradients.delivered for member in chunk.members):
                 continue
             if not self.step_during_backward:
-                self._updates.begin_early(chunk, 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used)
-            elif not self._engine.held(chunk):
+                self._updates.speculate(chunk, 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used)
+            elif not self._engine.in_use(chunk):
                 self._updates.update_inside(chunk)
                 self._engine.updated_inside.add(chunk.index)
 

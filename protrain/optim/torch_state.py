@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.of_parameters import check_shapes, export_state, of_its_step
+from protrain.engine.states.parameter_state import check_shapes, export_state, with_master_step
 
 Groups = list[dict[str, Any]]
 
@@ -18,7 +18,7 @@ def pack_state(groups: Groups, members: Iterable[Member], steps: list[int]) -> d
     for member in members:
         # Before its first step a parameter has state to keep only if it has a master.
         if steps[member.index] or member.chunk.master is not None:
-            state[numbers[id(member.parameter)]] = of_its_step(export_state(member, steps))
+            state[numbers[id(member.parameter)]] = with_master_step(export_state(member, steps))
     packed = []
     for group in groups:
         own = {key: value for key, value in group.items() if key != "params"}

@@ -22,7 +22,7 @@ from bench.planner.descent import again, descend
 from bench.planner.draw import draw
 from bench.planner.measure import Point, build, measure
 from bench.planner.results import CaseResult, Results
-from protrain.engine.updates.updates import _Round
+from protrain.engine.updates.updates import _Window
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.profiler import ModelProfile
@@ -270,7 +270,7 @@ def test_cases_of_regret_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_point_says_how_many_updates_were_early(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    monkeypatch.setattr(_Round, "is_over", lambda _: False)  # as if the host were always in time
+    monkeypatch.setattr(_Window, "is_closed", lambda _: False)  # as if the host were always in time
     chosen = measure(SMOKE[0], None, device, steps=1)
     plan = replace(chosen.plan, n_persist=1, n_buffer=chosen.plan.n_chunks - 1, n_speculate=2)
     point = measure(SMOKE[0], plan, device, steps=1)

@@ -26,7 +26,7 @@ from tests.engine.residual import Block, batches
 
 SPECS = (
     Spec("none", "least", (NONE,)),
-    Spec("none", "least", (CKPT,), small=True, early=True),
+    Spec("none", "least", (CKPT,), small=True, speculate=True),
     Spec("some", "least", (SWAP, CKPT), packed=True),
     Spec("all", "least", (NONE,)),
 )

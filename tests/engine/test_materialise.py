@@ -290,7 +290,7 @@ def test_a_model_whose_wrap_failed_halfway_is_not_taken_for_one(
     reference: Any = saved("gpt2", tmp_path, shards=False, prefix=True)
     model: Any = type(reference).from_pretrained(tmp_path)
 
-    def fail(**_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise error
 
     with monkeypatch.context() as patch:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protrain.engine.activations.packed import PackedMoved
+from protrain.engine.activations.packed import PackedOffload
 from protrain.engine.streams import streams_for
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain_kernels import PackPlan
@@ -34,7 +34,9 @@ from tests.engine.true_memory import make_batch, make_model, train, true_peak_by
 CPU = torch.device("cpu")
 WIDTH, DEPTH = 32, 4
 BOTH = [Spec("none", "least", (SWAP,), packed=packed) for packed in (False, True)]
-MIXED = [Spec("some", "least", (SWAP, CKPT, NONE), small=True, early=True, packed=packed) for packed in (False, True)]
+MIXED = [
+    Spec("some", "least", (SWAP, CKPT, NONE), small=True, speculate=True, packed=packed) for packed in (False, True)
+]
 
 
 class Block(nn.Module):
@@ -157,7 +159,7 @@ def test_the_originals_are_freed_when_they_are_packed() -> None:
     model, optimizer = wrap_under(spec, model, adamw(model), stack_batches()[0], device=CPU)
     swaps = optimizer._engine.swaps
     output = model(*stack_batches()[0])
-    [first, *_] = [moved for ref in swaps._order if isinstance(moved := ref(), PackedMoved)]
+    [first, *_] = [moved for ref in swaps._order if isinstance(moved := ref(), PackedOffload)]
     assert not first._originals
     assert first._buffer.device is None
     assert first._buffer.host is not None

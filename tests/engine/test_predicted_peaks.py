@@ -26,7 +26,7 @@ def planned_to_true(
 
 
 class _Outputs(nn.Module):
-    """A unit with an output of every weight: all gradients come in one stretch of backward."""
+    """A unit with an output of every weight: all gradients arrive before backward leaves it."""
 
     def __init__(self) -> None:
         super().__init__()

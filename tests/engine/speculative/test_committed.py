@@ -1,4 +1,4 @@
-"""Updates before step(): adopted when the step is as supposed, done again from untouched states when it is not."""
+"""Updates before step(): committed when the step is as assumed, done again from untouched states when it is not."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from protrain.engine.states import chunks
-from protrain.engine.updates.turns import Ahead
-from protrain.engine.updates.updates import _Round
+from protrain.engine.updates.ordering import CommitsFirst
+from protrain.engine.updates.updates import _Window
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
-from tests.engine.early_updates.trained import STEPS, clipping, counts, trained, updated_on_host
 from tests.engine.harness import (
     NONE,
     Batch,
@@ -32,11 +31,12 @@ from tests.engine.harness import (
     wrap_under,
 )
 from tests.engine.plain_loop import prepare_plain
+from tests.engine.speculative.trained import STEPS, clipping, counts, trained, updated_on_host
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("max_norm", [None, 1e6], ids=["no-clipping", "never-clipped"])
-def test_all_are_adopted_when_nothing_is_clipped(
+def test_all_are_committed_when_nothing_is_clipped(
     spec: Spec, device: torch.device, dtype: torch.dtype, max_norm: float | None
 ) -> None:
     optimizer, n_chunks = trained(clipping(max_norm), device, spec, dtype=dtype)
@@ -48,9 +48,9 @@ def test_one_step_is_done_again_when_all_are_clipped(spec: Spec, device: torch.d
     optimizer, n_chunks = trained(clipping(1e-3), device, spec)
     assert counts(optimizer) == (n_chunks, n_chunks)
     # What is done again was a whole update before, or of a weight alone, which does not count.
-    n_alone = optimizer.plan.n_speculate - optimizer.plan.n_whole if spec.weights else 0
+    n_weight_only = optimizer.plan.n_weight_only
     sizes = [chunk.elements for chunk in optimizer._engine.chunks]
-    assert updated_on_host(optimizer) == pytest.approx(STEPS + sum(sizes[n_alone:]) / sum(sizes), rel=1e-12)
+    assert updated_on_host(optimizer) == pytest.approx(STEPS + sum(sizes[n_weight_only:]) / sum(sizes), rel=1e-12)
 
 
 def test_some_are_done_again_when_some_steps_are_clipped(spec: Spec, device: torch.device) -> None:
@@ -71,7 +71,7 @@ def test_some_are_done_again_when_some_steps_are_clipped(spec: Spec, device: tor
 
 
 def test_with_persistent_chunks_as_well(device: torch.device) -> None:
-    optimizer, n_chunks = trained(clipping(1e6), device, Spec("some", "least", (NONE,), small=True, early=True))
+    optimizer, n_chunks = trained(clipping(1e6), device, Spec("some", "least", (NONE,), small=True, speculate=True))
     assert counts(optimizer) == (STEPS * n_chunks, 0)
 
 
@@ -83,7 +83,7 @@ def test_accumulation_begins_in_the_last_backward(spec: Spec, device: torch.devi
     assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
 
 
-def test_what_the_host_has_not_begun_by_the_end_of_backward_is_not_early(
+def test_what_the_host_has_not_begun_by_the_end_of_backward_is_not_speculative(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
@@ -110,7 +110,7 @@ def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch, inside: bool, idle: int
 ) -> None:
     data, model = residual.batches(STEPS), residual.make()
-    ahead = dataclasses.replace(spec, early=not inside)
+    ahead = dataclasses.replace(spec, speculate=not inside)
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "step_during_backward": inside}
     wrapped, optimizer = wrap_under(ahead, model, adamw(model), data[0], **options)
     n_chunks, begun = optimizer.plan.n_chunks, itertools.count(1)
@@ -121,13 +121,13 @@ def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
         return sum(name.startswith("update") for name, _, _ in times) % n_chunks < idle
 
     # As if the host had begun all but the last before backward was over, and the link had time for so many chunks.
-    monkeypatch.setattr(_Round, "is_over", lambda _: next(begun) % n_chunks == 0)
-    monkeypatch.setattr(optimizer._updates._ahead, "_link_is_idle", link_is_idle)
+    monkeypatch.setattr(_Window, "is_closed", lambda _: next(begun) % n_chunks == 0)
+    monkeypatch.setattr(optimizer._updates._commits, "_link_is_idle", link_is_idle)
     losses = Loop().run(wrapped, optimizer, data)
     found = states(wrapped, optimizer)
     order = [int(name.split()[-1]) for name, _, _ in times if name.startswith("update")]
-    kind = "weight" if spec.weights and not inside else "update"
-    assert times[n_chunks - 1][0] == f"early {kind} 0", "its gradient comes last"
+    kind = "backward update" if inside else f"speculative {'weight' if spec.weights else 'update'}"
+    assert times[n_chunks - 1][0] == f"{kind} 0", "its gradient comes last"
     assert order == STEPS * [*range(1, 1 + idle), 0, *range(1 + idle, n_chunks)]
     plain, trainer = prepare_plain(again := residual.make(), adamw(again), device=device, dtype=torch.bfloat16)
     assert Loop().run(plain, trainer, data) == losses
@@ -144,8 +144,8 @@ def test_a_chunk_updated_in_stretches_has_the_same_bits(
         adam(weight, *args, **options)
 
     monkeypatch.setattr(chunks, "adam", noted)
-    monkeypatch.setattr(chunks, "_STRETCH", 256)
-    monkeypatch.setattr(Ahead, "take", lambda _: True)
+    monkeypatch.setattr(chunks, "_SLICE", 256)
+    monkeypatch.setattr(CommitsFirst, "run", lambda _: True)
     trained(clipping(1e-3), device, spec)
     assert max(sizes) == 256
 
@@ -169,7 +169,7 @@ def test_two_steps_in_a_row_clip_each_by_its_own_factor(
     data, model = residual.batches(1), residual.make()
     _, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     n_chunks = optimizer.plan.n_chunks
-    monkeypatch.setattr(_Round, "is_over", lambda _: next(begun) % n_chunks == 0)  # all but the last are made early
+    monkeypatch.setattr(_Window, "is_closed", lambda _: next(begun) % n_chunks == 0)  # all but the last are speculative
     monkeypatch.setattr(chunks, "adam", slow)
     trained(run, device, spec)
 

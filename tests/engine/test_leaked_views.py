@@ -61,7 +61,7 @@ def make(keeps: str) -> nn.Module:
         return model
 
 
-KEPT = r"1\.0 keeps a view of a weight \(1\.0\.linear\.weight, .*\) beyond its for"
+KEPT = r"1\.0 keeps a view of a weight \(1\.0\.linear\.weight, .*\) after its for"
 
 
 @pytest.mark.parametrize("keeps", ["nothing", "cycle"])

@@ -1,4 +1,4 @@
-"""Inside backward, chunks take turns in a few regions for their gradients: the bits stay, the memory does not."""
+"""Inside backward chunks share a few buffers for their gradients: the bits stay the same, and memory is less."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from protrain.common.errors import PlanError
 from protrain.engine.gradients.gradients import Gradients
-from protrain.engine.gradients.regions import Regions
+from protrain.engine.gradients.pool import GradientPool
 from protrain.engine.states.arena import aligned
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Streams
@@ -97,7 +97,7 @@ def test_the_bits_are_those_of_gradients_with_room_of_their_own(
 def test_accumulation_in_no_sync_gives_the_same_bits(
     wrapped: Wrap, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch, spec: Spec
 ) -> None:
-    """What only accumulates must outlast its region; steps before and after do with regions alone."""
+    """Gradients under no_sync() must outlast their shared buffers; steps before and after need no accumulators."""
     forbid_more(monkeypatch)
     batches = [tiny_batch(seed) for seed in range(10)]
     results = []
@@ -123,14 +123,14 @@ def residual_under(spec: Spec, *, inside: bool, **options: Any) -> Wrapped:
     "kind", [Lateness("late"), Lateness("early"), *(Lateness("random", n) for n in range(3))], ids=str
 )
 @pytest.mark.parametrize("spec", [SPECS[1], SPECS[2], SPECS[4]], ids=str)
-def test_a_region_is_handed_on_when_nothing_reads_it_any_more(
+def test_a_buffer_is_handed_on_when_nothing_reads_it_any_more(
     spec: Spec, kind: Lateness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies and updates come as late as the engine's own ordering allows."""
     data = residual.batches(6)
     model, optimizer = residual_under(spec, inside=False)
     expected = Loop().run(model, optimizer, data), states(model, optimizer)
-    monkeypatch.setattr("protrain.engine.states.chunks._STRETCH", 128)
+    monkeypatch.setattr("protrain.engine.states.chunks._SLICE", 128)
     with kind.applied(monkeypatch):
         model, optimizer = residual_under(spec, inside=True)
         assert 0 < optimizer.plan.n_host_gradient < optimizer.plan.n_chunks / 2
@@ -142,9 +142,9 @@ def forbid_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of engines that are yet to be built."""
 
     def no_more(_: Gradients) -> Tensor:
-        raise AssertionError("there are as many regions as are needed")
+        raise AssertionError("there are as many buffers as are needed")
 
-    for name in ("_another_on_host", "_another_on_device"):
+    for name in ("_add_host_buffer", "_add_device_buffer"):
         monkeypatch.setattr(Gradients, name, no_more)
 
 
@@ -187,7 +187,7 @@ def trained(model: nn.Module, optimizer: ProTrainOptimizer) -> tuple[list[float]
     return values, states(model, optimizer)
 
 
-def test_chunks_that_wait_for_the_end_of_backward_get_more_regions(device: torch.device) -> None:
+def test_chunks_that_wait_for_the_end_of_backward_get_more_buffers(device: torch.device) -> None:
     """One of which some parameters get no gradient is complete only then; the planned batch used them all."""
     expected = trained(*layers_under(inside=False, device=device))
     model, optimizer = layers_under(inside=True, device=device)
@@ -204,7 +204,7 @@ def test_chunks_that_wait_for_the_end_of_backward_get_more_regions(device: torch
     assert 0 < made <= n_more
 
 
-def test_a_backward_that_fails_keeps_no_region(device: torch.device) -> None:
+def test_a_backward_that_fails_keeps_no_buffer(device: torch.device) -> None:
     model, optimizer = layers_under(inside=True, device=device)
     for layer in model.children():
         assert isinstance(layer, Layer)
@@ -213,10 +213,10 @@ def test_a_backward_that_fails_keeps_no_region(device: torch.device) -> None:
     layers[1].fails = True
     with pytest.raises(ArithmeticError, match="backward fails"):
         default_loss(model, (torch.ones(4, WIDTH),)).backward()
-    [regions] = optimizer._engine.gradients._regions.values()
-    assert regions._borrowed, "of chunks of which a parameter got no gradient"
+    [pool] = optimizer._engine.gradients._pools.values()
+    assert pool._in_use, "of chunks of which a parameter got no gradient"
     optimizer.zero_grad()
-    assert not regions._borrowed
+    assert not pool._in_use
 
 
 @pytest.mark.parametrize("forget", [False, True], ids=["no-zero_grad", "zero_grad"])
@@ -255,7 +255,7 @@ def test_where_there_is_no_memory_for_more_that_is_said(device: torch.device) ->
         trained(model, optimizer)
 
 
-def test_host_memory_is_twelve_bytes_a_parameter_and_the_regions(device: torch.device) -> None:
+def test_host_memory_is_twelve_bytes_a_parameter_and_the_shared_buffers(device: torch.device) -> None:
     model = residual.make(width=256, depth=8)
     elements = sum(parameter.numel() for parameter in model.parameters())
     options: dict[str, Any] = {"dtype": torch.bfloat16, "step_during_backward": True, "tight_host": True}
@@ -263,8 +263,8 @@ def test_host_memory_is_twelve_bytes_a_parameter_and_the_regions(device: torch.d
     _, optimizer = wrap_under(spec, model, adamw(model), residual.batches(1)[0], device=device, **options)
     plan, arena = optimizer.plan, optimizer._engine.arena
     assert 0 < plan.n_host_gradient < plan.n_chunks / 2
-    regions_bytes = plan.n_host_gradient * plan.chunk_elements * 2
-    assert 12 * elements + regions_bytes <= arena.total_bytes <= 12.1 * elements + regions_bytes
+    shared_bytes = plan.n_host_gradient * plan.chunk_elements * 2
+    assert 12 * elements + shared_bytes <= arena.total_bytes <= 12.1 * elements + shared_bytes
     assert 0 <= plan.host_bytes - arena.total_bytes <= 2 * 1024**2
 
 
@@ -274,29 +274,29 @@ def test_the_first_to_be_free_is_handed_on() -> None:
     def more() -> Tensor:
         raise AssertionError("there are enough")
 
-    regions = Regions(torch.zeros(2, 128), more=more)
+    pool = GradientPool(torch.zeros(2, 128), more=more)
     first, second, third, fourth = (chunk_of(index) for index in range(4))
     for chunk in (first, second):
-        regions.borrow(chunk)
+        pool.acquire(chunk)
     mine, yours = first.grad, second.grad
     assert mine is not None
     assert yours is not None
     assert mine.data_ptr() != yours.data_ptr()
-    assert first.landing is mine
-    turns: SimpleQueue[Job | None] = SimpleQueue()
-    first.update = Job(lambda: None, turns)
+    assert first.host_grad is mine
+    jobs: SimpleQueue[Job | None] = SimpleQueue()
+    first.update = Job(lambda: None, jobs)
     for chunk in (first, second):
-        regions.give_back(chunk)
-    regions.borrow(third)
+        pool.release(chunk)
+    pool.acquire(third)
     assert third.grad is not None
     assert third.grad.data_ptr() == yours.data_ptr()
     assert second.grad is None
-    assert second.landing is None
+    assert second.host_grad is None
     done: list[int] = []
-    first.update = job = Job(lambda: done.append(1), turns)
+    first.update = job = Job(lambda: done.append(1), jobs)
     timer = Timer(0.05, job.run)
     timer.start()
-    regions.borrow(fourth)
+    pool.acquire(fourth)
     assert done, "it waits"
     assert fourth.grad is not None
     assert fourth.grad.data_ptr() == mine.data_ptr()

@@ -1,4 +1,4 @@
-"""Early updates where something else happens between backward and step(): edits, errors, other hyperparameters."""
+"""Speculative updates that are redone, after edits, errors or other hyperparameters between backward and step()."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.plan import layout_of
 from protrain.tracing import _Recorder
 from tests.engine import residual
-from tests.engine.early_updates.trained import STEPS, counts, trained
 from tests.engine.harness import (
     Batch,
     Loop,
@@ -30,11 +29,12 @@ from tests.engine.harness import (
     states,
     wrap_under,
 )
+from tests.engine.speculative.trained import STEPS, counts, trained
 
 
-@pytest.mark.parametrize(("changes", "early_steps"), [(STEPS, 1), (3, 3)], ids=["always", "at-first"])
+@pytest.mark.parametrize(("changes", "speculative_steps"), [(STEPS, 1), (3, 3)], ids=["always", "at-first"])
 def test_hyperparameters_changed_after_backward(
-    spec: Spec, device: torch.device, changes: int, early_steps: int
+    spec: Spec, device: torch.device, changes: int, speculative_steps: int
 ) -> None:
     def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
         for index, batch in enumerate(data):
@@ -46,7 +46,7 @@ def test_hyperparameters_changed_after_backward(
 
     optimizer, n_chunks = trained(run, device, spec)
     # Step 0 is done again; then none until the one after a step whose rates were those of its backward.
-    assert counts(optimizer) == (early_steps * n_chunks, n_chunks)
+    assert counts(optimizer) == (speculative_steps * n_chunks, n_chunks)
 
 
 def test_a_replaced_list_of_groups_counts(spec: Spec, device: torch.device) -> None:
@@ -100,9 +100,9 @@ def test_states_between_backward_and_step_are_those_before(spec: Spec, device: t
 
 def test_edits_between_backward_and_step_count(spec: Spec, device: torch.device) -> None:
     data, results = residual.batches(3), []
-    for early_or_not in (spec, dataclasses.replace(spec, early=False)):
+    for chosen in (spec, dataclasses.replace(spec, speculate=False)):
         model = residual.make()
-        wrapped, optimizer = wrap_under(early_or_not, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+        wrapped, optimizer = wrap_under(chosen, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
         torch.manual_seed(1)
         for batch in data:
             default_loss(wrapped, batch).backward()
@@ -113,8 +113,8 @@ def test_edits_between_backward_and_step_count(spec: Spec, device: torch.device)
             optimizer.zero_grad()
         results.append((states(wrapped, optimizer), counts(optimizer)))
     assert_same(results[0][0], results[1][0])
-    early, redone = results[0][1]
-    assert early == redone > 0
+    speculative, redone = results[0][1]
+    assert speculative == redone > 0
     assert results[1][1] == (0, 0)
 
 
@@ -133,10 +133,12 @@ def test_copies_of_a_weight_are_traced_under_its_name(spec: Spec, device: torch.
 def test_host_memory_is_as_planned(spec: Spec, device: torch.device) -> None:
     data, model = residual.batches(1), residual.make(width=256)
     profile = protrain.profile(model, data[0], optimizer=adamw(model), device=device, dtype=torch.bfloat16)
-    with_room, without = (make_plan(dataclasses.replace(spec, early=early), profile, device) for early in (True, False))
+    with_room, without = (
+        make_plan(dataclasses.replace(spec, speculate=speculate), profile, device) for speculate in (True, False)
+    )
     sizes = [chunk.elements for chunk in layout_of(profile, with_room).chunks]
-    n_alone = with_room.n_speculate - with_room.n_whole if spec.weights else 0
-    assert with_room.host_bytes - without.host_bytes == 2 * sum(sizes[:n_alone]) + 12 * sum(sizes[n_alone:])
+    n_weight_only = with_room.n_weight_only
+    assert with_room.host_bytes - without.host_bytes == 2 * sum(sizes[:n_weight_only]) + 12 * sum(sizes[n_weight_only:])
     _, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     assert optimizer.plan.host_bytes == with_room.host_bytes
     report = optimizer.report()
@@ -175,14 +177,14 @@ def test_a_default_dtype_of_the_user_changes_nothing(spec: Spec, device: torch.d
     assert counts(optimizer) == (STEPS * n_chunks, 0)
 
 
-def test_a_backward_that_fails_between_the_gradients_of_a_unit_leaves_no_early_update_behind(
+def test_a_backward_that_fails_between_the_gradients_of_a_unit_leaves_no_speculative_update_behind(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, results = residual.batches(1), []
     make_accumulator = Gradients._make_accumulator
-    for early in (True, False):
-        model, early_or_not = residual.make(), dataclasses.replace(spec, small=True, early=early)
-        wrapped, optimizer = wrap_under(early_or_not, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    for speculate in (True, False):
+        model, chosen = residual.make(), dataclasses.replace(spec, small=True, speculate=speculate)
+        wrapped, optimizer = wrap_under(chosen, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
         first, *_, last = next(unit.chunks for unit in optimizer._engine.units if len(unit.chunks) > 1)
 
         def room_until(gradients: Gradients, chunk: Chunk, last: Chunk = last) -> None:
@@ -198,11 +200,11 @@ def test_a_backward_that_fails_between_the_gradients_of_a_unit_leaves_no_early_u
         assert first.accumulator is not None
         optimizer.step()
         results.append(states(wrapped, optimizer))
-        assert (counts(optimizer)[0] > 0) == early
+        assert (counts(optimizer)[0] > 0) == speculate
     assert_same(results[0], results[1])
 
 
-def test_an_error_in_an_early_update_is_raised_once_and_harms_no_state(
+def test_an_error_in_a_speculative_update_is_raised_once_and_harms_no_state(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = residual.batches(3)
@@ -213,7 +215,7 @@ def test_an_error_in_an_early_update_is_raised_once_and_harms_no_state(
         for index, batch in enumerate(data):
             with monkeypatch.context() as patch:
                 if fails and index == 0:
-                    patch.setattr(Chunk, "step_aside", _fail)
+                    patch.setattr(Chunk, "step_speculatively", _fail)
                 torch.manual_seed(index)
                 default_loss(wrapped, batch).backward()
                 optimizer.step()
@@ -221,7 +223,7 @@ def test_an_error_in_an_early_update_is_raised_once_and_harms_no_state(
             optimizer.zero_grad()
             if fails and index == 0:
                 for _ in optimizer._engine.chunks:  # of each
-                    with pytest.raises(ArithmeticError, match="the early update failed"):
+                    with pytest.raises(ArithmeticError, match="the speculative update failed"):
                         default_loss(wrapped, batch).backward()
                     optimizer.zero_grad()
         results.append(states(wrapped, optimizer))
@@ -229,7 +231,7 @@ def test_an_error_in_an_early_update_is_raised_once_and_harms_no_state(
 
 
 def _fail(*_: Any, **__: Any) -> None:
-    raise ArithmeticError("the early update failed")
+    raise ArithmeticError("the speculative update failed")
 
 
 def test_the_end_of_a_backward_is_placed_before_the_host_asks_for_it(
@@ -238,7 +240,7 @@ def test_the_end_of_a_backward_is_placed_before_the_host_asks_for_it(
     monkeypatch.undo()
     data, model = residual.batches(1), residual.make()
     wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    streams, rounds = optimizer._engine.streams, [optimizer._updates._round]
+    streams, rounds = optimizer._engine.streams, [optimizer._updates._window]
     place, seen = streams.compute_reached, []
 
     def placed(mark: Mark) -> None:  # an event that was never recorded counts as reached

@@ -1,4 +1,4 @@
-"""The optimizer's state of single parameters, as tensors on the CPU. Callers hold ``engine.quiet()``."""
+"""The optimizer states of single parameters, as tensors on the CPU. Callers are inside ``engine.quiet()``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _STATES = ("exp_avg", "exp_avg_sq")
 
 
 def export_state(member: Member, steps: list[int]) -> dict[str, Tensor]:
-    """Copies of all state of ``member`` in the format of torch.optim.AdamW, with the ``master`` that a weight has.
+    """Copies of all states of ``member`` in the format of torch.optim.AdamW, and of the ``master`` if there is one.
 
-    ``steps`` is how many each parameter has made.
+    ``steps`` is the number of steps of each parameter.
     """
     state = {"step": torch.tensor(float(steps[member.index]), device="cpu")}
     state |= {name: read_state(member, name) for name in _STATES}
@@ -26,17 +26,17 @@ def export_state(member: Member, steps: list[int]) -> dict[str, Tensor]:
     return state
 
 
-def of_its_step(state: dict[str, Tensor]) -> dict[str, Any]:
-    """``state`` of :func:`export_state`, and with a master the step that it is of.
+def with_master_step(state: dict[str, Tensor]) -> dict[str, Any]:
+    """``state`` of :func:`export_state`, with the step at which the master was exported, if there is one.
 
-    Other optimizers take the master along and make steps without it: what they give back has an old one, which the
-    weight that they trained must not become. No tensor, as they cast those.
+    Other optimizers keep the master in their state but do not update it. When their state is loaded here, the old
+    master must not replace the weight that they have trained. The step is no tensor, as other optimizers cast tensors.
     """
     return {**state, "master_step": int(state["step"])} if "master" in state else dict(state)
 
 
 def import_state(member: Member, steps: list[int], tensors: Mapping[str, Any]) -> None:
-    """Set what :func:`export_state` returned; what is missing is as at the start."""
+    """Set the states that :func:`export_state` returned. States that are missing become those of an untrained model."""
     steps[member.index] = int(tensors.get("step", 0))
     for name in _STATES:
         write_state(member, name, tensors.get(name, 0.0))
@@ -45,7 +45,7 @@ def import_state(member: Member, steps: list[int], tensors: Mapping[str, Any]) -
 
 
 def check_shapes(member: Member, tensors: Mapping[str, Any]) -> None:
-    """ValueError where ``tensors`` are of another parameter."""
+    """ValueError if ``tensors`` do not have the shape of the parameter."""
     for name in ("master", "weight", *_STATES):
         if name in tensors and tuple(tensors[name].shape) != tuple(member.shape):
             raise ValueError(

@@ -46,7 +46,7 @@ MOVES = (
 
 
 @pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[int]:
+def offloaded(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[int]:
     """Bytes of every storage that goes to host memory; gradients are of another dtype."""
     found: list[int] = []
     kind = type(streams_for(device))
@@ -117,16 +117,16 @@ def test_nested_views_and_shared_tensors_have_the_bits_of_the_plain_loop(
     check_equal_to_plain(make_rows, rows(), device=device, dtype=dtype, specs=MOVES)
 
 
-def test_the_inputs_of_each_block_move_once_and_shared_tensors_stay(device: torch.device, moved: list[int]) -> None:
+def test_inputs_are_offloaded_once_and_shared_tensors_stay(device: torch.device, offloaded: list[int]) -> None:
     for modes, count in (((CKPT_SWAP,), DEPTH), ((CKPT_SWAP, CKPT), DEPTH // 2), ((CKPT,), 0)):
         model = make_rows()
         wrapped, optimizer = wrap_under(Spec("none", "least", modes), model, adamw(model), rows()[0], device=device)
         step(wrapped, optimizer, rows()[0])
-        assert moved == [INPUT_BYTES] * count, modes
-        moved.clear()
+        assert offloaded == [INPUT_BYTES] * count, modes
+        offloaded.clear()
 
 
-def test_a_leaf_stays_and_gets_its_gradient(device: torch.device, moved: list[int]) -> None:
+def test_a_leaf_stays_and_gets_its_gradient(device: torch.device, offloaded: list[int]) -> None:
     def make() -> nn.Module:
         with seeded():
             return nn.Sequential(*[residual.Block(WIDTH) for _ in range(3)])
@@ -149,7 +149,7 @@ def test_a_leaf_stays_and_gets_its_gradient(device: torch.device, moved: list[in
     model = make()
     spec = Spec("none", "least", (CKPT_SWAP,))
     assert_same(run(*wrap_under(spec, model, adamw(model), (data[0],), device=device)), expected)
-    assert moved == [INPUT_BYTES] * 2 * 3  # of the second and third block, in three steps
+    assert offloaded == [INPUT_BYTES] * 2 * 3  # of the second and third block, in three steps
 
 
 # -- device memory -----------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_what_others_hold_is_held_once() -> None:
     optimizer.backward(loss)
 
 
-def test_a_forward_that_is_dropped_moves_nothing_later(moved: list[int], device: torch.device) -> None:
+def test_a_forward_that_is_dropped_offloads_nothing_later(offloaded: list[int], device: torch.device) -> None:
     batch, model = rows()[0], make_residual()
     wrapped, optimizer = wrap_under(Spec("none", "least", (CKPT_SWAP,)), model, adamw(model), batch, device=device)
     block: Any = wrapped.get_submodule(f"blocks.{DEPTH - 1}")
@@ -255,10 +255,10 @@ def test_a_forward_that_is_dropped_moves_nothing_later(moved: list[int], device:
     with pytest.raises(ArithmeticError):
         default_loss(wrapped, batch)
     block.fails = ""
-    dropped = len(moved)
+    dropped = len(offloaded)
     assert dropped == DEPTH - 1  # the last block had been called when it failed
     step(wrapped, optimizer, batch)
-    assert len(moved) == dropped + DEPTH
+    assert len(offloaded) == dropped + DEPTH
 
 
 def test_the_plan_says_how_many_inputs_move(device: torch.device) -> None:
@@ -276,8 +276,8 @@ def test_the_search_moves_inputs_where_nothing_else_fits_and_training_keeps_its_
     profile = protrain.profile(model, data[0], optimizer=adamw(model), device="cpu", dtype=torch.float32)
     roomy = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
     options: dict[str, Any] = {"n_persist": 0, "n_buffer": 1, "n_swap": 0, "n_ckpt": DEPTH}
-    kept, moved = (evaluate(profile, roomy, n_ckpt_swap=count, **options) for count in (0, DEPTH))
-    assert moved.device_bytes < kept.device_bytes - INPUT_BYTES
+    kept, offloaded = (evaluate(profile, roomy, n_ckpt_swap=count, **options) for count in (0, DEPTH))
+    assert offloaded.device_bytes < kept.device_bytes - INPUT_BYTES
     wrapped, optimizer = protrain.wrap(
         model,
         adamw(model),

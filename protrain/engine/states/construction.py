@@ -1,13 +1,13 @@
-"""How a tensor that has no memory came about, and the same steps again: the record of a construction, and its replay.
+"""The record of how a tensor without memory was made, and its replay.
 
-A model built under :func:`protrain.empty_parameters` has no values, only a record of the operations that would have
-made them. The record is a graph. A :class:`Record` stands for one storage and knows the last :class:`Operation` that
-wrote it; an operation knows those that had to run before it. So the record of a parameter is what can be reached from
-it, and a value that nothing refers to any more takes its record along. Nothing in a record is as large as what it
-stands for, except copies of tensors that came from outside.
+A model that is built under :func:`protrain.empty_parameters` has no values, only a record of the operations that would
+have made them. The record is a graph. A :class:`Record` stands for one storage and knows the last :class:`Operation`
+that wrote it, and an operation knows those that must run before it. So the record of a parameter is what can be reached
+from it, and a storage that is freed takes its record along. Nothing in a record is as large as what it stands for,
+except for copies of tensors that were made outside.
 
-[Note: keyed draws] Every random operation has a seed of its own, drawn while recording from the generator that its
-numbers would have come from. So its numbers are the same whenever, wherever and however often it is replayed.
+[Note: keyed draws] Every random operation has a seed of its own, which recording draws from the generator that the
+operation would have used. So a replay draws the same numbers whenever, wherever and however often it runs.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _numbers = itertools.count()
 
 @dataclass(eq=False)
 class Record:
-    """One storage: which operation wrote it last, and what is to be known of it without its values."""
+    """One storage: the operation that wrote it last, and what else is known of it without its values."""
 
     size_bytes: int
-    device: torch.device  # where the plain construction would have it
+    device: torch.device  # where a plain construction would have allocated it
     last: Operation | None = None  # None: nothing has written it
-    empty: bool = False  # its values are nowhere: they follow from the record alone
-    closed: bool = False  # it has values that may have changed since they were recorded, so that it says nothing now
-    name: str = ""  # of the parameter that it became
+    empty: bool = False  # it has no values, which follow from the record alone
+    closed: bool = False  # it has values, and recording has ended, so that they may differ from the record
+    name: str = ""  # of the parameter that has this storage
 
 
 @dataclass(frozen=True)
 class View(Leaf):
-    """A tensor as an operation was given it: a part of a recorded storage."""
+    """A view of a recorded storage, as an argument or a result of an operation."""
 
     record: Record
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class View(Leaf):
 
 @dataclass(frozen=True)
 class Constant(Leaf):
-    """A tensor that came from outside, as it was then."""
+    """A copy of a tensor that was made outside, at the time of the operation."""
 
     value: Tensor
 
@@ -63,17 +63,17 @@ class Operation:
     """A call that made or wrote recorded storages."""
 
     call: Callable[..., Any]
-    args: tuple[Any, ...]  # with View or Constant in place of tensors
+    args: tuple[Any, ...]  # with a View or a Constant in place of each tensor
     kwargs: dict[str, Any]
     seed: int | None  # of its random numbers: [Note: keyed draws]
-    before: tuple[Operation, ...]
+    before: tuple[Operation, ...]  # operations that must run before
     default_dtype: torch.dtype  # torch's default when it ran, on which the dtype of its results may depend
-    makes: list[View | None] = field(default_factory=list)  # for every tensor that it returns; None: one it was given
+    makes: list[View | None] = field(default_factory=list)  # its results; None for one that was an argument
     number: int = field(default_factory=lambda: next(_numbers))
 
 
 def record_of(tensor: Tensor) -> Record | None:
-    """The record of the storage of ``tensor``; None where nothing is known of its values, or they may have changed."""
+    """The record of the storage of ``tensor``. None if there is none, or if the values may differ from it."""
     if not has_storage(tensor):
         return None
     record: Record | None = vars(tensor.untyped_storage()).get(_ATTRIBUTE)
@@ -86,19 +86,19 @@ def set_record(storage: torch.UntypedStorage, record: Record) -> None:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether the numbers of ``tensor`` lie in a storage of its own kind, at strides."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # what functions see inside torch.vmap
+    """Whether ``tensor`` is an ordinary strided tensor, and no wrapper around others."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # as inside torch.vmap
         return False
     return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
 def view_of(tensor: Tensor, record: Record) -> View:
-    """``tensor`` as a part of the storage of ``record``."""
+    """The view of the storage of ``record`` that ``tensor`` is."""
     return View(record, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def parameter_names(record: Record) -> list[str]:
-    """Names of the parameters that ``record`` follows from, latest first."""
+    """The names of the parameters from which the values of ``record`` follow, latest first."""
     names = [record.name] if record.name else []
     for operation in reversed(_steps(record)):
         for leaf in _leaves((operation.args, operation.kwargs)):
@@ -108,9 +108,9 @@ def parameter_names(record: Record) -> list[str]:
 
 
 def replay(view: View, device: torch.device) -> Tensor:
-    """The values of ``view``, made on ``device`` by the operations that its record names; the caller owns them.
+    """Run the operations in the record of ``view`` on ``device``. Returns the values of ``view``.
 
-    Nothing outlives the call but the returned tensor, and no state of a random generator changes.
+    All memory except that of the returned tensor is freed, and random generators keep their states.
     """
     steps = _steps(view.record)
     uses = [{leaf.record for leaf in _leaves((step.args, step.kwargs)) if isinstance(leaf, View)} for step in steps]
@@ -157,7 +157,7 @@ def _default_dtype_kept() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers on ``device`` follow from ``seed`` inside; afterwards its generator is as before."""
+    """Seed the random generator of ``device`` inside, and restore its state afterwards."""
     generator = torch.default_generator
     if device.type == "cuda":
         torch.cuda.init()
@@ -172,7 +172,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _steps(record: Record) -> list[Operation]:
-    """The operations that the values of ``record`` follow from, in the order in which they ran."""
+    """The operations from which the values of ``record`` follow, in the order in which they ran."""
     found: dict[int, Operation] = {}
     open_ends = [] if record.last is None else [record.last]
     while open_ends:
@@ -184,7 +184,7 @@ def _steps(record: Record) -> list[Operation]:
 
 
 def _as_recorded(result: Tensor, made: View) -> Tensor:
-    """``result`` with the strides that were recorded: an operation may lay out its result otherwise on this device."""
+    """``result`` with the strides that were recorded, as an operation may use other strides on another device."""
     assert (result.shape, result.dtype) == (made.shape, made.dtype), "an operation gave another result than recorded"
     if (result.stride(), result.storage_offset()) == (made.stride, made.offset):
         return result

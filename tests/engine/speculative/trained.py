@@ -1,4 +1,4 @@
-"""A training with early updates beside the plain loop, and what is counted of it."""
+"""A training with speculative updates beside the plain loop, and what is counted of it."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ def trained(
     assert_same(states(wrapped, optimizer), states(plain, trainer))
     plan = optimizer.plan
     assert plan.n_speculate == plan.n_chunks - plan.n_persist > 0
-    assert plan.early_weights == spec.weights
-    assert plan.n_whole == (plan.n_speculate // 2 if spec.whole else 0)
-    assert not spec.whole or 0 < plan.n_whole < plan.n_speculate
+    n_whole = plan.n_speculate - plan.n_weight_only
+    assert (plan.n_weight_only > 0) == spec.weights
+    assert not spec.weights or n_whole == (plan.n_speculate // 2 if spec.whole else 0)
+    assert not spec.whole or 0 < n_whole < plan.n_speculate
     return optimizer, plan.n_speculate
 
 
 def counts(optimizer: ProTrainOptimizer) -> tuple[int, int]:
     report = optimizer.report()
-    return report.early_updates, report.redone_updates
+    return report.speculative_updates, report.redone_updates
 
 
 def updated_on_host(optimizer: ProTrainOptimizer) -> float:
     """How often the report's rate counts the states in host memory."""
     optimizer._engine.wait_for_updates()
-    elements, seconds = (sum(part) for part in zip(*optimizer._updates.tally.counted, strict=True))
+    elements, seconds = (sum(part) for part in zip(*optimizer._updates.tally.timed, strict=True))
     assert optimizer.report().host_gparams == elements / seconds / 1e9
     return elements / sum(chunk.elements for chunk in optimizer._engine.chunks if not chunk.persistent)
 

@@ -1,6 +1,6 @@
-"""Early updates of weights alone: when their states follow, and what it means when they cannot.
+"""Speculative updates of weights alone: when their states follow, and what it means when they cannot.
 
-What both kinds of early updates have in common is in early_updates/.
+What both kinds of speculative updates have in common is in speculative/.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.updates import _Round
+from protrain.engine.updates.updates import _Window
 from tests.engine import residual
 from tests.engine.harness import CKPT, NONE, Spec, adamw, default_loss, wrap_under
 
-ALL = Spec("none", "least", (NONE, CKPT), early=True, weights=True)
-HALF = Spec("none", "least", (CKPT,), early=True, weights=True, stream=True)
+ALL = Spec("none", "least", (NONE, CKPT), speculate=True, weights=True)
+HALF = Spec("none", "least", (CKPT,), speculate=True, weights=True, stream=True)
 
 
 @pytest.fixture(autouse=True)
-def early_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the host had begun every early update before backward was over."""
-    monkeypatch.setattr(_Round, "is_over", lambda _: False)
+def always_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the host had begun every speculative update before backward was over."""
+    monkeypatch.setattr(_Window, "is_closed", lambda _: False)
 
 
 def fail(*_: Any, **__: Any) -> None:
@@ -32,9 +32,9 @@ def fail(*_: Any, **__: Any) -> None:
 def test_states_follow_their_weight_when_nothing_else_waits(device: torch.device) -> None:
     data, model = residual.batches(3), residual.make()
     wrapped, optimizer = wrap_under(HALF, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    worker, early = optimizer._engine.worker, optimizer.plan.n_speculate
-    late = [chunk.index for chunk in optimizer._engine.chunks if chunk.index >= early and not chunk.streamed]
-    assert early
+    worker, n_speculate = optimizer._engine.worker, optimizer.plan.n_speculate
+    late = [chunk.index for chunk in optimizer._engine.chunks if chunk.index >= n_speculate and not chunk.streamed]
+    assert n_speculate
     assert late
     for batch in data:
         worker.times = []
@@ -44,10 +44,10 @@ def test_states_follow_their_weight_when_nothing_else_waits(device: torch.device
         optimizer.zero_grad()
         names = [name for name, _, _ in worker.times if name.startswith(("update", "deferred"))]
         assert names == [
-            *(f"update {index}" for index in [*range(early), *late]),
-            *(f"deferred update {index}" for index in reversed(range(early))),
+            *(f"update {index}" for index in [*range(n_speculate), *late]),
+            *(f"deferred update {index}" for index in reversed(range(n_speculate))),
         ]
-        assert not any(chunk.states_behind for chunk in optimizer._engine.chunks)
+        assert not any(chunk.states_pending for chunk in optimizer._engine.chunks)
 
 
 def test_states_that_could_not_follow_are_missed_for_good(
