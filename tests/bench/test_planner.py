@@ -155,8 +155,8 @@ def test_neighbours_give_way_where_they_do_not_fit(profile: ModelProfile) -> Non
         walk = descend(profile, hardware, measure, others=0, seed=0, step_during_backward=False, in_time=lambda: True)
         return [one.plan for one in walk][1:]
 
-    # One more persistent chunk leaves one chunk less to update speculatively. With one persistent chunk less host memory
-    # has no room for as many second copies of all states, but it has for as many of weights alone.
+    # One more persistent chunk leaves one chunk less to update speculatively. With one persistent chunk less, host
+    # memory has no room for as many second copies of all states, but it has for as many of weights alone.
     assert {2} <= {one.n_persist for one in tried(early, roomy)}
     full = replace(roomy, host_bytes=early.host_bytes)
     below = [one for one in tried(early, full) if one.n_persist == 0]
