@@ -8,7 +8,8 @@ import numpy as np
 
 from protrain.common.errors import PlanError
 from protrain.common.quantities import format_bytes
-from protrain.planning.memory.model import Activations, Bytes, MemoryModel
+from protrain.planning.memory.model import Activations, MemoryModel
+from protrain.planning.memory.segments import Bytes
 from protrain.planning.plan import Counts, block_modes
 
 _SEARCH = "leave the plan out, and one is searched"

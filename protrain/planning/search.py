@@ -31,7 +31,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.changes import neighbours
 from protrain.planning.infeasible import nothing_fits
 from protrain.planning.layout import layouts
-from protrain.planning.memory.model import Bytes
+from protrain.planning.memory.segments import Bytes
 from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
 from protrain.profiler.model_profile import ModelProfile
