@@ -81,13 +81,13 @@ class GradientRegions:
         return _fewer(self.open_on_device[n_persist], self._region_bytes[n_persist][0], self._own[n_persist])
 
     def device_bytes(self, n_persist: int) -> int:
-        """Bytes of the gradients of persistent chunks. Accumulators are not gradients."""
+        """Bytes of the gradients of persistent chunks, unless accumulators take their place."""
         return self.on_device(n_persist) * self._region_bytes[n_persist][0] or self._own[n_persist]
 
     def on_host(self, n_persist: int, free_bytes: int = 0) -> int:
         """The number of regions that chunks in host memory share: the fewest, and as many more as fit ``free_bytes``.
 
-        Adding a gradient to an accumulator takes less time than a gradient takes to arrive, so then the fewest do.
+        With accumulators it is the fewest, as adding a gradient takes less time than the next takes to arrive.
         """
         region_bytes = self._region_bytes[n_persist][1]
         if not self._shared or not region_bytes:
