@@ -97,7 +97,7 @@ class Layout(Record):
         return _largest(self, [chunk for chunk in self.chunks[n_persist:] if chunk.trainable])
 
     def region_elements(self, n_persist: int) -> tuple[int, int]:
-        """The size of a region that gradients share, on the device, and in host memory where large chunks share none."""
+        """The size of a region that gradients share, on the device, and in host memory (not for large chunks)."""
         here = max((chunk.elements for chunk in self.chunks[:n_persist] if chunk.trainable), default=0)
         return here, self.gradient_elements(n_persist)[0]
 
