@@ -9,7 +9,6 @@ from protrain_kernels.adam_types import MASTER_DTYPES, AdamScalars, AdamStates, 
 from protrain_kernels.checks import PADDING, TILE, padded, tiles
 from protrain_kernels.flatten import flatten, unflatten
 from protrain_kernels.flatten_kernels import flatten_reference, unflatten_reference
-from protrain_kernels.flatten_plan import FlattenPlan
 from protrain_kernels.from_host import from_host
 from protrain_kernels.host_adam import host_accumulate
 from protrain_kernels.host_library import host_compiler_notice
@@ -26,7 +25,6 @@ __all__ = [
     "AdamScalars",
     "AdamStaging",
     "AdamStates",
-    "FlattenPlan",
     "PackPlan",
     "Packed",
     "adam",

@@ -12,8 +12,7 @@ Every operation is rounded to fp32 by itself: no fused multiply-add, correctly r
 constants are computed in double on the host (``adam_scalars``). Hence the Triton kernel, the C kernel and the reference
 give the same bits (a NaN is a NaN: its payload is the machine's).
 
-A step whose ``skip`` flag is set (gradients that aren't finite: ``flatten`` sets one on the device) writes nothing; the
-host need not know. The number of the step, and with it the bias corrections, is the caller's to choose.
+The caller chooses the number of the step, and with it the bias corrections.
 
     weight   master               bytes read + written a parameter, gradient of the weight's type
     bf16     int16 remainder      2 + 2 + 4 + 4 + 2 read, 2 + 2 + 4 + 4 written = 26
@@ -55,15 +54,11 @@ def adam_reference(
     scalars: AdamScalars,
     *,
     scale: torch.Tensor | None = None,
-    skip: torch.Tensor | None = None,
-    threads: int = 0,
 ) -> None:
-    """``adam`` in separate torch operations: any shape, length and device; ``threads`` is ignored, ``skip`` waits.
+    """``adam`` in separate torch operations, for any shape, length and device.
 
-    A plain training loop that steps with it is what every plan must equal bit for bit.
+    Every plan must equal, bit for bit, a plain training loop that steps with this function.
     """
-    if skip is not None and skip.item():
-        return
     if weight.dtype == torch.bfloat16:
         assert master is not None
         p = join_reference(weight, master)
@@ -108,7 +103,6 @@ def adam_block(
     exp_avg_sq: tl.tensor,
     grad: tl.tensor,
     scale: tl.tensor,
-    skip: tl.tensor,
     offsets: tl.tensor,
     mask: tl.tensor,
     decay: tl.tensor,
@@ -124,7 +118,6 @@ def adam_block(
     SPLIT: tl.constexpr,
     OWN_MASTER: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
     HAS_L2: tl.constexpr,
 ) -> None:
     """Updates the parameters at ``offsets``."""
@@ -137,8 +130,6 @@ def adam_block(
         p = tl.load(master + offsets, mask=mask)
     m = widen(tl.load(exp_avg + offsets, mask=mask))
     v = widen(tl.load(exp_avg_sq + offsets, mask=mask))
-    if HAS_SKIP:
-        mask = tl.where(tl.load(skip) == 0, mask, False)  # of the stores alone: the loads above don't wait for the flag
     if HAS_SCALE:
         g = g * tl.load(scale)
     if HAS_L2:
@@ -166,7 +157,7 @@ def adam_block(
         tl.store(weight + offsets, p.to(tl.float16), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale", "skip"])
+@triton.jit(do_not_specialize_on_alignment=["scale"])
 def adam_kernel(
     weight: tl.tensor,
     master: tl.tensor,
@@ -174,7 +165,6 @@ def adam_kernel(
     exp_avg_sq: tl.tensor,
     grad: tl.tensor,
     scale: tl.tensor,
-    skip: tl.tensor,
     numel: tl.tensor,
     decay: tl.tensor,
     l2: tl.tensor,
@@ -189,7 +179,6 @@ def adam_kernel(
     SPLIT: tl.constexpr,
     OWN_MASTER: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
     HAS_L2: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -202,7 +191,6 @@ def adam_kernel(
         exp_avg_sq,
         grad,
         scale,
-        skip,
         offsets,
         offsets < numel,
         decay,
@@ -218,7 +206,6 @@ def adam_kernel(
         SPLIT,
         OWN_MASTER,
         HAS_SCALE,
-        HAS_SKIP,
         HAS_L2,
     )
 
@@ -231,17 +218,15 @@ def adam_arguments(
     grad: torch.Tensor,
     scalars: AdamScalars,
     scale: torch.Tensor | None,
-    skip: torch.Tensor | None,
 ) -> tuple[tuple[torch.Tensor, ...], int, tuple[float, ...], tuple[bool | int, ...]]:
-    """(tensors, elements, constants, constexpr ones) of the Triton kernel.
+    """The tensors, the number of elements, the constants and the constexpr arguments of the Triton kernel.
 
-    What it doesn't read is another tensor of the right type.
+    Another tensor stands for a master or a scale that is not there: the kernel does not read it.
     """
     own = weight if master is None else master
-    factor, flag = exp_avg if scale is None else scale, exp_avg if skip is None else skip
-    split, has_l2 = weight.dtype is torch.bfloat16, scalars.l2 != 0.0
-    chosen = (split, master is None, scale is not None, skip is not None, has_l2, BLOCK)
-    return (weight, own, exp_avg, exp_avg_sq, grad, factor, flag), weight.numel(), scalars.values, chosen
+    factor = exp_avg if scale is None else scale
+    chosen = (weight.dtype is torch.bfloat16, master is None, scale is not None, scalars.l2 != 0.0, BLOCK)
+    return (weight, own, exp_avg, exp_avg_sq, grad, factor), weight.numel(), scalars.values, chosen
 
 
 def launch_adam(
@@ -253,10 +238,9 @@ def launch_adam(
     scalars: AdamScalars,
     *,
     scale: torch.Tensor | None = None,
-    skip: torch.Tensor | None = None,
 ) -> None:
     """Launch the Triton kernel on checked tensors, without a synchronisation."""
-    tensors, numel, floats, constants = adam_arguments(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale, skip)
+    tensors, numel, floats, constants = adam_arguments(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale)
     index = weight.get_device()
     launch(adam_kernel, -(-numel // BLOCK), tensors, numel, floats, constants, LAUNCH_OPTIONS, device_index=index)
 
@@ -268,7 +252,6 @@ def check_adam(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     scale: torch.Tensor | None,
-    skip: torch.Tensor | None,
     *,
     anywhere: bool = False,
 ) -> None:
@@ -277,7 +260,6 @@ def check_adam(
     tensors = (weight, exp_avg, exp_avg_sq, grad) if master is None else (weight, exp_avg, exp_avg_sq, grad, master)
     types = tuple([tensor.dtype for tensor in tensors])
     check_scalar("scale", scale, dtype=torch.float32, device=weight.device)
-    check_scalar("skip", skip, dtype=torch.int32, device=weight.device)
     if types in _DTYPES and are_aligned_vectors(tensors, weight.device, numel):
         return
     check_vector("weight", weight, dtypes=MASTER_DTYPES, device=weight.device)
@@ -308,7 +290,6 @@ def adam(
     scalars: AdamScalars,
     *,
     scale: torch.Tensor | None = None,  # one float32
-    skip: torch.Tensor | None = None,  # one int32
     threads: int = 0,
 ) -> None:
     """One Adam step in place, on the GPU with Triton or on host memory with C threads.
@@ -322,20 +303,17 @@ def adam(
         grad: [n] of the weight's type or float32; unchanged.
         scalars: this step's constants.
         scale: one float32 on the same device that multiplies the gradient (clipping, loss scale), read by the kernel.
-        skip: one int32 on the same device; nothing changes unless it is 0, which the kernel decides.
         threads: host threads for CPU tensors; 0 is torch.get_num_threads().
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length.
     """
-    check_adam(weight, master, exp_avg, exp_avg_sq, grad, scale, skip)
+    check_adam(weight, master, exp_avg, exp_avg_sq, grad, scale)
     numel = weight.numel()
     if numel == 0:
         return
     if weight.is_cuda:
-        launch_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, skip=skip)
-        return
-    if skip is not None and skip.item():
+        launch_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale)
         return
     if host_adam.host_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, threads=threads):
         return

@@ -123,13 +123,13 @@ def host_accumulate(acc: torch.Tensor, grad: torch.Tensor, *, initialise: bool, 
         acc.add_(grad)  # torch promotes the gradient to fp32 before it adds
 
 
-def host_sum_of_squares(values: torch.Tensor, partials: torch.Tensor, *, threads: int = 0) -> bool:
+def host_sum_of_squares(values: torch.Tensor, partials: torch.Tensor) -> bool:
     """``sum_of_squares`` on checked CPU tensors. False, having done nothing, without a compiled library."""
     compiled = library()
     if compiled is None:
         return False
     compiled.protrain_sum_of_squares(
-        values.data_ptr(), _DTYPE_CODES[values.dtype], values.numel(), partials.data_ptr(), _threads(threads)
+        values.data_ptr(), _DTYPE_CODES[values.dtype], values.numel(), partials.data_ptr(), torch.get_num_threads()
     )
     return True
 
@@ -140,11 +140,8 @@ def host_flatten(
     partials: torch.Tensor | None,
     *,
     accumulate: bool,
-    scale: torch.Tensor | None,
-    nonfinite: torch.Tensor | None,
-    threads: int = 0,
 ) -> bool:
-    """One contiguous tensor of ``flatten`` on checked CPU tensors; ``target`` and ``partials`` start at its place.
+    """One tensor of ``flatten`` on checked CPU tensors. ``target`` and ``partials`` start at its place.
 
     False, having done nothing, without a compiled library.
     """
@@ -159,30 +156,28 @@ def host_flatten(
         tensor.numel(),
         None if partials is None else partials.data_ptr(),
         int(accumulate),
-        None if scale is None else scale.data_ptr(),
-        None if nonfinite is None else nonfinite.data_ptr(),
-        _threads(threads),
+        torch.get_num_threads(),
     )
     return True
 
 
-def host_split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor, *, threads: int = 0) -> bool:
+def host_split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> bool:
     """``split`` on checked CPU tensors. False, having done nothing, without a compiled library."""
     compiled = library()
     if compiled is None:
         return False
     compiled.protrain_split(
-        master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel(), _threads(threads)
+        master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel(), torch.get_num_threads()
     )
     return True
 
 
-def host_join(weight: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor, *, threads: int = 0) -> bool:
+def host_join(weight: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor) -> bool:
     """``join`` on checked CPU tensors. False, having done nothing, without a compiled library."""
     compiled = library()
     if compiled is None:
         return False
     compiled.protrain_join(
-        weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), master.numel(), _threads(threads)
+        weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), master.numel(), torch.get_num_threads()
     )
     return True

@@ -45,10 +45,7 @@ _ARGUMENTS = {
         *(_pointer, _pointer, _pointer, _pointer),
     ),
     "protrain_sum_of_squares": (_pointer, _flag, _length, _pointer, _flag),
-    "protrain_flatten": (
-        *(_pointer, _flag, _pointer, _flag, _length, _pointer),
-        *(_flag, _pointer, _pointer, _flag),
-    ),
+    "protrain_flatten": (_pointer, _flag, _pointer, _flag, _length, _pointer, _flag, _flag),
     "protrain_accumulate": (_pointer, _pointer, _flag, _length, _flag, _flag),
 }
 

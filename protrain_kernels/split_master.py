@@ -113,8 +113,6 @@ def split(
     master: torch.Tensor,  # [n] float32
     weight: torch.Tensor | None = None,  # [n] bfloat16, written
     remainder: torch.Tensor | None = None,  # [n] int16, written
-    *,
-    threads: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut an fp32 master into its bf16 weight and the int16 remainder that ``join`` needs.
 
@@ -122,7 +120,6 @@ def split(
         master: [n] float32, contiguous; unchanged.
         weight: [n] bfloat16 to write into; made when None.
         remainder: [n] int16 to write into; made when None.
-        threads: host threads for CPU tensors; 0 is torch.get_num_threads().
 
     Returns:
         (weight, remainder).
@@ -137,7 +134,7 @@ def split(
         return weight, remainder
     if master.is_cuda:
         launch_split(master, weight, remainder)
-    elif not host_adam.host_split(master, weight, remainder, threads=threads):
+    elif not host_adam.host_split(master, weight, remainder):
         upper, lower = split_reference(master)
         weight.copy_(upper)
         remainder.copy_(lower)
@@ -148,8 +145,6 @@ def join(
     weight: torch.Tensor,  # [n] bfloat16
     remainder: torch.Tensor,  # [n] int16
     master: torch.Tensor | None = None,  # [n] float32, written
-    *,
-    threads: int = 0,
 ) -> torch.Tensor:
     """The fp32 master of a bf16 weight and its remainder; the inverse of ``split``.
 
@@ -157,7 +152,6 @@ def join(
         weight: [n] bfloat16, contiguous; unchanged.
         remainder: [n] int16, contiguous; unchanged.
         master: [n] float32 to write into; made when None.
-        threads: host threads for CPU tensors; 0 is torch.get_num_threads().
 
     Returns:
         The master.
@@ -171,6 +165,6 @@ def join(
         return master
     if master.is_cuda:
         launch_join(weight, remainder, master)
-    elif not host_adam.host_join(weight, remainder, master, threads=threads):
+    elif not host_adam.host_join(weight, remainder, master):
         master.copy_(join_reference(weight, remainder))
     return master

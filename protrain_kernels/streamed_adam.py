@@ -37,7 +37,7 @@ _ALIGNMENT_BYTES = 256  # of a slot of the staging area
 _MOST_BYTES = 18  # a parameter: a float16 weight with everything else in float32
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale", "skip"])
+@triton.jit(do_not_specialize_on_alignment=["scale"])
 def streamed_adam_kernel(
     weight: tl.tensor,
     master: tl.tensor,
@@ -45,7 +45,6 @@ def streamed_adam_kernel(
     exp_avg_sq: tl.tensor,
     grad: tl.tensor,
     scale: tl.tensor,
-    skip: tl.tensor,
     numel: tl.tensor,
     decay: tl.tensor,
     l2: tl.tensor,
@@ -60,14 +59,10 @@ def streamed_adam_kernel(
     SPLIT: tl.constexpr,
     OWN_MASTER: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
     HAS_L2: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Every program updates the blocks whose turn is its own."""
-    if HAS_SKIP:
-        # Unlike adam_kernel: a skipped step must not cross the link, and one load more hides behind the link's latency.
-        numel = tl.where(tl.load(skip) == 0, numel, 0)
     block = tl.program_id(0).to(tl.int64)
     while block * BLOCK < numel:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
@@ -78,7 +73,6 @@ def streamed_adam_kernel(
             exp_avg_sq,
             grad,
             scale,
-            skip,
             offsets,
             offsets < numel,
             decay,
@@ -94,7 +88,6 @@ def streamed_adam_kernel(
             SPLIT,
             OWN_MASTER,
             HAS_SCALE,
-            False,
             HAS_L2,
         )
         block += tl.num_programs(0)
@@ -263,7 +256,6 @@ def streamed_adam(
     scalars: AdamScalars,
     *,
     scale: torch.Tensor | None = None,  # one float32 on the device
-    skip: torch.Tensor | None = None,  # one int32 on the device
     staging: AdamStaging | None = None,
     programs: int = ZERO_COPY_PROGRAMS,
     device: torch.device | None = None,
@@ -282,7 +274,6 @@ def streamed_adam(
         grad: see weight; unchanged.
         scalars: this step's constants.
         scale: multiplies the gradient.
-        skip: nothing changes unless it is 0.
         staging: copies the states through it when given; None lets the kernel reach into host memory.
         programs: of the zero-copy kernel: more fill a faster link, fewer leave more of the GPU to others.
         device: where the update runs; the staging's, the gradient's or else the current GPU when None. On the CPU,
@@ -295,19 +286,19 @@ def streamed_adam(
         ValueError: a tensor has the wrong type, device, layout or length, or isn't pinned.
     """
     where = _device_of(staging, grad, device)
-    check_streamed(weight, master, exp_avg, exp_avg_sq, grad, scale, skip, where)
+    check_streamed(weight, master, exp_avg, exp_avg_sq, grad, scale, where)
     if programs < 1:
         raise ValueError(f"programs must be at least 1, not {programs}")
     if staging is not None:
         given = {"weight": weight, "master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
-        update = functools.partial(launch_adam if staging.on_gpu else adam, scalars=scalars, scale=scale, skip=skip)
+        update = functools.partial(launch_adam if staging.on_gpu else adam, scalars=scalars, scale=scale)
         update = update if master is not None else functools.partial(update, master=None)
         return run_pieces(staging, {name: tensor for name, tensor in given.items() if tensor is not None}, update)
     if where.type == "cpu":
-        adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, skip=skip)
+        adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale)
         return None
     if weight.numel():
-        arguments = adam_arguments(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale, skip)
+        arguments = adam_arguments(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale)
         launch_zero_copy(*arguments, programs=programs, device=where)
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(where))
@@ -331,7 +322,6 @@ def check_streamed(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     scale: torch.Tensor | None,
-    skip: torch.Tensor | None,
     device: torch.device,
 ) -> None:
     """ValueError unless ``streamed_adam`` can take these tensors."""
@@ -343,6 +333,5 @@ def check_streamed(
             raise ValueError(f"{name} is on {tensor.device}, and must be on {device} or in pinned host memory")
         if not tensor.is_pinned():
             raise ValueError(f"{name} must be in pinned host memory for {device} to reach it: pass its .pin_memory()")
-    check_adam(weight, master, exp_avg, exp_avg_sq, grad, None, None, anywhere=True)
+    check_adam(weight, master, exp_avg, exp_avg_sq, grad, None, anywhere=True)
     check_scalar("scale", scale, dtype=torch.float32, device=device)
-    check_scalar("skip", skip, dtype=torch.int32, device=device)

@@ -106,15 +106,12 @@ def launch_sum_of_squares(values: torch.Tensor, partials: torch.Tensor) -> None:
 def sum_of_squares(
     values: torch.Tensor,  # [n] bfloat16, float16 or float32
     partials: torch.Tensor,  # [tiles(n)] float32, written
-    *,
-    threads: int = 0,
 ) -> None:
     """Write the fp32 sum of squares of each tile of 16,384 values.
 
     Args:
         values: [n] bfloat16, float16 or float32, contiguous, any n.
         partials: [tiles(n)] float32 on the same device. Infinities and NaN in a tile make its partial infinite or NaN.
-        threads: host threads for CPU tensors; 0 is torch.get_num_threads().
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length.
@@ -125,5 +122,5 @@ def sum_of_squares(
         return
     if values.is_cuda:
         launch_sum_of_squares(values, partials)
-    elif not host_adam.host_sum_of_squares(values, partials, threads=threads):
+    elif not host_adam.host_sum_of_squares(values, partials):
         partials.copy_(sum_of_squares_reference(values))

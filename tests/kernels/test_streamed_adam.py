@@ -76,7 +76,7 @@ def test_pieces_through_the_triton_kernel(same_bits: Callable[..., None], moment
     tensors = _state(torch.bfloat16, torch.bfloat16, moment_dtype=moment_dtype)
     expected = _expected(tensors)
     staging = AdamStaging(CPU, size_bytes=2 * 2048 * 18)
-    run_pieces(staging, tensors, functools.partial(launch_adam, scalars=SCALARS, scale=None, skip=None))
+    run_pieces(staging, tensors, functools.partial(launch_adam, scalars=SCALARS, scale=None))
     _check(tensors, expected, same_bits)
 
 
@@ -91,22 +91,10 @@ def test_few_programs_update_everything(
     tensors = _state(dtype, torch.float32, moment_dtype=moment_dtype)
     scale = torch.tensor([0.3])
     expected = _expected(tensors, scale)
-    for skip in (1, 0):
-        flag = torch.tensor([skip], dtype=torch.int32)
-        named: Any = {"master": None, **tensors}
-        arguments = adam_arguments(**named, scalars=SCALARS, scale=scale, skip=flag)
-        before = {name: tensor.clone() for name, tensor in tensors.items()}
-        launch_zero_copy(*arguments, programs=programs, device=CPU)
-        _check(tensors, before if skip else expected, same_bits)
-
-
-def test_a_skipped_step_changes_nothing(same_bits: Callable[..., None]) -> None:
-    tensors = _state(torch.bfloat16, torch.bfloat16)
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    flag = torch.ones(1, dtype=torch.int32)
-    _step(tensors, skip=flag, staging=AdamStaging(CPU, size_bytes=1 << 16), device=CPU)
-    _step(tensors, skip=flag, device=CPU)
-    _check(tensors, before, same_bits)
+    named: Any = {"master": None, **tensors}
+    arguments = adam_arguments(**named, scalars=SCALARS, scale=scale)
+    launch_zero_copy(*arguments, programs=programs, device=CPU)
+    _check(tensors, expected, same_bits)
 
 
 def test_without_a_gpu_adam_does_the_work(same_bits: Callable[..., None]) -> None:
@@ -161,15 +149,10 @@ class TestOnTheGpu:
         tensors = {
             name: tensor.cuda() if name in on_device else tensor.clone().pin_memory() for name, tensor in start.items()
         }
-        scale, skip = torch.tensor([0.3], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+        scale = torch.tensor([0.3], device="cuda")
         expected = _expected(start, scale)
         staging = AdamStaging(torch.device("cuda", 0), size_bytes=1 << 21) if way == "copies" else None
-        flag = torch.ones_like(skip)
-        done = _step(tensors, scale=scale, skip=flag, staging=staging)
-        assert done is not None
-        done.synchronize()
-        _check(tensors, start, same_bits)
-        done = _step(tensors, scale=scale, skip=skip, staging=staging)
+        done = _step(tensors, scale=scale, staging=staging)
         assert done is not None
         done.synchronize()
         _check(tensors, expected, same_bits)
