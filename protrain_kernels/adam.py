@@ -95,16 +95,15 @@ def adam_reference(
     weight.copy_(p)
 
 
-@triton.jit
-def adam_block(
-    weight: tl.tensor,  # bf16 weights, gradients and moments come as int16: their bits
+@triton.jit(do_not_specialize_on_alignment=["scale"])
+def adam_kernel(
+    weight: tl.tensor,  # bf16 weights, gradients and moments are passed as int16: their bits
     master: tl.tensor,
     exp_avg: tl.tensor,
     exp_avg_sq: tl.tensor,
     grad: tl.tensor,
     scale: tl.tensor,
-    offsets: tl.tensor,
-    mask: tl.tensor,
+    numel: tl.tensor,
     decay: tl.tensor,
     l2: tl.tensor,
     beta1: tl.tensor,
@@ -119,8 +118,11 @@ def adam_block(
     OWN_MASTER: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_L2: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """Updates the parameters at ``offsets``."""
+    """One program updates BLOCK parameters."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
     g = widen(tl.load(grad + offsets, mask=mask))
     if SPLIT:
         p = join_bits(tl.load(weight + offsets, mask=mask), tl.load(master + offsets, mask=mask))
@@ -157,78 +159,6 @@ def adam_block(
         tl.store(weight + offsets, p.to(tl.float16), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale"])
-def adam_kernel(
-    weight: tl.tensor,
-    master: tl.tensor,
-    exp_avg: tl.tensor,
-    exp_avg_sq: tl.tensor,
-    grad: tl.tensor,
-    scale: tl.tensor,
-    numel: tl.tensor,
-    decay: tl.tensor,
-    l2: tl.tensor,
-    beta1: tl.tensor,
-    one_minus_beta1: tl.tensor,
-    beta2: tl.tensor,
-    one_minus_beta2: tl.tensor,
-    inv_sqrt_bias_correction2: tl.tensor,
-    eps: tl.tensor,
-    step_size: tl.tensor,
-    step: tl.tensor,
-    SPLIT: tl.constexpr,
-    OWN_MASTER: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_L2: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program updates BLOCK parameters."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    adam_block(
-        weight,
-        master,
-        exp_avg,
-        exp_avg_sq,
-        grad,
-        scale,
-        offsets,
-        offsets < numel,
-        decay,
-        l2,
-        beta1,
-        one_minus_beta1,
-        beta2,
-        one_minus_beta2,
-        inv_sqrt_bias_correction2,
-        eps,
-        step_size,
-        step,
-        SPLIT,
-        OWN_MASTER,
-        HAS_SCALE,
-        HAS_L2,
-    )
-
-
-def adam_arguments(
-    weight: torch.Tensor,
-    master: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    scalars: AdamScalars,
-    scale: torch.Tensor | None,
-) -> tuple[tuple[torch.Tensor, ...], int, tuple[float, ...], tuple[bool | int, ...]]:
-    """The tensors, the number of elements, the constants and the constexpr arguments of the Triton kernel.
-
-    Another tensor stands for a master or a scale that is not there: the kernel does not read it.
-    """
-    own = weight if master is None else master
-    factor = exp_avg if scale is None else scale
-    chosen = (weight.dtype is torch.bfloat16, master is None, scale is not None, scalars.l2 != 0.0, BLOCK)
-    return (weight, own, exp_avg, exp_avg_sq, grad, factor), weight.numel(), scalars.values, chosen
-
-
 def launch_adam(
     weight: torch.Tensor,
     master: torch.Tensor | None,
@@ -240,9 +170,20 @@ def launch_adam(
     scale: torch.Tensor | None = None,
 ) -> None:
     """Launch the Triton kernel on checked tensors, without a synchronisation."""
-    tensors, numel, floats, constants = adam_arguments(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale)
-    index = weight.get_device()
-    launch(adam_kernel, -(-numel // BLOCK), tensors, numel, floats, constants, LAUNCH_OPTIONS, device_index=index)
+    # Another tensor stands for a master or a scale that is not there: the kernel does not read it.
+    own = weight if master is None else master
+    factor = exp_avg if scale is None else scale
+    numel = weight.numel()
+    launch(
+        adam_kernel,
+        -(-numel // BLOCK),
+        (weight, own, exp_avg, exp_avg_sq, grad, factor),
+        numel,
+        scalars.values,
+        (weight.dtype is torch.bfloat16, master is None, scale is not None, scalars.l2 != 0.0, BLOCK),
+        LAUNCH_OPTIONS,
+        device_index=weight.get_device(),
+    )
 
 
 def check_adam(

@@ -27,7 +27,6 @@ from protrain_kernels.pack_kernels import pack_kernel, unpack_kernel
 from protrain_kernels.pack_layout import BITS, FP8, GATHER, MASK, RAW, TILE
 from protrain_kernels.split_master import BLOCK as SPLIT_BLOCK
 from protrain_kernels.split_master import join_kernel, split_kernel
-from protrain_kernels.streamed_adam import streamed_adam_kernel
 from protrain_kernels.sum_of_squares import sum_of_squares_kernel
 
 
@@ -109,8 +108,11 @@ def _adam_variants() -> Iterator[Variant]:
         ("fp32", "fp32", ("fp32",)),
     ):
         for moment, grad, (scale, l2, large) in product(("fp32", "bf16"), grads, product((False, True), repeat=3)):
-            shared: dict[str, Any] = {
-                "pointers": {
+            flags = f"{', scale' * scale}{', l2' * l2}{', large' * large}"
+            yield Variant(
+                name=f"adam {weight}, {grad} gradient{f', {moment} moments' * (moment != 'fp32')}{flags}",
+                kernel=adam_kernel,
+                pointers={
                     "weight": weight,
                     "master": master,
                     "exp_avg": moment,
@@ -118,23 +120,19 @@ def _adam_variants() -> Iterator[Variant]:
                     "grad": grad,
                     "scale": "fp32" if scale else moment,  # another tensor stands for a scale that is not there
                 },
-                "integers": {"numel": _LARGE if large else _SMALL},
-                "floats": scalars,
-                "constants": {
+                integers={"numel": _LARGE if large else _SMALL},
+                floats=scalars,
+                constants={
                     "SPLIT": weight == "bf16",
                     "OWN_MASTER": weight == "fp32",
                     "HAS_SCALE": scale,
                     "HAS_L2": l2,
                     "BLOCK": BLOCK,
                 },
-                "wide_loads": 5 if weight == "bf16" else 4,
-                "wide_stores": 4 if weight == "bf16" else 3,
-                "divides": "root",
-            }
-            flags = f"{', scale' * scale}{', l2' * l2}{', large' * large}"
-            what = f"{weight}, {grad} gradient{f', {moment} moments' * (moment != 'fp32')}{flags}"
-            yield Variant(name=f"adam {what}", kernel=adam_kernel, **shared)
-            yield Variant(name=f"streamed adam {what}", kernel=streamed_adam_kernel, **shared)
+                wide_loads=5 if weight == "bf16" else 4,
+                wide_stores=4 if weight == "bf16" else 3,
+                divides="root",
+            )
 
 
 def _sum_variants() -> Iterator[Variant]:

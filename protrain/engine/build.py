@@ -96,7 +96,7 @@ def build_engine(
         poison=debugging(),
     )
     worker = HostWorker(threads=host_threads)
-    streamer = Streamer(device, streams, staging_bytes=streaming_bytes) if streamed else None
+    streamer = Streamer(streams, staging_bytes=streaming_bytes) if streamed else None
     stream_worker = HostWorker(threads=1, name="protrain-stream-worker") if streamed else None
     spare_device_bytes = device_bytes - plan.device_bytes
     gradients = Gradients(

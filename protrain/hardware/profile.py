@@ -62,6 +62,7 @@ _MEASURED_RATES = (
     *("flatten_gbps", "pack_gbps", "all_gather_gbps", "reduce_scatter_gbps"),
 )
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
+_RETIRED = {"streamed_adam_copies", "pinning_gbps"}  # fields of older files that nothing reads any more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +96,9 @@ class HardwareProfile(Record):
     host_adam_weight_gparams: float | None = None  # of updates that make the new weight alone
     host_adam_narrow_gparams: float | None = None  # with moments in bf16
     host_adam_p20_gparams: float | None = None  # what host_adam_gparams is at least, four fifths of the time
-    streamed_adam_gparams: float | None = None  # the device on states in host memory, by the better way
-    streamed_adam_copies: bool | None = None  # that way: double-buffered copies, or zero copy
+    streamed_adam_gparams: float | None = None  # the device on states in host memory
     flatten_gbps: float | None = None  # bytes read + written
     pack_gbps: float | None = None  # bytes read + written
-    pinning_gbps: float | None = None  # 0: the driver refuses
     all_gather_gbps: float | None = None  # received by one of several processes
     reduce_scatter_gbps: float | None = None
     contention: tuple[Contention, ...] = ()
@@ -123,8 +122,6 @@ class HardwareProfile(Record):
             rate = getattr(self, name)
             if rate is not None and not 0 < rate < math.inf:
                 raise _impossible(name, "a finite number above 0, or null", rate)
-        if self.pinning_gbps is not None and not 0 <= self.pinning_gbps < math.inf:
-            raise _impossible("pinning_gbps", "a finite number of at least 0, or null", self.pinning_gbps)
         for name in ("cpu_threads", "world_size"):
             if getattr(self, name) < 1:
                 raise _impossible(name, "at least 1", getattr(self, name))
@@ -134,6 +131,8 @@ class HardwareProfile(Record):
     @classmethod
     def from_dict(cls, data: Any) -> Self:
         """The profile in ``data``. ValueError also where its machine has no memory: only a search asks about that."""
+        if isinstance(data, dict):
+            data = {name: value for name, value in data.items() if name not in _RETIRED}
         profile = super().from_dict(data)
         for name in ("device_bytes", "host_bytes"):
             if not 0 < getattr(profile, name) < _MOST_BYTES:

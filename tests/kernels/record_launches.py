@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from protrain_kernels import PackPlan, adam_scalars
-from protrain_kernels.adam import adam_arguments, launch_adam
+from protrain_kernels.adam import launch_adam
 from protrain_kernels.flatten_plan import FlattenPlan
 from protrain_kernels.from_host import launch_from_host
 from protrain_kernels.split_master import launch_join, launch_split
-from protrain_kernels.streamed_adam import launch_zero_copy
 from protrain_kernels.sum_of_squares import launch_sum_of_squares
 from tools.kernel_variants import variants
 
@@ -95,7 +94,6 @@ def adam_launches() -> None:
         exp_avg, exp_avg_sq, grad = empty(numel, moment), empty(numel, moment), empty(numel, grad_type or weight)
         states = (empty(numel, weight), master, exp_avg, exp_avg_sq, grad)
         launch_adam(*states, scalars, scale=scale)
-        launch_zero_copy(*adam_arguments(*states, scalars, scale), programs=64, device=torch.device("cpu"))
 
 
 def other_launches() -> None:
@@ -118,7 +116,7 @@ def other_launches() -> None:
 def main() -> None:
     for variant in variants():
         known[variant.kernel].add(key(variant.kernel, variant.signature(), variant.constants))
-    for module in ("adam", "flatten_plan", "from_host", "pack", "split_master", "streamed_adam", "sum_of_squares"):
+    for module in ("adam", "flatten_plan", "from_host", "pack", "split_master", "sum_of_squares"):
         sys.modules[f"protrain_kernels.{module}"].__dict__["launch"] = record
     flatten_launches()
     adam_launches()

@@ -178,10 +178,9 @@ class Chunk:
         pieces: list[Piece],
         gradient: Tensor,
         scale: Tensor | None,
-        device: torch.device,
-        staging: AdamStaging | None,
+        staging: AdamStaging,
     ) -> None:
-        """The same by ``device``, where ``scale`` lies, on what lies in host memory: queued on the current stream."""
+        """The same by the device, where ``scale`` lies, on what lies in host memory: queued on the current stream."""
         assert self.exp_avg is not None
         assert self.exp_avg_sq is not None
         for part, scalars in pieces:
@@ -192,9 +191,8 @@ class Chunk:
                 self.exp_avg_sq[part],
                 gradient[part],
                 scalars,
+                staging,
                 scale=scale,
-                staging=staging,
-                device=device,
             )
         self.version += 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Piece
@@ -24,16 +23,14 @@ class Streamer:
     """Has the device update chunks in host memory, one at a time.
 
     Args:
-        device: of the engine. On the CPU the host's kernel does the work, on the thread that calls.
-        streams: of the engine.
-        staging_bytes: device memory that the states are copied through; 0: a kernel reaches into host memory.
+        streams: of the engine. On the CPU the host's kernel does the work, on the thread that calls.
+        staging_bytes: device memory that the states are copied through.
     """
 
-    def __init__(self, device: torch.device, streams: Streams, *, staging_bytes: int) -> None:
+    def __init__(self, streams: Streams, *, staging_bytes: int) -> None:
         self.staging_bytes = staging_bytes
-        self._device = device
         self._streams = streams
-        self._staging = streams.adam_staging(staging_bytes) if staging_bytes else None
+        self._staging = streams.adam_staging(staging_bytes)
         self._done = streams.mark()
 
     def update(
@@ -56,5 +53,5 @@ class Streamer:
         chunk.uploaded.wait()  # as in an update on the host
         with self._streams.streaming(self._done):
             factor = None if scale is None else scale.on_device
-            chunk.step_streamed(pieces, gradient, factor, self._device, self._staging)
+            chunk.step_streamed(pieces, gradient, factor, self._staging)
         self._done.wait()

@@ -148,7 +148,6 @@ class Together:
     ) -> None:
         self._device = device
         portions = portions_of(chunks)
-        self._portion_elements = sum(part.elements for part in portions[0])
         turns = itertools.cycle(portions)
 
         def update_portion() -> None:
@@ -156,7 +155,6 @@ class Together:
                 part.update(threads)
 
         self._copies = Transfers(device, max(effort.transfer_bytes), regions=_REGIONS)
-        self.streams_by_copies = False  # updates by the device of states in host memory; otherwise by zero copy
         self._streamed = StreamedChunk(device, effort.adam_elements) if device.type == "cuda" else None
         self._found: dict[tuple[str, ...], list[dict[str, float]]] = {}  # rates, by group
         runs: dict[str, Callable[[], object]] = {
@@ -166,8 +164,7 @@ class Together:
             "matmul": self._on_device(lambda: products.run(_PRODUCTS_IN_UNIT)),
         }
         if self._streamed is not None:
-            streamed = self._streamed
-            runs["streamed_adam"] = self._on_device(lambda: streamed.update(copies=self.streams_by_copies))
+            runs["streamed_adam"] = self._on_device(self._streamed.update)
         self._activities = {name: Activity(name=name, run=run) for name, run in runs.items()}
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams work on what was filled on this one
@@ -184,13 +181,6 @@ class Together:
                 accepted = stack.enter_context(self._streamed.ready()) and accepted
             stack.callback(self._activities.clear)  # they refer to all of the memory, and to this
             yield accepted
-
-    def streaming_worth(self, *, duration_s: float) -> float:
-        """How much is done beside streamed updates: what they and the host update, times the products' rate."""
-        assert self._streamed is not None
-        elements = {"streamed_adam": self._streamed.chunk.elements, "host_adam": self._portion_elements}
-        rates = self._rates((*elements, "matmul"), duration_s)
-        return sum(rates[name] * each for name, each in elements.items()) * rates["matmul"]
 
     def _rates(self, group: Collection[str], duration_s: float) -> dict[str, float]:
         return units_per_second([self._activities[name] for name in group], duration_s=duration_s)

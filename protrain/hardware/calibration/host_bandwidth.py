@@ -1,9 +1,8 @@
-"""Host memory as the engine maps it, filled with random values; its bandwidth; and how fast it is pinned."""
+"""Host memory as the engine maps it, filled with random values, and its bandwidth."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 
 import torch
@@ -15,7 +14,6 @@ from protrain.hardware.profile import Figure
 
 CPU = torch.device("cpu")
 _RANDOM_BLOCK = 1 << 20  # elements that repeat: drawing gigabytes of random numbers would take longer than measuring
-_PINNINGS = 3
 
 
 def fill_random(tensor: Tensor, *, positive: bool = False, scale: float = 1.0) -> Tensor:
@@ -82,16 +80,3 @@ def pinned(*tensors: Tensor, device: torch.device) -> Iterator[bool]:
         torch.cuda.synchronize(device)
         for address in registered:
             torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def pinning_gbps(size_bytes: int, device: torch.device) -> Figure:
-    """How fast memory that was touched is registered with the driver; 0 when it refuses."""
-    memory = map_host_memory(size_bytes)
-    samples = []
-    for _ in range(_PINNINGS):
-        begin = time.perf_counter()
-        with pinned(memory, device=device) as accepted:
-            if not accepted:
-                return Figure(name="pinning", at="", unit="GB/s", median=0.0, p20=0.0, p80=0.0, datasheet=None)
-            samples.append(time.perf_counter() - begin)
-    return figure_of("pinning", samples, size_bytes / 1e9, "GB/s")

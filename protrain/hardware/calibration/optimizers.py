@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,10 +115,10 @@ def best_threads(by_threads: dict[int, Figure]) -> int:
 
 
 class StreamedChunk:
-    """States and gradient in pinned host memory, as in a step, which the device updates over the link in either way.
+    """States and gradient in pinned host memory, as in a step, which the device updates over the link.
 
-    As many of them as a chunk has: by copies they go in pieces of some 5 million parameters, the first of which comes
-    before anything is updated and the last of which goes after, so a few pieces alone are slower.
+    They are as many as a whole chunk has. They go in pieces of about 5 million parameters. The first piece comes before
+    anything is updated and the last one goes after, so a few pieces alone would be slower.
     """
 
     def __init__(self, device: torch.device, elements: int) -> None:
@@ -135,36 +135,21 @@ class StreamedChunk:
         ) as accepted:
             yield accepted
 
-    def update(self, *, copies: bool) -> None:
+    def update(self) -> None:
         """Queue one step on the current stream, which then waits for it."""
         chunk = self.chunk
         done = streamed_adam(
-            chunk.weight,
-            chunk.master,
-            chunk.exp_avg,
-            chunk.exp_avg_sq,
-            chunk.grad,
-            STEP,
-            staging=self._staging if copies else None,
-            device=self.device,
+            chunk.weight, chunk.master, chunk.exp_avg, chunk.exp_avg_sq, chunk.grad, STEP, self._staging
         )
         if done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
 
-    def figures(self, *, budget_s: float, link_gbps: float | None) -> list[Figure]:
-        """Rates of the two ways, in 1e9 parameters a second."""
-        ways: dict[str, Callable[[], None]] = {
-            "copies": lambda: self.update(copies=True),
-            "zero copy": lambda: self.update(copies=False),
-        }
-        return [
-            figure_of(
-                "streamed AdamW",
-                durations_s(run, self.device, budget_s=budget_s / 2),
-                self.chunk.elements / 1e9,
-                "G param/s",
-                at=way,
-                datasheet=None if link_gbps is None else link_gbps / _STREAMED_BYTES,
-            )
-            for way, run in ways.items()
-        ]
+    def figure(self, *, budget_s: float, link_gbps: float | None) -> Figure:
+        """The rate, in 1e9 parameters a second."""
+        return figure_of(
+            "streamed AdamW",
+            durations_s(self.update, self.device, budget_s=budget_s),
+            self.chunk.elements / 1e9,
+            "G param/s",
+            datasheet=None if link_gbps is None else link_gbps / _STREAMED_BYTES,
+        )

@@ -24,7 +24,7 @@ from protrain.hardware.calibration.doubts import (
     thread_doubts,
 )
 from protrain.hardware.calibration.effort import FULL_SECONDS, Effort
-from protrain.hardware.calibration.host_bandwidth import CPU, dram_figures, pinning_gbps, random_tensor
+from protrain.hardware.calibration.host_bandwidth import CPU, dram_figures, random_tensor
 from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
 from protrain.hardware.calibration.launching import one_core_taken
 from protrain.hardware.calibration.optimizers import (
@@ -45,7 +45,7 @@ from protrain.hardware.profile import Contention, Figure, HardwareProfile
 Progress = Callable[[str, float], object]
 _LOADED_S = 0.3  # of queued work under which the card is asked for its clocks and its link
 # Seconds of each stage in a full calibration of FULL_SECONDS; the groups of activities share the last.
-_MATMUL_S, _COPY_S, _TRANSFERS_S, _DRAM_S, _ADAM_S, _STREAMED_S, _KERNEL_S = 2.0, 0.5, 3.0, 1.5, 0.4, 1.5, 0.4
+_MATMUL_S, _COPY_S, _TRANSFERS_S, _DRAM_S, _ADAM_S, _STREAMED_S, _KERNEL_S = 2.0, 0.5, 3.0, 1.5, 0.4, 0.75, 0.4
 _GROUP_S, _COLLECTIVE_S = 0.9, 0.4  # a group; a size
 _ROUNDS = 2  # over all groups
 _LARGEST = 3
@@ -141,7 +141,6 @@ class Calibration:
         self.warnings = size_doubts(effort)
         self._thread_counts = thread_counts(threads, taken=int(self.on_gpu))  # as one_core_taken takes it
         self._adam_threads = threads
-        self._streams_by_copies: bool | None = None  # None: not compared
         self._sheet = of_card(torch.cuda.get_device_name(device)) if self.on_gpu else None
         idle = gpu_facts(device) if self.on_gpu else None
         self._link_gbps = None if idle is None else pcie_gbps(idle.pcie_generation_max, idle.pcie_width_max)
@@ -155,7 +154,7 @@ class Calibration:
         by_threads = len(self._thread_counts) + 3 * len(_OVER_MEMORY)
         optimizers = (by_threads + 1) * _ADAM_S + self.on_gpu * _STREAMED_S
         collectives = len(self.effort.transfer_bytes) * _COLLECTIVE_S * (self.ranks.size > 1)
-        return alone + optimizers + (len(groups_on(self.device)) + 2 * self.on_gpu) * _GROUP_S + collectives
+        return alone + optimizers + len(groups_on(self.device)) * _GROUP_S + collectives
 
     @contextlib.contextmanager
     def _stage(self, what: str, full_s: float) -> Iterator[float]:
@@ -211,8 +210,6 @@ class Calibration:
             if self.on_gpu:
                 transfers.load(_LOADED_S)
                 self.warnings += link_doubts(gpu_facts(self.device))
-        if self.on_gpu:
-            self.figures.append(pinning_gbps(self.effort.tensor_bytes, self.device))
         return accepted
 
     def _host(self, chunk: AdamChunk, *, torch_threads: int) -> None:
@@ -281,7 +278,7 @@ class Calibration:
                 streamed = StreamedChunk(self.device, self.effort.adam_elements)
                 with streamed.ready() as accepted:
                     if self.ranks.agree(accepted):
-                        self.figures += streamed.figures(budget_s=budget_s, link_gbps=self._link_gbps)
+                        self.figures.append(streamed.figure(budget_s=budget_s, link_gbps=self._link_gbps))
                 del streamed
         for kernel in (flatten_gbps, pack_gbps):
             with self._stage("flatten and pack", _KERNEL_S) as budget_s:
@@ -291,26 +288,11 @@ class Calibration:
         together = Together(self.device, self.effort, self._products, chunks, threads=self._adam_threads)
         with together.ready() as accepted:
             all_accepted = self.ranks.agree(accepted)
-            if all_accepted and self.on_gpu:
-                self.choose_way(together)
             for group in groups_on(self.device) * _ROUNDS if all_accepted else ():
                 with self._stage(" + ".join(group), _GROUP_S / _ROUNDS) as budget_s, one_core_taken(wanted=self.on_gpu):
                     together.measure(group, duration_s=budget_s)
         self.contention = together.contention()
         return accepted
-
-    def choose_way(self, together: Together) -> None:
-        """The groups are measured with the way of streaming that leaves most in a step; all ranks take the same.
-
-        On H100s zero copy is faster alone. In steps uploads took 38 ms and more beside it, and 15 beside copies, and
-        products ran at half their rate on one of them.
-        """
-        worth = []
-        for together.streams_by_copies in (False, True):
-            with self._stage("streamed updates beside others", _GROUP_S) as budget_s, one_core_taken(wanted=True):
-                worth.append(together.streaming_worth(duration_s=budget_s))
-        zero_copy, copies = self.ranks.least(worth)
-        self._streams_by_copies = together.streams_by_copies = copies > zero_copy
 
     def _collectives(self) -> None:
         for size in self.effort.transfer_bytes if self.ranks.size > 1 else ():
@@ -324,10 +306,6 @@ class Calibration:
         rates = {name: figure.median for name, figure in best.items()}
         for name in (_WHOLE, _WEIGHT, _NARROW):
             rates[name] = rate_over_time(self._moments(name))
-        streamed = best.get("streamed AdamW")
-        if self._streams_by_copies is not None:
-            way = "copies" if self._streams_by_copies else "zero copy"
-            [streamed] = [figure for figure in self.figures if (figure.name, figure.at) == ("streamed AdamW", way)]
         return replace(
             base,
             matmul_tflops=rates["matmul"],
@@ -342,11 +320,9 @@ class Calibration:
             host_adam_weight_gparams=rates[_WEIGHT],
             host_adam_narrow_gparams=rates[_NARROW],
             host_adam_p20_gparams=statistics.harmonic_mean(each.p20 for each in self._moments(_WHOLE)),
-            streamed_adam_gparams=None if streamed is None else streamed.median,
-            streamed_adam_copies=None if streamed is None else streamed.at == "copies",
+            streamed_adam_gparams=rates.get("streamed AdamW"),
             flatten_gbps=rates["flatten"],
             pack_gbps=rates["pack"],
-            pinning_gbps=rates.get("pinning"),
             all_gather_gbps=rates.get("all_gather"),
             reduce_scatter_gbps=rates.get("reduce_scatter"),
             contention=tuple(self.contention),
