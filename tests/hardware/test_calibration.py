@@ -9,24 +9,24 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 
 from protrain.hardware import HardwareProfile, calibrate
 from protrain.hardware.calibration import differences
-from protrain.hardware.calibration.contention import Activity, Together, groups_on, portions_of
-from protrain.hardware.calibration.device_rates import Products
-from protrain.hardware.calibration.effort import Effort
-from protrain.hardware.calibration.host_bandwidth import CPU, random_tensor
+from protrain.hardware.calibration.contention import Together, groups_on, portions_of
 from protrain.hardware.calibration.optimizers import (
     AdamChunk,
     adam_figure,
     best_threads,
     thread_counts,
 )
+from protrain.hardware.calibration.rates import Products
 from protrain.hardware.calibration.run import decisive, rate_over_time
-from protrain.hardware.calibration.timing import durations_s, figure_of, spread_of
+from protrain.hardware.calibration.tensors import CPU, random_tensor
+from protrain.hardware.calibration.timing import Effort, durations_s, figure_of, spread_of
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.memory import usable_cores
 from protrain.hardware.profile import Contention, Figure
@@ -88,7 +88,7 @@ def test_what_was_measured_together_leaves_no_memory_behind() -> None:
     effort, chunk = _effort(seconds=0.01), AdamChunk.on(CPU, 4096)
     memory = weakref.ref(chunk.exp_avg)
     together = Together(CPU, effort, Products(CPU, effort), [chunk], threads=1)
-    together._activities["itself"] = Activity(name="itself", run=together.contention)
+    together._activities["itself"] = together.contention
     gc.collect()
     gc.disable()
     try:
@@ -159,7 +159,7 @@ def test_slow_samples_count_by_their_time() -> None:
 def test_the_weight_alone_is_measured_on_what_an_update_would_leave() -> None:
     chunk = AdamChunk.on(CPU, 1024)
     before, new_weight = dataclasses.astuple(chunk), torch.zeros_like(chunk.weight)
-    adam_figure("", [chunk], CPU, budget_s=0.01, new_weight=new_weight)
+    adam_figure("", [chunk], partial(AdamChunk.make_weight, new_weight=new_weight), CPU, budget_s=0.01)
     assert all(map(torch.equal, dataclasses.astuple(chunk), before))
     assert not torch.equal(chunk.weight, new_weight)
     chunk.update()
@@ -170,7 +170,7 @@ def test_moments_in_bf16_are_measured_on_bf16() -> None:
     chunk = AdamChunk.on(CPU, 1024)
     moments = torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(1024, dtype=torch.bfloat16)
     before = dataclasses.astuple(chunk)
-    adam_figure("", [chunk], CPU, budget_s=0.01, narrow_moments=moments)
+    adam_figure("", [chunk], partial(AdamChunk.update, moments=moments), CPU, budget_s=0.01)
     same = {name: torch.equal(getattr(chunk, name), was) for name, was in zip(vars(chunk), before, strict=True)}
     assert same == {"weight": False, "master": False, "exp_avg": True, "exp_avg_sq": True, "grad": True}
     assert all(moment.count_nonzero() for moment in moments)
@@ -320,7 +320,7 @@ def test_a_rate_counts_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdamChunk, "update", update)
     monkeypatch.setattr("protrain.hardware.calibration.optimizers.durations_s", three_times_30_ms)
     chunks = [AdamChunk.on(CPU, elements) for elements in (128, 256, 128)]
-    figure = adam_figure("host AdamW", chunks, CPU, budget_s=0.1, threads=1)
+    figure = adam_figure("host AdamW", chunks, AdamChunk.update, CPU, budget_s=0.1)
     assert updated == [id(chunk) for chunk in chunks]
     assert figure.median == pytest.approx(512 / 0.03 / 1e9)
 

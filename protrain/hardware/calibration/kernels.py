@@ -1,11 +1,11 @@
-"""The engine's other kernels, on the tensors of one transformer block: gradients into a chunk, activations packed."""
+"""The kernels that move the tensors of one transformer block: gradients into a chunk, and activations into a buffer."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from protrain.hardware.calibration.host_bandwidth import fill_random
+from protrain.hardware.calibration.tensors import fill_random
 from protrain.hardware.calibration.timing import durations_s, figure_of
 from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.profile import Figure
@@ -19,7 +19,7 @@ def _random(device: torch.device, *shape: int) -> Tensor:
 
 
 def flatten_gbps(device: torch.device, hidden: int, *, budget_s: float, sheet: Datasheet | None) -> Figure:
-    """Bytes read and written a second by ``flatten`` with squares, on the bf16 gradients of a LLaMA block."""
+    """Bytes a second that ``flatten`` with squares reads and writes, on the bf16 gradients of a LLaMA block."""
     wide = hidden * 7 // 2 // 128 * 128
     shapes = [(hidden, hidden)] * 2 + [(hidden // 4, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
     gradients = [_random(device, *shape) for shape in shapes] + [_random(device, hidden) for _ in range(2)]
@@ -38,7 +38,7 @@ def flatten_gbps(device: torch.device, hidden: int, *, budget_s: float, sheet: D
 
 
 def pack_gbps(device: torch.device, hidden: int, *, budget_s: float, sheet: Datasheet | None) -> Figure:
-    """Bytes read and written a second by ``pack``: what a block of 4096 tokens saves, with views and a mask."""
+    """Bytes a second that ``pack`` reads and writes, on what a block of 4096 tokens saves, with views and a mask."""
     tokens = hidden
     fused = _random(device, tokens, 3 * hidden)
     saved = [
