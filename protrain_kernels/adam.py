@@ -1,25 +1,24 @@
 """AdamW over a chunk: an fp32 step on an fp32 master, and the 16-bit weight that follows from it, in one pass.
 
-    g = fp32(grad) * scale                      where a scale is given
+    g = fp32(grad) * scale                      only where a scale is given
     g = g + p * l2                              only with coupled weight decay (Adam, not AdamW)
-    p = p * decay                               1 - lr * weight_decay when decoupled, else 1
+    p = p * decay                               decay is 1 - lr * weight_decay when decoupled, else 1
     m = m * beta1 + g * (1 - beta1)
     v = v * beta2 + (g * g) * (1 - beta2)
     p = p - (m / (sqrt(v) * inv_sqrt_bias_correction2 + eps)) * step_size
     m, v = rounded(m, v)                        only for moments in bf16: see ``stochastic_rounding``
 
-Every operation is rounded to fp32 by itself: no fused multiply-add, correctly rounded division and square root. The
-constants are computed in double on the host (``adam_scalars``). Hence the Triton kernel, the C kernel and the reference
-give the same bits (a NaN is a NaN: its payload is the machine's).
-
-The caller chooses the number of the step, and with it the bias corrections.
+Every operation is rounded to fp32 by itself: there is no fused multiply-add, and division and square root are correctly
+rounded. The constants are computed in double on the host (``adam_scalars``). Hence the Triton kernel, the C kernel and
+the reference give the same bits, except for the payload of a NaN, which the machine chooses. The caller chooses the
+number of the step, and with it the bias corrections.
 
     weight   master               bytes read + written a parameter, gradient of the weight's type
     bf16     int16 remainder      2 + 2 + 4 + 4 + 2 read, 2 + 2 + 4 + 4 written = 26
     fp16     fp32                 4 + 4 + 4 + 2 read, 2 + 4 + 4 + 4 written = 28
     fp32     None: the weight     4 + 4 + 4 + 4 read, 4 + 4 + 4 written = 28
 
-Moments in bf16 take 8 less.
+Moments in bf16 save 8 of these bytes.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ import torch
 import triton
 import triton.language as tl
 
-from protrain_kernels import host_adam
 from protrain_kernels.adam_types import MASTER_DTYPES, MOMENT_DTYPES, AdamScalars
 from protrain_kernels.checks import LAUNCH_OPTIONS, are_aligned_vectors, check_aligned, check_scalar, check_vector
+from protrain_kernels.host_kernels import host_adam
 from protrain_kernels.launch import launch
 from protrain_kernels.split_master import join_bits, join_reference, split_bits, split_reference, widen
 from protrain_kernels.stochastic_rounding import random_bits, round_moments_reference, upper_half
 
 BLOCK = 1024
-REFERENCE_SLICE = 1 << 18  # elements at a time where the reference stands in for the C kernel: bounds its temporaries
-_DTYPES = {  # of weight, exp_avg, exp_avg_sq, grad, and master where there is one
+REFERENCE_SLICE = 1 << 18  # elements at a time where the reference replaces the C kernel, to bound its temporaries
+_DTYPES = {  # the types of weight, exp_avg, exp_avg_sq, grad, and master where there is one
     (weight, moment, moment, grad, *([] if master is None else [master]))
     for weight, master in MASTER_DTYPES.items()
     for moment in MOMENT_DTYPES
@@ -66,7 +65,7 @@ def adam_reference(
         p = (weight if master is None else master).clone()
     g = grad.to(torch.float32)
     if scale is not None:
-        g = g * scale.reshape([1] * g.dim())  # not 0-d: torch may treat those as double constants
+        g = g * scale.reshape([1] * g.dim())  # torch may treat a 0-d tensor as a double constant
     if scalars.l2 != 0.0:
         g = g + p * scalars.l2
     p = p * scalars.decay
@@ -78,8 +77,9 @@ def adam_reference(
     else:
         exp_avg.copy_(m)
         exp_avg_sq.copy_(v)
-    # Square root and quotient in double, rounded to fp32 once more, are correctly rounded (53 >= 2 * 24 + 2 bits).
-    # torch's fp32 ones need not be: some machines take a vector library's, or multiply by a reciprocal.
+    # A square root or quotient that is computed in double and then rounded to fp32 is correctly rounded, because
+    # 53 >= 2 * 24 + 2 bits. torch's fp32 functions need not be: some machines use a vector library, or multiply by a
+    # reciprocal.
     root = v.to(torch.float64).sqrt_().to(torch.float32)
     denominator = root.mul_(scalars.inv_sqrt_bias_correction2).add_(scalars.eps)
     quotient = m.to(torch.float64).div_(denominator.to(torch.float64)).to(torch.float32)
@@ -196,7 +196,7 @@ def check_adam(
     *,
     anywhere: bool = False,
 ) -> None:
-    """ValueError unless ``adam`` can take these tensors, wherever each lies with ``anywhere``."""
+    """ValueError unless ``adam`` can take these tensors. With ``anywhere`` they may lie on any devices."""
     numel = weight.numel()
     tensors = (weight, exp_avg, exp_avg_sq, grad) if master is None else (weight, exp_avg, exp_avg_sq, grad, master)
     types = tuple([tensor.dtype for tensor in tensors])
@@ -239,12 +239,12 @@ def adam(
         weight: [n] bfloat16, float16 or float32; n is a multiple of 128. All tensors are 1-d, contiguous, on one
             device, and start at a multiple of 256 bytes in their storage.
         master: [n] int16 remainders for a bfloat16 weight, [n] float32 for a float16 weight, None for a float32 weight.
-        exp_avg: [n] float32 momentum, or bfloat16, which is rounded at random.
-        exp_avg_sq: [n] variance, of the same type.
+        exp_avg: [n] momentum, float32 or bfloat16. A bfloat16 momentum is rounded at random.
+        exp_avg_sq: [n] variance, of the same type as the momentum.
         grad: [n] of the weight's type or float32; unchanged.
-        scalars: this step's constants.
-        scale: one float32 on the same device that multiplies the gradient (clipping, loss scale), read by the kernel.
-        threads: host threads for CPU tensors; 0 is torch.get_num_threads().
+        scalars: the constants of this step.
+        scale: one float32 on the same device that multiplies the gradient (clipping, loss scale). The kernel reads it.
+        threads: the number of host threads for CPU tensors; 0 means torch.get_num_threads().
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length.
@@ -256,7 +256,7 @@ def adam(
     if weight.is_cuda:
         launch_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale)
         return
-    if host_adam.host_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, threads=threads):
+    if host_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, threads=threads):
         return
     for first in range(0, numel, REFERENCE_SLICE):
         part = slice(first, first + REFERENCE_SLICE)

@@ -24,10 +24,10 @@ from collections.abc import Sequence
 
 import torch
 
-from protrain_kernels import host_adam
 from protrain_kernels.checks import padded, tiles
 from protrain_kernels.flatten_kernels import flatten_reference, unflatten_reference
 from protrain_kernels.flatten_plan import FlattenPlan
+from protrain_kernels.host_kernels import host_flatten
 
 _MOST_PLANS = 4096
 _plans: dict[tuple[object, ...], FlattenPlan] = {}
@@ -72,7 +72,7 @@ def flatten(
     for tensor, offset, start in zip(tensors, plan.offsets, plan.starts, strict=True):
         own = None if partials is None else partials[start : start + tiles(tensor.numel())]
         target = chunk[offset : offset + padded(tensor.numel())]
-        if not host_adam.host_flatten(tensor, target, own, accumulate=accumulate):
+        if not host_flatten(tensor, target, own, accumulate=accumulate):
             flatten_reference([tensor], target, [0], own, [0], accumulate=accumulate)
 
 

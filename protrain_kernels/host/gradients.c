@@ -1,4 +1,4 @@
-/* Gradients: sums of squares, flattening, accumulation. */
+/* Kernels for gradients: sums of squares, flattening and accumulation. */
 
 #include "floats.h"
 
@@ -18,7 +18,7 @@ static inline void copy_halves(uint16_t *restrict target, const uint16_t *restri
     for (int64_t i = 0; i < count; i++) target[i] = halves[i];
 }
 
-/* To nearest, ties to even, as torch casts. */
+/* Rounds to nearest, ties to even, as torch casts. */
 static inline void narrow_brains(const float *restrict values, int64_t count, uint16_t *restrict target) {
     for (int64_t i = 0; i < count; i++) {
         const uint32_t bits = bits_of(values[i]);
@@ -27,7 +27,7 @@ static inline void narrow_brains(const float *restrict values, int64_t count, ui
     }
 }
 
-/* Lane i takes in lane i + 512, then i + 256, ... : an order that no thread count or vector width changes. */
+/* Lane i adds lane i + 512, then lane i + 256, and so on. No number of threads or vector width changes that order. */
 static float lane_tree(float *lanes) {
     for (int width = LANES / 2; width > 0; width /= 2) {
         float *restrict low = lanes;
@@ -51,8 +51,8 @@ void protrain_sum_of_squares(const void *values, int dtype, int64_t count, float
     }
 }
 
-/* chunk is where this tensor starts. Zeros pad it to a multiple of PADDING. partials may be NULL, and accumulate needs an
-   fp32 chunk. */
+/* chunk points to where this tensor starts. Zeros pad it to a multiple of PADDING. partials may be NULL, and accumulate
+   needs an fp32 chunk. */
 void protrain_flatten(const void *source, int source_dtype, void *chunk, int chunk_dtype, int64_t count,
                       float *partials, int accumulate, int threads) {
     const int64_t tiles = (count + TILE - 1) / TILE;

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from protrain.hardware import cache
+from protrain.hardware.cache import Machine, store
 from protrain.hardware.calibration.contention import Together, groups_on
 from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
 from protrain.hardware.calibration.optimizers import (
@@ -83,7 +83,7 @@ def calibrate(
         if target.type == "cuda":
             stack.enter_context(torch.cuda.device(target))
             stack.callback(torch.cuda.empty_cache)  # the caller may want all of the card next
-        machine = cache.Machine.of(target)
+        machine = Machine.of(target)
         threads = max(1, usable_cores() // ranks.on_this_host)
         before = torch.get_num_threads()
         stack.callback(torch.set_num_threads, before)
@@ -98,7 +98,7 @@ def calibrate(
         profile = measuring.profile(replace(base, source="measured", **vars(machine)))
         del measuring
     if save and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of every host, as hosts may not share a home
-        cache.store(profile, machine)
+        store(profile, machine)
     return profile
 
 
