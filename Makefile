@@ -14,13 +14,14 @@ DEMO_STEPS ?= 400
 # One for each core, two at least; more than eight wait for memory.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 
-.PHONY: help demo test lint format types unit kernels bench clean
+.PHONY: help demo test lint format types unit kernels bench docs clean
 
 help:
 	@echo 'make demo     train a tiny model with offloading on this machine (about two minutes)'
 	@echo 'make test     lint, format check, types, tests'
 	@echo 'make kernels  compile every kernel for every target, no GPU needed'
 	@echo 'make bench    run the kernel benchmarks; without a GPU they check results and time nothing'
+	@echo 'make docs     build the pages of docs/ as a site in build/site'
 	@echo 'make format   rewrite the sources in the format that the tests want'
 	@echo 'make clean    remove the virtual environment and caches'
 
@@ -50,6 +51,9 @@ kernels: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(RUN)/protrain bench kernels --quick
+
+docs: $(VENV)/.docs
+	$(RUN)/mkdocs build --strict
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo 'ProTrain needs Python 3.11 or newer; none found. Set PYTHON=/path/to/python.' >&2; exit 2; }

@@ -55,25 +55,25 @@ def main() -> None:
 
     columns = [(0.1, 2.45), (2.95, 2.45), (5.8, 2.45), (8.65, 2.25)]
     top = [
-        ("unit forward\nhooks.py, engine.py", "package"),
-        ("what autograd saves\nsaved.py", "package"),
-        ("unit backward\nengine.py", "package"),
-        ("step()\noptim.py", "package"),
+        ("unit forward\nEngine.run_unit", "package"),
+        ("what autograd saves\nFrame, by block mode", "package"),
+        ("unit backward\nEngine.enter_backward", "package"),
+        ("step()\nUpdates.step", "package"),
     ]
     device = [
-        ("persistent chunks, buffers\nchunks.py, buffers.py", "device"),
-        ("NONE: kept, CKPT: inputs only\nsaved.py", "device"),
-        ("gradient staging, norm\ngradients.py", "device"),
+        ("persistent chunks,\nchunk buffers", "device"),
+        ("NONE: kept\nCKPT: inputs only", "device"),
+        ("gradient staging,\nsums of squares", "device"),
         ("AdamW in Triton\non persistent chunks", "device"),
     ]
     host = [
-        ("16-bit weights\nchunks.py", "host"),
-        ("SWAP: activations\nswap.py", "host"),
-        ("gradients, fp32 accumulators\ngradients.py", "host"),
-        ("AdamW in C on the others\nupdates.py, one worker", "host"),
+        ("16-bit weights", "host"),
+        ("SWAP: activations\nCKPT_SWAP: inputs", "host"),
+        ("host_grad,\nfp32 accumulators", "host"),
+        ("AdamW in C on the others,\nhost worker", "host"),
     ]
     axes.add_patch(plt.Rectangle((0.0, 0.2), 11.0, 1.25, facecolor="#fff7f7", edgecolor="#9ca3af", linewidth=0.8))
-    axes.text(0.1, 0.27, "host memory: one pinned arena, arena.py", fontsize=7.5, style="italic")
+    axes.text(0.1, 0.27, "host memory: one pinned arena", fontsize=7.5, style="italic")
     axes.add_patch(plt.Rectangle((0.0, 1.95), 11.0, 1.2, facecolor="#f7fdf9", edgecolor="#9ca3af", linewidth=0.8))
     axes.text(0.1, 2.0, "device memory", fontsize=7.5, style="italic")
     for (x, width), above, middle, below in zip(columns, top, device, host, strict=True):
@@ -83,7 +83,7 @@ def main() -> None:
     for (x, width), (following, _) in pairwise(columns):
         arrow(axes, (x + width, 4.05), (following, 4.05))
     labels = [
-        ("pinned while\nin use", "upload\n(h2d)"),
+        ("bound while\nin use", "upload\n(h2d)"),
         ("", "there and back\n(d2h, h2d)"),
         ("flatten", "offload\n(d2h)"),
         ("", ""),

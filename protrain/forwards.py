@@ -1,4 +1,4 @@
-"""What ProTrain changes of the forwards of a model: blocks compiled, the loss made piece by piece."""
+"""Changes the forwards of a model: its blocks are compiled, and its loss is computed piece by piece."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from protrain.profiler.blocks import find_blocks
 def change_forwards(
     model: nn.Module, device: torch.device, *, compile: bool, chunked_loss: bool, on_meta: bool = False
 ) -> Callable[[], None]:
-    """Change ``model`` for training on ``device``, or with ``on_meta`` for a trace on the meta device alone.
+    """Change ``model`` for training on ``device``, or with ``on_meta`` only for a trace on the meta device.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
 
     Raises:
-        ValueError: as :func:`protrain.forward.chunked_loss.find_head`. Whatever is raised, nothing is changed then.
+        ValueError: as :func:`protrain.forward.chunked_loss.find_head`. After any exception, nothing is changed.
     """
     blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
     changes: ExitStack[None] = ExitStack()

@@ -1,8 +1,8 @@
-"""What really happens in a step, beside what was predicted: a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Traces what really happens in a step beside what was predicted, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Three groups of rows: what torch.profiler sees (kernels by stream, host threads), the same by units and chunks as the
-planner names them, and the planner's own timeline of the step. The second is measured with events around every unit and
-copy, on top of the profiler, so that a traced step is longer than others.
+The trace has three groups of rows: what torch.profiler sees (kernels by stream, host threads), the same by units and
+chunks as the planner names them, and the planner's own timeline of the step. The second group is measured with events
+around every unit and copy, in addition to the profiler, so a traced step takes longer than others.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import CudaStreams
 from protrain.engine.units import Unit
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning.explain.explanation import timeline_of
+from protrain.planning.predict import predict
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Timeline
 
-_MEASURED, _PREDICTED = 1, 2  # process ids
+_MEASURED, _PREDICTED = 1, 2  # process ids in the trace
 
 
 @contextmanager
 def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels: bool = True) -> Iterator[None]:
-    """Trace the steps inside; at least two, so that one overlaps with the updates of the one before.
+    """Trace the steps that run inside.
+
+    There should be at least two, so that one overlaps with the updates of the one before.
 
     Args:
         optimizer: what :func:`protrain.wrap` returned.
-        path: a JSON file, written when the body ends; a folder for it is made.
-        kernels: whether to have what torch.profiler sees.
+        path: a JSON file, written when the body ends. Its folder is made if missing.
+        kernels: whether to include what torch.profiler sees.
     """
     engine = optimizer._engine
     recorder = _Recorder(engine)
@@ -50,10 +52,9 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
     found = {"traceEvents": []} if profiler is None else _exported(profiler)
     base_us = found.get("baseTimeNanoseconds", 0) / 1e3
     events = recorder.events()
-    predicted = timeline_of(
-        optimizer.plan, engine.profile, optimizer.hardware, step_during_backward=optimizer.step_during_backward
-    )
-    events += _predicted_events(predicted, max(recorder.step_starts_us(), default=0.0))
+    inside = optimizer.step_during_backward
+    predicted = predict(engine.profile, optimizer.hardware, optimizer.plan, step_during_backward=inside)
+    events += _predicted_events(predicted.timeline, max(recorder.step_starts_us(), default=0.0))
     for event in events:
         if "ts" in event:
             event["ts"] -= base_us
@@ -77,25 +78,25 @@ def _exported(profiler: torch.profiler.profile) -> dict[str, Any]:
 
 
 class _Recorder:
-    """Times of units, copies and updates in host memory, by wrapping what the engine calls as long as it is installed.
+    """Records the times of units, copies and host updates by wrapping methods of the engine while it is installed.
 
-    A time is a CUDA event, or nanoseconds of the host's clock: on a CPU, and of updates in host memory.
+    A time is a CUDA event, or nanoseconds of the host's clock on a CPU and for updates in host memory.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._cuda = engine.device.type == "cuda"
-        self._spans: list[tuple[int, str, Any, Any]] = []  # lane, name, start, end
+        self._spans: list[tuple[int, str, Any, Any]] = []  # lane, name, start and end
         self._jobs: dict[int, list[tuple[str, int, int]]] = {HOST: [], STREAM: []}
         self._steps: list[Any] = []
         self._backward: tuple[str, Any] | None = None
         self._gradients_of: int | None = None  # the chunk whose gradients are being offloaded
-        self._names = {}  # of weights, by address in host memory
+        self._names = {}  # names of weights by their address in host memory
         for chunk in engine.chunks:
             self._names[chunk.weight.data_ptr()] = f"weights {chunk.index}"
-            second = (
-                chunk.early_weight if chunk.spare is None else chunk.spare.weight
-            )  # uploads take the one or the other
+            # After a speculative update was committed, uploads read its weight.
+            states = chunk.speculative_states
+            second = chunk.speculative_weight if states is None else states.weight
             if second is not None:
                 self._names[second.data_ptr()] = f"weights {chunk.index}"
 
@@ -129,7 +130,7 @@ class _Recorder:
                 worker.times = None
 
     def step_starts_us(self) -> list[float]:
-        """When forwards began, in microseconds since 1970."""
+        """The times at which forwards began, in microseconds since 1970."""
         return [self._us(stamp) for stamp in self._steps]
 
     def events(self) -> list[dict[str, Any]]:

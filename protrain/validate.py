@@ -1,24 +1,128 @@
-"""Checks of model and optimizer before anything is profiled or moved: each refusal says why."""
+"""What ``protrain.wrap`` refuses, and why: arguments, model and optimizer are checked before anything is changed."""
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from protrain.common.parameters import is_managed
+from protrain.common import batch as batches
+from protrain.common.parameters import DTYPES, is_managed
+from protrain.common.processes import refuse_several_processes
+from protrain.engine.states.empty import check_recorded
+from protrain.engine.states.weight_files import check_weights
+from protrain.engine.weights.parameter import PresentParameter, has_moved
+from protrain.optim.user_optimizer import check_supported
+from protrain.planning import Plan
+from protrain.planning.mismatch import refuse_other_parameters
+from protrain.planning.plan import MOMENT_DTYPES
+from protrain.profiler.blocks import find_blocks
+from protrain.profiler.trace import parameter_records
 
-# Classes that spread a model over processes. Names, because importing their libraries takes seconds.
+# Classes that spread a model over processes. They are compared by name, as importing their libraries takes seconds.
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
 
-def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """ValueError where ``model`` or ``optimizer`` cannot be trained on ``device`` as they are.
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """The arguments of ``protrain.wrap`` that have several forms, each in one form."""
 
-    A warning of parameters that would not be trained.
+    device: torch.device
+    dtype: torch.dtype
+    moment_dtype: str
+    plan: Plan | None
+    plan_file: str | os.PathLike[str] | None  # the file that the plan was read from
+
+
+def check_arguments(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    example_batch: Any,
+    *,
+    device: str | torch.device | None,
+    dtype: torch.dtype | str | None,
+    plan: Plan | str | os.PathLike[str] | None,
+    weights: str | os.PathLike[str] | None,
+    step_during_backward: bool,
+    accumulation: int,
+    moment_dtype: torch.dtype | str,
+) -> Checked:
+    """Raise a ValueError for whatever ``protrain.wrap`` cannot do, and read the plan. Nothing is changed.
+
+    It comes before the profile, which takes minutes for a large model on a CPU.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "protrain.wrap was called inside torch.inference_mode(), where nothing can be trained: call it outside"
+        )
+    if any(isinstance(parameter, PresentParameter) for parameter in model.parameters()):
+        raise ValueError("the model is wrapped already: use the model and optimizer that protrain.wrap returned")
+    moved = [name for name, parameter in model.named_parameters() if has_moved(parameter)]
+    if moved and weights is None:
+        raise ValueError(
+            f"the weights of this model are gone, {moved[0]} among them: an earlier protrain.wrap failed after it had "
+            "moved them. Build the model again, or pass weights="
+        )
+    refuse_several_processes(ValueError)
+    check_supported(optimizer)
+    batches.check(example_batch)
+    target = _device(device)
+    kind = choose_dtype(dtype, target)
+    if step_during_backward and kind is torch.float16:
+        raise ValueError(
+            "step_during_backward=True does not work with float16, whose steps may be skipped: use bfloat16"
+        )
+    moments = next((name for name in MOMENT_DTYPES if moment_dtype in (name, DTYPES[name])), None)
+    if moments is None:
+        raise ValueError(f"moment_dtype must be float32 or bfloat16, not {moment_dtype!r}")
+    if not isinstance(accumulation, int) or accumulation < 1:
+        raise ValueError(f"accumulation must be 1 or more, the backward() calls of a step, not {accumulation!r}")
+    if not isinstance(plan, Plan | str | os.PathLike | None):
+        raise ValueError(f"plan must be a Plan, or the path of a JSON file of one, not a {type(plan).__name__}")
+    _check_model(model, optimizer, target)
+    check_recorded(model, loaded=weights is not None)
+    file = plan if isinstance(plan, str | os.PathLike) else None
+    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    if given is not None:
+        with naming(file):
+            check_plan(given, model, optimizer, kind)
+    if weights is not None:
+        check_weights(model, Path(weights), stacklevel=3)  # the caller of wrap
+    return Checked(device=target, dtype=kind, moment_dtype=moments, plan=given, plan_file=file)
+
+
+def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+    """Raise a ValueError if ``plan`` was made for another model, dtype or optimizer. It needs no profile."""
+    records, n_blocks = parameter_records(model, optimizer), len(find_blocks(model))
+    name = str(dtype).removeprefix("torch.")
+    refuse_other_parameters(plan, type(model).__name__, records, name, n_blocks=n_blocks)
+
+
+@contextmanager
+def naming(file: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Put the name of the plan's ``file`` before the message of a ValueError that is raised inside, if it has one."""
+    try:
+        yield
+    except ValueError as error:
+        if file is not None:
+            error.args = (f"{os.fspath(file)}: {error}",)  # the same error, because a PlanError has more than its text
+        raise
+
+
+def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Raise a ValueError if ``model`` or ``optimizer`` cannot be trained on ``device`` as they are.
+
+    Parameters that would not be trained are warned of.
     """
     for name, module in model.named_modules():
         _check_placement(name, module, device)
@@ -36,7 +140,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torc
         if parameter.requires_grad and not is_managed(parameter):
             raise ValueError(_not_trained(name, parameter))
         if parameter.is_inference():
-            raise ValueError(f"parameter {name} was made in torch.inference_mode(): build the model outside of that")
+            raise ValueError(f"parameter {name} was made in torch.inference_mode(): build the model outside of it")
         if not parameter.is_meta and parameter.grad is not None:
             raise ValueError(
                 f"parameter {name} has a gradient already, which the first step would add to its own: call "
@@ -51,14 +155,14 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torc
             )
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             raise ValueError(
-                f"{what} is compiled by torch.compile, and would compile the moves of its weights: give protrain.wrap "
-                "the module as it was before, and compile=True, which compiles each block"
+                f"{what} is compiled by torch.compile, which would also compile the code that moves its weights: give "
+                "protrain.wrap the module as it was before, and compile=True, which compiles each block"
             )
         parallel = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _PARALLEL), None)
         if parallel is not None:
             raise ValueError(
-                f"{what} is a {parallel}, which waits for gradients that never come to it: ProTrain trains on one GPU, "
-                "so wrap the module inside it, and train that"
+                f"{what} is a {parallel}, which would wait for gradients that it never gets: ProTrain trains on one "
+                "GPU, so wrap the module inside it, and train that"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ValueError(f"{what} makes sparse gradients, which AdamW does not take: build it with sparse=False")
@@ -69,18 +173,47 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torc
     if forgotten:
         warnings.warn(
             f"{len(forgotten)} parameters require a gradient but are in no optimizer group: they will not change, and "
-            f"have no .grad, among them {forgotten[0]}",
-            stacklevel=3,  # of the caller of wrap
+            f"have no .grad. One of them is {forgotten[0]}",
+            stacklevel=4,  # the caller of wrap
         )
 
 
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        found = torch.device(default if device is None else device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be a CUDA GPU or the CPU, not {device!r}") from None
+    if found.type not in ("cuda", "cpu"):
+        raise ValueError(f"device must be a CUDA GPU or the CPU, not {found}")
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "device='cuda', but there is no CUDA GPU here: pass device='cpu', or install a CUDA build of torch"
+            )
+        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+        if found.index is not None and found.index >= torch.cuda.device_count():
+            raise ValueError(f"device={str(found)!r}, but there are {torch.cuda.device_count()} GPUs here")
+    return found
+
+
+def choose_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    """The type of the weights that ``dtype`` means. None means bfloat16 on a GPU and float32 on a CPU."""
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found is None or found not in DTYPES.values():
+        raise ValueError(f"dtype must be bfloat16, float16 or float32, not {dtype!r}")
+    return found
+
+
 def _check_kind(name: str, tensor: Tensor) -> None:
-    """ValueError where the parameter or buffer ``name`` is of a kind that has no place on the device."""
+    """Raise a ValueError if the parameter or buffer ``name`` is of a kind that cannot be placed on the device."""
     what = f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name}"
     if is_lazy(tensor):
         raise ValueError(
-            f"{what} has no shape yet, as a lazy module gets its shapes from the first batch: call the model once on a "
-            "batch, and make the optimizer after that"
+            f"{what} has no shape yet, because a lazy module gets its shapes from the first batch: call the model once "
+            "on a batch, and make the optimizer after that"
         )
     if any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__):
         raise ValueError(
@@ -112,14 +245,14 @@ def _not_trained(name: str, parameter: nn.Parameter) -> str:
 
 
 def _check_placement(name: str, module: nn.Module, device: torch.device) -> None:
-    """ValueError where a hook of accelerate brings weights or inputs of ``module`` elsewhere than to ``device``."""
+    """Raise a ValueError if a hook of accelerate moves weights or inputs of ``module`` elsewhere than to ``device``."""
     hook = getattr(module, "_hf_hook", None)
     hooks = [hook]
-    for outer in hooks:  # grows meanwhile
-        hooks += getattr(outer, "hooks", ())  # of a SequentialHook
+    for outer in hooks:  # the list grows in the loop
+        hooks += getattr(outer, "hooks", ())  # a SequentialHook has several
     for each in hooks:
         kinds = {cls.__name__ for cls in type(each).__mro__}
-        execution = _device(getattr(each, "execution_device", None))
+        execution = _named_device(getattr(each, "execution_device", None))
         if getattr(each, "offload", False) or "CpuOffload" in kinds:
             does = "fetches its weights from elsewhere in each forward"
         elif "LayerwiseCastingHook" in kinds:
@@ -136,11 +269,11 @@ def _check_placement(name: str, module: nn.Module, device: torch.device) -> None
         )
 
 
-def _device(named: Any) -> torch.device | None:
-    """The device that accelerate's name for it means: a number is that of a GPU."""
+def _named_device(named: Any) -> torch.device | None:
+    """The device that accelerate's name for it means. A number is the index of a GPU."""
     return None if named is None else torch.device(f"cuda:{named}" if isinstance(named, int) else named)
 
 
 def _is_same(one: torch.device, other: torch.device) -> bool:
-    """Whether both name one device; one without an index is the current of its type."""
+    """Whether both name one device. A device without an index is the current one of its type."""
     return one.type == other.type and (None in (one.index, other.index) or one.index == other.index)

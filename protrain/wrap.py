@@ -1,7 +1,7 @@
-"""The one entry point, read from top to bottom.
+"""The one entry point. The code reads from top to bottom like this picture.
 
 machine --detect--> HardwareProfile --+
-                                      +--search--> Plan --engine--> a training step
++--search--> Plan --engine--> a training step
 model  --profile--> ModelProfile -----+
 """
 
@@ -13,42 +13,34 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from protrain.common import batch as batches
 from protrain.common.errors import MisuseError, PlanError
-from protrain.common.processes import refuse_several_processes
 from protrain.common.progress import COUNTED, Progress
 from protrain.engine.build import build_engine
-from protrain.engine.states.chunks import DTYPES
-from protrain.engine.states.empty import check_recorded, fill_buffers
-from protrain.engine.states.weight_files import check_weights
-from protrain.engine.weights.parameter import PresentParameter, has_moved
+from protrain.engine.states.empty import fill_buffers
 from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
-from protrain.optim.given import check_supported, retire
 from protrain.optim.optimizer import ProTrainOptimizer
+from protrain.optim.user_optimizer import retire
 from protrain.planning import Plan, check, search
-from protrain.planning.plan import MOMENT_DTYPES
+from protrain.planning.mismatch import name_other_use, refuse_other_model
 from protrain.planning.rates.streaming import staging_bytes
-from protrain.planning.search.mismatch import name_other_use, refuse_other_model, refuse_other_parameters
 from protrain.profiler import ModelProfile
-from protrain.profiler.blocks import checkpointing_switches, find_blocks, say_switched_off, switch_off_checkpointing
+from protrain.profiler.blocks import checkpointing_switches, say_switched_off, switch_off_checkpointing
 from protrain.profiler.cache import cached_profile
-from protrain.profiler.trace import parameter_records, profile
-from protrain.validate import check_model
+from protrain.profiler.trace import profile
+from protrain.validate import check_arguments, naming
 
 Model = TypeVar("Model", bound=nn.Module)
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _NOT_CALIBRATED = (
-    "this machine is not calibrated, so its plan goes by figures of others: `protrain calibrate` measures it, once, in "
-    "under a minute, for a plan that may be faster"
+    "this machine is not calibrated, so the plan uses figures measured on other machines: `protrain calibrate` "
+    "measures this one, once, in under a minute, for a plan that may be faster"
 )
 
 
@@ -70,91 +62,69 @@ def wrap(
     chunked_loss: bool = False,
     progress: bool = True,
 ) -> tuple[Model, ProTrainOptimizer]:
-    """Make ``model`` and ``optimizer`` train within the memory there is, with the results of the plain loop.
+    """Make ``model`` and ``optimizer`` train within the available memory, with the results of the plain loop.
 
     Args:
-        model: any module; on the CPU, on a GPU, or built under :func:`protrain.empty_parameters`. Trained as it is in
-            training mode. The same object comes back, with hooks.
+        model: any module, on the CPU, on a GPU, or built under :func:`protrain.empty_parameters`. It is trained as it
+            is in training mode. The same object comes back, with hooks.
         optimizer: torch.optim.AdamW or Adam over the model's parameters, with any groups. Its param_groups stay live.
-        example_batch: a mapping (``model(**batch)``) or a tuple (``model(*batch)``), in every dimension as long as any
-            batch of the training.
-        device: "cuda", "cuda:1", "cpu"; default: the current GPU, or the CPU when there is none.
-        dtype: of the weights: bfloat16 (default on GPUs), float16 (needs ``optimizer.backward(loss)``) or float32
-            (default on the CPU). Parameters are cast, and the model's fp32 inputs with them, but no buffers: in
-            bfloat16 an input of 999.0 is 1000, so pass timesteps, positions and the like as integers, which are not
-            cast, or use float32. The master is fp32 always.
-        device_memory: bytes or "24GiB" to stay within; default: what is free. On the CPU a simulated budget.
-        host_memory: likewise for host memory.
-        plan: a Plan, or a JSON file of one, in place of the search.
-        weights: a folder of safetensors, loaded straight into the chunks.
-        step_during_backward: start updates inside backward; not with clipping, float16, or a backward() without step().
-        accumulation: backward() calls of a step, whose gradients are summed in fp32: 1, or the plan has room for the
-            sums, and its time is that of all of them.
-        moment_dtype: of Adam's two moments: bfloat16 takes 4 bytes a parameter less, for models that else do not fit.
-            They are rounded at random, so that in the mean nothing is lost (``protrain_kernels.stochastic_rounding``).
-            Same bits under every plan, but not those of float32. The master is fp32 always.
-        compile: compile the forward of the blocks, once for all of a kind (torch.compile). Same bits under every plan,
-            but not those of ``compile=False``.
+        example_batch: a mapping (``model(**batch)``) or a tuple (``model(*batch)``). Every dimension must be as long as
+            in any batch of the training.
+        device: "cuda", "cuda:1" or "cpu". The default is the current GPU, or the CPU if there is none.
+        dtype: the type of the weights: bfloat16 (default on GPUs), float16 (needs ``optimizer.backward(loss)``) or
+            float32 (default on the CPU). Parameters and the model's fp32 inputs are cast, buffers are not. In bfloat16
+            an input of 999.0 becomes 1000, so pass timesteps, positions and the like as integers, which are not cast,
+            or use float32. The master is always fp32.
+        device_memory: GPU memory to stay within, in bytes or as "24GiB". The default is what is free. On the CPU it is
+            a simulated budget.
+        host_memory: host memory to stay within, in bytes or as "64GiB". The default is what is free.
+        plan: a Plan, or a JSON file of one, to use instead of searching.
+        weights: a folder of safetensors, which are loaded straight into the chunks.
+        step_during_backward: start updates inside backward. It does not work with clipping, with float16, or with a
+            backward() that no step() follows.
+        accumulation: the number of backward() calls in a step, whose gradients are summed in fp32. If it is more than
+            1, the plan includes the memory of the sums and the time of all calls.
+        moment_dtype: the type of Adam's two moments. bfloat16 takes 4 bytes a parameter less, for models that would not
+            fit otherwise. The moments are then rounded at random, so that nothing is lost on average
+            (``protrain_kernels.stochastic_rounding``). The bits are the same under every plan, but not those of
+            float32. The master is always fp32.
+        compile: compile the forward of the blocks, once for all blocks of a kind (torch.compile). The bits are the same
+            under every plan, but not those of ``compile=False``.
         chunked_loss: compute the loss of a transformers causal language model piece by piece (Liger), so that its
-            logits are never whole; the output's ``logits`` are empty then. Same bits under every plan, but not those of
-            ``chunked_loss=False``.
-        progress: print what is being done to standard error.
+            logits never exist whole; the output's ``logits`` are empty then. The bits are the same under every plan,
+            but not those of ``chunked_loss=False``.
+        progress: print to standard error what is being done.
 
     Returns:
         (model, optimizer): the same model, and the optimizer to use from now on.
 
     Raises:
         ValueError: an argument is wrong; the message names it and the remedy.
-        PlanError: no plan fits the memory; raised before any is taken.
+        PlanError: no plan fits the memory. It is raised before any memory is taken.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if torch.is_inference_mode_enabled():
-        raise ValueError("protrain.wrap inside torch.inference_mode(), where nothing can be trained: call it outside")
-    if any(isinstance(parameter, PresentParameter) for parameter in model.parameters()):
-        raise ValueError("the model is wrapped already: use the model and optimizer that protrain.wrap returned")
-    moved = [name for name, parameter in model.named_parameters() if has_moved(parameter)]
-    if moved and weights is None:
-        raise ValueError(
-            f"the weights of this model are gone, {moved[0]} among them: an earlier protrain.wrap failed after it had "
-            "moved them. Build the model again, or pass weights="
-        )
-    refuse_several_processes(ValueError)
-    check_supported(optimizer)
-    batches.check(example_batch)
-    target = _device(device)
-    kind = _dtype(dtype, target)
-    if step_during_backward and kind is torch.float16:
-        raise ValueError(
-            "step_during_backward=True does not work with float16, whose steps may be skipped: use bfloat16"
-        )
-    moments = next((name for name in MOMENT_DTYPES if moment_dtype in (name, DTYPES[name])), None)
-    if moments is None:
-        raise ValueError(f"moment_dtype must be float32 or bfloat16, not {moment_dtype!r}")
-    if not isinstance(accumulation, int) or accumulation < 1:
-        raise ValueError(f"accumulation must be 1 or more, the backward() calls of a step, not {accumulation!r}")
-    if not isinstance(plan, Plan | str | os.PathLike | None):
-        raise ValueError(f"plan must be a Plan, or the path of a JSON file of one, not a {type(plan).__name__}")
-    check_model(model, optimizer, target)
-    check_recorded(model, loaded=weights is not None)
-    # Read before the profile, which takes minutes for a large model on a CPU.
-    given, file = (plan, None) if plan is None or isinstance(plan, Plan) else (Plan.load(plan), plan)
-    if given is not None:
-        records, n_blocks = parameter_records(model, optimizer), len(find_blocks(model))
-        with naming(file):
-            refuse_other_parameters(given, type(model).__name__, records, _NAMES[kind], n_blocks=n_blocks)
-    if weights is not None:
-        check_weights(model, Path(weights), stacklevel=2)
+    checked = check_arguments(
+        model,
+        optimizer,
+        example_batch,
+        device=device,
+        dtype=dtype,
+        plan=plan,
+        weights=weights,
+        step_during_backward=step_during_backward,
+        accumulation=accumulation,
+        moment_dtype=moment_dtype,
+    )
+    target = checked.device
     say_switched_off(switch_off_checkpointing(checkpointing_switches(model)), stacklevel=2)
-    say = Progress(enabled=progress)
-    gc.collect()  # a model wrapped before and dropped is a cycle: hooks and engine refer to each other
+    stages = Progress(enabled=progress)
+    gc.collect()  # frees a model that was wrapped and dropped: its hooks and engine refer to each other
 
     if target.type == "cuda":
         use_expandable_segments()
     hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
     fill_buffers(model, target)
-    if given is None and hardware.device_type == "cuda" and hardware.source != "measured":
-        say.note(_NOT_CALIBRATED)
+    if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
+        stages.note(_NOT_CALIBRATED)
     change = partial(change_forwards, model, target, compile=compile, chunked_loss=chunked_loss)
     with ExitStack() as changes:
         changes.callback(change())
@@ -164,16 +134,16 @@ def wrap(
             optimizer,
             device=target,
             device_bytes=hardware.device_bytes,
-            dtype=kind,
+            dtype=checked.dtype,
             change=change,
             changes=changes,
-            say=say,
+            stages=stages,
         )
-        model_profile = replace(model_profile, accumulation=accumulation, moment_dtype=moments)
-        with say.stage("planning"), naming(file):
-            chosen = _plan(given, model_profile, hardware, step_during_backward=step_during_backward)
-        say.note(f"the plan: {chosen}")
-        with say.bar("moving model states into place") as show:
+        model_profile = replace(model_profile, accumulation=accumulation, moment_dtype=checked.moment_dtype)
+        with stages.stage("planning"), naming(checked.plan_file):
+            chosen = _plan(checked.plan, model_profile, hardware, step_during_backward=step_during_backward)
+        stages.note(f"the plan: {chosen}")
+        with stages.bar("moving model states into place") as show:
             engine, fixed_bytes = build_engine(
                 model,
                 model_profile,
@@ -200,36 +170,11 @@ def wrap(
     return model, wrapped
 
 
-def _device(device: str | torch.device | None) -> torch.device:
-    try:
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        found = torch.device(default if device is None else device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device must be a CUDA GPU or the CPU, not {device!r}") from None
-    if found.type not in ("cuda", "cpu"):
-        raise ValueError(f"device must be a CUDA GPU or the CPU, not {found}")
-    if found.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(
-                "device='cuda', but there is no CUDA GPU here: pass device='cpu', or install a CUDA build of torch"
-            )
-        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
-        if found.index is not None and found.index >= torch.cuda.device_count():
-            raise ValueError(f"device={str(found)!r}, but there are {torch.cuda.device_count()} GPUs here")
-    return found
-
-
-def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
-    if dtype is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found is None or found not in DTYPES.values():
-        raise ValueError(f"dtype must be bfloat16, float16 or float32, not {dtype!r}")
-    return found
-
-
 def _host_threads(hardware: HardwareProfile) -> int:
-    """Of the host optimizer: what calibration found best beside a thread that launches, or all but two cores."""
+    """The threads of the host optimizer: the number that calibration found best, or all but two cores.
+
+    The best number is measured while another thread launches kernels.
+    """
     if hardware.device_type == "cpu":
         return max(1, hardware.cpu_threads // 2)
     return max(1, min(hardware.host_adam_threads or hardware.cpu_threads - 2, hardware.cpu_threads))
@@ -245,14 +190,14 @@ def _profile(
     dtype: torch.dtype,
     change: Callable[..., Callable[[], None]],
     changes: ExitStack,
-    say: Progress,
+    stages: Progress,
 ) -> ModelProfile:
-    """The measured profile, or where not even that fits the device, one that is counted.
+    """Measure the profile. If the trace does not fit the device, count it on the meta device.
 
-    A trace needs about what the smallest plan does, so that the search then says by how much the batch is too large, or
-    finds a plan that just fits.
+    A trace needs about as much memory as the smallest plan. With the counted profile, the search says by how much the
+    batch is too large, or finds a plan that just fits.
     """
-    with say.stage("profiling the model") as show:
+    with stages.stage("profiling the model") as show:
         try:
             return cached_profile(
                 model,
@@ -268,24 +213,13 @@ def _profile(
             undo = change(on_meta=True)
             try:
                 counted = profile(model, example_batch, optimizer=optimizer, device="meta", dtype=dtype, show=show)
-            except Exception:  # not every model can be traced without values
+            except Exception:  # some models cannot be traced without values
                 raise error from None
             finally:
                 undo()
             changes.callback(change())
-    say.note(COUNTED)
+    stages.note(COUNTED)
     return counted
-
-
-@contextmanager
-def naming(file: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Errors inside are of the plan in ``file``, and say so; None: of one that is from no file."""
-    try:
-        yield
-    except ValueError as error:
-        if file is not None:
-            error.args = (f"{os.fspath(file)}: {error}",)  # the same error, as a PlanError has more than its text
-        raise
 
 
 def _plan(
@@ -305,11 +239,11 @@ def _plan(
 
 
 def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:
-    """What the wrapped model has beyond the plain one: DDP's ``no_sync``, and a ``zero_grad`` that knows the chunks."""
+    """Give the wrapped model DDP's ``no_sync``, a ``zero_grad`` that knows the chunks, and a refusal to be moved."""
 
     @contextmanager
     def no_sync() -> Iterator[None]:
-        """Backwards inside only accumulate; the step's last backward() goes outside."""
+        """Make backwards inside only accumulate gradients. The last backward() of a step goes outside."""
         with optimizer.accumulating():
             yield
 
@@ -325,7 +259,10 @@ def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor
 def _refuse_to_move(
     module: Model, sample: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> Model:
-    """What ``to``, ``half``, ``cuda`` and their like call: a parameter that they replaced would leave its chunk."""
+    """Refuse what ``to``, ``half``, ``cuda`` and the like would do.
+
+    A parameter that they replaced would leave its chunk.
+    """
     moved = function(sample)
     if (moved.dtype, moved.device) != (sample.dtype, sample.device):
         raise MisuseError(

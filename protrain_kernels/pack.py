@@ -10,6 +10,9 @@
 Views of one storage are packed once and come back as views of one allocation, with their shapes, strides and addresses
 modulo 256, so that whatever reads them picks the same algorithm. All but fp8 is lossless, bit for bit.
 
+Raw pieces lie in the buffer as they lay in their storage, so ``unpack(..., in_place=True)`` returns views of the buffer
+for them, and launches a kernel for the other kinds alone.
+
 ``masks`` names tensors that hold two distinct bit patterns in each tile of 4096 elements (``find_masks`` looks, once).
 The kernel checks: a tile that holds more comes back as NaN, and ``errors`` says so, without a synchronisation.
 
@@ -30,7 +33,7 @@ from protrain_kernels.checks import LAUNCH_OPTIONS, check_vector
 from protrain_kernels.flatten_plan import TYPE_CODES
 from protrain_kernels.launch import launch, put_addresses
 from protrain_kernels.pack_kernels import pack_kernel, unpack_kernel
-from protrain_kernels.pack_layout import FP8, GATHER, MASK, RAW_TILE, TILE, lay_out, signature_of
+from protrain_kernels.pack_layout import FP8, GATHER, MASK, RAW, RAW_TILE, TILE, Piece, lay_out, signature_of
 from protrain_kernels.pack_reference import pack_piece, unpack_piece
 from protrain_kernels.strided import is_dense, row_of
 
@@ -41,6 +44,14 @@ _BUFFER_ALIGNMENT_BYTES = 16
 _ON_DEVICE, _ON_HOST = (2,), (2, 3)  # by where the buffer is: which of the kernels' tensors host memory holds
 _MOST_PLANS = 1024
 _plans: dict[object, PackPlan] = {}
+
+
+class _Table(NamedTuple):
+    """What tells a launch of the kernels about its pieces."""
+
+    constants: tuple[int, ...]
+    piece_of: torch.Tensor  # by program
+    rows: torch.Tensor  # by piece
 
 
 class PackPlan:
@@ -74,8 +85,18 @@ class PackPlan:
         ]
         self._targets = [(piece.memory, piece.start_bytes - memories[piece.memory].start_bytes) for piece in pieces]
         self._alone = self._alone_in_memories()
-        self._constants, self._piece_of, self._rows = self._tables()
-        self._programs, self._device_index = self._piece_of.numel(), self._piece_of.get_device()
+        # By memory: the position in the buffer of one that lies there as a single raw piece, which serves as it is.
+        in_memory = [[piece for piece in pieces if piece.memory == index] for index in range(len(memories))]
+        self._in_buffer = [
+            of_it[0].offset_bytes + memory.start_bytes - of_it[0].start_bytes
+            if len(of_it) == 1 and of_it[0].kind == RAW
+            else None
+            for memory, of_it in zip(memories, in_memory, strict=True)
+        ]
+        self._elsewhere = [index for index, piece in enumerate(pieces) if self._in_buffer[piece.memory] is None]
+        self._whole = self._table(pieces)
+        self._coded = self._table([pieces[index] for index in self._elsewhere])
+        self._device_index = self._whole.rows.get_device()
 
     def _alone_in_memories(self) -> list[int]:
         """The tensor that is all there is on each memory, which can be allocated as that tensor; -1 where none is."""
@@ -91,9 +112,8 @@ class PackPlan:
             found.append(indices[0] if whole else -1)
         return found
 
-    def _tables(self) -> tuple[tuple[int, ...], torch.Tensor, torch.Tensor]:
-        """(constants of the kernels, piece of each program, rows)."""
-        pieces = self._layout.pieces
+    def _table(self, pieces: Sequence[Piece]) -> _Table:
+        """Of a launch for ``pieces``."""
         strided = [piece for piece in pieces if not is_dense(piece.sizes, piece.strides)]
         dims = 1 << (max(len(piece.sizes) for piece in strided) - 1).bit_length() if strided else 0
         kinds = widths = types = program = 0
@@ -111,7 +131,7 @@ class PackPlan:
         piece_of = torch.repeat_interleave(torch.arange(len(pieces), dtype=torch.int32), counts)
         wide = any(piece.numel >= _WIDE for piece in strided)
         constants = (kinds, widths, types, dims, wide, TILE, PACK_STEPS)
-        return constants, piece_of.to(self.device), torch.tensor(rows, dtype=torch.int64).to(self.device)
+        return _Table(constants, piece_of.to(self.device), torch.tensor(rows, dtype=torch.int64).to(self.device))
 
     def pack(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         """Write ``tensors`` into ``buffer``.
@@ -140,31 +160,50 @@ class PackPlan:
         for piece in self._layout.pieces:
             pack_piece(piece, tensors[piece.tensor].untyped_storage(), piece.start_bytes, buffer)
 
-    def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+    def unpack(self, buffer: torch.Tensor, *, in_place: bool = False) -> list[torch.Tensor]:
         """The tensors of a packed buffer, with their shapes, strides and sharing of memory.
+
+        Args:
+            buffer: what ``pack`` wrote.
+            in_place: return what is raw as views of ``buffer``, which is on the device: that costs neither time nor
+                memory. Addresses come back modulo 256 where the buffer's storage starts at a multiple of that.
 
         Raises:
             ValueError: the buffer is too small, or of another type or device.
         """
         self._check_buffer(buffer)
-        memories = self.memories()
+        memories = self.memories(buffer if in_place else None)
         if self._device_index >= 0:
-            self.launch_unpack(buffer, memories)
+            self.launch_unpack(buffer, memories, in_place=in_place)
         else:
-            for piece, (memory, start) in zip(self._layout.pieces, self._targets, strict=True):
-                unpack_piece(piece, memories[memory].untyped_storage(), start, buffer)
+            for index in self._elsewhere if in_place else range(len(self._targets)):
+                memory, start = self._targets[index]
+                unpack_piece(self._layout.pieces[index], memories[memory].untyped_storage(), start, buffer)
         return self.views(memories)
 
-    def memories(self) -> list[torch.Tensor]:
-        """Memory to unpack into, not written yet: the tensor itself where no other shares it, else bytes."""
-        found = []
-        for memory, index in zip(self._layout.memories, self._alone, strict=True):
-            if index < 0:
-                found.append(torch.empty(memory.size_bytes, dtype=torch.uint8, device=self.device))
-            else:
-                shape, stride, dtype, device, _, _ = self._signature[index]
-                found.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
-        return found
+    def memories(self, buffer: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Memory to unpack into, not written yet: the tensor itself where no other shares it, else bytes.
+
+        With a ``buffer`` those that it holds as they are lie there.
+        """
+        return [
+            self._memory(index) if buffer is None or start is None else self._memory_in(buffer, index, start)
+            for index, start in enumerate(self._in_buffer)
+        ]
+
+    def _memory(self, index: int) -> torch.Tensor:
+        if (alone := self._alone[index]) < 0:
+            return torch.empty(self._layout.memories[index].size_bytes, dtype=torch.uint8, device=self.device)
+        shape, stride, dtype, device, _, _ = self._signature[alone]
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    def _memory_in(self, buffer: torch.Tensor, index: int, start: int) -> torch.Tensor:
+        if (alone := self._alone[index]) < 0:
+            return buffer[start:]
+        shape, stride, dtype, device, _, _ = self._signature[alone]
+        start += int(buffer.storage_offset())
+        tensor = torch.empty(0, dtype=dtype, device=device)
+        return tensor.set_(buffer.untyped_storage(), start // dtype.itemsize, shape, stride)
 
     def views(self, memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors on ``memories``, which were unpacked into."""
@@ -178,8 +217,9 @@ class PackPlan:
             if view.memory < 0:
                 found.append(tensor.as_strided(shape, stride))
             else:
-                storage = memories[view.memory].untyped_storage()
-                found.append(tensor.set_(storage, view.offset_bytes // dtype.itemsize, shape, stride))
+                memory = memories[view.memory]  # bytes
+                start = int(memory.storage_offset()) + view.offset_bytes
+                found.append(tensor.set_(memory.untyped_storage(), start // dtype.itemsize, shape, stride))
         return found
 
     def errors(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -216,24 +256,27 @@ class PackPlan:
 
     def launch_pack(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         """Launch the Triton kernel of ``pack`` on checked tensors."""
-        self._launch(pack_kernel, [tensors[index].data_ptr() + shift for index, shift in self._sources], buffer)
+        addresses = [tensors[index].data_ptr() + shift for index, shift in self._sources]
+        self._launch(pack_kernel, self._whole, addresses, buffer)
 
-    def launch_unpack(self, buffer: torch.Tensor, memories: Sequence[torch.Tensor]) -> None:
+    def launch_unpack(self, buffer: torch.Tensor, memories: Sequence[torch.Tensor], *, in_place: bool = False) -> None:
         """Launch the Triton kernel of ``unpack`` into ``memories``, one for each of the layout's."""
+        table, pieces = (self._coded, self._elsewhere) if in_place else (self._whole, range(len(self._targets)))
         starts = [*map(torch.Tensor.data_ptr, memories)]
-        self._launch(unpack_kernel, [starts[index] + shift for index, shift in self._targets], buffer)
+        targets = [self._targets[index] for index in pieces]
+        self._launch(unpack_kernel, table, [starts[memory] + shift for memory, shift in targets], buffer)
 
-    def _launch(self, kernel: object, addresses: list[int], buffer: torch.Tensor) -> None:
-        if not self._programs:
+    def _launch(self, kernel: object, table: _Table, addresses: list[int], buffer: torch.Tensor) -> None:
+        if not addresses:
             return
         memory, slot = put_addresses(self._device_index, addresses)
         launch(
             kernel,
-            self._programs,
-            (self._piece_of, self._rows, memory, buffer),
+            table.piece_of.numel(),
+            (table.piece_of, table.rows, memory, buffer),
             slot,
             (),
-            self._constants,
+            table.constants,
             PACK_OPTIONS,
             device_index=self._device_index,
             on_host=_ON_DEVICE if buffer.is_cuda else _ON_HOST,

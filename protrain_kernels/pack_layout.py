@@ -22,7 +22,7 @@ RAW, GATHER, BITS, MASK, FP8 = 0, 1, 2, 3, 4
 TILE = 4096  # elements of one program, but for RAW
 RAW_TILE = 65536  # bytes
 HEADER_BYTES = 16  # of a tile of MASK or FP8
-PIECE_ALIGNMENT_BYTES = 128  # of a piece in the buffer
+PIECE_ALIGNMENT_BYTES = 128  # of a piece in the buffer, raw ones apart
 MEMORY_ALIGNMENT_BYTES = 256  # of a memory in its storage: views keep their addresses modulo this
 _RAW_ALIGNMENT_BYTES = 16
 _CODED = {BITS: 8, MASK: 8, FP8: 1}  # elements a byte
@@ -155,7 +155,7 @@ def lay_out(tensors: Sequence[torch.Tensor], *, masks: Collection[int], fp8: Col
     pieces: list[Piece] = []
     header, end = 0, headers * HEADER_BYTES
     for source, memory in planned:
-        end += -end % PIECE_ALIGNMENT_BYTES
+        end += _gap(source, end)
         piece = Piece(
             kind=source.kind,
             tensor=source.tensor,
@@ -172,6 +172,13 @@ def lay_out(tensors: Sequence[torch.Tensor], *, masks: Collection[int], fp8: Col
         header += piece.tiles if piece.kind in (MASK, FP8) else 0
         end += piece.packed_bytes
     return PackLayout(memories, pieces, views, headers, end)
+
+
+def _gap(source: _Source, end: int) -> int:
+    """Bytes to leave free behind ``end`` in the buffer: raw pieces keep their address modulo that of memories."""
+    if source.kind == RAW:
+        return (source.start_bytes - end) % MEMORY_ALIGNMENT_BYTES
+    return -end % PIECE_ALIGNMENT_BYTES
 
 
 def _check(tensors: Sequence[torch.Tensor], masks: Collection[int], fp8: Collection[int]) -> None:

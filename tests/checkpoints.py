@@ -1,4 +1,4 @@
-"""Runs on torch's own optimizer, to save and load, and saves with another manifest."""
+"""Helpers for tests of checkpoints: runs on torch's own optimizer, and saves with another manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protrain.checkpoint.manifest import MANIFEST
 
 
 class PlainOptimizer:
-    """torch.optim.AdamW behind the streaming interface: what a wrapped optimizer does, without chunks."""
+    """torch.optim.AdamW with the methods that a checkpoint uses, as a wrapped optimizer has them."""
 
     def __init__(self, model: nn.Module, learning_rate: float = 1e-2) -> None:
         self.model = model
@@ -56,15 +56,20 @@ class PlainOptimizer:
             group.update(saved)
 
 
+def plain_optimizer(model: nn.Module) -> Any:
+    """A plain optimizer in the place of the one that wrap returns."""
+    return PlainOptimizer(model)
+
+
 def make_model(seed: int, width: int = 8) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 2))
 
 
-def train(model: nn.Module, optimizer: PlainOptimizer, scheduler: Any, steps: int) -> list[float]:
+def train(model: nn.Module, optimizer: Any, scheduler: Any, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
-        # draws from all three generators, so that a resumed run needs every one of them
+        # It draws from all three generators, so that a resumed run needs every one of them.
         batch = torch.randn(16, 4) + random.random() + float(np.random.rand())
         loss = model(batch).square().mean()
         loss.backward()
@@ -75,31 +80,31 @@ def train(model: nn.Module, optimizer: PlainOptimizer, scheduler: Any, steps: in
     return losses
 
 
-def make_run(seed: int) -> tuple[nn.Sequential, PlainOptimizer, Any]:
+def make_run(seed: int) -> tuple[nn.Sequential, Any, Any]:
     model = make_model(seed)
-    optimizer = PlainOptimizer(model)
-    # Milestones are a Counter with whole numbers as keys, which JSON alone would turn into text.
+    optimizer = plain_optimizer(model)
+    # Milestones are a Counter with integer keys, which plain JSON would turn into text.
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer.inner, milestones=[3, 7], gamma=0.5)
     return model, optimizer, scheduler
 
 
 def rewrite(save: Path, *without: str, **changes: Any) -> None:
-    """Give the manifest of ``save`` other entries, and no checksum: as the first saves."""
+    """Change entries of the manifest of ``save`` and leave out the checksum, as in the first saves."""
     manifest = {**json.loads((save / MANIFEST).read_text()), **changes}
     without = (*without, "crc32")
     (save / MANIFEST).write_text(json.dumps({key: manifest[key] for key in manifest if key not in without}))
 
 
-def make_expanded(row: list[float]) -> tuple[nn.Module, PlainOptimizer]:
+def make_expanded(row: list[float]) -> tuple[nn.Module, Any]:
     model = nn.Linear(4, 4)
     model.register_buffer("row", torch.tensor(row))
     model.register_buffer("mask", model.get_buffer("row").expand(2, 3, len(row)))
     model.register_buffer("last", model.get_buffer("row")[-1].expand(4))
-    return model, PlainOptimizer(model)
+    return model, plain_optimizer(model)
 
 
 class Counting(nn.Linear):
-    """Has state of every kind that a module may have."""
+    """A module that has state of every possible kind."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -113,6 +118,6 @@ class Counting(nn.Linear):
         self.state = state
 
 
-def make_counting() -> tuple[nn.Sequential, PlainOptimizer]:
+def make_counting() -> tuple[nn.Sequential, Any]:
     model = nn.Sequential(Counting(), nn.Sequential(Counting()))
-    return model, PlainOptimizer(model)
+    return model, plain_optimizer(model)

@@ -22,7 +22,7 @@ import protrain.checkpoint.checkpoints
 from protrain.checkpoint.checkpoints import load_checkpoint, save_checkpoint
 from protrain.checkpoint.manifest import MANIFEST, list_saves
 from protrain.checkpoint.tensor_files import TensorWriter
-from tests.checkpoints import Counting, PlainOptimizer, make_counting, make_expanded, make_model, make_run, train
+from tests.checkpoints import Counting, make_counting, make_expanded, make_model, make_run, plain_optimizer, train
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_an_older_save_loads_by_its_own_folder(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named_and_leaves_the_earlier_save(tmp_path: Path) -> None:
     model = make_model(0, width=2000)
-    optimizer = PlainOptimizer(model)
+    optimizer = plain_optimizer(model)
     earlier = save_checkpoint(tmp_path, model, optimizer)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # writing further fails, as on a full disk
@@ -123,7 +123,7 @@ def test_a_save_that_fails_leaves_nothing(
 def test_model_and_optimizer_belong_together(tmp_path: Path) -> None:
     one, other = make_model(0), make_model(1)
     with pytest.raises(ValueError, match="optimizer is of another model"):
-        save_checkpoint(tmp_path, one, PlainOptimizer(other))
+        save_checkpoint(tmp_path, one, plain_optimizer(other))
     assert not list(tmp_path.iterdir())
 
 

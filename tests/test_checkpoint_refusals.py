@@ -1,4 +1,4 @@
-"""What a load refuses is named, with a remedy, before anything has changed."""
+"""A load names what it refuses, with a remedy, before anything has changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from protrain.checkpoint.checkpoints import load_checkpoint, save_checkpoint
 from protrain.checkpoint.manifest import MANIFEST, list_saves
 from protrain.checkpoint.random_state import random_state
 from protrain.common.errors import CheckpointError
-from tests.checkpoints import PlainOptimizer, make_counting, make_expanded, make_model, make_run, rewrite, train
+from tests.checkpoints import make_counting, make_expanded, make_model, make_run, plain_optimizer, rewrite, train
 
 
 def _sequential(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -58,7 +58,7 @@ def _one_cycle(inner: Any) -> Any:
     ],
 )
 def test_another_scheduler_is_refused(tmp_path: Path, saved: Any, given: Any, tells: bool, words: str) -> None:
-    """By its class where the save tells that, which the first ones do not."""
+    """Another scheduler is recognised by its class if the save has it, which the first saves do not."""
     model, optimizer, _ = make_run(0)
     save = save_checkpoint(tmp_path, model, optimizer, scheduler=saved(optimizer.inner))
     if not tells:
@@ -137,7 +137,7 @@ def test_what_cannot_be_read_is_not_to_be_deleted(
             raise OSError(number, os.strerror(number), str(path))
         return opened(path, *arguments, **options)
 
-    for module in (io, builtins):  # a Path opens itself by the first; root may read everything, whatever its mode
+    for module in (io, builtins):  # Path.open uses the first; root may read everything, whatever its mode
         monkeypatch.setattr(module, "open", refuse)
     with pytest.raises(CheckpointError, match=f"cannot read {unreadable}: {os.strerror(number)}") as raised:
         load_checkpoint(tmp_path, model, optimizer)
@@ -160,19 +160,19 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
     deeper = nn.Sequential(*model, nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match=r"lacks the parameter '4.bias', which the model has"):
-        load_checkpoint(tmp_path, deeper, PlainOptimizer(deeper))
+        load_checkpoint(tmp_path, deeper, plain_optimizer(deeper))
     wider = make_model(0, width=16)
     with pytest.raises(CheckpointError, match=r"buffer '1.running_mean' is torch.float32 \[8\] there"):
-        load_checkpoint(tmp_path, wider, PlainOptimizer(wider))
+        load_checkpoint(tmp_path, wider, plain_optimizer(wider))
 
 
 @pytest.mark.parametrize("width", [6, 4])
 def test_a_save_of_another_model_changes_nothing(tmp_path: Path, width: int) -> None:
-    """The first layer is the same; then comes one of another width, or the optimizer has another group."""
+    """The first layer is the same. Then a layer has another width, or the optimizer has another group."""
     saved = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    save_checkpoint(tmp_path, saved, PlainOptimizer(saved))
+    save_checkpoint(tmp_path, saved, plain_optimizer(saved))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, width))
-    optimizer = PlainOptimizer(model)
+    optimizer = plain_optimizer(model)
     if width == 4:
         optimizer.inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -194,7 +194,8 @@ def test_a_damaged_manifest_has_a_remedy(tmp_path: Path, change: dict[str, Any])
 
 def test_a_manifest_with_another_digit_is_damaged(tmp_path: Path) -> None:
     model, optimizer, scheduler = make_run(0)
-    extra = {"zero": -0.0, "none": float("nan"), 7: "µ", "least": 5e-324, "large": 10**30}  # what JSON may write anew
+    # changes that rewriting the JSON may make
+    extra = {"zero": -0.0, "none": float("nan"), 7: "µ", "least": 5e-324, "large": 10**30}
     for _ in range(2):
         save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, extra=extra)
     assert str(load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)) == str(extra)
@@ -241,11 +242,11 @@ def test_random_states_are_checked_before_anything_changes(tmp_path: Path, gener
 
 
 def test_what_older_checkpoints_lack_is_named_where_the_model_has_it(tmp_path: Path) -> None:
-    """The first of them held neither extra state nor parameters that are no floating-point numbers."""
+    """The first saves had neither extra state nor parameters that are not floating-point."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
-    save = save_checkpoint(tmp_path, model, PlainOptimizer(model))
+    save = save_checkpoint(tmp_path, model, plain_optimizer(model))
     rewrite(save, "modules")
-    load_checkpoint(tmp_path, model, PlainOptimizer(model))
+    load_checkpoint(tmp_path, model, plain_optimizer(model))
     counting, optimizer = make_counting()
     before = {name: value.clone() for name, value in counting.named_parameters()}
     with pytest.raises(CheckpointError, match=r"or of a version that .*: it lacks the extra state of module '0'"):

@@ -1,4 +1,4 @@
-"""The stand-in on the meta device takes what Liger's function takes, and the planner makes of it what is true."""
+"""The stand-in on the meta device needs the memory that Liger's function needs, and the planner predicts it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from protrain.hardware import load
 from protrain.planning import fingerprint, search
 from protrain.planning.rates.compute_times import compute_times
 from protrain.profiler import ModelProfile
+from protrain.profiler.memory_meter import StorageMeter
 from protrain.profiler.meta_device import as_if_on_gpu
-from protrain.profiler.meter import StorageMeter
 
 Build = Callable[..., nn.Module]
 Loss = Callable[..., Tensor]
-GPU = torch.device("cuda")  # where the traced models train: none is needed
+GPU = torch.device("cuda")  # the device that the traced models train on; it need not exist
 
 
 class _Kernels:
-    """What stands in for Triton kernels, which need a GPU or, to be followed in memory, too much of an interpreter."""
+    """Stands in for Triton kernels, which need a GPU, or an interpreter that allocates too much to be measured."""
 
     def __init__(self, launch: Callable[..., None]) -> None:
         self._launch = launch
@@ -41,14 +41,15 @@ class _Kernels:
 
 
 class _SaidToBeOnGpu(TorchFunctionMode):
-    """Meta tensors whose device reads as a GPU, so that code takes the way that it takes there."""
+    """Meta tensors that report a GPU as their device, so that code takes the same path as on a GPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__self__", None) is torch.Tensor.device:
             return GPU
-        if func is torch.addmm and kwargs is not None and "out_dtype" in kwargs:  # not every torch has it on meta
+        # some versions of torch lack it on meta
+        if func is torch.addmm and kwargs is not None and "out_dtype" in kwargs:
             assert kwargs["out"] is args[0], "it adds in place"
             return kwargs["out"]
         args, kwargs = tree_map(lambda leaf: torch.device("meta") if leaf == GPU else leaf, (args, kwargs or {}))
@@ -57,7 +58,7 @@ class _SaidToBeOnGpu(TorchFunctionMode):
 
 @pytest.fixture
 def liger(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Liger's own function, all but its kernel of cross-entropy, which is the same in place and without torch."""
+    """Liger's own function except its cross-entropy kernel, which works in place and without torch."""
     pytest.importorskip("liger_kernel")
     from liger_kernel.ops import fused_linear_cross_entropy
 
@@ -107,7 +108,7 @@ def _batch(batch: int, sequence: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("family", "words"), [("llama", 96), ("gpt2", 96), ("opt", 96), ("gpt2", 101)])
-@pytest.mark.parametrize("rows", [(2, 16), (4, 60)])  # 60 does not divide into pieces
+@pytest.mark.parametrize("rows", [(2, 16), (4, 60)])  # 60 rows do not divide evenly into pieces
 def test_a_step_takes_what_it_takes_with_ligers_function(
     tiny_model: Build,
     tiny_batch: Callable[..., dict[str, Tensor]],
@@ -124,7 +125,7 @@ def test_a_step_takes_what_it_takes_with_ligers_function(
     expected = tiny_model(family, words=words)(**batch).loss
     model = tiny_model(family, words=words)
     chunk_loss(model, torch.device("cpu"))
-    assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)  # it is the function
+    assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)  # this is the function itself
     real = protrain.profile(model, batch, device="cpu", dtype=torch.float32)
     meta = _profile(tiny_model(family, words=words), batch, chunked=True, dtype=torch.float32)
     outside = [[(s.phase, s.live_bytes, s.peak_bytes) for s in p.segments if s.block is None] for p in (meta, real)]
@@ -146,7 +147,7 @@ def test_it_takes_what_ligers_function_takes_on_a_gpu(
     from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
 
     def taken(loss_of: Loss) -> tuple[int, int, int]:
-        """Most alive in forward, alive after it and after backward, beside weights and inputs."""
+        """The most bytes alive in forward, and those alive after it and after backward, without weights and inputs."""
         hidden = torch.zeros(*rows, 64, dtype=dtype, device="meta", requires_grad=True)
         weight = torch.zeros(vocabulary, 64, dtype=dtype, device="meta", requires_grad=True)
         extra = {"bias": torch.zeros(vocabulary, dtype=dtype, device="meta", requires_grad=True)} if bias else {}
@@ -178,7 +179,7 @@ def test_a_real_gpu_takes_what_the_meta_device_says(dtype: torch.dtype) -> None:
     meta = _profile(_llama(32000, 1024, layers=2), batch, chunked=True, dtype=dtype)
 
     def loss(profile: ModelProfile) -> tuple[int, int]:
-        """(most on top of what was there, what of it is left) where the loss is computed."""
+        """The peak bytes above what was there while the loss is computed, and the bytes that are left after it."""
         forward = [segment for segment in profile.segments if segment.phase == "forward"]
         behind = profile.segments[len(forward)]
         return forward[-1].peak_bytes, behind.live_bytes - forward[-1].live_bytes
@@ -201,13 +202,13 @@ def test_a_plan_has_no_room_for_logits_and_holds_for_either_loss() -> None:
     assert usual.blocks == ours.blocks
     plans = [search(profile, load("h100")) for profile in (usual, ours)]
     less = plans[0].device_bytes - plans[1].device_bytes
-    logits = 8 * 128 * words * 2  # then in fp32, of which one is the loss's own, with gradients
+    logits = 8 * 128 * words * 2  # then in fp32, where one copy is the loss's own, with gradients
     assert 3 * logits < less < 8 * logits
     assert fingerprint(usual) == fingerprint(ours)
 
 
 def test_the_products_of_the_head_are_all_in_forward() -> None:
-    """Three of hidden x vocabulary for every token, where the usual loss has one there and two in backward."""
+    """Three products of hidden x vocabulary per token in forward. The usual loss has one there and two in backward."""
     batch, hardware = _batch(2, 64), load("h100")
     usual, ours = (
         compute_times(_profile(_llama(2048), batch, chunked=chunked, dtype=torch.bfloat16), hardware)

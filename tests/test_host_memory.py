@@ -1,4 +1,4 @@
-"""How host memory is mapped: what makes it fast to place, and safe to fork beside."""
+"""Host memory is mapped so that it is fast to place and safe beside forked processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB = 1024**2
 
 
 def _mapping_of(address: int) -> dict[str, str]:
-    """What the system says of the mapping that holds ``address``."""
+    """What the system reports on the mapping that contains ``address``."""
     found: dict[str, str] = {}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

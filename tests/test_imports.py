@@ -48,16 +48,22 @@ def _within(module: str, prefixes: tuple[str, ...]) -> bool:
 
 def imports(source: str, module: str, *, is_package: bool) -> set[str]:
     """Every module that ``source`` imports, also inside functions; ``from a import b`` gives both a and a.b."""
-    package = module if is_package else module.rpartition(".")[0]
     found = set()
+    for base, name in _imported(source, module, is_package=is_package):
+        found |= {base, f"{base}.{name}"} if name else {base}
+    return found
+
+
+def _imported(source: str, module: str, *, is_package: bool) -> Iterator[tuple[str, str]]:
+    """(a, b) for every ``from a import b``, and (a, "") for every ``import a``, wherever it stands in ``source``."""
+    package = module if is_package else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*parts, *([node.module] if node.module else [])])
-            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
-    return found
+            yield from ((base, alias.name) for alias in node.names)
 
 
 def _sources() -> Iterator[tuple[str, Path]]:
@@ -124,3 +130,41 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
 def test_a_right_import_passes() -> None:
     source = "from protrain.planning.plan import Plan\nfrom protrain.common.errors import PlanError\nimport torch"
     assert violations("protrain.engine.core", imports(source, "protrain.engine.core", is_package=False)) == []
+
+
+def file_imports() -> dict[str, set[str]]:
+    """The files that each file imports. Imports under TYPE_CHECKING and inside functions count like all others."""
+    sources = dict(_sources())
+    graph = {}
+    for module, path in sources.items():
+        found = _imported(path.read_text(), module, is_package=path.name == "__init__.py")
+        files = {f"{base}.{name}" if f"{base}.{name}" in sources else base for base, name in found}
+        graph[module] = (files & sources.keys()) - {module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[frozenset[str]]:
+    """The groups of files in which every file imports every other, directly or through a third."""
+    reached = {module: _reachable(graph, module) for module in graph}
+    groups = {frozenset(other for other in found if module in reached[other]) for module, found in reached.items()}
+    return sorted((group for group in groups if group), key=sorted)
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    pending = [start]
+    while pending:
+        new = graph[pending.pop()] - found
+        found |= new
+        pending += new
+    return found
+
+
+def test_no_two_files_import_each_other() -> None:
+    found = circles(file_imports())
+    assert not found, "\n".join(f"these import each other: {', '.join(sorted(circle))}" for circle in found)
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
+    assert circles(graph) == [frozenset({"b", "c"})]

@@ -1,4 +1,4 @@
-"""The loss scale of float16 goes on falling below 1, and says so where nothing helps."""
+"""The loss scale of float16 can fall below 1, and a warning says when nothing helps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pip install .` gives everything that runs: sources, data files and the command."""
+"""`pip install .` installs everything that is needed: sources, data files and the command."""
 
 from __future__ import annotations
 

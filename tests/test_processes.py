@@ -1,4 +1,4 @@
-"""Several processes are refused in every order of process groups and wrappers, in each of them, and nothing hangs."""
+"""Several processes are refused, in whatever order groups and wrappers are made, in each process and without a hang."""
 
 from __future__ import annotations
 

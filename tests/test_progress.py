@@ -1,4 +1,4 @@
-"""What wrap says on standard error."""
+"""What wrap prints on standard error."""
 
 from __future__ import annotations
 

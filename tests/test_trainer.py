@@ -1,4 +1,4 @@
-"""The Trainer of transformers takes what protrain.wrap returns as it takes any model and optimizer."""
+"""The Trainer of transformers takes what protrain.wrap returns like any model and optimizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def trained(
     resume: Path | None = None,
     **arguments: Any,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """What was logged, and the weights at the end."""
+    """Returns what was logged, and the final weights."""
     model: Any = tiny_model("llama")
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.randint(3, 96, (24, 16), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Walks over trees: as torch.utils._pytree has them, and into objects whose attributes hold tensors."""
+"""Walks over trees agree with torch.utils._pytree, and go into objects whose attributes hold tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tensors(count: int) -> list[Tensor]:
 
 
 def output() -> Any:
-    """What a model of transformers returns: a class of its own, registered by its library."""
+    """The output of a model of transformers: a class of its own, which its library has registered."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
     a, b, c = tensors(3)
     return outputs.CausalLMOutput(loss=a, logits=b, hidden_states=(c, None))
@@ -70,7 +70,7 @@ def test_leaves_are_mapped_as_by_the_general_walk(name: str) -> None:
 
 
 def test_mapped_containers_are_new() -> None:
-    """A block's lists and dictionaries are kept as they were when it was called, whatever the model puts in later."""
+    """A block's lists and dictionaries are kept as they were at its call, whatever the model adds to them later."""
     inner: list[Any] = [1]
     tree = ({"a": inner}, inner)
     mapped = map_leaves(lambda leaf: leaf, tree)

@@ -7,18 +7,17 @@ the chosen plan and the fastest others are measured again, in turn, and those ti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from bench.planner.draw import draw
 from bench.planner.measure import Point
-from protrain.common.errors import PlanError
 from protrain.hardware import HardwareProfile
-from protrain.planning import MemoryModel, Plan, evaluate
-from protrain.planning.layout import updated_chunks
-from protrain.planning.plan import layout_of
+from protrain.planning import Plan
+from protrain.planning.changes import neighbours
+from protrain.planning.plan import Counts
+from protrain.planning.predict import Models
 from protrain.profiler import ModelProfile
 
-_SWITCHES = ("early_weights", "keep_attention")
-_KNOBS = ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "n_stream", "n_whole", *_SWITCHES)
 _BETTER = 0.995  # of the step time: less is noise
 _RIVALS = 2  # of the chosen plan, measured again with it
 _ROUNDS = 3
@@ -36,8 +35,7 @@ def descend(
 ) -> Iterator[Point]:
     """The chosen plan, ``others`` spread over what fits, and every neighbour on the way down from the fastest of them.
 
-    A neighbour differs by one in one knob, or in whether it keeps attention. Where it doesn't fit, buffers, early and
-    streamed updates give way; where fewer blocks are recomputed, moved inputs do.
+    A neighbour differs by one in one integer, or in whether it keeps attention.
     """
     best = chosen = measure(None)
     yield chosen
@@ -88,61 +86,36 @@ def again(
 
 def plan_key(plan: Plan) -> tuple[int, ...]:
     """What tells plans for one case apart."""
-    return tuple(int(getattr(plan, name)) for name in _KNOBS)
+    return (*plan.counts, plan.keep_attention)
 
 
 def _neighbours(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool
 ) -> Iterator[Plan]:
-    layout = layout_of(profile, plan)
-    memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
-    updated = updated_chunks(profile, layout)
-    attends = plan.n_ckpt > 0 and any(block.attention_bytes for block in profile.blocks)
-    for knob in _KNOBS if attends else _KNOBS[:-1]:
-        for change in (1, -1):
-            counts = dict(zip(_KNOBS, plan_key(plan), strict=True))
-            counts[knob] += change
-            away = plan.n_chunks - counts["n_persist"]
-            if (
-                not {counts[switch] for switch in _SWITCHES} <= {0, 1}
-                or counts["early_weights"] > counts["n_speculate"]
-            ):
-                continue
-            if not 0 <= away <= plan.n_chunks:
-                continue
-            early = counts["n_speculate"] if knob == "n_speculate" else min(counts["n_speculate"], away)
-            whole = counts["n_whole"] if counts["early_weights"] or knob == "n_whole" else 0
-            moved = counts["n_ckpt_swap"] if knob == "n_ckpt_swap" else min(counts["n_ckpt_swap"], counts["n_ckpt"])
-            buffers = counts["n_buffer"]
-            if knob != "n_buffer":
-                most = memory.all_buffers(counts["n_persist"])
-                buffers = max(min(buffers, most), memory.least_buffers(counts["n_persist"]))
-            while buffers >= 0 and early >= 0:
-                others = sum(chunk >= counts["n_persist"] + early for chunk in updated)
-                stream = counts["n_stream"] if knob == "n_stream" else min(counts["n_stream"], others)
-                try:
-                    yield evaluate(
-                        profile,
-                        hardware,
-                        n_persist=counts["n_persist"],
-                        n_buffer=buffers,
-                        n_swap=counts["n_swap"],
-                        n_ckpt=counts["n_ckpt"],
-                        n_ckpt_swap=moved,
-                        n_speculate=early,
-                        early_weights=bool(counts["early_weights"]),
-                        n_whole=whole,
-                        n_stream=stream,
-                        keep_attention=bool(counts["keep_attention"]),
-                        chunk_elements=plan.chunk_elements,
-                        large_first=plan.large_first,
-                        step_during_backward=step_during_backward,
-                    )
-                    break
-                except PlanError as error:  # with one less, perhaps
-                    if error.where == "host":
-                        early -= 1
-                    else:
-                        buffers -= 1
-                except ValueError:
-                    break  # a count out of range
+    """Those of the what-if table. Where one does not fit, buffers or speculative updates give way."""
+    for switched in (plan, replace(plan, keep_attention=not plan.keep_attention)):
+        models = Models.of(switched, profile, hardware, step_during_backward=step_during_backward)
+        counts = [one.counts for one in neighbours(plan.counts, models) if not one.impossible]
+        if switched is not plan:
+            attends = plan.n_ckpt > 0 and any(block.attention_bytes for block in profile.blocks)
+            counts = [plan.counts] if attends else []
+        for wanted in counts:
+            changed = wanted
+            while (error := _over(changed, models)) and min(changed.n_buffer, changed.n_speculate) >= 0:
+                if error == "host":
+                    changed = changed._replace(n_speculate=changed.n_speculate - 1)
+                else:
+                    changed = changed._replace(n_buffer=changed.n_buffer - 1)
+                n_weight_only = min(changed.n_weight_only, max(0, changed.n_speculate))
+                changed = changed._replace(n_weight_only=n_weight_only)
+            enough = changed.n_buffer >= models.memory.least_buffers(changed.n_persist)
+            if enough and changed.n_speculate >= 0:
+                yield models.plan(changed)
+
+
+def _over(counts: Counts, models: Models) -> str:
+    """Which memory these counts do not fit: "host", "device", or "" where they fit."""
+    modes = models.modes(counts)
+    if models.host_bytes(modes, counts) > models.hardware.host_bytes:
+        return "host"
+    return "device" if models.device_bytes(modes, counts) > models.hardware.device_bytes else ""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
-
 from protrain.hardware import HardwareProfile
-from protrain.planning import MemoryModel, Plan, block_modes, evaluate
-from protrain.planning.layout import layouts, updated_chunks
+from protrain.planning import Plan
+from protrain.planning.layout import layouts
+from protrain.planning.plan import Counts
+from protrain.planning.predict import Models
 from protrain.profiler.model_profile import ModelProfile
 
 _TRIES = 20_000
@@ -23,11 +23,12 @@ def draw(
     for, so that small models do not yield everything persistent every time.
     """
     generator = random.Random(seed)
-    kinds = [profile]
-    if any(block.attention_bytes for block in profile.blocks):
-        kinds.append(profile.keeping_attention())
-    models = [
-        [MemoryModel(kind, hardware, layout, update_in_backward=step_during_backward) for kind in kinds]
+    attends = any(block.attention_bytes for block in profile.blocks)
+    kinds = [
+        [
+            Models(profile, hardware, layout, step_during_backward=step_during_backward, keep_attention=keep)
+            for keep in ((False, True) if attends else (False,))
+        ]
         for layout in layouts(profile)
     ]
     n_blocks = len(profile.blocks)
@@ -37,50 +38,26 @@ def draw(
             break
         n_swap = generator.choice([0, generator.randint(0, n_blocks)])
         n_ckpt = generator.randint(0, n_blocks - n_swap)
-        keep_attention = n_ckpt > 0 and generator.randrange(len(kinds)) > 0
-        memory = models[generator.randrange(len(models)) if len(models) > 1 else 0][keep_attention]
-        layout = memory.layout
-        n_chunks = len(layout.chunks)
-        n_persist = generator.randint(0, n_chunks)
+        of_layout = generator.choice(kinds)
+        models = generator.choice(of_layout) if n_ckpt else of_layout[0]
+        memory, runtime = models.memory, models.runtime
+        n_persist = generator.randint(0, models.n_chunks)
         least = memory.least_buffers(n_persist)
         n_buffer = generator.randint(least, max(least, memory.all_buffers(n_persist)))
         n_ckpt_swap = generator.choice([0, generator.randint(0, n_ckpt)])
-        activations = memory.activations(block_modes(n_blocks, n_swap, n_ckpt, n_ckpt_swap))
-        fits = memory.device_bytes(n_persist, n_buffer, activations) <= hardware.device_bytes
-        if not fits or memory.host_bytes(n_persist, activations) > hardware.host_bytes:
-            continue
-        n_speculate, n_whole, early_weights = 0, 0, False
-        if not step_during_backward and hardware.device_type == "cuda":
-            early_weights = generator.random() < 0.5
-            kind = memory.making_weights() if early_weights else memory
-            most = int(kind.most_early(n_persist, np.array(activations.swapped_bytes)))
-            n_speculate = generator.choice([0, most, generator.randint(0, most)])
-            if early_weights and n_speculate:
-                whole = min(n_speculate - 1, kind.most_whole(n_persist, n_speculate, activations.swapped_bytes))
-                n_whole = generator.choice([0, whole])
-        n_stream = 0
-        others = sum(chunk >= n_persist + n_speculate for chunk in updated_chunks(profile, layout))
-        if hardware.device_type == "cuda" and hardware.streamed_adam_gparams is not None:
-            n_stream = generator.choice([0, generator.randint(0, others)])
-        if memory.device_bytes(n_persist, n_buffer, activations, n_stream) > hardware.device_bytes:
-            continue
-        updates = n_speculate, early_weights and n_speculate > 0, n_whole, n_stream
-        key = (n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, *updates, keep_attention, layout.large_first)
-        if key not in found:
-            found[key] = evaluate(
-                profile,
-                hardware,
-                n_persist=n_persist,
-                n_buffer=n_buffer,
-                n_swap=n_swap,
-                n_ckpt=n_ckpt,
-                n_ckpt_swap=n_ckpt_swap,
-                n_speculate=n_speculate,
-                early_weights=early_weights,
-                n_whole=n_whole,
-                n_stream=n_stream,
-                keep_attention=keep_attention,
-                large_first=layout.large_first,
-                step_during_backward=step_during_backward,
-            )
+        counts = Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap)
+        if runtime.speculates:
+            swapped_bytes = memory.swapped_bytes(models.modes(counts))
+            wanted = generator.choice([0, models.n_chunks, generator.randint(0, models.n_chunks)])
+            n_speculate, least = memory.speculation(n_persist, wanted, swapped_bytes)
+            n_weight_only = generator.choice([least, generator.randint(least, n_speculate)])
+            counts = counts._replace(n_speculate=n_speculate, n_weight_only=n_weight_only)
+        if runtime.streams:
+            most = runtime.streamable(n_persist, counts.n_speculate)
+            counts = counts._replace(n_stream=generator.choice([0, generator.randint(0, most)]))
+        modes = models.modes(counts)
+        on_device = models.device_bytes(modes, counts) <= hardware.device_bytes
+        if on_device and models.host_bytes(modes, counts) <= hardware.host_bytes:
+            key = (*counts, models.keep_attention, models.layout.large_first)
+            found.setdefault(key, models.plan(counts))
     return list(found.values())

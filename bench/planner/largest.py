@@ -29,7 +29,7 @@ from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import largest
-from protrain.planning.search.largest import Largest
+from protrain.planning.largest import Largest
 from protrain.planning.tables import aligned, format_ms
 from protrain.profiler import ModelProfile
 

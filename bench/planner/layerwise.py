@@ -42,8 +42,8 @@ from protrain.hardware import load
 from protrain.planning import MemoryModel, block_modes, choose_chunk_elements, pack
 from protrain.planning.tables import aligned
 from protrain.profiler import find_blocks
+from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu
-from protrain.profiler.meter import CudaMeter, Meter, StorageMeter
 
 FILE = "layerwise.json"
 _DTYPE = torch.bfloat16

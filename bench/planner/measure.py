@@ -117,7 +117,7 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
         host_bytes=report.host_bytes,
         host_gparams=report.host_gparams,
         wrap_s=wrap_s,
-        early_updates=report.early_updates,
+        early_updates=report.speculative_updates,
         redone_updates=report.redone_updates,
         error=error,
     )

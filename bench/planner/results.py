@@ -12,7 +12,7 @@ from bench.planner.cases import Case
 from bench.planner.measure import Point
 from protrain.common.records import Record
 from protrain.hardware import HardwareProfile
-from protrain.planning import MemoryModel, Plan, RuntimeModel
+from protrain.planning import Plan, predict
 from protrain.planning.plan import as_planned, layout_of
 from protrain.planning.runtime.paper import paper_step_ms
 from protrain.profiler import ModelProfile
@@ -35,24 +35,14 @@ class CaseResult(Record):
 
     def predict(self, plan: Plan) -> Prediction:
         """Time and memory of ``plan`` by the models as they are now."""
-        layout = layout_of(self.profile, plan)
-        profile = as_planned(self.profile, plan)
-        memory = MemoryModel(
-            profile,
-            self.hardware,
-            layout,
-            update_in_backward=not self.case.clip,
-            early_weights=plan.early_weights,
-        )
-        runtime = RuntimeModel(memory)
-        activations = memory.activations(plan.block_modes)
+        inside = not self.case.clip
+        found = predict(self.profile, self.hardware, plan, step_during_backward=inside)
+        profile, layout = as_planned(self.profile, plan), layout_of(self.profile, plan)
         return Prediction(
-            step_ms=runtime.step_ms(
-                plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream, plan.n_whole
-            ),
+            step_ms=found.step_ms,
             paper_ms=paper_step_ms(plan, profile, self.hardware, layout),
-            device_bytes=memory.device_bytes(plan.n_persist, plan.n_buffer, activations, plan.n_stream),
-            host_bytes=memory.host_bytes(plan.n_persist, activations, plan.n_speculate, plan.n_whole),
+            device_bytes=found.device_bytes,
+            host_bytes=found.host_bytes,
         )
 
     def row(self, point: Point) -> str:

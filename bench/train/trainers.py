@@ -100,8 +100,8 @@ def protrain_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
 
 def _reached(report: Report) -> dict[str, Any]:
     """Of a report what explains a step that takes longer than planned."""
-    names = ("host_gparams", "predicted_host_gparams", "early_updates", "redone_updates")
-    return {name: getattr(report, name) for name in names}
+    names = ("host_gparams", "predicted_host_gparams", "redone_updates")
+    return {name: getattr(report, name) for name in names} | {"early_updates": report.speculative_updates}
 
 
 def floor_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: atomic saves, exact resumption, safetensors and JSON, no pickle.
+"""Checkpoints of a run: atomic saves and exact resumption, in safetensors and JSON, without pickle.
 
 ``folder`` holds numbered saves, the newest last::
 
@@ -6,12 +6,12 @@
         checkpoint.json            manifest: format, files with size and CRC-32, step, scalars, scheduler, random states
         buffers.safetensors        model.named_buffers(), and parameters that are not managed
         modules.safetensors        tensors of get_extra_state(), whose rest is in the manifest; only if there are any
-        state-00001.safetensors    "master/NAME", "exp_avg/NAME", ...: about 1 GiB each, one parameter never split
+        state-00001.safetensors    "master/NAME", "exp_avg/NAME", ...: about 1 GiB each; a parameter is never split
 
-A save is written to a hidden folder beside its name, flushed to the disk and renamed into place, so a process that is
-killed at any moment leaves the earlier saves untouched and at most one hidden folder, which the next save removes.
-Parameters are streamed one at a time: memory stays bounded by one file. State is kept under parameter names, whole, in
-fp32, so that it loads under any plan.
+A save is written to a hidden folder, flushed to the disk and then renamed. So a process that is killed at any moment
+leaves the earlier saves untouched and at most one hidden folder, which the next save removes. Parameters are streamed
+one at a time, so memory stays bounded by one file. State is kept whole, in fp32 and by parameter name, so it loads
+under any plan.
 """
 
 from __future__ import annotations
@@ -19,103 +19,56 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from protrain.checkpoint.buffers import BUFFERS, compare_names, saved_beside, tensors_beside
 from protrain.checkpoint.json_values import decode, encode
 from protrain.checkpoint.manifest import check_files, find_save, list_saves, read_manifest, verify_bytes, write_manifest
 from protrain.checkpoint.random_state import check_random_state, random_state, set_random_state
 from protrain.checkpoint.tensor_files import TensorWriter, open_tensors, sync_directory, write_tensors
+from protrain.checkpoint.unmanaged_tensors import BUFFERS, compare_names, match_saved, unmanaged_tensors
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import is_managed
+from protrain.optim.optimizer import ProTrainOptimizer
 
 MODULES = "modules.safetensors"
-_SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # a save that is not finished, or being deleted
-
-
-class StreamingOptimizer(Protocol):
-    """What a checkpoint needs of the optimizer that :func:`protrain.wrap` returns."""
-
-    def trains(self, model: nn.Module) -> bool:
-        """Whether its parameters are those of ``model``."""
-        ...
-
-    def parameter_names(self) -> list[str]:
-        """Every managed parameter, in definition order."""
-        ...
-
-    def export_parameter(self, name: str) -> dict[str, torch.Tensor]:
-        """CPU tensors of one parameter's state."""
-        ...
-
-    def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
-        """ValueError where one parameter's state cannot be what has the shapes of ``tensors``."""
-        ...
-
-    def import_parameter(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Set one parameter's state."""
-        ...
-
-    def scalar_state(self) -> dict[str, Any]:
-        """Hyperparameters and loss scale, fit for JSON."""
-        ...
-
-    def check_scalar_state(self, state: dict[str, Any]) -> None:
-        """ValueError where :meth:`load_scalar_state` could not set ``state``."""
-        ...
-
-    def load_scalar_state(self, state: dict[str, Any]) -> None:
-        """Set what :meth:`scalar_state` returned."""
-        ...
-
-
-class Scheduler(Protocol):
-    """A ``torch.optim.lr_scheduler``."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The schedule's position."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set what :meth:`state_dict` returned."""
-        ...
+_SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # an unfinished save, or one that is being deleted
 
 
 def save_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: StreamingOptimizer,
+    optimizer: ProTrainOptimizer,
     *,
-    scheduler: Scheduler | None = None,
+    scheduler: LRScheduler | None = None,
     extra: Any = None,
     keep: int = 2,
 ) -> Path:
-    """Save training state atomically as a new numbered save in ``folder``; returns its path.
+    """Save the training state atomically as a new numbered save in ``folder``. Returns the path of the save.
 
     Parameters:
-        folder: Made if missing. Saves of one run belong in one folder.
+        folder: It is made if missing. Saves of one run belong in one folder.
         model: The wrapped model; gives its buffers, and the extra state of modules that have one.
         optimizer: The wrapped optimizer; gives weights, masters and moments, one parameter at a time.
         scheduler: A learning rate scheduler whose state is plain numbers, lists and dictionaries.
         extra: Anything JSON can hold; :func:`load_checkpoint` returns it.
-        keep: How many saves stay, this one included; older ones are deleted once it is complete.
+        keep: How many saves stay, this one included. Older ones are deleted once it is complete.
 
     Raises:
         ValueError: ``optimizer`` is not the wrapped one, ``keep`` is below 1, or ``scheduler``, ``extra`` or a module's
-            extra state holds what JSON cannot, tensors of the last aside.
-        OSError: The disk is full or not writable; earlier saves are intact, and no part of this one is left.
+            extra state holds what JSON cannot. Tensors in extra state are allowed.
+        OSError: The disk is full or not writable. Earlier saves are intact, and no part of this one is left.
     """
     _check_wrapped(model, optimizer)
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
     tensors: dict[str, torch.Tensor] = {}
-    manifest: dict[str, Any] = {  # first of all: what it cannot keep leaves no trace on the disk
+    manifest: dict[str, Any] = {  # built first, so that an error in it leaves no trace on the disk
         "scalars": encode(optimizer.scalar_state(), "the optimizer's scalar state"),
         "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state"),
         "scheduler_class": None if scheduler is None else _class_of(scheduler),
@@ -143,14 +96,14 @@ def save_checkpoint(
         target = root / f"{serial:05d}-step-{step}"
         os.rename(scratch, target)
         sync_directory(root)
-    except BaseException:  # a full disk gets back what this save took of it, and Ctrl-C leaves nothing half done
-        with suppress(OSError):  # a half-deleted save must never look like a save
+    except BaseException:  # a full disk gets the space back, and Ctrl-C leaves nothing half done
+        with suppress(OSError):
             os.rename(target, scratch)
         shutil.rmtree(scratch, ignore_errors=True)
         raise
 
     for old in [*saves, target][:-keep]:
-        # Renamed first: a half-deleted save must never look like a save.
+        # It is renamed first, because a half-deleted save must never look like a save.
         doomed = old.with_name(f".{old.name}.tmp")
         os.rename(old, doomed)
         shutil.rmtree(doomed)
@@ -160,18 +113,18 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: StreamingOptimizer,
+    optimizer: ProTrainOptimizer,
     *,
-    scheduler: Scheduler | None = None,
+    scheduler: LRScheduler | None = None,
 ) -> Any:
-    """Load the newest save in ``folder``, or the save that ``folder`` itself is; returns its ``extra``.
+    """Load the newest save in ``folder``, or ``folder`` itself if it is a save. Returns the ``extra`` of the save.
 
-    The state of ``model``, ``optimizer`` and ``scheduler`` and the random states of torch, CUDA, Python and numpy
-    become those of the save. Every file is checked against its recorded size and CRC-32, and what it holds against
-    ``model``, ``optimizer`` and ``scheduler``, before anything is changed.
+    The states of ``model``, ``optimizer`` and ``scheduler`` and the random states of torch, CUDA, Python and numpy
+    become those of the save. Before anything is changed, every file is checked against its recorded size and CRC-32,
+    and its contents against ``model``, ``optimizer`` and ``scheduler``.
 
     Raises:
-        ValueError: ``optimizer`` is not the wrapped one, or not of ``model``.
+        ValueError: ``optimizer`` is not the wrapped one, or not that of ``model``.
         CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model,
             optimizer or scheduler.
     """
@@ -182,7 +135,7 @@ def load_checkpoint(
     _check_scheduler(save, manifest.get("scheduler_class"), scheduler_state, scheduler)
 
     modules, states = _with_extra_state(model), manifest.get("modules", {})
-    buffers = saved_beside(save, model)
+    buffers = match_saved(save, model)
     with_parameters = {save / file: entry["parameters"] for file, entry in manifest["files"].items()}
     scalars = decode(manifest["scalars"])
     try:
@@ -197,7 +150,7 @@ def load_checkpoint(
         remedy = "load another save, or this one with the versions of torch and numpy that wrote it"
         raise CheckpointError(f"{save} holds {error}; {remedy}") from None
 
-    for file, parameters in with_parameters.items():  # first, as full_parameters() refuses them
+    for file, parameters in with_parameters.items():  # first, because inside full_parameters() this raises
         _load_parameters(file, parameters, optimizer)
     with torch.no_grad():
         for target, saved in buffers:
@@ -211,9 +164,12 @@ def load_checkpoint(
 
 
 def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module) -> Any:
-    """See what :func:`load_checkpoint` would refuse and takes no time to see; returns the ``extra`` of the save.
+    """Raise early what :func:`load_checkpoint` would refuse, as far as that takes no time.
 
-    For before ``model`` is wrapped, which may take minutes. Of the files existence, sizes and headers are looked at.
+    Returns the save's ``extra``.
+
+    It is called before ``model`` is wrapped, which may take minutes. It looks at existence, sizes and headers of the
+    files.
 
     Raises:
         CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model.
@@ -223,7 +179,7 @@ def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module) -> Any:
 
 
 def _checked(folder: Path, model: nn.Module, names: list[str]) -> tuple[Path, dict[str, Any]]:
-    """The save that ``folder`` means and its manifest, which fits its files and ``model`` with parameters ``names``."""
+    """The save that ``folder`` means and its manifest, checked against its files and a model with these parameters."""
     save = find_save(folder)
     manifest = read_manifest(save)
     check_files(save, manifest)
@@ -243,16 +199,20 @@ def _check_wrapped(model: nn.Module, optimizer: Any) -> None:
 
 
 def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of ``model`` with state beside parameters and buffers, as ``state_dict`` tells them."""
+    """The modules of ``model`` that have extra state, as ``state_dict`` finds them."""
     none = nn.Module.get_extra_state
     return {name: module for name, module in model.named_modules() if type(module).get_extra_state is not none}
 
 
 def _write_tensors(
-    scratch: Path, model: nn.Module, optimizer: StreamingOptimizer, extra: dict[str, torch.Tensor]
+    scratch: Path, model: nn.Module, optimizer: ProTrainOptimizer, extra: dict[str, torch.Tensor]
 ) -> tuple[dict[str, dict[str, Any]], int]:
-    """Write buffers, ``extra`` and parameters; returns the manifest's files and the largest step of any parameter."""
-    buffers = tensors_beside(model)
+    """Write buffers, ``extra`` and parameters.
+
+    Returns:
+        The files of the manifest, and the largest step of any parameter.
+    """
+    buffers = unmanaged_tensors(model)
     files: dict[str, dict[str, Any]] = {}
     for file_name, tensors in {BUFFERS: buffers, **({MODULES: extra} if extra else {})}.items():
         size, crc32 = write_tensors(scratch / file_name, tensors)
@@ -271,15 +231,18 @@ def _write_tensors(
 
 
 def _class_of(scheduler: Any) -> str:
-    """Its name, and those of what it is made of: ``SequentialLR(LinearLR, CosineAnnealingLR)``."""
+    """The class name of ``scheduler`` with those of its parts: ``SequentialLR(LinearLR, CosineAnnealingLR)``."""
     name, parts = type(scheduler).__name__, getattr(scheduler, "_schedulers", None)
     return f"{name}({', '.join(map(_class_of, parts))})" if isinstance(parts, list | tuple) else name
 
 
 def _check_scheduler(
-    save: Path, saved_class: str | None, state: dict[str, Any] | None, scheduler: Scheduler | None
+    save: Path, saved_class: str | None, state: dict[str, Any] | None, scheduler: LRScheduler | None
 ) -> None:
-    """CheckpointError unless ``state`` is of a scheduler like ``scheduler``, which would take over any other's too."""
+    """Raise a CheckpointError unless ``state`` is of a scheduler like ``scheduler``.
+
+    A scheduler itself would load the state of any other scheduler without an error.
+    """
     remedy = "pass the scheduler it was saved with"
     if scheduler is None or state is None:
         if scheduler is not state:
@@ -289,7 +252,7 @@ def _check_scheduler(
     present_class = _class_of(scheduler)
     if saved_class is not None and saved_class != present_class:
         raise CheckpointError(f"{save} holds the state of a {saved_class}, not of a {present_class}; {remedy}")
-    if saved_class is None:  # a save that does not tell; which private state there is depends on the version of torch
+    if saved_class is None:  # an old save has no class name; private keys depend on the version of torch
         keys = {key for key in {*state} ^ {*scheduler.state_dict()} if not str(key).startswith("_")}
         if keys:
             key = min(keys, key=str)
@@ -308,7 +271,7 @@ def _load_extra_state(save: Path, modules: dict[str, nn.Module], states: dict[st
         module.set_extra_state(decode(states[name], found))
 
 
-def _check_parameters(file: Path, names: list[str], optimizer: StreamingOptimizer) -> None:
+def _check_parameters(file: Path, names: list[str], optimizer: ProTrainOptimizer) -> None:
     if not names:
         return
     with open_tensors(file) as tensors:
@@ -319,7 +282,7 @@ def _check_parameters(file: Path, names: list[str], optimizer: StreamingOptimize
                 raise CheckpointError(f"{file} is of another model: {error}") from None
 
 
-def _load_parameters(file: Path, names: list[str], optimizer: StreamingOptimizer) -> None:
+def _load_parameters(file: Path, names: list[str], optimizer: ProTrainOptimizer) -> None:
     if not names:
         return
     with open_tensors(file) as tensors:
@@ -329,7 +292,7 @@ def _load_parameters(file: Path, names: list[str], optimizer: StreamingOptimizer
 
 
 def _kinds(tensors: Any) -> dict[str, list[str]]:
-    """What a file has of each parameter."""
+    """The kinds of state that a file holds, by parameter."""
     kinds: dict[str, list[str]] = {}
     for key in tensors.keys():  # noqa: SIM118 - it is no mapping
         kind, _, name = key.partition("/")
@@ -338,5 +301,5 @@ def _kinds(tensors: Any) -> dict[str, list[str]]:
 
 
 def _shape_of(tensors: Any, key: str) -> torch.Tensor:
-    """A tensor that has the shape of ``key`` and nothing else."""
+    """A meta tensor with the shape of ``key``."""
     return torch.empty(tensors.get_slice(key).get_shape(), device="meta")

@@ -1,4 +1,4 @@
-"""Python values as JSON, and back exactly."""
+"""Converts Python values to JSON values, and back exactly."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from torch import Tensor
 
 
 def encode(value: Any, what: str, tensors: dict[str, Tensor] | None = None) -> Any:
-    """``value`` as JSON values that :func:`decode` turns back exactly: tuples and non-text keys are marked.
+    """Convert ``value`` to JSON values that :func:`decode` converts back exactly. Tuples and non-text keys are marked.
 
-    Copies of tensors go to ``tensors``, if given. ValueError, naming ``what``, for anything that cannot be kept.
+    Copies of tensors go to ``tensors``, if given.
+
+    Raises:
+        ValueError: it holds something that cannot be kept; the message names ``what``.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -32,14 +35,14 @@ def encode(value: Any, what: str, tensors: dict[str, Tensor] | None = None) -> A
         key = str(len(tensors))
         tensors[key] = value.detach().cpu().clone().contiguous()
         return {"__tensor__": key}
-    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():  # a learning rate may be one
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():  # a learning rate may be a 0-d tensor
         return {"__scalar__": [value.item(), str(value.dtype).removeprefix("torch.")]}
     kinds = "numbers, text, lists, dicts" + (", tensors" if tensors is not None else "")
     raise ValueError(f"{what} holds a {type(value).__name__}; a checkpoint keeps {kinds}")
 
 
 def decode(value: Any, tensors: dict[str, Tensor] | None = None) -> Any:
-    """What :func:`encode` was given; ``tensors`` are those that it made."""
+    """What :func:`encode` was given. ``tensors`` are those that it filled."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The manifest of a save: which files it has, how many bytes and which CRC-32 each, and what else is no tensor."""
+"""The manifest of a save: its files with their sizes and CRC-32, and everything that is not a tensor."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SAVE = re.compile(r"(\d{5,})-step-(\d+)")
 
 
 def list_saves(folder: str | os.PathLike[str]) -> list[Path]:
-    """The complete saves in ``folder``, oldest first; empty when there is none."""
+    """The complete saves in ``folder``, the oldest first."""
     saves = [path for path in Path(folder).glob("*") if _SAVE.fullmatch(path.name) and path.is_dir()]
     return sorted(saves, key=lambda path: int(path.name.partition("-")[0]))
 
 
 def find_save(folder: Path) -> Path:
-    """``folder`` where it is a save, else the newest one in it. CheckpointError where there is none."""
+    """``folder`` if it is a save, otherwise the newest save in it. Raises a CheckpointError if there is none."""
     if (folder / MANIFEST).exists():
         return folder
     saves = list_saves(folder)
@@ -45,7 +45,7 @@ def write_manifest(save: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(save: Path) -> dict[str, Any]:
-    """What :func:`write_manifest` was given. CheckpointError where it cannot be read or is damaged."""
+    """What :func:`write_manifest` was given. Raises a CheckpointError if it cannot be read or is damaged."""
     try:
         manifest = json.loads((save / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -62,7 +62,7 @@ def read_manifest(save: Path) -> dict[str, Any]:
         )
     if found != FORMAT:
         raise CheckpointError(f"{save / MANIFEST} is damaged; {_remedy(save)}")
-    crc32 = manifest.pop("crc32", None)  # the first saves of this format have none
+    crc32 = manifest.pop("crc32", None)  # the first saves of this format have no checksum
     if crc32 not in (None, _own_crc32(manifest)):
         raise CheckpointError(f"{save / MANIFEST} is damaged: its checksum differs; {_remedy(save)}")
     missing = {"step", "files", "scalars", "scheduler", "extra", "random"} - set(manifest)
@@ -74,9 +74,9 @@ def read_manifest(save: Path) -> dict[str, Any]:
 
 
 def check_files(save: Path, manifest: dict[str, Any]) -> None:
-    """CheckpointError unless every file is there, has its size, and says in its header what ``manifest`` says of it.
+    """Raise a CheckpointError unless every file exists, has its size, and holds the parameters ``manifest`` names.
 
-    Headers alone are read, however large the save is; :func:`verify_bytes` does the rest.
+    Only headers are read, however large the save is. :func:`verify_bytes` does the rest.
     """
     for name, entry in manifest["files"].items():
         try:
@@ -97,7 +97,7 @@ def check_files(save: Path, manifest: dict[str, Any]) -> None:
 
 
 def verify_bytes(save: Path, manifest: dict[str, Any]) -> None:
-    """CheckpointError unless every file, of which :func:`check_files` found the size, has the bytes that were saved."""
+    """Raise a CheckpointError unless every file has the bytes that were saved. Its size was checked before."""
     names = list(manifest["files"])
     with ThreadPoolExecutor(max_workers=4) as pool:
         for name, crc32 in zip(names, pool.map(lambda name: _crc32(save / name), names), strict=True):
@@ -106,9 +106,9 @@ def verify_bytes(save: Path, manifest: dict[str, Any]) -> None:
 
 
 def _header(save: Path, name: str) -> list[str]:
-    """The keys that the file ``name`` has."""
+    """The keys in the file ``name``."""
     try:
-        with open(save / name, "rb"):  # safetensors tells less well why it could not
+        with open(save / name, "rb"):  # the errors of safetensors say less
             pass
         with open_tensors(save / name) as tensors:
             return list(tensors.keys())
@@ -116,13 +116,13 @@ def _header(save: Path, name: str) -> list[str]:
         raise _unreadable(save / name, error) from None
     except CheckpointError as error:
         cause = error.__context__
-        if isinstance(cause, OSError):  # too many open files, or no memory to map one
+        if isinstance(cause, OSError):  # for example too many open files, or no memory to map one
             raise _unreadable(save / name, cause) from None
         raise CheckpointError(f"{save / name} is damaged: {cause}; {_remedy(save)}") from None
 
 
 def _own_crc32(manifest: dict[str, Any]) -> int:
-    """Of what a manifest says, not of how it is written."""
+    """The CRC-32 of a manifest's contents, whatever the order of its keys."""
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -134,14 +134,14 @@ def _crc32(path: Path) -> int:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    """Of a file that is there, whose bytes may well be whole: no reason to delete it."""
+    """The error for a file that exists but cannot be read. Its bytes may be whole, so nothing should be deleted."""
     return CheckpointError(
         f"cannot read {path}: {error.strerror or error}; its contents may be whole: check its permissions and its disk"
     )
 
 
 def _remedy(save: Path) -> str:
-    """What to do about the damaged ``save``: the one before it, when there is one."""
+    """What to do about the damaged ``save``: load the one before it, if there is one."""
     older = [other for other in list_saves(save.parent) if other.name < save.name]
     if older:
         return f"delete {save} to go on from {older[-1].name}, or load that folder"

@@ -1,4 +1,4 @@
-"""The random states that a training step draws from, as plain JSON values."""
+"""The random states that a training step draws from, as JSON values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """States of torch's CPU and CUDA generators, Python's ``random`` and numpy's global one."""
+    """The states of torch's CPU and CUDA generators, of Python's ``random``, and of numpy's global generator."""
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=False)
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -29,7 +29,7 @@ def random_state() -> dict[str, Any]:
 
 
 def check_random_state(state: dict[str, Any]) -> None:
-    """ValueError where :func:`set_random_state` could not set ``state``: sets it in generators made for that."""
+    """Raise a ValueError if :func:`set_random_state` could not set ``state``, by setting it in new generators."""
     _set(
         state,
         torch.Generator().set_state,
@@ -40,7 +40,7 @@ def check_random_state(state: dict[str, Any]) -> None:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Set what :func:`random_state` returned; CUDA devices beyond those of the save keep theirs."""
+    """Set what :func:`random_state` returned. CUDA devices beyond those of the save keep their states."""
     _set(state, torch.set_rng_state, torch.cuda.set_rng_state, random.setstate, np.random.set_state)
 
 

@@ -1,4 +1,4 @@
-"""Tensors to safetensors files of bounded size, on the disk before the writer returns, and back."""
+"""Writes tensors to safetensors files of bounded size, flushed to the disk, and reads them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 
 from protrain.common.errors import CheckpointError
 
-FILE_BYTES = 1024**3  # the host memory that a save may take beside the training state
+FILE_BYTES = 1024**3  # the host memory that a save may need besides the training state
 
 
 def _safetensors() -> ModuleType:
-    """The package ``safetensors``; ImportError says what to install."""
+    """The package ``safetensors``. An ImportError says what to install."""
     try:
         import safetensors
         import safetensors.torch
@@ -35,15 +35,15 @@ class TensorFile:
     name: str
     bytes: int
     crc32: int
-    owners: tuple[str, ...]  # parameters that it holds
-    keys: tuple[str, ...]  # tensors that it holds
+    owners: tuple[str, ...]  # the parameters in it
+    keys: tuple[str, ...]  # the tensors in it
 
 
 @dataclass
 class TensorWriter:
     """Collects tensors and writes ``PREFIX-00001.safetensors``, ... of about ``file_bytes`` each.
 
-    The tensors of one owner always share a file, so a reader needs one file at a time; an owner larger than
+    The tensors of one owner always share a file, so that a reader needs one file at a time. An owner larger than
     ``file_bytes`` gets a larger file.
     """
 
@@ -56,7 +56,10 @@ class TensorWriter:
     _pending_bytes: int = 0
 
     def add(self, owner: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Take CPU ``tensors``, named by their keys in the file; they must not change before the next call."""
+        """Take the CPU ``tensors`` of ``owner``, by their keys in the file.
+
+        They must not change before the next call.
+        """
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._pending and self._pending_bytes + size > self.file_bytes:
             self.flush()
@@ -75,22 +78,23 @@ class TensorWriter:
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """Write ``tensors`` to ``path`` and flush them to the disk; returns the file's bytes and CRC-32.
+    """Write ``tensors`` to ``path`` and flush them to the disk. Returns the size and the CRC-32 of the file.
 
     Raises:
-        ValueError: a tensor is of a type that safetensors files cannot hold.
-        OSError: The disk is full or not writable; names the file.
+        ValueError: a tensor has a type that safetensors files cannot hold.
+        OSError: the disk is full or not writable; the message names the file.
     """
     module = _safetensors()
     try:
         path.touch()
-        mode = stat.S_IMODE(path.stat().st_mode)  # as of any file of this user; safetensors makes its own private
+        # the usual permissions of this user's files; safetensors makes its files private
+        mode = stat.S_IMODE(path.stat().st_mode)
         module.torch.save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(mode)
     except KeyError as error:
         name = next(name for name, tensor in tensors.items() if tensor.dtype is error.args[0])
         raise ValueError(f"{name} is {error.args[0]}, which safetensors files cannot hold") from None
-    except module.SafetensorError as error:  # its own class for a full disk too
+    except module.SafetensorError as error:  # safetensors raises this for a full disk too
         raise OSError(f"cannot write {path}: {error}") from None
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
@@ -98,7 +102,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, in
 
 
 def open_tensors(path: Path) -> AbstractContextManager[Any]:
-    """``safetensors.safe_open`` on ``path``. CheckpointError names the file when it is not one."""
+    """``safetensors.safe_open`` on ``path``. A CheckpointError names a file that is no safetensors file."""
     module = _safetensors()
     try:
         opened: AbstractContextManager[Any] = module.safe_open(path, framework="pt")
@@ -108,7 +112,7 @@ def open_tensors(path: Path) -> AbstractContextManager[Any]:
 
 
 def file_crc32(path: Path) -> int:
-    """CRC-32 of a file's bytes; zlib releases the GIL, so several files check in parallel."""
+    """The CRC-32 of a file's bytes. As zlib releases the GIL, several files can be checked in parallel."""
     crc32 = 0
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(16 * 1024**2):
@@ -117,7 +121,7 @@ def file_crc32(path: Path) -> int:
 
 
 def sync_directory(folder: Path) -> None:
-    """Flush a folder's entries, so that a rename in it survives a power cut."""
+    """Flush the entries of ``folder``, so that a rename in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

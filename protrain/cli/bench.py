@@ -1,8 +1,8 @@
-"""`protrain bench`: measure parts of ProTrain against their peers.
+"""`protrain bench`: measures parts of ProTrain against their peers.
 
-The benchmarks live in the repository's folder ``bench``, beside the results that they produced; the installed package
-doesn't carry them. Each runs in a process of its own: it decides how Triton runs before Triton is imported. A benchmark
-takes ``--out FOLDER`` and writes its JSON there, among other files.
+The benchmarks live in the repository's folder ``bench``, beside the results that they produced. The installed package
+doesn't contain them. Each runs in a process of its own, because it decides how Triton runs before Triton is imported. A
+benchmark takes ``--out FOLDER`` and writes its JSON there, among other files.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import protrain
 from protrain.cli.options import Parser
 from protrain.cli.signals import InterruptedRun, StopRequests, stop_requests
 
-_LOOK_S = 0.1  # between looks for a signal
-_GRACE_S = 1.0  # for a benchmark to end what it has started, before everything is killed
+_LOOK_S = 0.1  # the time between two looks for a signal
+_GRACE_S = 1.0  # the time that a benchmark has to end what it started, before everything is killed
 
-# Runs the module that is its first argument, as `python -m` does, without a traceback of Ctrl-C.
+# This code runs the module named by its first argument, as `python -m` does, without a traceback on Ctrl-C.
 _MODULE = """
 import runpy, sys
 del sys.argv[0]
@@ -44,10 +44,10 @@ class Benchmark:
     name: str
     help: str
     epilog: str
-    words: tuple[str, ...]  # the module and its arguments; "{place}" is the absolute path of bench/<name>
-    writes: str  # pattern of the names of its JSON files
-    needs: dict[str, str]  # module -> package, which the extra `bench` brings
-    statuses: dict[int, int]  # exit status -> ours, where they differ
+    words: tuple[str, ...]  # the module and its arguments; "{place}" stands for the absolute path of bench/<name>
+    writes: str  # the pattern of the names of its JSON files
+    needs: dict[str, str]  # from a module to its package, which the extra `bench` installs
+    statuses: dict[int, int]  # from its exit status to ours, where they differ
 
 
 KERNELS = Benchmark(
@@ -64,11 +64,11 @@ Without a GPU the results are checked and nothing is timed.
     words=("pytest", "{place}"),
     writes="kernels.json",
     needs={"pytest": "pytest", "pytest_benchmark": "pytest-benchmark"},
-    statuses={2: 130, 3: 1, 4: 2, 5: 2},  # pytest's: interrupted, internal error, usage, nothing to run
+    statuses={2: 130, 3: 1, 4: 2, 5: 2},  # pytest's statuses: interrupted, internal error, wrong usage, nothing to run
 )
 PLANNER = Benchmark(
     name="planner",
-    help="set predicted step times and memory against measured ones, for plans drawn at random",
+    help="compare predicted step times and memory with measured ones, for random plans",
     epilog="""examples:
   protrain bench planner --out results
   protrain bench planner --read results
@@ -83,7 +83,7 @@ Every option but --json is bench.planner's: `protrain bench planner OPTIONS` is 
 )
 TRAIN = Benchmark(
     name="train",
-    help="train one model with ProTrain, with others and with no optimizer at all, in one run",
+    help="train one model with ProTrain, with its peers and without any optimizer, in one run",
     epilog="""examples:
   protrain bench train --model llama-7b --batch 8 --contestants protrain,floor,fsdp2 --out results
 
@@ -98,7 +98,7 @@ BENCHMARKS = (KERNELS, PLANNER, TRAIN)
 
 
 class _ForwardingParser(Parser):
-    """Keeps what it doesn't know, in order, as ``forwarded``: options of the benchmark itself."""
+    """Collects unknown options, in order, as ``forwarded``: they are the benchmark's own."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = argparse.ArgumentParser.parse_known_args(self, args, namespace)
@@ -125,7 +125,10 @@ def add_command(commands: Any) -> None:
         )
         own.add_argument("--out", metavar="FOLDER", default=None, help="write JSON, CSV and pictures to FOLDER")
         own.add_argument(
-            "--json", action="store_true", default=False, help="print JSON on standard output, the rest on the other"
+            "--json",
+            action="store_true",
+            default=False,
+            help="print JSON on standard output and everything else on standard error",
         )
         own.set_defaults(run=run_command, chosen=benchmark)
 
@@ -134,8 +137,8 @@ def run_command(args: argparse.Namespace) -> None:
     """Run `protrain bench BENCHMARK`.
 
     Raises:
-        SystemExit: It failed; with its status.
-        InterruptedRun: SIGINT, SIGTERM or SIGHUP arrived; the benchmark has ended.
+        SystemExit: the benchmark failed; with its status.
+        InterruptedRun: SIGINT, SIGTERM or SIGHUP arrived, and the benchmark has ended.
     """
     benchmark: Benchmark = args.chosen
     place = find_benchmark(benchmark)
@@ -148,7 +151,8 @@ def run_command(args: argparse.Namespace) -> None:
             [sys.executable, "-c", _MODULE, *words, *out, *args.forwarded],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdout=sys.stderr if args.json else None,
-            # Its own session, so that all that it starts ends with it; a terminal's Ctrl-C comes to this process alone.
+            # A session of its own lets everything that it starts end with it. A terminal's Ctrl-C comes to this process
+            # alone.
             start_new_session=True,
         )
         status = _wait(process, requests)
@@ -162,9 +166,9 @@ def run_command(args: argparse.Namespace) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], requests: StopRequests) -> int:
-    """The exit status of ``process``, which is ended after a signal, with the processes of its session.
+    """Wait for ``process`` and return its exit status. After a signal, end it and all processes of its session.
 
-    It is told by Ctrl-C, which lets it end processes that have sessions of their own.
+    It is told to end by Ctrl-C first, so that it can end processes that have sessions of their own.
     """
     try:
         while not requests.received:
@@ -173,7 +177,7 @@ def _wait(process: subprocess.Popen[bytes], requests: StopRequests) -> int:
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
-    finally:  # also where a second signal raises KeyboardInterrupt
+    finally:  # also if a second signal raises KeyboardInterrupt
         if requests.received:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -181,7 +185,7 @@ def _wait(process: subprocess.Popen[bytes], requests: StopRequests) -> int:
 
 
 def find_benchmark(benchmark: Benchmark) -> Path:
-    """Where ``bench/<name>`` of a checkout is: the one that is installed in place, or the current folder.
+    """Find ``bench/<name>``, in the checkout that is installed in place or in the current folder.
 
     Raises:
         ValueError: there is none, or a package that it needs isn't installed.
@@ -192,7 +196,7 @@ def find_benchmark(benchmark: Benchmark) -> Path:
     if found is None:
         raise ValueError(
             f"bench/{benchmark.name} is in neither {' nor '.join(map(str, dict.fromkeys(roots)))}, and the installed "
-            "package doesn't carry it: run this from a checkout of the repository"
+            "package doesn't contain it: run this from a checkout of the repository"
         )
     missing = [package for module, package in benchmark.needs.items() if importlib.util.find_spec(module) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""`protrain calibrate`: measure this machine."""
+"""`protrain calibrate`: measures this machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ for a run of several processes, with the collectives:
 """
 _DESCRIPTION = """Measure what the machine's device, link and host can do, alone and together, in under a minute.
 
-The profile is kept in $PROTRAIN_CACHE, $XDG_CACHE_HOME/protrain or ~/.cache/protrain; training and planning on this
-machine then go by it. Close other programs first."""
+The profile is kept in $PROTRAIN_CACHE, $XDG_CACHE_HOME/protrain or ~/.cache/protrain. Training and planning on this
+machine then use it. Close other programs first."""
 
 
 def add_command(commands: Any) -> None:
@@ -40,13 +40,13 @@ def add_command(commands: Any) -> None:
         "--seconds",
         type=number(0, 600, open_ended=True),
         default=FULL_SECONDS,
-        help="of measuring; less than the default also makes sizes smaller and figures rougher (default: %(default)g)",
+        help="how long to measure; less also means smaller sizes and rougher figures (default: %(default)g)",
     )
     parser.add_argument(
         "--repeat-check",
         action="store_true",
         default=False,
-        help="measure twice and name the figures that differ by more than 5%%",
+        help="measure twice and print the figures that differ by more than 5%%",
     )
     add_output_options(parser)
     parser.set_defaults(run=run_command)

@@ -1,8 +1,8 @@
-"""Text to tokens on the disk, and from there to batches that depend on nothing but the seed and the step.
+"""Turns text into tokens on the disk, and these into batches that depend only on the seed and the step.
 
-Documents are tokenised one after another into two memory-mapped arrays: the last part of every document is held out for
-evaluation, the rest trains, so one file and a folder of thousands are split by the same rule. A batch is drawn from the
-seed and the step alone: resuming needs no position in the data, and every step can be drawn again.
+Documents are tokenised one after another into two memory-mapped arrays. The last part of every document is held out for
+evaluation, and the rest trains, so one file and a folder of thousands are split by the same rule. A batch is drawn from
+the seed and the step alone. So resuming needs no position in the data, and every step can be drawn again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protrain.cli.files import JOB_FILE
-from protrain.cli.formats import ARROW, JSON, Format, format_of, format_of_folder
+from protrain.cli.file_formats import ARROW, JSON, Format, format_of, format_of_folder
 from protrain.cli.job import is_run
+from protrain.cli.run_files import JOB_FILE
 
 _FILES = ("train.bin", "held_out.bin")
 _SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
-_PIECE_BYTES = 1024**2  # tokenised at once
+_PIECE_BYTES = 1024**2  # the bytes that are tokenised at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +38,26 @@ class Tokens:
     train: NDArray[np.uint32] | NDArray[np.uint16]  # [n_train]
     held_out: NDArray[np.uint32] | NDArray[np.uint16]  # [n_held_out]
     documents: int
-    unigram_entropy: float  # nats a token, of all tokens: what a model that ignores context reaches
-    crc32: int  # of all tokens: a resumed run checks that its data is the same
+    unigram_entropy: float  # in nats per token, over all tokens: the loss of a model that ignores context
+    crc32: int  # of all tokens; a resumed run compares it to see that its data is the same
 
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """Text <-> token ids: a tokenizer's, or plain UTF-8 bytes."""
+    """Converts text to token ids and back, with a tokenizer or by bytes."""
 
-    encode: Callable[[bytes], list[int] | NDArray[np.uint8]]  # of UTF-8 text
+    encode: Callable[[bytes], list[int] | NDArray[np.uint8]]  # takes UTF-8 text
     decode: Callable[[list[int]], str]
-    separator: int | None  # put after every document
-    vocabulary: int  # token ids are below
-    any_bytes: bool  # text in another encoding than UTF-8 loses nothing
+    separator: int | None  # the token after every document
+    vocabulary: int  # all token ids are smaller
+    any_bytes: bool  # whether text in other encodings than UTF-8 can be converted
 
 
 def byte_codec() -> Codec:
-    """Bytes as tokens; byte 0, which text does not hold, separates documents. Other tokens of a model are no text."""
+    """A codec with bytes as tokens. Byte 0, which text does not contain, separates documents.
+
+    Other tokens of a model are no text and are left out in decoding.
+    """
     return Codec(
         encode=lambda text: np.frombuffer(text, np.uint8),
         decode=lambda tokens: bytes(token for token in tokens if 0 < token < 256).decode(errors="replace"),
@@ -75,16 +78,16 @@ def tokenizer_codec(tokenizer: Any) -> Codec:
     )
 
 
-def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = None) -> list[Path]:
-    """Text files of ``path`` (a file, or a folder searched to its depth), or Python's own sources when it is None.
+def find_documents(path: str | os.PathLike[str] | None, *, exclude: Path | None = None) -> list[Path]:
+    """The text files of ``path``, which is a file, a folder to search, or None for Python's own sources.
 
-    Text is what training reads as it stands: prose, sources, markup. A file in another format, as
-    ``protrain.cli.formats`` knows them, is refused where it is all there is. In a folder it is left out, with a
-    warning; but where formats of data hold more bytes than the text, the folder is refused: they are what the user
-    means, and not the README beside them. JSON that is no list of records is text in a folder, as sources hold it,
-    unless there is more of it than of other text, in files and in bytes.
+    Text is what training reads as it is: prose, sources, markup. ``protrain.cli.file_formats`` recognises files in
+    other formats. Such a file is refused if it is given alone. In a folder it is left out with a warning. But if data
+    formats hold more bytes than the text, the folder is refused, because the user means the data and not the README
+    beside it. JSON that is no list of records counts as text in a folder, because sources contain it, unless there is
+    more of it than of other text, in files and in bytes.
 
-    What runs have left in ``path`` is no text: it grows while they train. The folder ``but`` will be that of one.
+    What runs have left in ``path`` is not text, because it grows while they train. ``exclude`` will be a run's folder.
 
     Raises:
         ValueError: ``path`` does not exist, is no regular file, holds no text file, or holds it in another format.
@@ -114,14 +117,14 @@ def find_documents(path: str | os.PathLike[str] | None, *, but: Path | None = No
             if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
         ]
         runs = {file.parent for file in files if file.name == JOB_FILE and is_run(file.parent)}
-        if but is not None and but.resolve().is_relative_to(root.resolve()):
-            runs.add(root / but.resolve().relative_to(root.resolve()))
+        if exclude is not None and exclude.resolve().is_relative_to(root.resolve()):
+            runs.add(root / exclude.resolve().relative_to(root.resolve()))
         files = [file for file in files if not runs.intersection(file.parents)]
-    return _text_of(files, root)
+    return _text_files(files, root)
 
 
-def _text_of(files: list[Path], root: Path) -> list[Path]:
-    """The files among ``files``, all found in the folder ``root``, that are text."""
+def _text_files(files: list[Path], root: Path) -> list[Path]:
+    """The text files among ``files``, which were all found in the folder ``root``."""
     saved_sets = {folder for folder in {file.parent for file in files} if format_of_folder(folder) is not None}
     texts: list[Path] = []
     others: dict[Format, list[Path]] = {}
@@ -139,14 +142,14 @@ def _text_of(files: list[Path], root: Path) -> list[Path]:
         holds = "more bytes in other formats than in text" if texts else "no text file"
         move = "move those elsewhere or make text of them; " if texts else ""
         raise ValueError(
-            f"--data: {root} holds {holds} ({_listed(most, others[most])}), and training takes plain text alone; "
+            f"--data: {root} holds {holds} ({_listed(most, others[most])}), and training reads plain text only; "
             f"{move}{most.remedy(others[most][0])}"
         )
     if not texts:
         raise ValueError(f"--data: {root} holds no text file; give a UTF-8 text file or a folder of them")
     if others:
         left_out = "; ".join(_listed(found, files) for found, files in others.items())
-        warnings.warn(f"--data: left out, as training takes plain text alone: {left_out}", stacklevel=3)
+        warnings.warn(f"--data: left out, because training reads plain text only: {left_out}", stacklevel=3)
     return texts
 
 
@@ -178,23 +181,23 @@ def tokenize(
 
     Parameters:
         documents: UTF-8 files.
-        codec: Text to ids.
+        codec: Converts text to ids.
         folder: Gets train.bin and held_out.bin.
         held_out: The share of every document that is kept for evaluation, 0 <= held_out < 1.
         progress: Called with the bytes of every piece that is done.
 
     Raises:
-        ValueError: There are no tokens at all, or the codec is one of text and a document is in another encoding.
-        OSError: The disk is full or not writable; nothing is left of what was written.
+        ValueError: There are no tokens at all, or the codec needs UTF-8 and a document is in another encoding.
+        OSError: The disk is full or not writable. What was written is removed.
     """
-    if not codec.any_bytes:  # before the first document: tokenising them may take hours
+    if not codec.any_bytes:  # checked before the first document, because tokenising all may take hours
         _refuse_other_encodings(documents)
     dtype = np.dtype(np.uint16 if codec.vocabulary <= 2**16 else np.uint32)
     separator = np.array([] if codec.separator is None else [codec.separator], dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         counts, crc32 = _write(documents, codec, folder, dtype, separator, held_out, progress)
-    except OSError as error:  # of writing: what cannot be read is a ValueError
+    except OSError as error:  # an error of writing; what cannot be read raises a ValueError
         for name in _FILES:
             with suppress(OSError):
                 (folder / name).unlink()
@@ -223,7 +226,7 @@ def _write(
     held_out: float,
     progress: Callable[[int], None],
 ) -> tuple[NDArray[np.int64], int]:
-    """Write both files; returns how often each token is there, and the checksum of all."""
+    """Write both files. Returns the count of each token, and the checksum of all tokens."""
     counts = np.zeros(codec.vocabulary, np.int64)
     crc32 = 0
     with open(folder / _FILES[0], "wb+") as train, open(folder / _FILES[1], "wb") as evaluation:
@@ -239,7 +242,8 @@ def _write(
             if not length:
                 continue
             train.write(separator.tobytes())
-            # The tail moves over once the document's length is known, so that no document need fit in memory.
+            # The end of the document is moved to the other file once its length is known, so that no document need fit
+            # in memory.
             train.seek(-int(length * held_out) * dtype.itemsize, os.SEEK_END)
             kept = train.tell()
             shutil.copyfileobj(train, evaluation)
@@ -249,7 +253,7 @@ def _write(
 
 
 def check_length(tokens: Tokens, *, sequence: int) -> None:
-    """ValueError when not one training sequence can be cut."""
+    """Raise a ValueError if there are fewer training tokens than one sequence has."""
     if len(tokens.train) < sequence:
         raise ValueError(
             f"--data holds {len(tokens.train)} training tokens, fewer than one sequence of {sequence}; "
@@ -260,8 +264,8 @@ def check_length(tokens: Tokens, *, sequence: int) -> None:
 def training_batch(
     tokens: Tokens, *, seed: int, step: int, micro_batch: int, batch: int, sequence: int
 ) -> torch.Tensor:
-    """Token ids, [batch, sequence] int64, drawn uniformly from the training part by (seed, step, micro_batch) alone."""
-    # A list with a seed from 2**63 on would be rounded to floats.
+    """Token ids [batch, sequence] in int64, drawn uniformly from the training part by (seed, step, micro_batch)."""
+    # numpy would round a list with a seed of 2**63 or more to floats.
     key = np.array([seed, step], np.uint64)
     generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, micro_batch]))
     starts = generator.integers(0, len(tokens.train) - sequence, size=batch, endpoint=True)
@@ -269,7 +273,10 @@ def training_batch(
 
 
 def evaluation_batches(tokens: Tokens, *, batch: int, sequence: int, count: int) -> Iterator[torch.Tensor]:
-    """At most ``count`` batches [<= batch, sequence] spread evenly over the held-out part, always the same ones."""
+    """At most ``count`` batches [<= batch, sequence], spread evenly over the held-out part.
+
+    They are always the same.
+    """
     whole = len(tokens.held_out) // sequence
     chosen = np.unique(np.linspace(0, whole - 1, num=min(whole, count * batch)).astype(np.int64)) * sequence
     for first in range(0, len(chosen), batch):
@@ -299,12 +306,12 @@ def _refuse_other_encodings(documents: list[Path]) -> None:
             which = f"{len(wrong)} of {len(documents)} files are no UTF-8 text, the first {first}"
         raise ValueError(
             f"--data: {which}: it has byte 0x{place[1]:02x} at offset {place[0]}, and the model's tokenizer takes "
-            "UTF-8 alone; convert such text, as `iconv -f latin1 -t utf-8` does, and leave out what is none"
+            "only UTF-8; convert such text, as `iconv -f latin1 -t utf-8` does, and leave out what is none"
         )
 
 
 def _not_utf8(document: Path) -> tuple[int, int] | None:
-    """Offset and value of the first byte of ``document`` that is no UTF-8."""
+    """The offset and the value of the first byte of ``document`` that is not UTF-8."""
     done = 0
     for piece in _pieces(document):
         try:
@@ -316,7 +323,7 @@ def _not_utf8(document: Path) -> tuple[int, int] | None:
 
 
 def _pieces(document: Path) -> Iterator[bytes]:
-    """The document in pieces that end at line ends, so that a tokenizer never holds more than about 1 MiB."""
+    """The document in pieces that end at line ends, so that a tokenizer never gets much more than 1 MiB."""
     try:
         with open(document, "rb") as file:
             while lines := file.readlines(_PIECE_BYTES):

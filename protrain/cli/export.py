@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face folder, written one parameter at a time."""
+"""Writes the trained model as a Hugging Face folder, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.checkpoint.checkpoints import StreamingOptimizer
 from protrain.checkpoint.tensor_files import TensorWriter, sync_directory
 from protrain.engine.states.weight_files import unmanaged
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain_kernels.split_master import split
 
 
 def save_pretrained(
-    folder: Path, model: nn.Module, optimizer: StreamingOptimizer, *, dtype: torch.dtype, tokenizer: Any = None
+    folder: Path, model: nn.Module, optimizer: ProTrainOptimizer, *, dtype: torch.dtype, tokenizer: Any = None
 ) -> None:
     """Write ``model`` to ``folder`` so that ``AutoModelForCausalLM.from_pretrained`` loads it.
 
-    A folder that is there already is replaced once the new one is complete.
+    An existing folder is replaced once the new one is complete.
 
     Args:
-        folder: Target.
-        model: A wrapped transformers model.
-        optimizer: Its wrapped optimizer; gives the parameters one at a time.
-        dtype: Of the written parameters.
-        tokenizer: Saved beside the model, unless it is None.
+        folder: where to write it.
+        model: a wrapped transformers model.
+        optimizer: its wrapped optimizer, which gives the parameters one at a time.
+        dtype: the type of the written parameters.
+        tokenizer: saved beside the model, unless it is None.
     """
     scratch = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -49,7 +49,7 @@ def save_pretrained(
 
 
 def weight_of(state: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The weight in ``dtype`` that training used, from the state that ``export_parameter`` gives.
+    """The weight in ``dtype`` that training used, from the state that ``export_parameter`` returns.
 
     A bf16 weight is its master with ties rounded away from zero (design: numerics), which torch's own cast does not do.
     """
@@ -61,7 +61,7 @@ def weight_of(state: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tenso
     return split(master.contiguous().view(-1))[0].view(master.shape)
 
 
-def _write_weights(folder: Path, model: nn.Module, optimizer: StreamingOptimizer, dtype: torch.dtype) -> None:
+def _write_weights(folder: Path, model: nn.Module, optimizer: ProTrainOptimizer, dtype: torch.dtype) -> None:
     writer = TensorWriter(folder, "model")
     for name in optimizer.parameter_names():
         writer.add(name, {name: weight_of(optimizer.export_parameter(name), dtype)})

@@ -1,4 +1,4 @@
-"""After the last step: evaluate, write a sample, the model, the loss curve and the summary."""
+"""Finishes a run after its last step: evaluates, and writes a sample, the model, the loss curve and the summary."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from pathlib import Path
 import torch
 
 from protrain.cli.export import save_pretrained
-from protrain.cli.files import MODEL_FOLDER, SAMPLE_FILE, SUMMARY_FILE
 from protrain.cli.metrics import StepTimes, draw_loss_curve, peak_resident_bytes
-from protrain.cli.run import Run
+from protrain.cli.run_files import MODEL_FOLDER, SAMPLE_FILE, SUMMARY_FILE
 from protrain.cli.summary import TrainSummary, device_name, versions
+from protrain.cli.training_run import Run
 from protrain.common.progress import Progress
 
-WARMING_UP_STEPS = 5  # left out of reported times: allocators grow, caches fill
+WARMING_UP_STEPS = 5  # not counted in reported times, because allocators grow and caches fill
 _PROMPT_TOKENS = 32
 
 
 def finish(run: Run, times: StepTimes) -> TrainSummary:
-    """Write everything that a finished run leaves in its folder."""
+    """Evaluate, and write everything that a finished run leaves in its folder."""
     job, folder = run.job, run.folder
-    say = Progress(enabled=True)
-    with say.stage("evaluating"):
+    stages = Progress(enabled=True)
+    with stages.stage("evaluating"):
         evaluation_loss = run.evaluate()
     if job.save_model:
-        with say.stage("writing the model"):
+        with stages.stage("writing the model"):
             save_pretrained(
                 folder / MODEL_FOLDER, run.model, run.optimizer, dtype=run.dtype, tokenizer=run.loaded.tokenizer
             )
     if job.sample_tokens:
-        with say.stage("writing a sample"):
+        with stages.stage("writing a sample"):
             (folder / SAMPLE_FILE).write_text(sample(run))
     draw_loss_curve(folder, run.metrics.rows, run.tokens.unigram_entropy)
     summary = summarise(run, times, evaluation_loss)
@@ -49,7 +49,7 @@ def discard_unfinished(folder: Path) -> None:
 
 
 def sample(run: Run) -> str:
-    """A held-out prompt and what the model makes of it; the same for the same weights and seed."""
+    """A held-out prompt and the model's continuation. It is the same for the same weights and seed."""
     source = run.tokens.held_out if len(run.tokens.held_out) else run.tokens.train
     positions = getattr(run.loaded.config, "max_position_embeddings", None) or run.sequence
     length = min(_PROMPT_TOKENS, len(source), run.sequence)
@@ -70,11 +70,11 @@ def sample(run: Run) -> str:
 
 
 def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> TrainSummary:
-    """The figures of a run whose steps are all done."""
+    """Collect the figures of a run whose steps are all done."""
     job, losses = run.job, run.metrics.losses()
     last_losses = [loss for step, loss in losses.items() if step > job.steps - max(job.steps // 10, 1)]
     device_peak_bytes = run.device_peak_bytes
-    if not times.milliseconds:  # this process resumed at the end: sessions before it have seen the steps
+    if not times.milliseconds:  # this process resumed after the last step, so the steps ran in earlier processes
         times = _recorded_times(run)
         device_peak_bytes = max([device_peak_bytes, *(row.get("device_bytes", 0) for row in run.metrics.rows)])
     step_ms = times.quantile(0.5)

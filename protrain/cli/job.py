@@ -1,4 +1,4 @@
-"""TrainJob: what `protrain train` was asked to do, kept beside the run so that --resume asks nothing again."""
+"""TrainJob: the options of `protrain train`, kept in the run's folder so that --resume asks for none of them again."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from protrain.cli.files import JOB_FILE, PLAN_FILE, RESULTS
-from protrain.cli.options import LEAST_SEQUENCE, misfit
+from protrain.cli.options import LEAST_SEQUENCE, out_of_range
+from protrain.cli.run_files import JOB_FILE, PLAN_FILE, RESULTS
 from protrain.cli.shapes import SHAPES
+from protrain.common.parameters import DTYPES
 from protrain.common.quantities import parse_memory
 from protrain.common.records import Record
 from protrain.planning.plan import MOMENT_DTYPES
 
-DTYPES = ("bfloat16", "float16", "float32")
-
-# What options may be, ends included: floats for the options that need not be whole. Also of a job.json that was edited.
+# The least and the most value of each option. Options with float limits need not be whole numbers. The limits also hold
+# for a job.json that was edited.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("batch", "accumulation", "steps", "threads", "keep", "evaluation_batches", "log_every"), (1, inf)),
     **dict.fromkeys(("warmup", "checkpoint_every", "evaluate_every", "sample_tokens"), (0, inf)),
     "sequence": (LEAST_SEQUENCE, inf),
-    "seed": (0, 2**64 - 1),  # that random generators take
+    "seed": (0, 2**64 - 1),  # what random generators take
     "learning_rate": (0.0, 10.0),
     "min_learning_rate": (0.0, 1.0),
     "weight_decay": (0.0, 10.0),
@@ -31,8 +31,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "held_out": (0.0, 0.5),
 }
 
-# Options that may differ when a run is resumed: they change where things live and what is reported, not the training.
-FREE = frozenset(
+# Options that may differ when a run is resumed. They change where things live and what is reported, not the training.
+MAY_DIFFER = frozenset(
     {
         "device",
         "device_memory",
@@ -53,7 +53,7 @@ FREE = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob(Record):
-    """The options of one training run; None means that a default depends on the model or the machine."""
+    """The options of one training run. None means that a default depends on the model or the machine."""
 
     file_kind = "the options of a run of `protrain train`"
 
@@ -65,9 +65,9 @@ class TrainJob(Record):
     steps: int = 400
     learning_rate: float | None = None
     warmup: int | None = None
-    min_learning_rate: float = 0.1  # of learning_rate, reached at the last step
-    weight_decay: float = 0.1  # of matrices; vectors (norms, biases) do not decay
-    clip: float = 1.0  # 0: off
+    min_learning_rate: float = 0.1  # the share of learning_rate at the last step
+    weight_decay: float = 0.1  # for matrices; vectors (norms, biases) do not decay
+    clip: float = 1.0  # 0 turns clipping off
     dtype: str | None = None
     moment_dtype: str = "float32"
     seed: int = 0
@@ -80,18 +80,18 @@ class TrainJob(Record):
     plan: str | None = None
     step_during_backward: bool = False
     threads: int | None = None
-    checkpoint_every: int = 500  # 0: never
+    checkpoint_every: int = 500  # 0 means never
     keep: int = 2
-    evaluate_every: int = 100  # 0: at the end alone
+    evaluate_every: int = 100  # 0 means only at the end
     evaluation_batches: int = 8
-    sample_tokens: int = 200  # 0: none
+    sample_tokens: int = 200  # 0 means none
     log_every: int = 10
     save_model: bool = True
 
     def __post_init__(self) -> None:
         for name, (least, most) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and (wrong := misfit(value, least, most)):
+            if value is not None and (wrong := out_of_range(value, least, most)):
                 raise ValueError(f"{option(name)} {wrong}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
@@ -115,17 +115,20 @@ class TrainJob(Record):
             )
 
     def peak_learning_rate(self, default: float) -> float:
-        """The learning rate after warm-up: ``default``, the model's, where none is given."""
+        """The learning rate after warm-up. Without the option it is ``default``, the model's."""
         return default if self.learning_rate is None else self.learning_rate
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of linear warm-up."""
+        """The number of steps of linear warm-up."""
         return min(20, self.steps // 5) if self.warmup is None else self.warmup
 
 
 def is_run(folder: Path) -> bool:
-    """Whether ``folder`` holds a run. A job.json of others is none, one that was edited or is of another version is."""
+    """Whether ``folder`` holds a run.
+
+    The job.json of another program is none. One that was edited, or is of another version, is one.
+    """
     try:
         options = json.loads((folder / JOB_FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -143,27 +146,27 @@ def start(folder: Path, given: dict[str, Any]) -> TrainJob:
     """The job of a new run in ``folder``.
 
     Raises:
-        ValueError: ``folder`` holds a run already, or what a run would overwrite, or the model is missing.
+        ValueError: ``folder`` holds a run already or something that a run would overwrite, or the model is missing.
     """
     if is_run(folder):
         raise ValueError(f"{folder} holds a run already: continue it with --resume, or give another --folder")
     own = [name for name in RESULTS if os.path.lexists(folder / name)]
     if PLAN_FILE in own and Path(given.get("plan", "")).resolve() == (folder / PLAN_FILE).resolve():
-        own.remove(PLAN_FILE)  # which the run writes as it is
+        own.remove(PLAN_FILE)  # the run writes the same file
     if own:
         raise ValueError(
-            f"{folder} holds {', '.join(own)}, which is of no run and would be overwritten: give another --folder, or "
-            "move that"
+            f"{folder} holds {', '.join(own)}, which belongs to no run and would be overwritten: give another "
+            "--folder, or move that"
         )
     if given.get("data") is not None and folder.resolve() == Path(given["data"]).resolve():
         raise ValueError(f"--folder {folder} is the folder of the text: give another, or the run would lie in its text")
     if "model" not in given:
         raise ValueError("--model is missing: give a name or a folder, for example --model tiny")
-    return TrainJob(**_located(given))
+    return TrainJob(**_with_absolute_paths(given))
 
 
 def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
-    """The job of the run in ``folder``, with the free options of ``given`` in place of its own.
+    """The job of the run in ``folder``, with those options of ``given`` that may differ.
 
     Raises:
         ValueError: There is no run, or ``given`` holds an option that would change its result.
@@ -171,15 +174,15 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
     if not (folder / JOB_FILE).exists():
         raise ValueError(f"--resume: {folder} holds no run; give the --folder of one")
     job = TrainJob.load(folder / JOB_FILE)
-    given = _located(given)
+    given = _with_absolute_paths(given)
     for name, value in list(given.items()):
         own = getattr(job, name)
         if name in ("model", "data") and own is not None and own not in SHAPES:
             if _is_moved(own, value):
                 continue
-            if _is_place(own, value):
+            if _is_same_path(own, value):
                 given[name] = value = own
-        if name not in FREE and value != own:
+        if name not in MAY_DIFFER and value != own:
             own = "the default" if own is None else own
             raise ValueError(
                 f"{option(name)} {value} differs from {own} of the run in {folder}; "
@@ -188,8 +191,8 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
     return replace(job, **given)
 
 
-def _located(given: dict[str, Any]) -> dict[str, Any]:
-    """``given`` with absolute paths of what exists: a run is continued from any working directory."""
+def _with_absolute_paths(given: dict[str, Any]) -> dict[str, Any]:
+    """``given`` with absolute paths of what exists, so that a run can be continued from any working directory."""
     located = dict(given)
     for name in ("model", "data", "plan"):
         path = given.get(name)
@@ -199,8 +202,11 @@ def _located(given: dict[str, Any]) -> dict[str, Any]:
     return located
 
 
-def _is_place(own: str, given: str) -> bool:
-    """Whether ``given`` is the path ``own``; one that is not here may be relative to where the run was started."""
+def _is_same_path(own: str, given: str) -> bool:
+    """Whether ``given`` is the path ``own``.
+
+    A path that does not exist here may be relative to where the run started.
+    """
     if os.path.exists(given):
         return os.path.exists(own) and os.path.samefile(own, given)
     parts = Path(given).parts
@@ -208,5 +214,5 @@ def _is_place(own: str, given: str) -> bool:
 
 
 def _is_moved(own: str, given: str) -> bool:
-    """Whether ``given`` may be where the path ``own`` is by now: other text is seen by its checksum."""
+    """Whether ``given`` may be the new place of the path ``own``. If it is other text, its checksum will differ."""
     return os.path.isabs(given) and os.path.exists(given) and not os.path.exists(own)

@@ -1,4 +1,4 @@
-"""The training loop of `protrain train`: plain PyTorch around protrain.wrap, plus saving, resuming and reporting."""
+"""The training loop of `protrain train`: plain PyTorch around protrain.wrap, with saving, resuming and reporting."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from protrain.cli.data import training_batch
 from protrain.cli.finish import WARMING_UP_STEPS, discard_unfinished, finish
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import DelayedRead, ProgressLine, StepResult, StepTimes, resident_bytes, status_line
-from protrain.cli.prepare import keep, prepare, schedule
-from protrain.cli.run import Run
+from protrain.cli.prepare import prepare, schedule, write_run_files
 from protrain.cli.signals import InterruptedRun, Stopped, StopRequests
 from protrain.cli.summary import TrainSummary
+from protrain.cli.training_run import Run
 from protrain.common.progress import Progress
 
-_STEPS_WITH_TRACE = 5  # three that warm up, and the two traced
-_TRACED_FROM = _STEPS_WITH_TRACE - 2  # steps into the run
+_STEPS_WITH_TRACE = 5  # three steps that warm up, and two that are traced
+_TRACED_FROM = _STEPS_WITH_TRACE - 2  # the number of steps before the traced ones
 
 
 def train(
     job: TrainJob, folder: Path, requests: StopRequests, *, resume: bool, trace: str | None = None
 ) -> TrainSummary:
-    """Train as ``job`` says and leave everything in ``folder``; two steps are traced into the file ``trace``.
+    """Train as ``job`` says and leave everything in ``folder``. Two steps are traced into the file ``trace``, if given.
 
     Raises:
-        ValueError: The job cannot be done: model, data, memory, device or checkpoint; says which and what to change.
-        InterruptedRun: SIGINT, SIGTERM or SIGHUP arrived; the run is saved, or had not begun.
+        ValueError: The job cannot be done; the message says which of model, data, memory, device or checkpoint is wrong
+            and what to change.
+        InterruptedRun: SIGINT, SIGTERM or SIGHUP arrived. The run is saved, or had not begun.
         FloatingPointError: The loss is not a number.
     """
     if trace and job.steps < _STEPS_WITH_TRACE:
@@ -48,14 +49,14 @@ def train(
         raise ValueError(
             f"--trace needs {_STEPS_WITH_TRACE} steps, and {job.steps - run.step} of {folder} are left: leave it out"
         )
-    keep(run)
+    write_run_files(run)
     times = StepTimes(skip=WARMING_UP_STEPS)
     saved_step = _steps(run, times, requests, resumed=resume, trace=trace)
     return _finish(run, times, requests, saved_step)
 
 
 def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool, trace: str | None) -> int:
-    """Every step that is left; returns the step of the newest save, 0 without one."""
+    """Run every step that is left. Returns the step of the newest save, or 0 if there is none."""
     job = run.job
     saved_step = run.step
     with ProgressLine("training", job.steps, done=run.step) as line, ExitStack() as tracing:
@@ -68,7 +69,7 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool,
             if trace and run.step == first_step + _TRACED_FROM:
                 tracing.enter_context(protrain.trace(run.optimizer, trace))
             loss, norm = _step(run)
-            # The step before is read here, while this one runs.
+            # The loss of the step before is read here, while this step runs.
             report(delayed.take())
             delayed.put(run.step, loss, norm)
             last, stop = run.step == job.steps, requests.received
@@ -99,7 +100,7 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool,
 
 
 def _saved(run: Run, saved_step: int) -> Path:
-    """``run.save()``; where that fails, OSError says how to go on from ``saved_step``."""
+    """Save the run. If that fails, the OSError says how to go on from ``saved_step``."""
     try:
         return run.save()
     except OSError as error:
@@ -111,7 +112,7 @@ def _saved(run: Run, saved_step: int) -> Path:
 
 
 def _finish(run: Run, times: StepTimes, requests: StopRequests, saved_step: int) -> TrainSummary:
-    """What follows the last step; where that ends early, the steps are kept, and resuming does the rest."""
+    """Do what follows the last step. If that ends early, the run is saved, and resuming does the rest."""
     try:
         with requests.raised():
             return finish(run, times)
@@ -130,7 +131,7 @@ def _interrupted(run: Run, signal_number: int) -> InterruptedRun:
 
 
 def _step(run: Run) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One optimizer step; returns its mean loss and gradient norm, both still on the device."""
+    """Run one optimizer step. Returns its mean loss and its gradient norm, both still on the device."""
     job = run.job
     total = torch.zeros((), device=run.device)
     for micro_batch in range(job.accumulation):
@@ -165,7 +166,7 @@ def _remedy(run: Run, step: int) -> str:
 
 
 def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Callable[..., None]:
-    """Turns a finished step into a row of metrics.jsonl and a progress line."""
+    """A function that turns a finished step into a row of metrics.jsonl and a progress line."""
     factor = schedule(run.job)
     peak_learning_rate = run.job.peak_learning_rate(run.loaded.learning_rate)
 

@@ -31,16 +31,17 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status.
+    """Run one command and return its exit status.
 
-    0, 1 for a failed run, 2 for what the user can mend, 130 for Ctrl-C, 141 where nobody reads the results any more.
-    In the program `protrain`, Ctrl-C ends most commands by ``protrain.common.interrupt`` and never gets here.
+    The status is 0 for success, 1 for a failed run, 2 for what the user can correct, 130 for Ctrl-C, and 141 if nobody
+    reads the results any more. In the program `protrain`, ``protrain.common.interrupt`` ends most commands on Ctrl-C,
+    and they never get here.
     """
     name = "protrain"
     try:
         args = _parsed(argv)
         name = f"protrain {args.command}"
-        with own_warnings_in_a_line():
+        with own_warnings_as_lines():
             args.run(args)
     except (ValueError, ImportError) as error:
         return _failed(name, error, 2)
@@ -59,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What ``argv`` says. OSError where a help cannot be written: argparse leaves it to Python's exit to find out."""
+    """Parse ``argv``.
+
+    It raises an OSError if a help text cannot be written, which argparse would notice only at the exit.
+    """
     try:
         return build_parser().parse_args(argv)
     except SystemExit:
@@ -70,8 +74,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 @contextmanager
-def own_warnings_in_a_line() -> Iterator[None]:
-    """ProTrain's own warnings look as its other lines do: no place in its code with them."""
+def own_warnings_as_lines() -> Iterator[None]:
+    """Print ProTrain's own warnings like its other lines, without the place in the code that raised them."""
     ours = [Path(package.__file__ or "").parent for package in (protrain, protrain_kernels)]
     with warnings.catch_warnings():
         shown = warnings.showwarning
@@ -94,16 +98,16 @@ def own_warnings_in_a_line() -> Iterator[None]:
 
 
 def _nobody_reads_results() -> bool:
-    """Whether the reader of standard output has gone, as `head` does."""
-    with suppress(OSError, ValueError):  # one that a test or a caller put there has no descriptor
+    """Whether the reader of standard output has left, as `head` does."""
+    with suppress(OSError, ValueError):  # a stream that a test or a caller put there has no descriptor
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups are reported unasked
+        poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups are always reported
         return bool(poll.poll(0))
     return False
 
 
 def _unwritten_results() -> OSError | None:
-    """What keeps results from standard output, if anything does; they go nowhere then."""
+    """The error that keeps results from standard output, or None. After an error, further output is dropped."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a run says about itself: a live line, metrics.jsonl, a loss curve, a summary."""
+"""Reports on a run: a live line, metrics.jsonl, a loss curve, and the times of steps."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any, TextIO, cast
 
 import torch
 
-from protrain.cli.files import CURVE_FILE, METRICS_FILE
+from protrain.cli.run_files import CURVE_FILE, METRICS_FILE
 from protrain.common.progress import StandardError, say
 from protrain.common.quantities import format_bytes
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """A finished step as the host learns of it."""
+    """The numbers of a finished step, read by the host."""
 
-    step: int  # counted from 1
+    step: int  # the first step is 1
     loss: float
     gradient_norm: float | None
-    ended_s: float  # on the device's clock; only differences mean anything
+    ended_s: float  # on a clock of which only differences mean anything
 
 
 class DelayedRead:
     """Reads a step's loss while the next step runs, so that the GPU never waits for the host.
 
-    On a GPU the two numbers are copied to pinned memory behind the step; :meth:`take` waits for that copy alone. On a
+    On a GPU the two numbers are copied to pinned memory after the step, and :meth:`take` waits only for that copy. On a
     CPU they are there at once.
     """
 
@@ -43,7 +43,7 @@ class DelayedRead:
         self._clock_s = 0.0
 
     def put(self, step: int, loss: torch.Tensor, gradient_norm: torch.Tensor | None) -> None:
-        """Queue the numbers of ``step``; those of the step before must have been taken."""
+        """Queue the numbers of ``step``. Those of the step before must have been taken."""
         assert self._pending is None
         host = self._hosts[step % 2]
         host[0].copy_(loss, non_blocking=True)
@@ -56,7 +56,7 @@ class DelayedRead:
         self._pending = (step, host, end, gradient_norm is not None)
 
     def take(self) -> StepResult | None:
-        """The queued step, once it is done; None when nothing is queued."""
+        """Wait for the queued step and return its numbers, or None if nothing is queued."""
         if self._pending is None:
             return None
         step, host, end, has_norm = self._pending
@@ -72,73 +72,73 @@ class DelayedRead:
 
 
 class StepTimes:
-    """Durations of steps, from the end of one to the end of the next; what else happened in between is left out.
+    """The durations of steps, from the end of one step to the end of the next. What happens in pauses is left out.
 
-    A step alone between two saves or evaluations follows no other's end. It is timed from its begin until its updates
-    are done, none of which overlap with another step: longer than a step among others, so it counts only where there
-    are none of these.
+    A step that stands alone between two saves or evaluations follows no other step's end. It is timed from its begin
+    until its updates are done. These updates overlap with no other step, so its time is longer than that of a step
+    among others. Such times count only if there are no others.
     """
 
     def __init__(self, *, skip: int) -> None:
         self._skip = skip
-        self._last: float | None = None
-        self._begun: float | None = None  # of the step after a pause
+        self._last_s: float | None = None
+        self._begun_s: float | None = None  # the begin of the step after a pause
         self.milliseconds: list[float] = []
         self.alone_milliseconds: list[float] = []
 
     def add(self, ended_s: float) -> float | None:
-        """The duration of the step that ended, in ms; None for the first after a pause."""
-        duration = None if self._last is None else (ended_s - self._last) * 1000
-        self._last = ended_s
+        """Note the end of a step. Returns its duration in ms, or None for the first step after a pause."""
+        duration = None if self._last_s is None else (ended_s - self._last_s) * 1000
+        self._last_s = ended_s
         if duration is not None:
             self.milliseconds.append(duration)
         return duration
 
     def pause(self) -> None:
-        """Forget the last end: evaluation or saving follows."""
-        self._last = self._begun = None
+        """Forget the end of the last step, because evaluation or saving follows."""
+        self._last_s = self._begun_s = None
 
     def go_on(self, begun_s: float) -> None:
-        """The pause is over. Clock times here and in :meth:`add_alone` are the host's."""
-        self._begun = begun_s
+        """Note the end of a pause. Times here and in :meth:`add_alone` are those of the host's clock."""
+        self._begun_s = begun_s
 
     @property
     def is_alone(self) -> bool:
-        """Whether a step that ends before a pause stands alone: the one before it ended before a pause too."""
-        return self._last is None and self._begun is not None
+        """Whether a step that ends before a pause stands alone, because it also began after one."""
+        return self._last_s is None and self._begun_s is not None
 
     def add_alone(self, ended_s: float) -> float:
-        """The duration of the step that stands alone, in ms; at ``ended_s`` its updates were done."""
-        assert self._begun is not None
-        self.alone_milliseconds.append((ended_s - self._begun) * 1000)
+        """Note that the updates of a step that stands alone ended at ``ended_s``. Returns the step's duration in ms."""
+        assert self._begun_s is not None
+        self.alone_milliseconds.append((ended_s - self._begun_s) * 1000)
         return self.alone_milliseconds[-1]
 
     @property
     def are_alone(self) -> bool:
-        """Whether :meth:`quantile` is of steps that stood alone."""
+        """Whether :meth:`quantile` uses steps that stood alone."""
         return bool(self.alone_milliseconds) and not self.milliseconds
 
     def quantile(self, share: float) -> float | None:
-        """The duration that ``share`` of the steps stay under, without the first ones (warming up); None if none."""
+        """The duration that ``share`` of the steps stay under, without the first steps, or None if there are none."""
         durations = self.milliseconds or self.alone_milliseconds
         ordered = sorted(durations[self._skip :] or durations)
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
 
 
 class MetricsFile:
-    """metrics.jsonl: one line a step, on the disk when the step is reported."""
+    """The file metrics.jsonl, with one line per step, which is written as soon as the step is reported."""
 
     def __init__(self, folder: Path, *, resumed_step: int) -> None:
         self._path = folder / METRICS_FILE
         self.rows: list[dict[str, Any]] = []
         if resumed_step and self._path.exists():
             self.rows = [row for row in _read_rows(self._path) if row["step"] <= resumed_step]
-        self._has_others = True  # the file may hold other rows than these
+        self._has_others = True  # whether the file may hold other rows than these
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append ``row``, which names its step; in place of the last one where that is the same anew."""
+        """Append ``row``, which names its step. It replaces the last row if that is about the same step."""
         if self.rows and (self.rows[-1]["step"], self.rows[-1].keys()) == (row["step"], row.keys()):
-            self.rows.pop()  # a run that was stopped after its last step evaluates that again
+            self.rows.pop()  # a run that was stopped after its last step evaluates again
             self._has_others = True
         if self._has_others:
             scratch = self._path.with_suffix(".tmp")
@@ -150,20 +150,21 @@ class MetricsFile:
             file.write(json.dumps(row) + "\n")
 
     def losses(self) -> dict[int, float]:
-        """The training loss of each step, in order; of damaged lines there is none."""
+        """The training loss of each step, in order. Damaged lines have none."""
         return {row["step"]: row["loss"] for row in self.rows if "loss" in row}
 
 
 def steps_reached(folder: Path) -> int:
-    """The last step that the run in ``folder`` has reported; 0 for none."""
+    """The last step that the run in ``folder`` has reported, or 0."""
     path = folder / METRICS_FILE
     return max((int(row["step"]) for row in _read_rows(path)), default=0) if path.exists() else 0
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows up to the first line that is none: they are for reports alone, and must not stop a run.
+    """The rows up to the first damaged line.
 
-    Such a line is the last one of a process that was killed while it wrote it, or damage.
+    A process that was killed while it wrote a line leaves a damaged last line. Rows are only for reports, so damage
+    must not stop a run.
     """
     rows = []
     for line in path.read_bytes().splitlines():
@@ -178,7 +179,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_row(row: Any) -> bool:
-    """Whether ``row`` names its step and holds figures."""
+    """Whether ``row`` names its step and holds numbers."""
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return False
     return all(
@@ -188,7 +189,7 @@ def _is_row(row: Any) -> bool:
 
 
 class ProgressLine:
-    """Progress on standard error: a live line in a terminal, a plain line now and then elsewhere."""
+    """Shows progress on standard error: a live line in a terminal, and a plain line now and then elsewhere."""
 
     def __init__(self, description: str, total: int, *, done: int = 0) -> None:
         from rich.console import Console
@@ -217,13 +218,13 @@ class ProgressLine:
         self._progress.stop()
 
     def update(self, done: int, status: str, *, plain: bool) -> None:
-        """Show ``status``; outside a terminal only when ``plain`` asks for a line."""
+        """Show ``status``. Outside a terminal it is printed only if ``plain`` asks for a line."""
         self._progress.update(self._task, completed=done, status=status)
         if plain and not self._live:
             say(f"{self._description} {done}/{self._total} {status}")
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self._live:
             self._progress.console.print(text, highlight=False)
         else:
@@ -233,7 +234,7 @@ class ProgressLine:
 def status_line(
     *, loss: float, tokens_per_s: float | None, tflops: float | None, device_bytes: int, host_bytes: int
 ) -> str:
-    """The figures of a step in one line."""
+    """The numbers of a step in one line."""
     parts = [f"loss {loss:.3f}"]
     if tokens_per_s is not None and tflops is not None:
         parts += [f"{tokens_per_s:,.0f} tokens/s", f"{tflops:.3g} TFLOP/s"]
@@ -241,7 +242,7 @@ def status_line(
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds now (Linux; elsewhere the most it ever held)."""
+    """The memory that this process holds now. On other systems than Linux, it is the most that it ever held."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -256,7 +257,7 @@ def peak_resident_bytes() -> int:
 
 
 def draw_loss_curve(folder: Path, rows: list[dict[str, Any]], unigram_entropy: float) -> Path:
-    """Draw training and held-out loss by step to loss.png; returns its path."""
+    """Draw the training loss and the held-out loss by step to loss.png. Returns its path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -279,7 +280,7 @@ def draw_loss_curve(folder: Path, rows: list[dict[str, Any]], unigram_entropy: f
 
 
 def _smoothed(values: list[float], weight: float = 0.9) -> list[float]:
-    """Exponential moving average, corrected for its start."""
+    """The exponential moving average of ``values``, corrected for its start."""
     average, norm, smoothed = 0.0, 0.0, []
     for value in values:
         average = weight * average + (1 - weight) * value

@@ -1,4 +1,4 @@
-"""MODEL of the command line: a named shape, or a local Hugging Face folder. Weights are never whole in memory."""
+"""The MODEL of the command line: a named shape, or a local Hugging Face folder. Weights are never whole in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 import protrain
 from protrain.cli.data import Codec, byte_codec, tokenizer_codec
-from protrain.cli.files import MODEL_FOLDER
+from protrain.cli.run_files import MODEL_FOLDER
 from protrain.cli.shapes import SHAPES, shape_config
 from protrain.common.errors import not_downloaded
 from protrain.profiler.blocks import find_blocks
@@ -20,12 +20,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "to
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A model whose parameters are on the meta device: all that planning needs."""
+    """A model whose parameters are on the meta device, which is all that planning needs."""
 
     model: nn.Module
-    folder: Path | None  # of a Hugging Face model; None: a named shape, whose weights are random
-    sequence: int  # default length
-    learning_rate: float  # default peak
+    folder: Path | None  # the folder of a Hugging Face model; None for a named shape, whose weights are random
+    sequence: int  # the default length of a sequence
+    learning_rate: float  # the default peak
 
     @property
     def config(self) -> Any:
@@ -35,18 +35,18 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(Architecture):
-    """A model that can be trained: its folder, where there is one, holds weights, and text can become its tokens."""
+    """A model that can be trained: if it has a folder, that holds weights, and text can become its tokens."""
 
     codec: Codec
-    tokenizer: Any  # of transformers; None: bytes
+    tokenizer: Any  # a tokenizer of transformers; None if tokens are bytes
 
 
 def read_architecture(name: str, *, layers: int | None = None) -> Architecture:
-    """The architecture that MODEL names, for which a folder needs a config.json alone.
+    """The architecture that MODEL names. A folder needs only a config.json for it.
 
     Parameters:
         name: A named shape, or a folder.
-        layers: A shape at another depth than its own.
+        layers: Another number of layers for a named shape.
 
     Raises:
         ValueError: There is no such shape or folder, its model cannot be trained, or transformers is not installed.
@@ -63,11 +63,11 @@ def read_architecture(name: str, *, layers: int | None = None) -> Architecture:
 
 
 def load_model(name: str, *, layers: int | None = None) -> LoadedModel:
-    """The model that MODEL names, with what training needs beside the architecture: weights and a tokenizer.
+    """The model that MODEL names, with what training also needs: weights and a tokenizer.
 
     Parameters:
         name: A named shape, or a folder.
-        layers: A shape at another depth than its own.
+        layers: Another number of layers for a named shape.
 
     Raises:
         ValueError: As :func:`read_architecture`; or the folder lacks weights, or its tokenizer does not fit.
@@ -82,10 +82,10 @@ def load_model(name: str, *, layers: int | None = None) -> LoadedModel:
 
 
 def fit_positions(loaded: Architecture, sequence: int) -> None:
-    """Let the model train on ``sequence`` tokens, where that asks for nothing that it does not have.
+    """Let the model train on ``sequence`` tokens, if it has that many positions or can compute them.
 
-    Unscaled rotary positions are computed, and no table of them ends. What the configuration calls the most positions
-    is then what a released model was trained with, which random weights were not.
+    Unscaled rotary positions are computed, and need no table that ends. The configuration's number of positions is then
+    only what a released model was trained with, and random weights were not trained.
 
     Raises:
         ValueError: the model has fewer positions.
@@ -101,10 +101,10 @@ def fit_positions(loaded: Architecture, sequence: int) -> None:
 
 
 def attention_flops_per_token(config: Any, sequence: int) -> int:
-    """Floating-point operations of causal attention scores and their use, forward and backward, for one token.
+    """The flops per token of causal attention scores and of their use, forward and backward.
 
-    Each of Q K^T and A V takes 2 operations a channel and visible token, of which there are sequence / 2 on average;
-    backward takes twice the forward.
+    Each of Q K^T and A V takes 2 operations per channel and visible token, of which there are sequence / 2 on average.
+    Backward takes twice as many as forward.
     """
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 3 * 2 * 2 * config.num_hidden_layers * config.num_attention_heads * head * sequence // 2
@@ -121,7 +121,7 @@ def _from_folder(name: str, transformers: Any) -> Architecture:
         if (folder / MODEL_FOLDER / "config.json").is_file():
             raise ValueError(f"{folder} is no model but holds one: give {folder / MODEL_FOLDER}")
         raise ValueError(f"{folder} holds no config.json: give a folder that save_pretrained wrote")
-    # What the values of a file can raise has no end: checks of transformers, torch's own errors, a division by zero.
+    # A file's values can raise anything: checks of transformers, torch's own errors, a division by zero.
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         with protrain.empty_parameters():
@@ -131,13 +131,13 @@ def _from_folder(name: str, transformers: Any) -> Architecture:
         raise ValueError(f"{folder} is no causal language model that transformers can load: {said}") from error
     _refuse_untrainable(folder, config, model)
     positions = getattr(config, "max_position_embeddings", None) or 1024
-    if positions < 2:  # each token is learnt from those before it
+    if positions < 2:  # each token is learnt from the tokens before it
         raise ValueError(f"{folder}: by its config.json the model has {positions} positions, and training needs 2")
     return Architecture(model=model, folder=folder, sequence=min(1024, positions), learning_rate=3e-5)
 
 
 def _read_tokenizer(folder: Path, config: Any) -> tuple[Codec, Any]:
-    """The codec of ``folder`` and its tokenizer, None where text is read as bytes."""
+    """The codec of ``folder`` and its tokenizer, which is None if text is read as bytes."""
     transformers = _transformers()
     tokenizer, codec = None, byte_codec()
     if any((folder / file).exists() for file in _TOKENIZER_FILES):
@@ -149,14 +149,14 @@ def _read_tokenizer(folder: Path, config: Any) -> tuple[Codec, Any]:
     if codec.vocabulary > config.vocab_size:
         raise ValueError(
             f"{folder} has {config.vocab_size} embeddings and its tokens need {codec.vocabulary}"
-            + (": it brings no tokenizer, so text is read as bytes" if tokenizer is None else "")
+            + (": it has no tokenizer, so text is read as bytes" if tokenizer is None else "")
         )
     return codec, tokenizer
 
 
 def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:
     if any(getattr(part, "quantization_config", None) is not None for part in (config, *vars(config).values())):
-        # Also where the weights are not quantized: the trained model's config would say that they were.
+        # This also refuses weights that are not quantized, because the trained model's config would say that they were.
         raise ValueError(
             f"{folder}: its config.json has a quantization_config, and quantized weights cannot be trained; take the "
             "model before it was quantized, or save what from_pretrained(...).dequantize() gives; where the weights "
@@ -165,7 +165,7 @@ def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:
     nothing = [name for name, parameter in model.named_parameters() if not parameter.numel()]
     if nothing:
         raise ValueError(f"{folder}: by its config.json {nothing[0]} has no elements")
-    # Not the config's own number: each family calls it otherwise, and of two in one config one may rightly be 0.
+    # The config's own number is not read. Each family has another name for it, and one of two in a config may be 0.
     empty = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and not len(module)]
     if empty and not find_blocks(model):
         raise ValueError(
@@ -175,7 +175,7 @@ def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:
 
 
 def _kind_and_message(error: Exception) -> str:
-    """What ``error`` says, after its kind unless that is one of whole sentences."""
+    """The message of ``error``, with its class name before it unless such errors have whole sentences."""
     text = str(error)
     return text if text and isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
 

@@ -1,4 +1,4 @@
-"""What the commands' argument parsers share."""
+"""The parts that the commands' argument parsers share."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any, NoReturn
 from protrain.common.quantities import parse_memory
 from protrain.common.records import Record
 
-LEAST_SEQUENCE = 2  # each token is learnt from those before it
+LEAST_SEQUENCE = 2  # each token is learnt from the tokens before it
 
-# The arguments of protrain.wrap that options stand for. Some are words of their own: these count before a "=" alone.
+# The arguments of protrain.wrap that have options. Some are common words, so they are replaced only before a "=".
 _ARGUMENTS = {
     name: f"--{name.replace('_', '-')}"
     for name in (
         *("device_memory", "host_memory", "step_during_backward", "chunked_loss"),
         *("accumulation", "compile", "device", "moment_dtype", "dtype", "plan"),
     )
-} | {"weights": "--model"}  # a model's folder holds them
+} | {"weights": "--model"}  # a model's folder holds the weights
 _WITH_VALUE = re.compile(rf"(?<![\w/.-])({'|'.join(_ARGUMENTS)})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*)")
 _ALONE = re.compile(rf"(?<![\w/.-])({'|'.join(name for name in _ARGUMENTS if '_' in name)})(?![\w=.(])")
 
 
 def in_options(message: str) -> str:
-    """``message`` of the library with the options of the command line in place of the arguments of protrain.wrap."""
+    """``message`` of the library with options of the command line in place of arguments of protrain.wrap."""
 
     def option(found: re.Match[str]) -> str:
         name, value = _ARGUMENTS[found[1]], found[2].strip("'\"")
@@ -44,14 +44,14 @@ def in_options(message: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Exits with 2 and one line on a bad argument; an option that was not given leaves no attribute."""
+    """A parser that exits with 2 and one line on a bad argument. Options that were not given leave no attribute."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """An unknown option is an error of the parser that knows those of the command, not of `protrain`."""
+        """Parse ``args``. An unknown option is reported by the command's own parser, not by that of `protrain`."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
@@ -65,12 +65,12 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {' '.join(near)}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
-        """One line on standard error, exit status 2."""
+        """Print one line on standard error and exit with 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def misfit(value: float, least: float, most: float) -> str:
-    """What is wrong with ``value`` where a number in [least, most] is asked for; empty if nothing is."""
+def out_of_range(value: float, least: float, most: float) -> str:
+    """What is wrong with ``value`` if it must lie in [least, most]; empty if nothing is."""
     if least <= value <= most:
         return ""
     range_text = f"at least {_plain(least)}" if most == math.inf else f"between {_plain(least)} and {_plain(most)}"
@@ -89,7 +89,7 @@ def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
-        if wrong := misfit(value, least, most):
+        if wrong := out_of_range(value, least, most):
             raise argparse.ArgumentTypeError(wrong)
         return value
 
@@ -97,7 +97,7 @@ def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
 
 
 def number(least: float, most: float = math.inf, *, open_ended: bool = False) -> Callable[[str], float]:
-    """An argparse type: a finite number in [least, most], without the ends when ``open_ended``."""
+    """An argparse type: a finite number in [least, most], or strictly between them if ``open_ended``."""
 
     def parse(text: str) -> float:
         try:
@@ -106,7 +106,7 @@ def number(least: float, most: float = math.inf, *, open_ended: bool = False) ->
             raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
         if value == math.inf:
             raise argparse.ArgumentTypeError("must be finite")
-        if wrong := misfit(value, least, most):
+        if wrong := out_of_range(value, least, most):
             raise argparse.ArgumentTypeError(wrong)
         if open_ended and value in (least, most):
             raise argparse.ArgumentTypeError(f"must lie between {least:g} and {most:g}, not at {text}")
@@ -116,7 +116,7 @@ def number(least: float, most: float = math.inf, *, open_ended: bool = False) ->
 
 
 def memory(text: str) -> str:
-    """An argparse type: bytes, as a number or like 24GiB; stays text."""
+    """An argparse type: a size of memory, as a number of bytes or like 24GiB. It stays text."""
     try:
         parse_memory(text, name="size")
     except ValueError as error:
@@ -125,17 +125,17 @@ def memory(text: str) -> str:
 
 
 def writable_file(text: str) -> Path:
-    """An argparse type: a file that can be written, known before the work whose result it gets; stays unwritten."""
+    """An argparse type: a file that can be written, which is checked before the work. Nothing is written."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder: give a file")
-    if path.exists() and not path.is_file():  # it would be replaced by one: a device, a pipe
+    if path.exists() and not path.is_file():  # a device or a pipe would be replaced by a file
         raise argparse.ArgumentTypeError(f"{path} is no regular file: give one; results can be piped with --json")
     return _writable(path)
 
 
 def writable_folder(text: str) -> Path:
-    """An argparse type: a folder that can be written, or made; stays unmade."""
+    """An argparse type: a folder that can be written or made. Nothing is made."""
     path = Path(text)
     if path.exists() and not path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a file: give a folder")
@@ -152,16 +152,16 @@ def _writable(path: Path) -> Path:
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """--json and --out, which :func:`emit` obeys."""
+    """Add --json and --out, which :func:`emit` obeys."""
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--json", action="store_true", default=False, help="print JSON on standard output in place of the table"
+        "--json", action="store_true", default=False, help="print JSON on standard output instead of the table"
     )
     output.add_argument("--out", type=writable_file, metavar="FILE", default=None, help="also write the JSON to FILE")
 
 
 def add_sequence_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, default: str) -> None:
-    """--sequence; ``default``: what is taken without it, in words."""
+    """Add --sequence. ``default`` says in words what is used without it."""
     parser.add_argument(
         "--sequence",
         "--seq",
@@ -172,40 +172,40 @@ def add_sequence_option(parser: argparse.ArgumentParser | argparse._ArgumentGrou
 
 
 def add_compile_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """--compile and --no-compile; :func:`protrain.cli.prepare.choose_compile` knows the default."""
+    """Add --compile and --no-compile. :func:`protrain.cli.prepare.choose_compile` knows the default."""
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="compile the blocks (default: on a GPU; changes the last bits of the result)",
+        help="compile the blocks (default: on a GPU; changes the last bits)",
     )
 
 
 def add_loss_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """--chunked-loss and --no-chunked-loss; :func:`protrain.cli.prepare.choose_loss` knows the default."""
+    """Add --chunked-loss and --no-chunked-loss. :func:`protrain.cli.prepare.choose_loss` knows the default."""
     parser.add_argument(
         "--chunked-loss",
         action=argparse.BooleanOptionalAction,
-        help="never hold all logits (default: on a GPU with liger-kernel; changes the last bits of the result)",
+        help="compute the loss piece by piece (default: on a GPU with liger-kernel; changes the last bits)",
     )
 
 
 def add_memory_options(parser: argparse._ArgumentGroup) -> None:
-    """--device-memory and --host-memory."""
+    """Add --device-memory and --host-memory."""
     parser.add_argument(
         "--device-memory",
         type=memory,
         metavar="SIZE",
-        help="device bytes to stay within, like 24GiB (default: what is free); on a CPU the device is simulated",
+        help="device memory to stay within, like 24GiB (default: what is free); on a CPU the device is simulated",
     )
     parser.add_argument(
-        "--host-memory", type=memory, metavar="SIZE", help="host bytes to stay within (default: what is free)"
+        "--host-memory", type=memory, metavar="SIZE", help="host memory to stay within (default: what is free)"
     )
 
 
 def emit(record: Record, args: argparse.Namespace, table: str) -> None:
-    """Print ``record`` as ``table`` or JSON, and write its JSON, as ``args`` of add_output_options say."""
+    """Print ``record`` as ``table`` or JSON, and write its JSON to a file, as the output options in ``args`` say."""
     print(record.to_json() if args.json else table, file=sys.stdout, flush=True)
-    if args.out is not None:  # after it: what took long is not lost with a full disk
+    if args.out is not None:  # written last, so that a full disk does not lose what took long
         try:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             record.save(args.out)

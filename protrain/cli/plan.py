@@ -33,15 +33,19 @@ from protrain.common.progress import COUNTED, Progress
 from protrain.common.quantities import parse_memory
 from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile, detect, load
-from protrain.planning import frontier, largest
-from protrain.planning.explain.explanation import timeline_of
+from protrain.planning import Plan, frontier, largest
+from protrain.planning.explain.explanation import explain
 from protrain.planning.plan import MOMENT_DTYPES
+from protrain.planning.predict import predict
 from protrain.planning.tables import format_ms
+from protrain.planning.timeline import Timeline
 from protrain.profiler import ModelProfile
+from protrain.profiler.cache import cached_profile
 
 _EXAMPLE = """example, for a machine that is elsewhere:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json --picture step.png
 what more or less memory would do, and how deep a model of this width could be there:
+  protrain plan llama2-13b --hardware rtx3090 --batch 4 --explain
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --frontier
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --max-model
 """
@@ -79,6 +83,12 @@ def add_command(commands: Any) -> None:
     )
     what.add_argument(
         "--max-model", action="store_true", default=False, help="the deepest model of the width of MODEL that fits"
+    )
+    what.add_argument(
+        "--explain",
+        action="store_true",
+        default=False,
+        help="also say what every integer of the plan and more memory would change, and what is assumed of the machine",
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
@@ -119,22 +129,36 @@ def run_command(args: argparse.Namespace) -> None:
         return
     with say.stage("planning"):
         plan = protrain.search(profile, hardware, step_during_backward=args.step_during_backward)
-        timeline = timeline_of(plan, profile, hardware, step_during_backward=args.step_during_backward)
+        inside = args.step_during_backward
+        timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
     if args.picture is not None:
         draw_timeline(timeline, f"{profile.model}, {hardware.name}, {plan}: {format_ms(plan.step_ms)}", args.picture)
-    text = ""
-    if not args.json:  # an explanation takes several searches
-        with say.stage("explaining"):
-            why = plan.explain(profile, hardware, step_during_backward=args.step_during_backward)
-        answer = summary_text(why, profile, hardware, updates_in_backward=args.step_during_backward)
-        details = [
-            ("one step", timeline_text(timeline)),
+    text = "" if args.json else _text(args, profile, hardware, plan, timeline, say)
+    emit(plan, args, text)
+
+
+def _text(
+    args: argparse.Namespace,
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    plan: Plan,
+    timeline: Timeline,
+    say: Progress,
+) -> str:
+    """The verdict and one step; with --explain what would change it, and the machine."""
+    inside = args.step_during_backward
+    with say.stage("explaining"):
+        why = explain(plan, profile, hardware, step_during_backward=inside, more_memory=args.explain)
+    answer = summary_text(why, profile, hardware, updates_in_backward=inside)
+    details = [("one step", timeline_text(timeline))]
+    if args.explain:
+        details += [
             ("the prediction, and what would change it", why.table()),
             ("the machine, as far as it is known", hardware.table()),
         ]
-        sections = [f"{title.upper()}\n{table}" for title, table in details]
-        text = "\n\n".join([f"{_subject(profile, hardware)}: fits\n{answer}{_about_loss(args, hardware)}", *sections])
-    emit(plan, args, text)
+    sections = [f"{title.upper()}\n{table}" for title, table in details]
+    sections += [] if args.explain else ["--explain says what would change it, and what is assumed of the machine."]
+    return "\n\n".join([f"{_subject(profile, hardware)}: fits\n{answer}{_about_loss(args, hardware)}", *sections])
 
 
 def _profile(
@@ -170,7 +194,7 @@ def _traced(
         chunked_loss=choose_loss(getattr(args, "chunked_loss", None), device),
         on_meta=elsewhere,
     )
-    profile = protrain.profile(
+    profile = cached_profile(
         loaded.model,
         {"input_ids": ids, "labels": ids},
         optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),

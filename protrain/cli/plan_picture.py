@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from protrain.planning.search.frontier import Frontier
+from protrain.planning.frontier import Frontier
 from protrain.planning.timeline import Timeline
 
 GIB = 1024**3
@@ -13,8 +13,8 @@ _COLORS = {
     "forward": "tab:blue",
     "backward": "tab:purple",
     "flatten": "tab:gray",
-    "early update": "tab:pink",
-    "early weight": "tab:pink",
+    "speculative update": "tab:pink",
+    "speculative weight": "tab:pink",
     "update": "tab:red",
     "deferred update": "tab:brown",
     "weights": "tab:green",

@@ -62,9 +62,10 @@ def _states(plan: Plan, n_large: int, device: str) -> str:
 def _updates(plan: Plan, device: str, in_backward: bool) -> str:
     parts = ["inside backward"] if in_backward else []
     if plan.n_speculate:
-        alone = ", of the weights alone" if plan.early_weights else ""
-        if plan.n_whole:
-            alone = f", of {plan.n_speculate - plan.n_whole} of them the weights alone"
+        alone = ""
+        if plan.n_weight_only:
+            some = plan.n_weight_only < plan.n_speculate
+            alone = f", of {plan.n_weight_only} of them the weights alone" if some else ", of the weights alone"
         parts.append(f"the host does {_counted(plan.n_speculate, 'chunk')} before the norm is known{alone}")
     if plan.n_stream:
         parts.append(f"the {device} does {plan.n_stream} of the chunks in host memory")
@@ -100,7 +101,9 @@ def _limits(why: Explanation, device: str) -> str:
 
 
 def _more(why: Explanation) -> str:
-    """The fastest plan with up to twice the memory of either kind."""
+    """The fastest plan with up to twice the memory of either kind; "" where it was not searched."""
+    if not why.searched:
+        return ""
 
     def gain(faster: Plan) -> str:
         return format_change(faster.step_ms, why.plan.step_ms)

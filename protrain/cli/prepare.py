@@ -1,4 +1,4 @@
-"""From a TrainJob to a Run: device, model, data, plan, and the newest checkpoint when resuming."""
+"""Turns a TrainJob into a Run: device, model, data, plan, and the newest checkpoint when resuming."""
 
 from __future__ import annotations
 
@@ -14,43 +14,42 @@ import torch
 from torch import nn
 
 import protrain
+from protrain import validate
 from protrain.checkpoint.checkpoints import check_checkpoint, load_checkpoint
 from protrain.checkpoint.manifest import list_saves
 from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
-from protrain.cli.files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, UNFINISHED_DATA
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import MetricsFile, ProgressLine, steps_reached
 from protrain.cli.models import LoadedModel, fit_positions, load_model
-from protrain.cli.run import Run
+from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, UNFINISHED_DATA
+from protrain.cli.training_run import Run
 from protrain.common.progress import Progress
 from protrain.engine.states.weight_files import weight_sources
 from protrain.forward.chunked_loss import available as liger_installed
 from protrain.forward.chunked_loss import find_head
 from protrain.planning import Plan
-from protrain.planning.search.mismatch import refuse_other_parameters
-from protrain.profiler.blocks import find_blocks
-from protrain.profiler.trace import parameter_records
-from protrain.wrap import naming
+from protrain.validate import choose_dtype
 
 
 def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
-    """Everything up to the first step; :func:`keep` makes a run of it.
+    """Do everything up to the first step. :func:`write_run_files` then writes the run's files.
 
     Raises:
-        ValueError: The job cannot be done: model, data, memory, device or checkpoint; says which and what to change.
+        ValueError: The job cannot be done; the message says which of model, data, memory, device or checkpoint is wrong
+            and what to change.
     """
-    if find_spec("matplotlib") is None:  # at the end of hours is too late
+    if find_spec("matplotlib") is None:  # after hours of training it would be too late
         raise ValueError("the loss curve needs the package matplotlib: pip install 'protrain[hf]'")
     device = choose_device(job.device)
     dtype = choose_dtype(job.dtype, device)
     if job.threads is not None:
         torch.set_num_threads(job.threads)
-    torch.manual_seed(job.seed)  # start values follow from it
+    torch.manual_seed(job.seed)  # the random start values depend on it
     loaded = load_model(job.model)
     sequence = job.sequence or loaded.sequence
     fit_positions(loaded, sequence)
     plain = adamw(loaded.model, job.peak_learning_rate(loaded.learning_rate), job.weight_decay)
-    # Resolved for good: what changes the weights must not depend on the device that a run is resumed on.
+    # These are resolved for good, because what changes the weights must not depend on the device that a run resumes on.
     job = replace(
         job,
         dtype=str(dtype).removeprefix("torch."),
@@ -69,9 +68,9 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         if list_saves(folder / CHECKPOINTS):
             saved = check_checkpoint(folder / CHECKPOINTS, loaded.model)
         if job.data is not None and not Path(job.data).exists():
-            raise ValueError(f"--data: {job.data} does not exist; where the text lies elsewhere by now, give its place")
+            raise ValueError(f"--data: {job.data} does not exist; if the text has moved, give its new place")
     if loaded.folder is not None and loaded.tokenizer is None:
-        Progress(enabled=True).note(f"{loaded.folder} brings no tokenizer: text is read as bytes")
+        Progress(enabled=True).note(f"{loaded.folder} has no tokenizer: text is read as bytes")
     tokens = _read(job, loaded.codec, folder)
     check_length(tokens, sequence=sequence)
     if saved is not None and saved["data_crc32"] != tokens.crc32:
@@ -88,7 +87,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         dtype=dtype,
         device_memory=job.device_memory,
         host_memory=job.host_memory,
-        plan=job.plan,  # the file, which errors then name
+        plan=job.plan,  # the file and not the plan, so that errors name it
         weights=loaded.folder,
         step_during_backward=job.step_during_backward,
         accumulation=job.accumulation,
@@ -120,16 +119,16 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     )
 
 
-def keep(run: Run) -> None:
-    """Let the folder be that of ``run``: once everything that can be wrong has been seen."""
-    run.job.save(run.folder / JOB_FILE)  # first, as the others are a run's only beside it
-    shutil.rmtree(run.folder / DATA_FOLDER, ignore_errors=True)  # of a resumed run: the same tokens
+def write_run_files(run: Run) -> None:
+    """Make the folder that of ``run``, once everything that can be wrong has been checked."""
+    run.job.save(run.folder / JOB_FILE)  # written first, because the other files belong to a run only beside it
+    shutil.rmtree(run.folder / DATA_FOLDER, ignore_errors=True)  # a resumed run has the same tokens there
     os.rename(run.folder / UNFINISHED_DATA, run.folder / DATA_FOLDER)
     run.optimizer.plan.save(run.folder / PLAN_FILE)
 
 
 def refuse_early(loaded: LoadedModel, device: torch.device, *, chunked: bool) -> None:
-    """ValueError of what protrain.wrap would refuse and takes no time to see: reading the text may take hours."""
+    """Raise what protrain.wrap would refuse, as far as that takes no time, because reading the text may take hours."""
     if chunked:
         find_head(loaded.model, device)
     if loaded.folder is not None:
@@ -145,23 +144,20 @@ def check_plan(
     batch: int,
     sequence: int,
 ) -> None:
-    """ValueError that names ``file`` when it holds no plan, or one for another model or batch; needs no profile."""
+    """Raise a ValueError that names ``file`` if it holds no plan, or one for another model or batch.
+
+    It needs no profile.
+    """
     plan = Plan.load(file)
-    with naming(file):
+    with validate.naming(file):
         check_tokens(plan, batch, sequence)
-        refuse_other_parameters(
-            plan,
-            type(model).__name__,
-            parameter_records(model, optimizer),
-            str(dtype).removeprefix("torch."),
-            n_blocks=len(find_blocks(model)),
-        )
+        validate.check_plan(plan, model, optimizer, dtype)
 
 
 def _refuse_lost_saves(job: TrainJob, folder: Path) -> None:
-    """ValueError where a run has steps that must have been saved, and no save: starting anew would lose what is known.
+    """Raise a ValueError if a run must have been saved and there is no save, as starting anew would lose its steps.
 
-    A run that was killed on its way to its first save starts anew.
+    A run that was killed before its first save starts anew.
     """
     reached = steps_reached(folder)
     if reached > job.checkpoint_every > 0 and not list_saves(folder / CHECKPOINTS):
@@ -183,7 +179,7 @@ def _refuse_other_loss(model: nn.Module, device: torch.device, folder: Path) -> 
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device that ``name`` means; a GPU when there is one and ``name`` is None.
+    """The device that ``name`` means. If ``name`` is None, it is a GPU if there is one.
 
     Raises:
         ValueError: ``name`` is no device, or there is none of that kind.
@@ -202,7 +198,7 @@ def parse_device(name: str) -> torch.device:
     """The device that ``name`` means, on this machine or another.
 
     Raises:
-        ValueError: ``name`` is no device, or none of ours.
+        ValueError: ``name`` is no device, or of a kind that is not supported.
     """
     try:
         device = torch.device(name)
@@ -213,26 +209,18 @@ def parse_device(name: str) -> torch.device:
     return device
 
 
-def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """The dtype that ``name`` means; None is bfloat16 on a GPU and float32 on a CPU."""
-    if name is None:
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
 def choose_loss(chunked: bool | None, device: torch.device) -> bool:
-    """Whether logits are never whole; where nothing is said, on a GPU with liger-kernel."""
+    """Whether the loss is computed piece by piece. By default it is on a GPU with liger-kernel."""
     return device.type == "cuda" and liger_installed() if chunked is None else chunked
 
 
 def choose_compile(compile: bool | None, device: torch.device) -> bool:
-    """Whether blocks are compiled; where nothing is said, on a GPU."""
+    """Whether blocks are compiled. By default they are on a GPU."""
     return device.type == "cuda" if compile is None else compile
 
 
 def check_tokens(plan: Plan, batch: int, sequence: int) -> None:
-    """ValueError when ``plan`` is for another batch than ``batch`` sequences of ``sequence`` tokens."""
+    """Raise a ValueError if ``plan`` is for another batch than ``batch`` sequences of ``sequence`` tokens."""
     if plan.tokens != batch * sequence:
         raise ValueError(
             f"the plan was made for {plan.tokens} tokens in a batch, and this run has {batch * sequence} "
@@ -241,7 +229,7 @@ def check_tokens(plan: Plan, batch: int, sequence: int) -> None:
 
 
 def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of ``model``; vectors (norms, biases) do not decay."""
+    """AdamW over the trainable parameters of ``model``. Vectors (norms, biases) do not decay."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if parameter.dim() > 1]
     vectors = [parameter for parameter in trainable if parameter.dim() <= 1]
@@ -250,7 +238,7 @@ def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.
 
 
 def schedule(job: TrainJob) -> Callable[[int], float]:
-    """The learning rate of a step, as a share of the peak: linear warm-up, then half a cosine."""
+    """A function from a step to its share of the peak learning rate: linear warm-up, then half a cosine."""
     warmup = job.warmup_steps
 
     def factor(step: int) -> float:
@@ -263,7 +251,7 @@ def schedule(job: TrainJob) -> Callable[[int], float]:
 
 
 def _read(job: TrainJob, codec: Codec, folder: Path) -> Tokens:
-    documents = find_documents(job.data, but=folder)
+    documents = find_documents(job.data, exclude=folder)
     size = sum(document.stat().st_size for document in documents)
     done = 0
     with ProgressLine("reading text, MiB", max(size // 2**20, 1)) as line:

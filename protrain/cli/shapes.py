@@ -1,9 +1,9 @@
-"""Models by name: published shapes with random weights, built without their weights ever existing whole.
+"""Models by name: published shapes with random weights, which are built without their weights ever existing whole.
 
-Dropout is off and there are no special tokens, as in pre-training on plain text. Sources: the model cards of OPT
-(arXiv 2205.01068), LLaMA-2 (2307.09288; 34B as released in Code Llama, 2308.12950), Llama 3 (2407.21783; 1B as released
-in Llama 3.2) and Mistral 7B (2310.06825). The large GPT-2 shapes are sizes, not released models: hidden sizes and
-depths as offloading papers use them, heads of 128.
+Dropout is off and there are no special tokens, as in pre-training on plain text. The shapes come from the model cards
+of OPT (arXiv 2205.01068), LLaMA-2 (2307.09288; 34B as released in Code Llama, 2308.12950), Llama 3 (2407.21783; 1B as
+released in Llama 3.2) and Mistral 7B (2310.06825). The large GPT-2 shapes are no released models: offloading papers use
+these hidden sizes and depths, with heads of 128.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Shape:
     hidden: int
     layers: int
     heads: int
-    kv_heads: int | None = None  # None: as many as heads
-    mlp: int | None = None  # None: 4 x hidden
+    kv_heads: int | None = None  # None means as many as heads
+    mlp: int | None = None  # None means 4 x hidden
     vocabulary: int
     positions: int
-    tied: bool = False  # input and output embedding are one parameter
-    sequence: int = 1024  # default of the command line, as in the paper
-    learning_rate: float = 3e-4  # default of the command line
+    tied: bool = False  # whether input and output embedding are one parameter
+    sequence: int = 1024  # the default of the command line, as in the paper
+    learning_rate: float = 3e-4  # the default of the command line
 
 
 def _gpt2(hidden: int, layers: int, heads: int) -> Shape:
@@ -65,7 +65,7 @@ def _llama3(hidden: int, layers: int, mlp: int, *, tied: bool = False) -> Shape:
 
 
 SHAPES: dict[str, Shape] = {
-    # bytes as tokens: trains visibly in two minutes on two CPU cores
+    # tokens are bytes; its loss falls visibly within two minutes on two CPU cores
     "tiny": Shape(
         family="llama",
         hidden=192,
@@ -146,7 +146,7 @@ def shape_config(shape: Shape) -> Any:
         **no_special_tokens,
     }
     if shape.family == "mistral":
-        # The window of 4096 would make attention build a mask; later releases dropped it.
+        # A window of 4096 would make attention build a mask. Later releases dropped the window.
         return transformers.MistralConfig(**llama_like, sliding_window=None)
     assert shape.family == "llama", shape.family
     return transformers.LlamaConfig(**llama_like)

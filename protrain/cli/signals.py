@@ -1,6 +1,6 @@
-"""Signals that ask a command to stop: noted between steps, an exception where nothing else would stop it.
+"""Handles signals that ask a command to stop: they are noted between steps, and raise an exception elsewhere.
 
-Commands that leave nothing to put in order need none of this: see ``protrain.common.interrupt``.
+Commands that have nothing to clean up need none of this: see ``protrain.common.interrupt``.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ONE_REQUEST_S = 1.0  # signals no further apart ask once: a wrapper hands on what its process group got already
-_LOOK_S = 0.25  # between looks for an exception that was swallowed
+# signals that are no further apart count as one, because a wrapper passes on what its group got already
+_ONE_REQUEST_S = 1.0
+_LOOK_S = 0.25  # the time between looks for a swallowed exception
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal came within :meth:`StopRequests.raised`."""
+    """Raised when a signal comes inside :meth:`StopRequests.raised`."""
 
 
 class InterruptedRun(Exception):
-    """The command was told to stop and did, with everything in order; the message says how things stand."""
+    """The command was told to stop, and did so in good order. The message says how things are."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
@@ -31,15 +32,15 @@ class InterruptedRun(Exception):
 
 
 class StopRequests:
-    """The signals that came; asked a second time the run stops at once."""
+    """The signals that came. A second request stops the run at once."""
 
     def __init__(self) -> None:
-        self.received = 0  # the first signal, or 0
-        self._last_s = 0.0  # when the newest one that counts came
+        self.received = 0  # the first signal, or 0 if none came
+        self._last_s = 0.0  # when the newest signal that counts came
         self._raises = False
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """The handler."""
+        """Note a signal. This is the signal handler."""
         now_s = time.monotonic()
         first = not self.received
         if not first and now_s - self._last_s < _ONE_REQUEST_S:
@@ -48,20 +49,22 @@ class StopRequests:
         self.received = self.received or number
         if self._raises:
             raise Stopped
-        # A terminal closes once: both the kernel and its shell tell of that, and nobody asks again by it.
+        # Only SIGHUP never counts as a second request. A terminal closes once, and both the kernel and its shell report
+        # it.
         if not first and number != signal.SIGHUP:
             raise KeyboardInterrupt
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Within, the first signal is a :class:`Stopped`, also one that came before.
+        """Inside, the first signal raises :class:`Stopped`, also one that came before.
 
         Python drops what is raised in a finalizer or in the callback of a weak reference, and C code may take it for a
-        missing attribute. So a :class:`Stopped` is raised again every second until the body is left, and an error that
-        leaves the body after a signal becomes one: what was swallowed may be its cause.
+        missing attribute. So a :class:`Stopped` is raised again every second until the body is left. An error that
+        leaves the body after a signal becomes a :class:`Stopped` too, because a swallowed exception may be its cause.
         """
         left = threading.Event()
-        # Not started by the handler: it may come while the main thread holds a lock that starting takes.
+        # The thread is not started by the handler, which may run while the main thread holds a lock that starting
+        # needs.
         threading.Thread(target=self._ask_again, args=(left,), name="protrain-stop", daemon=True).start()
         self._raises = True
         try:
@@ -77,7 +80,7 @@ class StopRequests:
             self._raises = False
             left.set()
             if self.received:
-                self._last_s = time.monotonic()  # a signal that `_ask_again` has just sent is no request of its own
+                self._last_s = time.monotonic()  # a signal that `_ask_again` has just sent is not a second request
 
     def _ask_again(self, left: threading.Event) -> None:
         main = threading.main_thread().ident
@@ -89,10 +92,13 @@ class StopRequests:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequests]:
-    """Notes Ctrl-C, SIGTERM and a closed terminal. A signal that is ignored stays so: nohup and scripts rely on it."""
+    """Note Ctrl-C, SIGTERM and a closed terminal.
+
+    A signal that was ignored stays so, as nohup and scripts rely on it.
+    """
     requests = StopRequests()
-    heard = [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    before = {number: signal.signal(number, requests.receive) for number in heard}
+    handled = [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, requests.receive) for number in handled}
     try:
         yield requests
     finally:
@@ -102,7 +108,7 @@ def stop_requests() -> Iterator[StopRequests]:
 
 @contextmanager
 def _without_traces_of_what_is_swallowed() -> Iterator[None]:
-    """Python reports a dropped exception with a traceback; a :class:`Stopped` is raised again and needs none."""
+    """Suppress Python's report of a dropped :class:`Stopped`, which is raised again. Others are reported as usual."""
     report = sys.unraisablehook
 
     def keep_back(unraisable: sys.UnraisableHookArgs) -> None:

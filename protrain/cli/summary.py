@@ -1,4 +1,4 @@
-"""TrainSummary: what a finished run came to."""
+"""TrainSummary: the results of a finished run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from protrain.planning.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSummary(Record):
-    """Figures of a run. Times are of a whole step, optimizer included, the first few left out.
+    """The results of a run. Times are those of whole steps, optimizer included, without the first few.
 
-    Saves and evaluations are in none of them. Where each step has one after it, times are of steps that stand alone.
+    Saves and evaluations are not in the times. If every step has one after it, times are those of steps that stand
+    alone.
     """
 
     file_kind = "the summary of a run of `protrain train`"
@@ -32,32 +33,33 @@ class TrainSummary(Record):
     accumulation: int
     tokens_per_step: int
     steps: int
-    initial_loss: float | None  # of the first step; None where metrics.jsonl was damaged
-    final_loss: float | None  # mean of the last tenth of the steps
-    evaluation_loss: float | None  # on the held-out part, at the end
-    unigram_entropy: float  # of the data, nats a token: the loss of a model that ignores context
-    step_ms: float | None  # median
+    initial_loss: float | None  # of the first step; None if metrics.jsonl was damaged
+    final_loss: float | None  # the mean of the last tenth of the steps
+    evaluation_loss: float | None  # on the held-out part, after the last step
+    unigram_entropy: float  # of the data, in nats per token: the loss of a model that ignores context
+    step_ms: float | None  # the median
     step_ms_p20: float | None
     step_ms_p80: float | None
-    steps_alone: bool = False  # no update of a step went on beside the next one, so that times are longer than else
+    # whether no update overlapped with the next step, so that times are longer than otherwise
+    steps_alone: bool = False
     tokens_per_s: float | None
     parameter_tflops: float | None  # 6 x parameters x tokens/s
-    model_tflops: float | None  # with causal attention counted; recomputation is not
-    device_peak_bytes: int  # allocated by tensors; on a CPU: of the simulated device
+    model_tflops: float | None  # counts causal attention, but no recomputation
+    device_peak_bytes: int  # allocated by tensors; on a CPU, of the simulated device
     device_reserved_bytes: int  # held by the caching allocator
     predicted_device_bytes: int
-    host_bytes: int  # of the engine
+    host_bytes: int  # the engine's host memory
     predicted_host_bytes: int
-    process_peak_bytes: int  # resident memory of the whole process
+    process_peak_bytes: int  # the resident memory of the whole process
     plan: Plan
 
     def rows(self) -> list[tuple[str, str]]:
-        """Rows of the printed table, with versions and plan as people write them."""
+        """The rows of the printed table, with readable versions and plan."""
         own = {"versions": ", ".join(f"{name} {text}" for name, text in self.versions.items()), "plan": str(self.plan)}
         return [(name, own.get(name, value)) for name, value in super().rows()]
 
     def last_line(self) -> str:
-        """Initial and final loss, tokens/s and the plan, in one line."""
+        """The initial and the final loss, tokens/s and the plan, in one line."""
         held_out = "" if self.evaluation_loss is None else f", held out {self.evaluation_loss:.3f}"
         speed = "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
         alone = " in steps that each stood alone" if self.steps_alone else ""
@@ -69,18 +71,18 @@ class TrainSummary(Record):
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that a figure depends on."""
+    """The versions of Python and of the packages that results depend on."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("triton", "transformers", "protrain"):
         try:
             found[package] = version(package)
-        except PackageNotFoundError:  # run from a checkout, or no Triton for this system
+        except PackageNotFoundError:  # it runs from a checkout, or there is no Triton for this system
             found[package] = "not installed"
     return found
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's."""
+    """The name of the GPU or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

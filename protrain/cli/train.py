@@ -1,19 +1,17 @@
-"""`protrain train`: its options."""
+"""`protrain train`: its options, and the call of the training loop."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import time
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from protrain.cli import job as jobs
-from protrain.cli.claim import claimed
-from protrain.cli.files import SUMMARY_FILE
-from protrain.cli.job import DTYPES, RANGES, TrainJob
+from protrain.cli.folder_lock import claimed
+from protrain.cli.job import RANGES, TrainJob
 from protrain.cli.loop import train
 from protrain.cli.options import (
     Parser,
@@ -28,9 +26,11 @@ from protrain.cli.options import (
     writable_file,
     writable_folder,
 )
+from protrain.cli.run_files import SUMMARY_FILE
 from protrain.cli.shapes import SHAPES
 from protrain.cli.signals import stop_requests
 from protrain.cli.summary import TrainSummary
+from protrain.common.parameters import DTYPES
 from protrain.common.progress import Progress
 from protrain.planning.plan import MOMENT_DTYPES
 
@@ -49,11 +49,6 @@ def add_command(commands: Any) -> None:
         description="Train a causal language model on text.",
         epilog=_EXAMPLE,
     )
-    defaults = {field.name: field.default for field in fields(TrainJob)}
-
-    def shown(name: str) -> str:
-        return f"(default: {defaults[name]:g})"
-
     what = parser.add_argument_group("what")
     what.add_argument("--model", metavar="MODEL", help=f"a Hugging Face folder, or one of {', '.join(SHAPES)}")
     what.add_argument(
@@ -65,35 +60,28 @@ def add_command(commands: Any) -> None:
         action="store_true",
         default=False,
         help="continue the run in --folder, with its options; only what never changes the weights may differ: "
-        + ", ".join(sorted(map(jobs.option, jobs.FREE))),
+        + ", ".join(sorted(map(jobs.option, jobs.MAY_DIFFER))),
     )
-    what.add_argument("--seed", type=ranged("seed"), help=f"of weights, batches and sample {shown('seed')}")
+    _add_number(what, "seed", "the seed of weights, batches and sample")
 
     steps = parser.add_argument_group("steps")
-    steps.add_argument("--batch", type=ranged("batch"), help=f"sequences in a batch {shown('batch')}")
+    _add_number(steps, "batch", "sequences in a batch")
     add_sequence_option(steps, default="256 for tiny, else 1024")
-    steps.add_argument("--accumulation", type=ranged("accumulation"), help=f"batches in a step {shown('accumulation')}")
-    steps.add_argument("--steps", type=ranged("steps"), help=f"optimizer steps {shown('steps')}")
+    _add_number(steps, "accumulation", "batches in a step")
+    _add_number(steps, "steps", "optimizer steps")
+    _add_number(steps, "learning_rate", "the peak learning rate (default: depends on the model)")
+    _add_number(steps, "warmup", "steps of linear warm-up, then a cosine (default: 20, at most a fifth)")
+    _add_number(steps, "min_learning_rate", "the last learning rate, as a share of the peak")
+    _add_number(steps, "weight_decay", "the weight decay of matrices")
+    _add_number(steps, "clip", "the largest gradient norm; 0: no clipping")
     steps.add_argument(
-        "--learning-rate", type=ranged("learning_rate"), help="at its peak (default: depends on the model)"
+        "--dtype", choices=DTYPES, help="the type of weights (default: bfloat16 on a GPU, float32 on a CPU)"
     )
-    steps.add_argument(
-        "--warmup", type=ranged("warmup"), help="steps of linear warm-up, then a cosine (default: 20, at most a fifth)"
-    )
-    steps.add_argument(
-        "--min-learning-rate",
-        type=ranged("min_learning_rate"),
-        help=f"at the end, share of the peak {shown('min_learning_rate')}",
-    )
-    steps.add_argument("--weight-decay", type=ranged("weight_decay"), help=f"of matrices {shown('weight_decay')}")
-    steps.add_argument("--clip", type=ranged("clip"), help=f"largest gradient norm; 0: off {shown('clip')}")
-    steps.add_argument("--dtype", choices=DTYPES, help="of weights (default: bfloat16 on a GPU, float32 on a CPU)")
     steps.add_argument(
         "--moment-dtype",
         choices=MOMENT_DTYPES,
-        help="of Adam's two moments; bfloat16 takes 4 bytes a parameter less (default: float32)",
+        help="the type of Adam's two moments; bfloat16 takes 4 bytes a parameter less (default: float32)",
     )
-
     add_compile_option(steps)
     add_loss_option(steps)
 
@@ -102,37 +90,19 @@ def add_command(commands: Any) -> None:
     add_memory_options(placement)
     placement.add_argument("--plan", metavar="FILE", help="a plan of `protrain plan --out FILE`; skips the search")
     placement.add_argument("--step-during-backward", action="store_true", help="update inside backward; needs --clip 0")
-    placement.add_argument("--threads", type=ranged("threads"), help="CPU threads (default: torch's choice)")
+    _add_number(placement, "threads", "CPU threads (default: torch's choice)")
 
     keeping = parser.add_argument_group("keeping and reporting")
-    keeping.add_argument(
-        "--checkpoint-every",
-        type=ranged("checkpoint_every"),
-        help=f"steps between checkpoints; 0: none {shown('checkpoint_every')}",
-    )
-    keeping.add_argument("--keep", type=ranged("keep"), help=f"checkpoints to keep {shown('keep')}")
+    _add_number(keeping, "checkpoint_every", "steps between checkpoints; 0: none")
+    _add_number(keeping, "keep", "checkpoints to keep")
     keeping.add_argument(
         "--no-model", dest="save_model", action="store_false", help="do not write the trained model at the end"
     )
-    keeping.add_argument(
-        "--held-out", type=ranged("held_out"), help=f"share of the text kept for evaluation {shown('held_out')}"
-    )
-    keeping.add_argument(
-        "--evaluate-every",
-        type=ranged("evaluate_every"),
-        help=f"steps between evaluations; 0: at the end {shown('evaluate_every')}",
-    )
-    keeping.add_argument(
-        "--evaluation-batches",
-        type=ranged("evaluation_batches"),
-        help=f"batches of an evaluation {shown('evaluation_batches')}",
-    )
-    keeping.add_argument(
-        "--sample-tokens", type=ranged("sample_tokens"), help=f"tokens to generate at the end {shown('sample_tokens')}"
-    )
-    keeping.add_argument(
-        "--log-every", type=ranged("log_every"), help=f"steps between lines outside a terminal {shown('log_every')}"
-    )
+    _add_number(keeping, "held_out", "the share of the text that is kept for evaluation")
+    _add_number(keeping, "evaluate_every", "steps between evaluations; 0: only at the end")
+    _add_number(keeping, "evaluation_batches", "batches of an evaluation")
+    _add_number(keeping, "sample_tokens", "tokens to generate at the end")
+    _add_number(keeping, "log_every", "steps between lines outside a terminal")
     keeping.add_argument(
         "--trace",
         type=trace_file,
@@ -144,14 +114,17 @@ def add_command(commands: Any) -> None:
 
 
 def trace_file(text: str) -> str:
-    """An argparse type: a file that can be written; stays text."""
+    """An argparse type: the path of a file that can be written, as text."""
     return str(writable_file(text))
 
 
-def ranged(name: str) -> Callable[[str], float]:
-    """The argparse type of the option for the field ``name`` of a job."""
+def _add_number(group: argparse._ArgumentGroup, name: str, text: str) -> None:
+    """Add the option for the number ``name`` of a job, with its limits and, unless it is None, its default."""
     least, most = RANGES[name]
-    return number(least, most) if isinstance(least, float) else whole(least, most)
+    kind = number(least, most) if isinstance(least, float) else whole(least, most)
+    default = getattr(TrainJob, name, None)
+    shown = "" if default is None else f" (default: {default:g})"
+    group.add_argument(jobs.option(name), type=kind, help=f"{text}{shown}")
 
 
 def run_command(args: argparse.Namespace) -> None:

@@ -1,12 +1,13 @@
-"""Batches and outputs: what goes into the model, on which device and in which dtype, and the loss that comes out.
+"""Batches and outputs: how a batch becomes the model's arguments, and which loss comes out.
 
 An example batch is a mapping (the model is called with ``model(**batch)``) or a tuple (``model(*batch)``). Its tensors
-may lie in nested containers and in objects: :mod:`protrain.common.trees` says in which. The trace and the engine treat
-inputs the same way, through the functions here.
+may lie in nested containers and in objects; :mod:`protrain.common.trees` says in which. The trace and the engine both
+treat inputs with the functions here.
 
-A forward may write into what it is given, as models do that take a dictionary of features and put their results into
-it. The caller sees that, as in plain PyTorch: an argument goes to the model as it is, unless a tensor in it must go to
-the device or be cast. Then the model gets a new container, as it would get one from a loop that moves its own batches.
+A forward may write into its arguments. Some models, for example, take a dictionary of features and put their results
+into it. The caller sees these writes, as in plain PyTorch, because an argument goes to the model as it is unless a
+tensor in it must be moved or cast. In that case the model gets a new container, as it would from a training loop that
+moves its own batches.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from protrain.common.trees import knows_to, map_leaves, named_tensors, replace_l
 
 
 def check(batch: Any) -> None:
-    """ValueError unless ``batch`` is a mapping with text keys or a tuple, and holds tensors, all of them dense.
+    """Raise a ValueError unless ``batch`` is a mapping with text keys or a tuple, and holds tensors that are all dense.
 
-    It is one, too, where an object in it holds tensors and cannot be copied.
+    It also raises where an object in the batch holds tensors and cannot be copied.
     """
     if not isinstance(batch, Mapping | tuple):
         raise ValueError(
@@ -41,12 +42,13 @@ def check(batch: Any) -> None:
             )
     tensors = dict(named_tensors(batch))
     for name, tensor in tensors.items():
-        if tensor.is_nested or tensor.layout is not torch.strided:  # one without a storage is neither counted nor moved
+        # a tensor without a storage can neither be counted nor moved
+        if tensor.is_nested or tensor.layout is not torch.strided:
             layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             remedy = "to_padded_tensor(...)" if tensor.is_nested else "to_dense()"
             raise ValueError(
-                f"the batch's input {name} is a {layout} tensor, and models are profiled and run with dense ones "
-                f"alone; pass what its {remedy} gives"
+                f"the batch's input {name} is a {layout} tensor, but models are profiled and run with dense tensors "
+                f"only; pass what its {remedy} gives"
             )
     if not tensors:
         inputs = batch.values() if isinstance(batch, Mapping) else batch
@@ -59,13 +61,13 @@ def check(batch: Any) -> None:
 
 
 def shapes(batch: Any) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in ``batch``; nested ones under dotted names, positions as "0", "1"."""
+    """The shape of every tensor in ``batch``. Nested tensors have dotted names, and positions are named "0", "1"."""
     check(batch)
     return {name: tuple(tensor.shape) for name, tensor in named_tensors(batch)}
 
 
 def tokens(batch: Any) -> int:
-    """Elements of the first integer tensor in ``batch``; without one, the first dimension of the first tensor."""
+    """The number of tokens: the elements of the first integer tensor, or else the first tensor's first dimension."""
     check(batch)
     first: Tensor | None = None
     for _, tensor in named_tensors(batch):
@@ -77,7 +79,7 @@ def tokens(batch: Any) -> int:
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of the model's forward for ``batch``."""
+    """The positional and keyword arguments with which ``batch`` calls the model."""
     check(batch)
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -85,10 +87,11 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def excess(shape: tuple[int, ...], planned: tuple[int, ...], *, rows_first: bool) -> str:
-    """How an input of ``shape`` could need more memory than one of the ``planned`` shape; "" if in no way.
+    """How an input of ``shape`` could need more memory than one of the ``planned`` shape; "" if it cannot.
 
-    More rows of shorter sequences need no more, but fewer rows of longer ones do: attention grows with the square. So
-    no dimension may be longer except the first, and that one only where it is known to be the rows (``rows_first``).
+    More rows of shorter sequences need no more memory. Fewer rows of longer sequences do, because attention grows with
+    the square of the length. So no dimension may be longer, except the first one where it is known to be the rows
+    (``rows_first``).
     """
     if math.prod(shape) > math.prod(planned):
         return "larger"
@@ -99,15 +102,17 @@ def excess(shape: tuple[int, ...], planned: tuple[int, ...], *, rows_first: bool
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """``tree`` with every tensor on ``device``, or itself where they all are there: nothing is copied without need."""
+    """``tree`` with every tensor on ``device``. It is ``tree`` itself if all tensors are there already."""
     return move(tree, device, lambda tensor: tensor.to(device))
 
 
 def move(tree: Any, device: torch.device, moved: Callable[[Tensor], Tensor]) -> Any:
-    """``tree`` with ``moved`` of every tensor, which is on ``device``; itself where no tensor is another one then.
+    """``tree`` with each tensor replaced by ``moved`` of it, which is on ``device``.
 
-    An object that has a method ``to(device)`` is moved by a call of that on a copy, as ``to`` often changes the object
-    itself, the caller's.
+    An unchanged tree comes back itself.
+
+    An object with a method ``to(device)`` is moved by calling that method on a copy of the object, because ``to`` often
+    changes the object itself, and that is the caller's.
     """
 
     def one(leaf: Any) -> Any:
@@ -123,9 +128,10 @@ def move(tree: Any, device: torch.device, moved: Callable[[Tensor], Tensor]) -> 
 
 
 def own_copy(batch: Any) -> Any:
-    """``batch`` in tensors, containers and objects of its own, which forward may write to without changing ``batch``.
+    """A copy of ``batch`` that forward may write to without changing ``batch``.
 
-    A tensor that occurs twice does so in the copy. What requires a gradient does so there, as a leaf of its own.
+    Tensors, containers and objects are new. A tensor that occurs twice in the batch is one tensor in the copy. A tensor
+    that requires a gradient does so in the copy, as a leaf.
     """
     copies: dict[int, Tensor] = {}
 
@@ -140,22 +146,22 @@ def own_copy(batch: Any) -> Any:
 
 
 def _cloned(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor``. That of a part of a larger tensor holds as much memory, as the part does in training."""
+    """A copy of ``tensor``. The copy of a view holds as much memory as the view's storage, as it does in training."""
     if type(tensor) is not Tensor or tensor.is_meta or 0 in tensor.stride():
         return tensor.clone()
     size_bytes = tensor.untyped_storage().nbytes()
     if size_bytes == tensor.nbytes:
         return tensor.clone()
-    memory = torch.empty(size_bytes, dtype=torch.uint8, device=tensor.device)  # of which no more than the part is used
+    memory = torch.empty(size_bytes, dtype=torch.uint8, device=tensor.device)  # only the view's part of it is written
     part = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     part.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return part.copy_(tensor)
 
 
 def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """``args`` and ``kwargs`` with their fp32 tensors in ``dtype``, nested ones too (FSDP's cast_forward_inputs).
+    """``args`` and ``kwargs`` with all their fp32 tensors cast to ``dtype``, as FSDP's cast_forward_inputs does.
 
-    An argument that holds none is passed on as it is.
+    An argument without fp32 tensors is passed on as it is.
     """
 
     def cast(leaf: Any) -> Any:
@@ -168,12 +174,10 @@ def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def training_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """``kwargs`` plus ``use_cache=False`` where ``model`` would otherwise keep key/value caches while training."""
+    """``kwargs``, with ``use_cache=False`` added if ``model`` would otherwise keep key/value caches while training."""
     config = getattr(model, "config", None)
-    parts = [
-        config,
-        *getattr(config, "__dict__", {}).values(),
-    ]  # of an encoder and a decoder, an image and a text model
+    # The attributes of a config may be configs of parts: of an encoder and a decoder, an image and a text model.
+    parts = [config, *getattr(config, "__dict__", {}).values()]
     if "use_cache" in kwargs or not any(getattr(part, "use_cache", False) is True for part in parts):
         return kwargs
     parameters = inspect.signature(model.forward).parameters
@@ -184,10 +188,12 @@ def training_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, An
 def loss_of(output: Any) -> Tensor:
     """The scalar to call ``backward`` on.
 
-    ``output.loss``, ``output["loss"]`` or a scalar output is taken as it is. Of any other output the sum of its scalars
-    is taken, and of every tensor that they do not come from, as a loss comes from logits, a stand-in of about the cost
-    of a cross entropy: the mean of the log-softmax in fp32. What has no gradient counts for nothing. ValueError when
-    nothing in ``output`` depends on a trainable parameter.
+    ``output.loss``, ``output["loss"]`` or a scalar output is taken as it is. For any other output it is the sum of its
+    scalars and, for every tensor that the scalars do not depend on, the mean of its log-softmax in fp32. That stands in
+    for a cross entropy, at about its cost. Tensors without a gradient are left out.
+
+    Raises:
+        ValueError: nothing in ``output`` depends on a trainable parameter.
     """
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
@@ -212,7 +218,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def _graph_of(tensors: list[Tensor]) -> set[Any]:
-    """The nodes that ``tensors`` come from."""
+    """The nodes of the autograd graph that ``tensors`` depend on."""
     found: set[Any] = set()
     left = [tensor.grad_fn for tensor in tensors]
     while left:

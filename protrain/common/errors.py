@@ -1,4 +1,4 @@
-"""Errors that users see. Each names the thing that is wrong and the remedy."""
+"""The errors that users see. Each message names what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 class PlanError(ValueError):
-    """No plan fits, or not the given one: states bytes needed and available, the largest part, and what would fit.
+    """No plan fits, or the given plan does not.
 
-    Raised before any memory is taken (design: failing well).
+    It states the bytes needed and available, the largest part, and a remedy.
+
+    It is raised before any memory is allocated.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class BudgetError(MemoryError):
 
 
 class MisuseError(RuntimeError):
-    """The model or optimizer was used in a way that cannot be carried out; the message says what to do instead."""
+    """The model or optimizer was used in a way that does not work. The message says what to do instead."""
 
 
 class CheckpointError(ValueError):
@@ -53,7 +55,7 @@ class CheckpointError(ValueError):
 
 
 def not_downloaded(name: str) -> str:
-    """What to add to "there is no folder ``name``" where that may be a model of the Hugging Face Hub; else nothing."""
+    """A hint to add to "there is no folder ``name``" if that may be a model of the Hugging Face Hub; otherwise ""."""
     if not _HUB_NAME.fullmatch(name):
         return ""
     return (

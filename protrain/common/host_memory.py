@@ -1,4 +1,4 @@
-"""Host memory for model states, as the engine maps it and as calibration measures it."""
+"""Host memory for model states. The engine and calibration both map it with the functions here."""
 
 from __future__ import annotations
 
@@ -16,40 +16,43 @@ from torch import Tensor
 
 from protrain.common.quantities import format_bytes
 
-_TOUCHED_BYTES = 64 * 1024**2  # by one thread at a time
+_TOUCHED_BYTES = 64 * 1024**2  # one thread touches this many bytes at a time
 _THREADS = 8
 
 
 class HostMapping(mmap.mmap):
-    """Zeroed bytes on pages of their own, there already, and what of them is pinned.
+    """Zeroed, page-aligned host memory whose pages are already present, with a record of which parts are pinned.
 
-    [Note: who unpins] They are unpinned when the last tensor on them is gone, and not when their owner is. Whoever has
-    a copy to or from them still to issue has a tensor, a thread that updates the last step's chunks while the model is
-    dropped for example; a copy from memory that is unpinned meanwhile takes the process's whole CUDA context with it.
+    [Note: who unpins] Memory is unpinned when the last tensor on it is gone, not when its owner is. Whoever still has
+    to issue a copy to or from the memory holds such a tensor: for example a thread that updates the last step's chunks
+    while the model is being dropped. A copy from memory that was unpinned meanwhile would destroy the process's whole
+    CUDA context.
 
-    A private mapping, because only that has huge pages wherever they may be advised; those of a shared one are another
-    setting of the system, off by default, and without them placing takes several times as long. Forked processes (a
-    DataLoader's workers) do not inherit it: the first write after a fork would copy every page. So their own memory may
-    lie at these addresses, and there no mapping must ever end.
+    The mapping is private, because only private memory has huge pages wherever they may be advised. Huge pages of
+    shared memory depend on another system setting, which is off by default, and without them touching the pages takes
+    several times as long. Forked processes, such as a DataLoader's workers, do not inherit the mapping, because the
+    first write after a fork would copy every page. So a child's own memory may lie at these addresses, and in a child
+    the mapping must never be unmapped.
 
     Raises:
         MemoryError: the system has no such memory.
     """
 
-    _pinned: list[tuple[int, torch.device]]  # addresses
+    _pinned: list[tuple[int, torch.device]]  # the address and device of every pinned piece
 
     def __new__(cls, size_bytes: int) -> Self:
-        """``size_bytes`` of it."""
+        """Map ``size_bytes``."""
         try:
             mapped = super().__new__(cls, -1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
             raise MemoryError(f"cannot map {format_bytes(size_bytes)} of host memory: {error}") from None
         mapped._pinned = []
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):  # on Linux
-                with contextlib.suppress(OSError):  # a kernel may be built without
+            if hasattr(mmap, advice):  # only Linux has these
+                with contextlib.suppress(OSError):  # a kernel may be built without them
                     mapped.madvise(getattr(mmap, advice))
-        # Page faults are taken here by many threads, not one by one inside the driver or the first step.
+        # Many threads take the page faults here. Otherwise one thread would take them, inside the driver or the first
+        # step.
         pieces = mapped.tensor().split(_TOUCHED_BYTES)
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(_touch, pieces))
@@ -57,15 +60,11 @@ class HostMapping(mmap.mmap):
         return mapped
 
     def tensor(self) -> Tensor:
-        """All of it: 1-d, uint8. The tensor, and every view of it, keeps it."""
+        """All of the memory as a 1-d uint8 tensor. The tensor, and every view of it, keeps the memory alive."""
         return torch.frombuffer(self, dtype=torch.uint8)
 
     def pin(self, piece: Tensor, device: torch.device) -> None:
-        """Register ``piece``, a tensor on these bytes, with the CUDA driver, for copies to and from ``device``.
-
-        Raises:
-            MemoryError: the driver refuses.
-        """
+        """Register ``piece``, a tensor on this memory, with the CUDA driver for copies to and from ``device``."""
         status = register(piece, device)
         if status != 0:
             raise MemoryError(
@@ -75,14 +74,14 @@ class HostMapping(mmap.mmap):
         self._pinned.append((piece.data_ptr(), device))
 
     def __del__(self) -> None:
-        """Unpin. A weak reference's callback would come after the pages are gone."""
-        pinned = getattr(self, "_pinned", [])  # there is none where the system refused
+        """Unpin. The callback of a weak reference would come too late, after the pages are gone."""
+        pinned = getattr(self, "_pinned", [])  # it does not exist if the system refused the memory
         if sys.is_finalizing():
             return
         try:
             for device in {device for _, device in pinned}:
-                torch.cuda.synchronize(device)  # a copy may be on its way still
-        finally:  # the pages go in any case, and the driver must not take others at their addresses for pinned
+                torch.cuda.synchronize(device)  # a copy may still be running
+        finally:  # the pages go in any case, and the driver must not take other memory at their addresses for pinned
             for address, _ in pinned:
                 torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -100,21 +99,17 @@ if hasattr(os, "register_at_fork"):
 
 
 def register(memory: Tensor, device: torch.device) -> int:
-    """Pin ``memory`` for copies to and from ``device``: the CUDA driver's answer, 0 where it did."""
+    """Pin ``memory`` for copies to and from ``device``. Returns the CUDA driver's status, which is 0 on success."""
     status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if status != 0:
-        # The driver keeps the error for whoever asks next: the launch of a kernel that isn't at fault.
+        # The driver keeps the error and would report it at the next kernel launch, which is not at fault.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)
     return status
 
 
 def map_host_memory(size_bytes: int) -> Tensor:
-    """``size_bytes`` zeroed bytes on pages of their own, there already: a 1-d uint8 tensor. See :class:`HostMapping`.
-
-    Raises:
-        MemoryError: the system has no such memory.
-    """
+    """A 1-d uint8 tensor of ``size_bytes`` zeros in memory of a :class:`HostMapping`."""
     return HostMapping(size_bytes).tensor()[:size_bytes]
 
 

@@ -1,15 +1,15 @@
-"""Ctrl-C ends the program `protrain` at once and with one line, from its first import to the exit of Python.
+"""Ends the program `protrain` at once and with one line on Ctrl-C, from its first import to the exit of Python.
 
-Python's own answer to Ctrl-C is a KeyboardInterrupt in whatever code is running. That isn't enough for a program that
-imports torch and profiles models. During imports it prints a page of traceback. In a finalizer, or in the callback of a
-weak reference, Python prints the exception and goes on as if nothing had happened. Code in C that asks for an attribute
-takes the exception for a missing attribute, and a profile or a measurement would then silently be another one.
+By default Python raises a KeyboardInterrupt in whatever code is running. That is not enough for a program that imports
+torch and profiles models. During imports it prints a page of traceback. In a finalizer, or in the callback of a weak
+reference, Python prints the exception and goes on as if nothing had happened. C code that looks up an attribute takes
+the exception for a missing attribute, and a profile or a measurement would then silently be wrong.
 
-Importing this module therefore gives the program a handler that writes a line and leaves the process, which nothing can
-swallow. Commands that leave something to put in order (`train`, `bench`) have handlers of their own while they run; see
+So importing this module gives the program a handler that writes a line and leaves the process, which nothing can
+swallow. Commands that have to clean up (`train`, `bench`) have handlers of their own while they run; see
 ``protrain.cli.signals``. A process that merely imports the library keeps its own handlers.
 
-It must be imported before torch, whose import takes seconds, so it imports nothing but small modules of Python's own.
+This module must be imported before torch, whose import takes seconds, so it imports only small modules of Python's own.
 """
 
 import os
@@ -19,7 +19,7 @@ import threading
 from types import FrameType
 from typing import NoReturn
 
-_CLEARED_LINE = "\r\033[K"  # a stage that is running has its line in a terminal, and no line end yet
+_CLEARED_LINE = "\r\033[K"  # clears the line of a running stage in a terminal, which has no line end yet
 
 
 def is_program() -> bool:
@@ -29,21 +29,21 @@ def is_program() -> bool:
 
 
 def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """The handler: write `protrain COMMAND: interrupted` to standard error and leave with 128 + ``number``.
+    """The signal handler: write `protrain COMMAND: interrupted` to standard error and leave with 128 + ``number``.
 
-    It writes to the descriptor, as the stream may be in the middle of writing a line.
+    It writes to the file descriptor, because the stream may be in the middle of writing a line.
     """
     words = ["protrain", *(word for word in sys.argv[1:2] if not word.startswith("-"))]
     try:
         start = _CLEARED_LINE if os.isatty(2) else ""
         os.write(2, f"{start}{' '.join(words)}: interrupted\n".encode(errors="replace"))
-    except OSError:  # nobody reads it
+    except OSError:  # nobody reads standard error
         pass
     finally:
         os._exit(128 + number)
 
 
-# Where Ctrl-C is ignored, as scripts have it for what they start in the background, it stays ignored.
+# A script may start background programs with Ctrl-C ignored. Then it stays ignored.
 if (
     is_program()
     and threading.current_thread() is threading.main_thread()

@@ -1,6 +1,8 @@
-"""Which parameters ProTrain manages, and how the others are kept: as they are, whatever they are made of."""
+"""Which parameters ProTrain manages, and what the others consist of, which it keeps as they are."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -8,25 +10,27 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from protrain.common.trees import named_tensors
 
-_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+# The types in which weights can train, by name.
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_MANAGED = frozenset({torch.float64, *DTYPES.values()})
 
 
 def is_managed(parameter: Tensor) -> bool:
     """Whether ``parameter`` is cast to the training dtype and lives in a chunk.
 
-    Its numbers must be the weights themselves. Storage types such as fp8 mean nothing without a scale that lies
-    elsewhere, a tensor of another class (torchao's, a DTensor) has more to it than numbers, and a class of parameters
-    with a method ``to`` of its own (those of bitsandbytes) does more than copy when it is moved. All these stay as
-    they are.
+    Its numbers must be the weights themselves. Three kinds of parameters are not managed and stay as they are: storage
+    types such as fp8, whose values mean nothing without a separate scale; tensors of another class (torchao's, a
+    DTensor), which consist of more than numbers; and parameter classes with their own method ``to`` (those of
+    bitsandbytes), which does more than copy.
     """
     kind = type(parameter)
-    return parameter.dtype in _DTYPES and nn.Parameter in kind.__mro__ and kind.to is Tensor.to
+    return parameter.dtype in _MANAGED and nn.Parameter in kind.__mro__ and kind.to is Tensor.to
 
 
 def moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A parameter on ``device`` that ``parameter``, which is not managed, becomes by its own method ``to``.
+    """Move the unmanaged ``parameter`` to ``device`` with its own method ``to``.
 
-    It keeps the attributes that ``to`` did not move itself.
+    The result keeps the attributes that ``to`` did not move itself.
     """
     new = parameter.to(device)
     found = new if isinstance(new, nn.Parameter) else nn.Parameter(new, requires_grad=parameter.requires_grad)
@@ -36,9 +40,10 @@ def moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def made_of(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
-    """The ordinary tensors that make up ``tensor``, under dotted names that begin with ``name``.
+    """The plain tensors that make up ``tensor``, under dotted names that begin with ``name``.
 
-    A quantised tensor of torchao consists of numbers, scales and zero points, for example, in no memory of its own.
+    For example, a quantised tensor of torchao consists of numbers, scales and zero points, and has no memory of its
+    own.
     """
     if type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor):
         return {name: tensor}
@@ -49,7 +54,7 @@ def made_of(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
 
 
 def kept_beside(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
-    """Tensors in attributes of ``tensor``, such as scales of a quantised weight, under dotted names as above."""
+    """The tensors in attributes of ``tensor``, such as scales of a quantised weight, under dotted names as above."""
     if is_traceable_wrapper_subclass(tensor):
         return {}
     found = {f"{name}.{inner}": part for inner, part in named_tensors(vars(tensor))}
@@ -57,6 +62,11 @@ def kept_beside(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
 
 
 def unmanaged_memory(model: nn.Module) -> list[Tensor]:
-    """The ordinary tensors in which buffers of ``model`` and its parameters that are not managed lie."""
-    held = [*model.buffers(), *(parameter for parameter in model.parameters() if not is_managed(parameter))]
-    return [part for tensor in held for part in (*made_of(tensor).values(), *kept_beside(tensor).values())]
+    """The plain tensors that hold the buffers of ``model`` and its unmanaged parameters."""
+    parameters = (parameter for parameter in model.parameters() if not is_managed(parameter))
+    return plain_tensors((*model.buffers(), *parameters))
+
+
+def plain_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The plain tensors that make up ``tensors`` and that lie in their attributes."""
+    return [part for tensor in tensors for part in (*made_of(tensor).values(), *kept_beside(tensor).values())]

@@ -1,4 +1,4 @@
-"""How many processes train: one, until chunks are sharded over several."""
+"""Refuses to train in several processes, until chunks are sharded over them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def refuse_several_processes(error: type[Exception]) -> None:
-    """Raise ``error`` in each of several processes, where every one would train a model of its own."""
+    """Raise ``error`` if this is one of several processes, because each would train a model of its own."""
     initialized = dist.is_available() and dist.is_initialized()
     count = dist.get_world_size() if initialized else _announced()
     if count > 1:
@@ -21,6 +21,6 @@ def refuse_several_processes(error: type[Exception]) -> None:
 
 
 def _announced() -> int:
-    """The number of processes in the environment, as torchrun and its like set it."""
+    """The number of processes that the environment announces, as torchrun and other launchers set it."""
     value = os.environ.get("WORLD_SIZE", "")
     return int(value) if value.isdecimal() else 1

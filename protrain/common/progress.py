@@ -1,4 +1,4 @@
-"""One line on standard error for every stage that takes time, so that nobody wonders what is going on."""
+"""Reports every stage that takes time by one line on standard error."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 _BAR_WIDTH = 24
-_CLEAR = "\r\033[K"  # a terminal's line
-_BEGUN_S = 2.0  # a shorter stage is one line, at its end
-_LONG_S = 20.0  # from here on what a stage is doing is of interest
+_CLEAR = "\r\033[K"  # clears the line of a terminal
+_BEGUN_S = 2.0  # a stage that is shorter than this prints only one line, at its end
+_LONG_S = 20.0  # a stage that is longer than this also says what it is doing
 _BLINK_S = 1.0
 
 
@@ -27,25 +27,25 @@ COUNTED = (
 
 
 class StandardError(io.TextIOBase):
-    """Standard error as it is now; its reader may leave, as `tee` does and a terminal that is closed.
+    """The present standard error, whose reader may leave: `tee` may end, or a terminal may be closed.
 
-    What is said there is for people alone and must not end a training run: once nobody reads it, it goes nowhere.
+    Messages there are only for people and must not end a training run. Once nobody reads them, they are dropped.
     """
 
     def __init__(self) -> None:
-        self._stream = sys.stderr  # None in a process without one
+        self._stream = sys.stderr  # None if the process has no standard error
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]  # the base's own is a property too, whatever its stub says
-        """Of the stream."""
+    def encoding(self) -> str:  # type: ignore[override]  # the base class has a property too, whatever its stub says
+        """The encoding of the stream."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Whether the stream is a terminal."""
         return self._stream is not None and self._stream.isatty()
 
     def write(self, text: str) -> int:
-        """Write ``text``, or let it be."""
+        """Write ``text``, or drop it if nobody reads it."""
         if self._stream is not None:
             try:
                 self._stream.write(text)
@@ -54,7 +54,7 @@ class StandardError(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or let it be."""
+        """Flush, unless nobody reads the stream."""
         if self._stream is not None:
             try:
                 self._stream.flush()
@@ -62,14 +62,14 @@ class StandardError(io.TextIOBase):
                 self._failed(error)
 
     def _failed(self, error: OSError) -> None:
-        if isinstance(error, BlockingIOError):  # its reader is slow, not gone
+        if isinstance(error, BlockingIOError):  # the reader is slow, not gone
             return
         silence(self._stream)
 
 
 def silence(stream: TextIO) -> None:
-    """Let what goes to ``stream`` go nowhere, also what is buffered: Python would complain of that at its exit."""
-    with suppress(OSError, ValueError):  # one that a test or a caller put there has no descriptor
+    """Drop all output to ``stream``, also what is buffered, of which Python would complain at its exit."""
+    with suppress(OSError, ValueError):  # a stream that a test or a caller put there has no descriptor
         descriptor = stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, descriptor)
@@ -77,27 +77,27 @@ def silence(stream: TextIO) -> None:
 
 
 def say(text: str, *, end: str = "\n") -> None:
-    """Write ``text`` to standard error, where somebody reads that."""
+    """Write ``text`` to standard error, if anybody reads it."""
     print(text, end=end, file=StandardError(), flush=True)
 
 
 class Progress:
-    """Prints the stages of a long call and how long each took; silent when not ``enabled``."""
+    """Prints the stages of a long call and how long each took. It is silent unless ``enabled``."""
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
 
     def note(self, text: str) -> None:
-        """A line by itself."""
+        """Print ``text`` as a line by itself."""
         if self.enabled:
             say(f"protrain: {text}")
 
     @contextmanager
     def stage(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Run the body as one stage. What it is given takes what it is doing, which is shown when that takes long.
+        """Run the body as one stage. The body is given a function to tell what it is doing, which a long stage shows.
 
-        A terminal shows the stage while it runs; elsewhere a line says that it began, once it takes time, and further
-        ones, ever more seldom, that it goes on.
+        A terminal shows the stage while it runs. Elsewhere a line is printed if the stage takes time, and further
+        lines, ever more seldom, if it goes on.
         """
         if not self.enabled:
             yield lambda part: None
@@ -139,9 +139,9 @@ class Progress:
 
     @contextmanager
     def bar(self, what: str) -> Iterator[Callable[[str, float], None]]:
-        """Run the body, which calls what it is given with its next part and how much is done, from 0 to 1.
+        """Run the body, which is given a function to call with the next part's name and the share done, from 0 to 1.
 
-        A terminal shows a bar while the body runs; elsewhere one line says at the end how long it took.
+        A terminal shows a bar while the body runs. Elsewhere one line at the end says how long it took.
         """
         live = self.enabled and StandardError().isatty()
 
@@ -164,7 +164,7 @@ class Progress:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between lines outside a terminal."""
+    """The seconds between two lines outside a terminal."""
     yield _BEGUN_S
     pause = _LONG_S
     while True:

@@ -1,44 +1,37 @@
-"""Bytes as people write them ("24GiB") and back. GiB is 1024**3; "GB" is accepted and means 1000**3."""
+"""Reads and writes numbers of bytes as people write them ("24GiB"). GiB is 1024**3, and GB is 1000**3."""
 
 from __future__ import annotations
 
 import re
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": 1024,
-    "kib": 1024,
-    "kb": 1000,
-    "m": 1024**2,
-    "mib": 1024**2,
-    "mb": 1000**2,
-    "g": 1024**3,
-    "gib": 1024**3,
-    "gb": 1000**3,
-    "t": 1024**4,
-    "tib": 1024**4,
-    "tb": 1000**4,
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-_LEAST_MEMORY_BYTES = 1024  # of a number without a unit: less is meant in GiB
-_TOO_MANY_BYTES = 1024**6  # the planner's arrays are of 64 bits, and what it adds to a size must fit them too
+_LEAST_MEMORY_BYTES = 1024  # a smaller number without a unit is probably meant in GiB
+_TOO_MANY_BYTES = 1024**6  # the planner's arrays have 64 bits, and sums of sizes must fit too
 
 
 def parse_bytes(value: int | float | str, *, name: str = "size") -> int:
-    """Bytes in ``value``: a number of bytes, or text like ``"24GiB"``. ValueError names ``name`` otherwise."""
+    """The bytes in ``value``, which is a number of bytes or text like ``"24GiB"``.
+
+    Raises:
+        ValueError: it is neither; the message names ``name``.
+    """
     size, _ = _read(value, name)
     if size >= _TOO_MANY_BYTES:
         raise ValueError(f"{name} must be less than 1048576 TiB, like '24GiB', not {value!r}")
-    if not size >= 1:  # nor a NaN
+    if not size >= 1:  # this also refuses a NaN
         raise ValueError(f"{name} must be more than 0 bytes, like '24GiB', not {value!r}")
     return int(size)
 
 
 def parse_memory(value: int | float | str, *, name: str) -> int:
-    """As :func:`parse_bytes`, for a size of memory: a bare number so small that it cannot be bytes is refused."""
+    """:func:`parse_bytes` for a size of memory. It refuses a bare number that is too small to be bytes."""
     size, unit = _read(value, name)
     if not unit and 0 < size < _LEAST_MEMORY_BYTES:
         raise ValueError(f"{name} {value!r} is bytes: write '{str(value).strip()}GiB'")
@@ -46,7 +39,7 @@ def parse_memory(value: int | float | str, *, name: str) -> int:
 
 
 def _read(value: int | float | str, name: str) -> tuple[float, str]:
-    """The bytes, whole or not, and the unit that ``value`` names."""
+    """The bytes, as an int or float, and the unit that ``value`` names."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value, ""
     match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
@@ -56,7 +49,7 @@ def _read(value: int | float | str, name: str) -> tuple[float, str]:
 
 
 def format_bytes(count: int | float) -> str:
-    """``count`` bytes as text with three significant digits, or all before the point: 1536 -> "1.5 KiB"."""
+    """``count`` bytes as text with three significant digits, or all before the point: 1536 is "1.5 KiB"."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(size) >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]

@@ -1,4 +1,4 @@
-"""The boxes of the design: small frozen dataclasses that serialise to JSON and print as a table."""
+"""Records: small frozen dataclasses that serialise to JSON and print as a table."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ _JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool
 
 
 class Record:
-    """Mixin of frozen keyword-only dataclasses: JSON in both directions, files, and a printed table.
+    """A mixin for frozen keyword-only dataclasses: JSON in both directions, files, and a printed table.
 
     Fields may be int, float, str, bool, None, enums, other records, and tuples or dicts of these.
     """
 
-    # What users call a file of it, and how they get one: messages about files have these in place of class names.
+    # What users call a file of such a record, and how they get one. Messages about files say this and not the class
+    # name.
     file_kind: ClassVar[str] = ""
     file_source: ClassVar[str] = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts and lists, ready for ``json.dumps``."""
+        """The record as plain dicts and lists, ready for ``json.dumps``."""
         return {field.name: _plain(getattr(self, field.name)) for field in _fields(self)}
 
     def to_json(self) -> str:
-        """Indented JSON text."""
+        """The record as indented JSON text."""
         return json.dumps(self.to_dict(), indent=1)
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """The record in ``data``. ValueError names a missing, unknown or wrongly typed field."""
+        """The record in ``data``. A ValueError names a field that is missing, unknown or of the wrong type."""
         if not isinstance(data, dict):
             raise ValueError(f"{cls.__name__} must be a JSON object, not {type(data).__name__}")
         hints = get_type_hints(cls)
@@ -66,14 +67,14 @@ class Record:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """The record in the file ``path``. ValueError names the file when it is missing, wrong, or of another kind."""
+        """The record in the file ``path``. A ValueError names a file that is missing, wrong, or of another kind."""
         name, kind = os.fspath(path), cls.file_kind or cls.__name__
         remedy = f"; {cls.file_source}" if cls.file_source else ""
         try:
             data = json.loads(Path(path).read_text())
         except OSError as error:
             raise ValueError(f"cannot read {kind} from {name}: {error.strerror}{remedy}") from None
-        except (ValueError, RecursionError) as error:  # no text, no JSON, numbers or nesting without end
+        except (ValueError, RecursionError) as error:  # it is no text, no JSON, or has endless numbers or nesting
             raise ValueError(f"{name} is not {kind}, as it is not JSON: {error}{remedy}") from None
         if not cls._resembles(data):
             raise ValueError(f"{name} is not {kind}: {_looks_like(data)}{remedy}")
@@ -84,7 +85,7 @@ class Record:
 
     @classmethod
     def _resembles(cls, data: Any) -> bool:
-        """Whether ``data`` has most of the fields that there must be, so that what is wrong is one of them."""
+        """Whether ``data`` has most of the required fields. If so, an error should be about one of its fields."""
         if not isinstance(data, dict):
             return False
         needed = [field.name for field in _fields(cls) if _is_needed(field)]
@@ -93,7 +94,10 @@ class Record:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON to ``path``, whole or not at all; where that is a link, to the file that it names."""
+        """Write JSON to ``path``, completely or not at all.
+
+        If ``path`` is a link, the file that it names is written.
+        """
         target = Path(path).resolve()
         scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
@@ -104,11 +108,11 @@ class Record:
             raise
 
     def rows(self) -> list[tuple[str, str]]:
-        """(name, value) rows of the printed table; bytes as GiB."""
+        """The rows (name, value) of the printed table, with bytes in readable units."""
         return [(f.name, _shown(f.name, getattr(self, f.name))) for f in _fields(self)]
 
     def table(self) -> str:
-        """The record as aligned text."""
+        """The record as a table of aligned text."""
         rows = self.rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -123,7 +127,7 @@ def _is_needed(field: dataclasses.Field[Any]) -> bool:
 
 
 def _looks_like(data: Any) -> str:
-    """What JSON that is not what was asked for seems to be."""
+    """What the JSON ``data`` seems to be, if it is not the record that was asked for."""
     if not isinstance(data, dict):
         return f"it holds a JSON {_JSON_NAMES.get(type(data), 'value')}"
     kinds = [

@@ -1,14 +1,19 @@
-"""The tensors in nested arguments and outputs.
+"""Finds and replaces the tensors in nested arguments and outputs.
 
-A tree consists of tuples, lists and dictionaries, of types that a library has registered with
-``torch.utils._pytree``, named tuples among them, and of objects whose attributes hold tensors: dataclasses, classes of
-attrs, subclasses of ``dict`` and ``list``, objects that have a method ``to``, as batches of graphs or images do, and
-any other object with a tensor among its attributes, alone or in a tuple, list or dictionary. Everything else is a
-leaf, modules included. An object that occurs twice is walked once, and one that refers to itself is no problem.
+A tree consists of
+
+- tuples, lists and dictionaries,
+- types that a library has registered with ``torch.utils._pytree``, and named tuples,
+- dataclasses, classes of attrs, and subclasses of ``dict`` and ``list``,
+- objects with a method ``to``, such as batches of graphs or images,
+- other objects with a tensor among their attributes, alone or in a tuple, list or dictionary.
+
+Everything else is a leaf, modules included. An object that occurs twice is walked once, and an object may refer to
+itself.
 
 These walks are taken several times in every call of a block and for every operation of a profile, while the device may
-have nothing else to do. What arguments nearly always consist of is told apart here, in a fraction of the time that the
-general walk takes.
+have nothing else to do. So the types that arguments nearly always consist of are handled here first, much faster than
+by the general walk.
 """
 
 from __future__ import annotations
@@ -29,12 +34,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _WITHOUT_TENSORS = _PLAIN | {torch.Size}
 _CONTAINERS = (tuple, list, dict)
-_Seen = dict[int, tuple[Any, Any]]  # objects by id, each with the copy that takes its place in the mapped tree
-_Walk = tuple[Callable[[Any], Any], _Seen, Callable[[Any], bool]]  # the function, what is mapped, what is a leaf
+_Seen = dict[int, tuple[Any, Any]]  # from an object's id to the object and the copy that replaces it
+# the function, the objects mapped so far, and which objects count as leaves
+_Walk = tuple[Callable[[Any], Any], _Seen, Callable[[Any], bool]]
 
 
 class Leaf:
-    """What stands for a leaf in a tree that somebody keeps; no walk looks into its attributes."""
+    """A placeholder for a leaf in a tree that is kept. No walk looks into its attributes."""
 
     __slots__ = ()
 
@@ -43,9 +49,9 @@ class _Kind(Enum):
     """How the instances of a type are walked."""
 
     LEAF = auto()
-    NODE = auto()  # as torch.utils._pytree does it
-    RECORD = auto()  # by its attributes, and what it holds as a dictionary or list
-    OBJECT = auto()  # likewise where a tensor is among the attributes; otherwise it is a leaf
+    NODE = auto()  # by torch.utils._pytree
+    RECORD = auto()  # by its attributes, and by its contents if it is a dictionary or list
+    OBJECT = auto()  # as a record if a tensor is among its attributes; otherwise it is a leaf
 
 
 _kinds: WeakKeyDictionary[type, _Kind] = WeakKeyDictionary()
@@ -63,7 +69,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _collect(tree: Any, found: list[Tensor], seen: _Seen) -> None:
-    kind = type(tree)  # compared first: isinstance takes long for what is no tensor
+    kind = type(tree)  # the type is compared first, because isinstance is slow for what is no tensor
     if kind is Tensor:
         found.append(tree)
     elif kind is tuple or kind is list:
@@ -85,9 +91,9 @@ def _collect(tree: Any, found: list[Tensor], seen: _Seen) -> None:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable[[Any], bool] = _never) -> Any:
-    """A copy of ``tree`` with ``function`` of every leaf in its place; containers and objects in it are new.
+    """A copy of ``tree`` with each leaf replaced by ``function`` of it. Containers and objects in it are new.
 
-    Objects are copied with ``copy.copy``, so no constructor runs. One for which ``whole`` is true is a leaf.
+    Objects are copied with ``copy.copy``, so no constructor runs. An object for which ``whole`` is true is a leaf.
 
     Raises:
         ValueError: an object that holds tensors cannot be copied.
@@ -96,10 +102,10 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable[[An
 
 
 def replace_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable[[Any], bool] = _never) -> Any:
-    """``tree`` itself where ``function`` returns every leaf as it is, otherwise what ``map_leaves`` returns.
+    """``tree`` itself if ``function`` returns every leaf unchanged; otherwise what ``map_leaves`` returns.
 
-    What somebody else does to the containers of ``tree`` later is seen by whoever has ``tree``, so nothing is copied
-    without need.
+    Others may change the containers of ``tree`` later, and whoever has ``tree`` should see that. So it is copied only
+    if it must be.
     """
     same = True
 
@@ -139,8 +145,8 @@ def _map_other(walk: _Walk, tree: Any) -> Any:
         seen[id(tree)] = tree, new
         return new
     new = _copied(tree)
-    seen[id(tree)] = tree, new  # before its parts, which may refer to it
-    # The attributes of the copy are walked, as its __copy__ may have copied more than the object alone.
+    seen[id(tree)] = tree, new  # noted before its parts are walked, because they may refer to it
+    # The attributes of the copy are walked, because ``__copy__`` may have copied more than the object alone.
     for name, part in _attributes(new).items():
         _set_attribute(new, name, _map(walk, part))
     if isinstance(new, list):
@@ -152,15 +158,15 @@ def _map_other(walk: _Walk, tree: Any) -> Any:
 
 
 def named_tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in ``tree`` under its dotted name.
+    """Every tensor in ``tree`` with its dotted name.
 
-    Elements of a mapping have its keys for names, attributes of an object their names, all others their positions.
+    Elements of a mapping are named by their keys, attributes by their names, and all others by their positions.
     """
     yield from _named_tensors(tree, "", frozenset())
 
 
 def _named_tensors(tree: Any, name: str, around: frozenset[int]) -> Iterator[tuple[str, Tensor]]:
-    """``around`` are the containers and objects that ``tree`` lies in."""
+    """The named tensors of ``tree``, which lies in the containers and objects whose ids are ``around``."""
     if isinstance(tree, Tensor):
         yield name, tree
         return
@@ -193,10 +199,10 @@ def _parts(tree: Any) -> list[Any]:
 
 
 def knows_to(tree: Any) -> bool:
-    """Whether ``tree`` is an object with a method ``to(device)``, which knows best what of it goes to a device.
+    """Whether ``tree`` is an object with a method ``to(device)``, which knows which of its parts move to a device.
 
-    A packed sequence leaves its lengths in host memory, for example. A method that takes no device, of a quantity that
-    is converted to another unit say, is not meant.
+    A packed sequence, for example, leaves its lengths in host memory. A method ``to`` that takes no device, such as one
+    that converts a unit, does not count.
     """
     method = getattr(type(tree), "to", None)
     if isinstance(tree, Tensor | nn.Module | type) or not inspect.isfunction(method):
@@ -239,24 +245,24 @@ def _holds_tensor(container: Any) -> Iterator[bool]:
 
 
 def _flattened(tree: Any) -> tuple[list[Any], Any]:
-    """The direct parts of ``tree`` for ``torch.utils._pytree``, and what puts others in their place."""
+    """The direct parts of ``tree`` in ``torch.utils._pytree``, and the spec that rebuilds it from other parts."""
     return tree_flatten(tree, is_leaf=lambda part: part is not tree)
 
 
 def _attributes(tree: Any) -> dict[str, Any]:
-    """In the dictionary and the slots of the object ``tree``."""
+    """The attributes in the dictionary and the slots of the object ``tree``."""
     own = getattr(tree, "__dict__", None)
     found = dict(own) if own is not None and own is not tree else {}
     for name, slot in _slots(type(tree)).items():
         try:
             found[name] = slot.__get__(tree)
-        except AttributeError:  # it has no value
+        except AttributeError:  # the slot has no value
             continue
     return found
 
 
 def _set_attribute(tree: Any, name: str, value: Any) -> None:
-    """Past ``__setattr__``, which frozen classes refuse and others have their own ideas of."""
+    """Set an attribute without ``__setattr__``, which frozen classes refuse and other classes may redefine."""
     slot = _slots(type(tree)).get(name)
     if slot is not None:
         slot.__set__(tree, value)
@@ -282,6 +288,6 @@ def _copied(tree: Any) -> Any:
             f"a {type(tree).__name__} holds tensors but cannot be copied ({error}): give it a method __copy__, or pass "
             "its tensors in a tuple, a dict or a dataclass"
         ) from error
-    if isinstance(tree, dict) and getattr(tree, "__dict__", None) is tree:  # its keys are its attributes
+    if isinstance(tree, dict) and getattr(tree, "__dict__", None) is tree:  # its keys are also its attributes
         new.__dict__ = new
     return new

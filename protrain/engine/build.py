@@ -1,4 +1,4 @@
-"""From a Plan to a running engine: memory is taken here, in this order, and nowhere else."""
+"""From a Plan to a running engine. All memory that the engine keeps is allocated here, in this order."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from protrain.common.parameters import moved, unmanaged_memory
 from protrain.common.quantities import format_bytes
 from protrain.engine.activations.ledger import Ledger, SimulatedLedger
-from protrain.engine.activations.swap import ALIGNMENT_BYTES, HostSlots
+from protrain.engine.activations.swap import HostSlots
 from protrain.engine.engine import Engine
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.hooks import install
-from protrain.engine.states.arena import Arena, aligned
-from protrain.engine.states.chunks import DTYPES, complete_chunks, held_states, make_chunks, make_members, size_bytes
+from protrain.engine.states.allocation import complete_chunks, make_chunks, make_members, planned_states, size_bytes
+from protrain.engine.states.arena import Arena, EngineMemory, aligned
+from protrain.engine.states.chunks import DTYPES
 from protrain.engine.states.materialise import fill
 from protrain.engine.streams import streams_for
 from protrain.engine.units import make_units
-from protrain.engine.updates.streamer import Streamer
+from protrain.engine.updates.streamer import Streamer, Streaming
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks
 from protrain.planning.layout import most_held, streamed_chunks, updated_chunks
-from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, moved_input_bytes
-from protrain.planning.schedule import Schedule
+from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, offloaded_input_bytes, swapped_block_bytes
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels.host_library import library
 
@@ -51,77 +51,70 @@ def build_engine(
     weights: str | Path | None,
     show: Callable[[str, float], None],
 ) -> tuple[Engine, int]:
-    """Take the memory that ``plan`` needs, move the model's states there, and hook the engine into the model.
+    """Allocate the memory that ``plan`` needs, move the model's states there, and hook the engine into the model.
 
     Args:
-        model: to train; where its parameters lie is no longer its own after this.
+        model: the model to train. From now on the engine decides where its parameters lie.
         profile: of the model.
         plan: what to do.
-        device: to train on.
-        device_bytes: that may be taken of it.
-        host_bytes: that may be taken of the host's memory.
-        host_threads: of a kernel on the host.
-        streaming_bytes: device memory that states pass through where the device updates chunks in host memory; 0: none
-            is needed there.
+        device: the device to train on.
+        device_bytes: the limit of device memory.
+        host_bytes: the limit of host memory.
+        host_threads: number of threads of a kernel on the host.
+        streaming_bytes: device memory through which states are copied when the device updates chunks in host memory; 0
+            if it needs none.
         weights: a folder of safetensors to load.
-        show: called with what is being done and how much is done, from 0 to 1.
+        show: called with a text that says what is being done, and the share that is done, from 0 to 1.
 
     Returns:
-        The engine, and the bytes that lie on the device for good.
+        The engine, and the bytes of device memory that stay allocated.
     """
-    library()  # built now, and a missing compiler is said now, not in the middle of the first step
+    library()  # build it now, so that a missing compiler is an error before the first step
     dtype = DTYPES[profile.dtype]
     layout = layout_of(profile, plan)
-    streams = streams_for(device)
-    arena = Arena(device)
+    memory = EngineMemory(
+        device=device, dtype=dtype, streams=streams_for(device), arena=Arena(device), poison=debugging()
+    )
     first = plan.n_persist + plan.n_speculate
     candidates = [index for index in updated_chunks(profile, layout) if index >= first]
     streamed = streamed_chunks(candidates, plan.n_stream)
     show(f"{format_bytes(plan.host_bytes)} of host memory", 0.0)
-    chunks = make_chunks(layout, plan, dtype, device, arena, streams, streamed=streamed)
+    chunks = make_chunks(layout, plan, memory, streamed=streamed)
     named = dict(model.named_parameters())
     parameters = [named[record.name] for record in profile.parameters]
     members = make_members(profile, layout, chunks, parameters)
     fill(members, model, weights=weights, device=device, show=show)
     _move_the_rest(model, {id(parameter) for parameter in parameters}, device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what initialising took
-    complete_chunks(chunks, layout, plan, dtype, device)
+        torch.cuda.empty_cache()  # memory that initialising took
+    complete_chunks(chunks, layout, plan, memory)
     buffers = BufferPool(
+        memory,
         n_buffers=(plan.n_buffer, most_held(profile, layout)[plan.n_persist][1]),
         buffer_elements=layout.buffer_elements(plan.n_persist),
-        dtype=dtype,
-        device=device,
-        streams=streams,
-        poison=debugging(),
     )
     worker = HostWorker(threads=host_threads)
-    streamer = Streamer(streams, staging_bytes=streaming_bytes) if streamed else None
-    stream_worker = HostWorker(threads=1, name="protrain-stream-worker") if streamed else None
-    spare_device_bytes = device_bytes - plan.device_bytes
+    streaming = None
+    if streamed:
+        streamer = Streamer(memory.streams, staging_bytes=streaming_bytes)
+        streaming = Streaming(streamer, HostWorker(threads=1, name="protrain-stream-worker"))
     gradients = Gradients(
+        memory,
         members=members,
-        device=device,
-        dtype=dtype,
-        staging_elements=layout.gradient_elements(plan.n_persist),
-        streams=streams,
         worker=worker,
-        arena=arena,
-        spare_device_bytes=spare_device_bytes,
+        staging_elements=layout.gradient_elements(plan.n_persist),
+        free_device_bytes=device_bytes - plan.device_bytes,
         host_bytes=host_bytes,
-        region_elements=layout.region_elements(plan.n_persist),
-        n_device_regions=plan.n_device_gradient,
-        n_host_regions=plan.n_host_gradient,
-        poison=debugging(),
+        pool_elements=layout.region_elements(plan.n_persist),
+        pool_sizes=(plan.n_device_gradient, plan.n_host_gradient),
     )
-    units = make_units(model, profile, plan, layout, chunks, members)
     persistent = layout.chunks[: plan.n_persist]
     fixed_bytes = (
         profile.buffer_bytes
-        + sum(sum(size_bytes(record, held_states(record, layout, plan, dtype))) for record in persistent)
+        + sum(sum(size_bytes(record, planned_states(record, layout, plan, dtype))) for record in persistent)
         + sum(buffer.memory.nbytes for buffer in buffers.buffers)
         + gradients.device_bytes
-        + (streamer.staging_bytes if streamer is not None else 0)
+        + (streaming.streamer.staging_bytes if streaming is not None else 0)
     )
     ledger = Ledger()
     if device.type != "cuda":
@@ -130,60 +123,57 @@ def build_engine(
             fixed_bytes=fixed_bytes + plan.transient_bytes,
             fixed=unmanaged_memory(model),
         )
-    swapped = sum(
-        block.saved_bytes + ALIGNMENT_BYTES * block.saved_tensors
-        for block, mode in zip(profile.blocks, plan.block_modes, strict=True)
-        if mode is BlockMode.SWAP
-    )
-    swapped += sum(
-        moved_input_bytes(block)
-        for block, mode in zip(as_planned(profile, plan).blocks, plan.block_modes, strict=True)
-        if mode is BlockMode.CKPT_SWAP
-    )
-    # A page more for each call, whose region is whole pages, and one for the optimizer: a region that did not fit what
-    # is left would be mapped anew.
-    arena.reserve(swapped + aligned(1) * (len(profile.calls) + 1))
-    backwards = list(reversed(profile.calls))
-    fetched = [[chunk for chunk in unit if not chunks[chunk].persistent] for unit in layout.unit_chunks]
+    arena = memory.arena
+    arena.reserve(_activation_bytes(profile, plan))
     engine = Engine(
         model=model,
         profile=profile,
         plan=plan,
-        device=device,
-        dtype=dtype,
-        streams=streams,
-        arena=arena,
+        memory=memory,
         worker=worker,
-        streamer=streamer,
-        stream_worker=stream_worker,
+        streaming=streaming,
         chunks=chunks,
         members=members,
-        units=units,
+        units=make_units(model, profile, plan, layout, chunks, members),
         buffers=buffers,
         gradients=gradients,
-        swap_slots=HostSlots(arena, streams, limit_bytes=max(host_bytes, arena.total_bytes)),
+        swap_slots=HostSlots(arena, memory.streams, limit_bytes=max(host_bytes, arena.total_bytes)),
         ledger=ledger,
-        training_order=Schedule([*profile.calls, *backwards], fetched),
-        inference_order=Schedule(profile.calls, fetched),
     )
     install(engine)
     StateHooks(engine)
     return engine, fixed_bytes
 
 
+def _activation_bytes(profile: ModelProfile, plan: Plan) -> int:
+    """Host memory for the activations that one step swaps, and for the inputs that it offloads."""
+    swapped = sum(
+        swapped_block_bytes(block, packed=plan.packs(index))
+        for index, block in enumerate(profile.blocks)
+        if plan.block_modes[index] is BlockMode.SWAP
+    )
+    inputs = sum(
+        offloaded_input_bytes(block)
+        for block, mode in zip(as_planned(profile, plan).blocks, plan.block_modes, strict=True)
+        if mode is BlockMode.CKPT_SWAP
+    )
+    # A region is whole pages, so each call may need a page more. One page is for the optimizer.
+    return swapped + inputs + aligned(1) * (len(profile.calls) + 1)
+
+
 def _move_the_rest(model: nn.Module, managed: set[int], device: torch.device) -> None:
-    """Buffers and parameters that are not managed go to the device for good, in their own dtype and class."""
+    """Move buffers, and parameters that are not managed, to the device. Their dtype and class do not change."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(
                 f"buffer {name} is on the meta device, and only the model's constructor knows its values: build the "
                 "model under `with protrain.empty_parameters():`, which keeps buffers"
             )
-    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id of the first
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # a parameter and its replacement, by id of the former
     for module in model.modules():
-        for name, held in module._buffers.items():
-            if held is not None:
-                module._buffers[name] = held.to(device)
+        for name, tensor in module._buffers.items():
+            if tensor is not None:
+                module._buffers[name] = tensor.to(device)
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in managed or parameter.device == device:
                 continue
@@ -193,7 +183,7 @@ def _move_the_rest(model: nn.Module, managed: set[int], device: torch.device) ->
 
 
 def _on_device(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """``parameter`` itself with its data on ``device``, or another where its class cannot take other data."""
+    """``parameter`` with its data on ``device``, or a new one on ``device`` if its class does not let data change."""
     new = moved(parameter, device)
     if is_traceable_wrapper_subclass(parameter) or not torch._has_compatible_shallow_copy_type(parameter, new):
         return new

@@ -1,8 +1,8 @@
-"""What wrapping does to the user's model: forwards replaced on the instances, hooks on parameters, nothing else.
+"""How the engine is hooked into the user's model: it replaces forwards of instances, and hooks parameters.
 
-The model stays the same object. A unit's ``forward`` becomes a bound run of the engine around the original; the
-model's own ``forward`` also brings inputs to the device. Signatures stay, which libraries inspect.
-Where a unit has hooks of the user's, the engine has its parameters there for them, too.
+The model stays the same object. The ``forward`` of a unit becomes a run of the engine around the original, and the
+``forward`` of the model also moves inputs to the device. Signatures stay, as libraries inspect them. If the user has
+hooks on a unit, the engine has the parameters of the unit on the device for these hooks, too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch import nn
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
 from protrain.common.processes import refuse_several_processes
-from protrain.engine.activations.saved import Frame
 from protrain.engine.engine import Engine
 from protrain.engine.units import Unit
-from protrain.engine.weights.parameter import GradientHook, Handle, PresentParameter, manage
+from protrain.engine.weights.handle import Handle
+from protrain.engine.weights.parameter import GradientHook, PresentParameter, manage
 from protrain.forward.compilation import CompiledForward
+from protrain.planning.plan import BlockMode
 from protrain.profiler.blocks import checkpointing_switches, say_switched_off, switch_off_checkpointing
 
 
@@ -36,7 +37,7 @@ def install(engine: Engine) -> None:
             member.parameter.register_post_accumulate_grad_hook(GradientHook(handle))
         manage(member.parameter, handle)
         member.edits = member.parameter._version
-        engine.put_away(member)
+        engine.bindings.release(member)
     for unit in engine.units:
         _replace_forward(unit.module, _unit_forward(engine, unit))
     root = _Root(engine)
@@ -47,10 +48,10 @@ def install(engine: Engine) -> None:
 
 
 def _replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Have ``module.forward(...)`` call ``run(...)``; it has the signature of before, which libraries inspect.
+    """Have ``module.forward(...)`` call ``run(...)``.
 
-    It is a method as before, since libraries take it apart and bind it again, and has no ``__wrapped__``: accelerate
-    would take what that refers to for the forward without wrappers.
+    The new forward keeps the signature of the original, as libraries inspect it. It is a method, as libraries unbind it
+    and bind it again. It has no ``__wrapped__``, because accelerate would call that to be rid of wrappers.
     """
     original = module.forward
 
@@ -66,13 +67,13 @@ def _replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
 
 
 def _refuse_compiler() -> None:
-    """MisuseError where torch.compile was given the wrapped model, or a part of one, and runs the engine's code."""
-    callback: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # called for each frame that is not skipped
+    """MisuseError if torch.compile was given the wrapped model or a part of it, and now compiles the engine's code."""
+    callback: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # callable while a frame is being compiled
     if callable(callback):
         raise MisuseError(
             "torch.compile was given a model that protrain.wrap has wrapped, or a part of one, and would compile the "
-            "moves of its weights: pass compile=True to protrain.wrap, which compiles each block, and leave "
-            "torch.compile out"
+            "transfers of its weights: leave torch.compile out, and pass compile=True to protrain.wrap, which compiles "
+            "each block"
         )
 
 
@@ -89,7 +90,7 @@ def _unit_forward(engine: Engine, unit: Unit) -> Callable[..., Any]:
 
 
 def _unit_call(engine: Engine, unit: Unit) -> Callable[..., Any]:
-    """What calling the unit's module does: its forward with hooks, which have the unit's parameters, too."""
+    """The ``__call__`` of a unit's module: if it has hooks, its parameters are on the device for these, too."""
     module, forward, original = unit.module, unit.module.forward, unit.module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -98,10 +99,10 @@ def _unit_call(engine: Engine, unit: Unit) -> Callable[..., Any]:
             return original(*args, **kwargs)
         before = unit.calls
         output = engine.run_around(unit, original, args, kwargs)
-        if replaced and unit.calls == before and unit.frame_class is not Frame and torch.is_grad_enabled():
+        if replaced and unit.calls == before and unit.mode is not BlockMode.NONE and torch.is_grad_enabled():
             warnings.warn(
-                f"the forward of {unit.label} was replaced after protrain.wrap, so all that it saves stays on the "
-                "device, for which the plan has no room: replace it before protrain.wrap",
+                f"the forward of {unit.label} was replaced after protrain.wrap, so all tensors that it saves stay on "
+                "the device, and the plan has no memory for them: replace it before protrain.wrap",
                 stacklevel=2,
             )
         return output
@@ -110,9 +111,10 @@ def _unit_call(engine: Engine, unit: Unit) -> Callable[..., Any]:
 
 
 def _with_plain_parameters(parameters: list[nn.Parameter], function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with the managed ones among ``parameters`` in their ordinary class.
+    """``function``, during which managed parameters have the class nn.Parameter.
 
-    The compiler's guards compare classes, and the graph was made for ordinary parameters when the model was profiled.
+    The compiler's guards compare classes, and the graph was compiled for ordinary parameters when the model was
+    profiled.
     """
     managed: list[Any] = [parameter for parameter in parameters if isinstance(parameter, PresentParameter)]
 
@@ -130,10 +132,10 @@ def _with_plain_parameters(parameters: list[nn.Parameter], function: Callable[..
 
 
 class _Root:
-    """The model's own forward: inputs to the device, and the fetches planned.
+    """The model's own forward: it moves inputs to the device and begins the schedule of fetches.
 
-    A script may give the model another forward after wrapping, as TRL does for a fused head. Then what precedes the
-    forward comes with the call of the model.
+    A script may replace the model's forward after wrapping, as TRL does for a fused head. Then the call of the model
+    does both.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -143,19 +145,19 @@ class _Root:
         names = _positional_names(self._original)
         self._names = names
         self._planned = {_by_keyword(name, names): shape for name, shape in engine.profile.batch_shapes.items()}
-        # Recurrent and attention modules of torch say so when sequences come first.
+        # Recurrent and attention modules of torch have batch_first=False when sequences come first.
         self._rows_first = all(getattr(module, "batch_first", True) for module in model.modules())
         self._extra = batches.training_arguments(model, {})
         self._switches = checkpointing_switches(model)
         self._autocast = self._current_autocast()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward of before."""
+        """Begin a forward of the model, and run it."""
         args, kwargs = self._begin(args, kwargs)
         return self._original(*args, **kwargs)
 
     def watch_calls(self) -> None:
-        """See to it that a call of the model begins a forward, whatever its forward is by then."""
+        """Let a call of the model begin a forward, even if a script has replaced ``model.forward``."""
         model, forward, original = self._model, self._model.forward, self._model._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -185,14 +187,14 @@ class _Root:
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _compare_autocast(self) -> None:
-        """Warn once where autocast makes copies of weights that no plan knows of."""
+        """Warn once if autocast makes copies of weights that the plan has no memory for."""
         current = self._current_autocast()
         if current not in (self._autocast, None, self._engine.dtype):
             self._autocast = current
             warnings.warn(
-                f"the model runs under torch.autocast in {current}, as it did not in protrain.wrap: copies of weights "
-                f"in that type are kept, for which the plan has no room. Pass dtype={str(current)!r} to protrain.wrap "
-                "and leave mixed precision off",
+                f"the model runs under torch.autocast in {current}, but did not in protrain.wrap: autocast keeps "
+                "copies of weights in that type, and the plan has no memory for them. Pass "
+                f"dtype={str(current)!r} to protrain.wrap and leave mixed precision off",
                 stacklevel=3,
             )
 
@@ -204,7 +206,7 @@ def _positional_names(function: Callable[..., Any]) -> list[str]:
 
 
 def _by_keyword(name: str, names: list[str]) -> str:
-    """``name`` of an input, dotted where it is nested, with its keyword in place of its position."""
+    """``name`` of an input, which has dots if it is nested, with its keyword in place of its position."""
     position, dot, rest = name.partition(".")
     known = position.isdecimal() and int(position) < len(names)
     return (names[int(position)] if known else position) + dot + rest
@@ -213,7 +215,7 @@ def _by_keyword(name: str, names: list[str]) -> str:
 def _refuse_larger(
     given: dict[str, Any], planned: dict[str, tuple[int, ...]], tokens: int, *, rows_first: bool
 ) -> None:
-    """MisuseError when a training batch may need more than the plan was made for: an OOM later would be worse."""
+    """MisuseError if a training batch may need more memory than the plan has, in place of an OOM later."""
     found = dict(batches.named_tensors(given))
     for name, value in found.items():
         how = batches.excess(tuple(value.shape), planned[name], rows_first=rows_first) if name in planned else ""

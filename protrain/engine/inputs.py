@@ -1,9 +1,9 @@
-"""Batches that come in host memory, on their way to the device.
+"""Batches in host memory, on their way to the device.
 
-[Note: inputs] ``tensor.to(device)`` has the thread wait until all that was queued before is done, so it has nothing
-queued when the device begins the step. And its copy waits for whatever goes up at that time, weights that were updated
-early for example, as a copy engine takes one thing after another. So inputs are put aside in pinned memory, and a
-kernel that runs in its turn reads them from there.
+[Note: inputs] ``tensor.to(device)`` blocks the host until all work that was queued before is done. The device would
+then begin a step with an empty queue. The copy would also wait for uploads that are under way, for example of weights
+that were updated speculatively, as a copy engine takes one transfer after the other. So inputs are copied into pinned
+memory, and a kernel on the compute stream reads them from there.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from protrain_kernels import from_host
 
 
 class Inputs:
-    """What is on its way to ``device``."""
+    """Copies batches to ``device``, and keeps their pinned copies alive until these were read."""
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device = device
         self._streams = streams
-        self._aside: deque[tuple[Mark, list[Tensor]]] = deque()  # what is being read, until which point
+        self._in_flight: deque[tuple[Mark, list[Tensor]]] = deque()  # pinned inputs, free after the mark
 
     def __del__(self) -> None:
-        """Nobody else may get what is still being read."""
-        if self._aside and not sys.is_finalizing():
-            self._aside[-1][0].wait()
+        """Keep pinned inputs alive until the copy kernel has read them."""
+        if self._in_flight and not sys.is_finalizing():
+            self._in_flight[-1][0].wait()
 
     def to_device(self, tree: Any) -> Any:
-        """``tree`` with every tensor on the device, or itself where they all are there.
+        """``tree`` with every tensor on the device; ``tree`` itself if all tensors are there already.
 
-        Kernels launched on the compute stream from now on find the values there, and the caller may change its own at
-        once.
+        Kernels that are launched on the compute stream from now on find the values there. The caller may change its own
+        tensors at once.
         """
-        while self._aside and self._aside[0][0].reached():
-            self._aside.popleft()
-        aside: list[Tensor] = []
-        moved = batches.move(tree, self._device, lambda tensor: self._moved(tensor, aside))
-        if aside:
+        while self._in_flight and self._in_flight[0][0].reached():
+            self._in_flight.popleft()
+        pinned: list[Tensor] = []
+        moved = batches.move(tree, self._device, lambda tensor: self._upload(tensor, pinned))
+        if pinned:
             mark = self._streams.mark()
             self._streams.compute_reached(mark)
-            self._aside.append((mark, aside))
+            self._in_flight.append((mark, pinned))
         return moved
 
-    def _moved(self, tensor: Tensor, aside: list[Tensor]) -> Tensor:
+    def _upload(self, tensor: Tensor, pinned: list[Tensor]) -> Tensor:
         if self._is_here(tensor):
             return tensor
         if not _is_plain(tensor):
             return tensor.to(self._device)
-        # Not of the arena: nobody knows beforehand how large the next batch is.
+        # The arena has no memory for it, as the size of the next batch is not known beforehand.
         source = torch.empty_like(tensor, pin_memory=self._device.type == "cuda").copy_(tensor)
         target = torch.empty_like(source, pin_memory=False, device=self._device)
         from_host(_bytes(source), _bytes(target))
-        aside.append(source)
+        pinned.append(source)
         return target
 
     def _is_here(self, tensor: Tensor) -> bool:
@@ -67,7 +67,7 @@ class Inputs:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the bytes of ``tensor``, in host memory, are all there is to it."""
+    """Whether ``tensor`` lies in host memory and consists of its bytes alone, without a graph or a transformation."""
     if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
     transformed = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or forward_ad._current_level >= 0
@@ -75,5 +75,5 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Of its storage."""
+    """The bytes of the storage of ``tensor``."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""What the plan promised and what was measured."""
+"""The report of a training: what the plan predicted, and what was measured."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.engine.activations.ledger import SimulatedLedger
+from protrain.engine.engine import Engine
+from protrain.engine.updates.on_host import Tally
 from protrain.planning.tables import format_change, format_ms
 
-if TYPE_CHECKING:
-    from protrain.engine.engine import Engine
-    from protrain.engine.updates.updates import Tally
-
-_KEPT_STEPS = 200
-_SLOW_HOST = 0.86  # of its predicted rate: below what plans reckon with ([Note: caution] in planning/rates/caution.py)
-_LATE_STEP = 1.05  # of its predicted time
+_TIMED_STEPS = 200
+_SLOW_HOST = 0.86  # times the predicted rate: a host that is slower than in any scenario a plan is made for
+_LATE_STEP = 1.05  # times the predicted time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +29,18 @@ class Report(Record):
     steps: int
     step_ms: float
     predicted_step_ms: float
-    device_bytes: int  # measured peak: the allocator's on a GPU, the ledger's on a CPU
+    device_bytes: int  # measured peak, by the allocator on a GPU and by the ledger on a CPU
     predicted_device_bytes: int
-    host_bytes: int  # of the host arena
+    host_bytes: int  # size of the host arena
     predicted_host_bytes: int
-    fetches: int  # chunk uploads issued
-    early_updates: int  # done inside backward before step() was called
-    redone_updates: int  # of those that a clipped or otherwise unforeseen step had done again
-    host_gparams: float  # 1e9 parameters a second of the last whole updates on the host, beside all else; 0: none
+    fetches: int  # uploads of chunks
+    speculative_updates: int  # updates done inside backward, before step() was called
+    redone_updates: int  # speculative updates done again as the step was not as they had assumed
+    host_gparams: float  # 1e9 parameters a second that the host has updated lately, while the step ran; 0: none
     predicted_host_gparams: float
 
     def rows(self) -> list[tuple[str, str]]:
-        """Rows of the printed table: what belongs together in one, with units."""
+        """Rows of the printed table, with units. Each figure is beside its prediction."""
         predicted = f"predicted {format_ms(self.predicted_step_ms)}"
         step = f"not measured before two steps, {predicted}"
         if self.step_ms:
@@ -72,7 +69,7 @@ class Report(Record):
                 f"{format_bytes(self.host_bytes)} taken, predicted {format_bytes(self.predicted_host_bytes)}",
             ),
             ("chunk uploads", f"{self.fetches:,}"),
-            ("early updates", f"{self.early_updates:,}{redone}"),
+            ("speculative updates", f"{self.speculative_updates:,}{redone}"),
             ("AdamW on the host", on_host),
         ]
 
@@ -86,15 +83,15 @@ class Report(Record):
 
 
 class StepClock:
-    """Wall-clock time between steps."""
+    """Measures the wall-clock time between steps."""
 
     def __init__(self) -> None:
-        self.steps = 0  # that changed weights
+        self.steps = 0  # steps that changed weights
         self._last: float | None = None
-        self.durations_ms: deque[float] = deque(maxlen=_KEPT_STEPS)
+        self.durations_ms: deque[float] = deque(maxlen=_TIMED_STEPS)
 
     def tick(self, *, updated: bool) -> None:
-        """A step was called. One whose gradients overflowed has ``updated`` nothing."""
+        """A step was called. ``updated`` is False if its gradients overflowed, so that it changed no weights."""
         self.steps += updated
         now = time.perf_counter()
         if self._last is not None:
@@ -105,7 +102,7 @@ class StepClock:
 def make_report(
     engine: Engine, clock: StepClock, tally: Tally, *, device_bytes: int, predicted_host_gparams: float
 ) -> Report:
-    """The report of ``engine``; ``device_bytes`` is what lies on the device for good."""
+    """The report of ``engine``. ``device_bytes`` is the device memory that stays allocated."""
     if engine.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(engine.device)
     else:
@@ -120,14 +117,14 @@ def make_report(
         host_bytes=engine.arena.total_bytes,
         predicted_host_bytes=engine.plan.host_bytes,
         fetches=engine.buffers.fetches,
-        early_updates=tally.adopted + tally.redone,
+        speculative_updates=tally.committed + tally.redone,
         redone_updates=tally.redone,
-        host_gparams=_rate_of(tuple(tally.counted)),
+        host_gparams=_rate_of(tuple(tally.timed)),
         predicted_host_gparams=predicted_host_gparams,
     )
 
 
 def _rate_of(updates: tuple[tuple[int, float], ...]) -> float:
-    """1e9 elements a second of all of ``updates``, elements and seconds of each; 0 where there are none."""
+    """1e9 elements a second over all ``updates``, of which each has elements and seconds; 0 if there are none."""
     seconds = sum(took for _, took in updates)
     return sum(elements for elements, _ in updates) / seconds / 1e9 if seconds > 0 else 0.0

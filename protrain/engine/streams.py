@@ -1,15 +1,15 @@
-"""The one owner of every CUDA stream, and its CPU stand-in.
+"""The object that owns every CUDA stream, and its stand-in on the CPU.
 
-Streams, each for a reason:
+There are these streams, each for a reason:
 
 - compute: the stream that is current when the engine is made. ALL device memory is allocated there, so that the caching
-  allocator has one free list; only memory that lives as long as the engine is marked for the other streams, once.
-- h2d: uploads (weights, swapped activations). Copy engines are FIFO and blind to priority, one per direction, so a
-  stream of its own per direction is all that can overlap.
+  allocator has one free list. Memory that lives as long as the engine is recorded for the other streams, once.
+- h2d: uploads (weights, swapped activations). There is one copy engine in each direction, which takes transfers in
+  order and knows no priority. So one stream in each direction is all that can overlap.
 - d2h: offloads (gradients, swapped activations).
-- streamed, streamed_h2d, streamed_d2h: updates of chunks in host memory by the device. They wait for no kernel of
-  compute's, nor it for them. Where the states are copied, each piece waits for the one before it to have left: on h2d
-  and d2h every transfer issued later would wait as well.
+- streamed, streamed_h2d, streamed_d2h: updates that the device does on chunks in host memory. They wait for no kernel
+  of the compute stream, and it does not wait for them. They have streams of their own for copies, because each piece of
+  the states waits for the piece before it to have left: on h2d and d2h all later transfers would wait as well.
 
 Host code that must know when a transfer is done waits for the :class:`Mark` that came with it.
 """
@@ -28,19 +28,19 @@ from protrain_kernels import AdamStaging
 
 
 class Mark:
-    """A point in a stream. On the CPU everything before it has already happened."""
+    """A point in a stream. On the CPU all work before it is done already."""
 
     def wait(self) -> None:
         """Block the calling host thread until the point is reached."""
 
     def reached(self) -> bool:
-        """Whether it is."""
+        """Whether the point is reached."""
         return True
 
 
 class _CudaMark(Mark):
     def __init__(self) -> None:
-        # Blocking events let the waiting thread sleep: the cores belong to the host optimizer.
+        # With a blocking event the waiting thread sleeps, and leaves its core to the host optimizer.
         self.event = torch.cuda.Event(blocking=True)
 
     @override
@@ -53,10 +53,10 @@ class _CudaMark(Mark):
 
 
 class Streams:
-    """Transfers in program order, done at once: the CPU, where device and host memory are the same."""
+    """The streams of a CPU, where device and host memory are the same. Every transfer is done at once."""
 
     def mark(self) -> Mark:
-        """A reusable point in time."""
+        """A new mark. It may be placed again and again."""
         return Mark()
 
     def compute_reached(self, mark: Mark) -> None:
@@ -85,29 +85,29 @@ class Streams:
     def offload_waits(self, mark: Mark) -> None:
         """Offloads issued from now on run after ``mark``."""
 
-    def lasting(self, memory: Tensor) -> Tensor:
-        """``memory``, which copies use; when it is freed nothing else gets it before they have run."""
+    def record_streams(self, memory: Tensor) -> Tensor:
+        """Record all streams for ``memory``: when it is freed, nothing gets it before their work is done."""
         return memory
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Run the body on the compute stream whatever thread this is."""
+        """Run the body on the compute stream, on whatever thread it is called."""
         yield
 
     def refuse_another(self) -> None:
-        """MisuseError where the current stream is not compute: nothing would order its kernels and the copies."""
+        """MisuseError if the current stream is not the compute stream, as its kernels would not wait for copies."""
 
     def adam_staging(self, size_bytes: int) -> AdamStaging:
-        """Device memory for updates by the device of what lies in host memory."""
+        """Device memory through which the device updates states in host memory."""
         return AdamStaging(torch.device("cpu"), size_bytes=size_bytes)
 
     @contextmanager
     def streaming(self, done: Mark) -> Iterator[None]:
-        """Run the body, which has the device update states in host memory, and place ``done`` at its end."""
+        """Run the body on the stream for updates of states in host memory, and place ``done`` at the end of it."""
         yield
 
     def synchronize(self) -> None:
-        """Wait on the host until every stream is empty."""
+        """Block until every stream is empty."""
 
 
 class CudaStreams(Streams):
@@ -165,7 +165,7 @@ class CudaStreams(Streams):
         self.d2h.wait_event(mark.event)
 
     @override
-    def lasting(self, memory: Tensor) -> Tensor:
+    def record_streams(self, memory: Tensor) -> Tensor:
         for stream in (self.h2d, self.d2h, self.streamed, self.streamed_h2d, self.streamed_d2h):
             memory.record_stream(stream)
         return memory
@@ -200,7 +200,7 @@ class CudaStreams(Streams):
             upload=self.streamed_h2d,
             download=self.streamed_d2h,
         )
-        self.lasting(staging.memory)
+        self.record_streams(staging.memory)
         return staging
 
     @override

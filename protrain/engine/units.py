@@ -1,4 +1,4 @@
-"""Units: the modules around which chunks are fetched and released, and what each needs to run."""
+"""Units: the modules around which chunks are fetched and released, and what each of them needs to run."""
 
 from __future__ import annotations
 
@@ -7,55 +7,49 @@ from dataclasses import dataclass
 from torch import nn
 
 from protrain.engine.activations.module_state import BlockModules
-from protrain.engine.activations.saved import CheckpointFrame, Frame
-from protrain.engine.activations.swap import CheckpointSwapFrame, SwapFrame
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode, Plan
 from protrain.profiler.model_profile import ModelProfile
 
-FRAMES: dict[BlockMode, type[Frame]] = {
-    BlockMode.NONE: Frame,
-    BlockMode.CKPT: CheckpointFrame,
-    BlockMode.SWAP: SwapFrame,
-    BlockMode.CKPT_SWAP: CheckpointSwapFrame,
-}
-
 
 @dataclass(eq=False)
 class Unit:
-    """A block or an outer module with parameters of its own."""
+    """A block, or a module outside of blocks that has parameters of its own."""
 
     index: int
     label: str
     module: nn.Module
-    frame_class: type[Frame]
-    chunks: list[Chunk]  # non-persistent ones that it needs
-    members: list[Member]  # its parameters in those chunks
-    residents: list[Member]  # its parameters in persistent chunks
-    resident_chunks: list[Chunk]  # the persistent ones that it needs
-    modules: BlockModules  # the module and everything in it
+    mode: BlockMode
+    packs: bool  # what it swaps goes to host memory in one buffer
+    chunks: list[Chunk]  # the chunks that it needs in buffers
+    members: list[Member]  # its parameters in those
+    persistent_chunks: list[Chunk]  # the persistent chunks that it needs
+    persistent_members: list[Member]  # its parameters in those
+    modules: BlockModules  # the module and all modules inside it
     calls: int = 0  # of its forward, so far
 
 
 def make_units(
     model: nn.Module, profile: ModelProfile, plan: Plan, layout: Layout, chunks: list[Chunk], members: list[Member]
 ) -> list[Unit]:
-    """One unit per record of the profile."""
+    """One unit for each record of the profile."""
     units = []
     for index, record in enumerate(profile.units):
-        mode = BlockMode.NONE if record.block is None else plan.block_modes[record.block]
         module = model.get_submodule(record.name)
+        own_chunks = [chunks[chunk] for chunk in layout.unit_chunks[index]]
+        own_members = [members[member] for member in record.parameters]
         units.append(
             Unit(
                 index=index,
                 label=record.name or type(model).__name__,
                 module=module,
-                frame_class=FRAMES[mode],
-                chunks=[chunks[chunk] for chunk in layout.unit_chunks[index] if not chunks[chunk].persistent],
-                members=[members[member] for member in record.parameters if not members[member].chunk.persistent],
-                residents=[members[member] for member in record.parameters if members[member].chunk.persistent],
-                resident_chunks=[chunks[chunk] for chunk in layout.unit_chunks[index] if chunks[chunk].persistent],
+                mode=BlockMode.NONE if record.block is None else plan.block_modes[record.block],
+                packs=record.block is not None and plan.packs(record.block),
+                chunks=[chunk for chunk in own_chunks if not chunk.persistent],
+                members=[member for member in own_members if not member.chunk.persistent],
+                persistent_chunks=[chunk for chunk in own_chunks if chunk.persistent],
+                persistent_members=[member for member in own_members if member.chunk.persistent],
                 modules=BlockModules(module),
             )
         )

@@ -1,4 +1,4 @@
-"""Attention operators: what a block computes that costs much time and leaves little behind."""
+"""Recognises attention operators, whose outputs cost much time to compute and little memory to keep."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ _NAMES = {
 
 
 def is_attention(operator: Any) -> bool:
-    """Whether ``operator``, as a dispatch mode sees it, is the forward of a fused attention.
+    """Whether ``operator``, as a dispatch mode sees it, is the forward of a fused attention kernel.
 
-    The plain formula is several operators, of which autograd keeps sequence x sequence matrices: nothing worth keeping.
+    The plain formula consists of several operators, and autograd saves sequence x sequence matrices of it. Its output
+    is not worth keeping.
     """
     return isinstance(operator, OpOverload) and operator._schema.name in _NAMES
 
 
 def for_backward(outputs: Any) -> Tensor | None:
-    """Of what such an operator puts out, the tensor that nothing but its own backward uses: the sums of exponentials.
+    """The output of attention that only its own backward uses: the sums of exponentials.
 
-    None where there are no such sums: a kernel that is told of no backward leaves them out, or empty.
+    It is None if there are no such sums. A kernel that knows of no backward leaves them out, or empty.
     """
     if not isinstance(outputs, tuple | list) or len(outputs) < 2:
         return None

@@ -1,11 +1,12 @@
-"""The loss of a causal language model without its logits ever being whole, by Liger's kernels.
+"""Computes the loss of a causal language model piece by piece with Liger's kernels, so the logits never exist whole.
 
-For a batch of 65,536 tokens and 32,000 words, logits, their fp32 copy and both gradients are 25 GB. Liger's fused
-linear cross-entropy goes through them in pieces and leaves the gradients of the hidden states and of the weight.
+For a batch of 65,536 tokens and 32,000 words, the logits, their fp32 copy and both gradients are 25 GB. Liger's fused
+linear cross-entropy goes through them in pieces and returns the gradients of the hidden states and of the weight.
 
-The model stays as it is. Its labels are put aside when its forward begins; its head computes the loss where it would
-compute logits, and hands on a placeholder; its loss function meets the placeholder and returns that loss. So the
-weight is used inside the head's own forward, where the engine has it on the device.
+The model's code stays as it is; three of its functions are replaced. When the model's forward begins, its labels are
+put aside. Where its head would compute logits, it computes the loss and returns a placeholder. When its loss function
+is given the placeholder, it returns that loss. So the head's weight is used inside the head's own forward, while the
+engine has it on the device.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import Tensor, nn
 from protrain.forward.chunked_loss_on_meta import causal_lm_loss
 from protrain.forward.replacing import replace_attributes
 
-_ROW_BYTES = 16  # a row of logits that is no multiple of these makes slow products
-_WIDE_ROW_BYTES = 128  # and is widened to a multiple of these
+_ROW_BYTES = 16  # products are slow if the bytes of a row of logits are no multiple of this
+_WIDE_ROW_BYTES = 128  # such a row is widened to a multiple of this
 _PASSED_ON = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
@@ -34,7 +35,7 @@ def available() -> bool:
 
 
 class _Head:
-    """What the three replaced functions of one model share during a forward."""
+    """The three replaced functions of one model, and what they share during a forward."""
 
     def __init__(self, model: Any, head: Any, compute: Callable[..., Tensor]) -> None:
         self.compute = compute
@@ -43,12 +44,12 @@ class _Head:
         self.head_forward = head.forward
         self.loss_function = model.loss_function
         self.signature = inspect.signature(model.forward)
-        self.options: dict[str, Any] | None = None  # labels and what else the loss needs
+        self.options: dict[str, Any] | None = None  # labels and the other arguments of the loss
         self.placeholder: Tensor | None = None
         self.loss: Tensor | None = None
 
     def run_model(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, with its labels put aside."""
+        """Run the model's forward with its labels put aside."""
         given = self.signature.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         if given.get("labels") is not None:
@@ -59,7 +60,7 @@ class _Head:
             self.options = self.placeholder = self.loss = None
 
     def run_head(self, hidden: Tensor) -> Tensor:
-        """The loss where logits would be computed; without labels the logits."""
+        """Compute the loss in place of the logits. Without labels, compute the logits."""
         if self.options is None:
             return self.head_forward(hidden)
         weight, bias = widened(self.head.weight, self.head.bias)
@@ -75,21 +76,22 @@ class _Head:
         return self.placeholder
 
     def run_loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The loss that the head computed."""
+        """Return the loss that the head computed."""
         if self.options is None:
             return self.loss_function(logits, *args, **kwargs)
         if logits is not self.placeholder:
             raise ValueError(
-                "chunked_loss=True does not work with a model that changes its logits before the loss: leave it out"
+                "chunked_loss=True does not work with a model that changes its logits before the loss; leave it out"
             )
         return self.loss
 
 
 def widened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A head's [words, hidden] and [words] with words added that no token is, until rows of logits are aligned.
+    """Pad a head's weight [words, hidden] and bias [words] with unused words, until rows of logits are aligned.
 
-    GPT-2 has 50,257 words, and products that read or write rows of so many are slow (docs/predictions.md). Added words
-    have a bias of -inf: they add nothing to a sum of exponentials, and of their gradients, all zeros, nothing goes on.
+    GPT-2 has 50,257 words, and products that read or write rows of that length are slow
+    (bench/results/h100/NOTES.md). The added words have a bias of -inf, so they add nothing to the sum of exponentials.
+    Their gradients are all zero and are dropped.
     """
     size = weight.element_size()
     if len(weight) * size % _ROW_BYTES == 0:
@@ -104,7 +106,7 @@ def widened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]
 
 
 def find_head(model: nn.Module, device: torch.device, *, on_meta: bool = False) -> nn.Linear:
-    """What makes the logits of ``model``, where :func:`chunk_loss` can take its place.
+    """The module that computes the logits of ``model``, if :func:`chunk_loss` can take its place.
 
     Raises:
         ValueError: Liger is not installed, the model is no causal language model of transformers, or there is no GPU.
@@ -116,8 +118,8 @@ def find_head(model: nn.Module, device: torch.device, *, on_meta: bool = False) 
     kind: Any = model
     find: Callable[[], Any] = getattr(kind, "get_output_embeddings", lambda: None)
     head = find()
-    # By name: a model whose loss is its own, or shifted in another way, has another. One with an encoder has this one,
-    # for want of its own, and does not use it.
+    # The loss is compared by name: a model with a loss of its own, or with other shifting, has a function of another
+    # name. A model with an encoder has this name by default, and does not use the function.
     loss = getattr(getattr(kind, "loss_function", None), "__name__", "")
     has_encoder = getattr(getattr(kind, "config", None), "is_encoder_decoder", False)
     if not isinstance(head, nn.Linear) or loss != "ForCausalLMLoss" or has_encoder:
@@ -129,14 +131,14 @@ def find_head(model: nn.Module, device: torch.device, *, on_meta: bool = False) 
 
 
 def chunk_loss(model: nn.Module, device: torch.device, *, on_meta: bool = False) -> Callable[[], None]:
-    """Replace the loss of ``model``. Returns what undoes that.
+    """Replace the loss of ``model``. Returns a function that undoes it.
 
-    Whenever labels are given the output's ``logits`` have no elements.
+    Whenever labels are given, the output's ``logits`` have no elements.
 
     Args:
         model: a causal language model of transformers.
         device: where it trains.
-        on_meta: it is only traced on the meta device, as if on ``device``; needs neither a GPU nor Liger.
+        on_meta: whether it is only traced on the meta device, as if on ``device``. That needs neither a GPU nor Liger.
 
     Raises:
         ValueError: as :func:`find_head`.
@@ -161,10 +163,9 @@ def is_chunked(model: nn.Module) -> bool:
 def _liger() -> Callable[..., Tensor]:
     from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
 
-    compute: Callable[..., Tensor] = LigerForCausalLMLoss
-    return compute
+    return LigerForCausalLMLoss
 
 
 def _like(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` with the signature of ``original``, which libraries inspect."""
+    """``method`` with the signature of ``original``, because libraries inspect it."""
     return functools.update_wrapper(functools.partial(method), original)

@@ -1,14 +1,15 @@
-"""Liger's fused linear cross-entropy as far as memory and matrix products go, for meta tensors, where no kernel runs.
+"""Stands in for Liger's fused linear cross-entropy on the meta device, with its memory and its matrix products.
 
-In the order of LigerForCausalLMLoss and LigerFusedLinearCrossEntropyFunction of liger-kernel 0.8.5, on a GPU that has
-bfloat16 (compute capability 8), without autocast. For hidden states [n, h], a weight [v, h] and 16-bit elements:
+It follows the order of LigerForCausalLMLoss and LigerFusedLinearCrossEntropyFunction of liger-kernel 0.8.5, on a GPU
+that has bfloat16 (compute capability 8), without autocast. For hidden states [n, h], a weight [v, h] and 16-bit
+elements:
 
     all the time   gradient of the hidden states, 2 n h bytes; a sum of the weight's gradient in fp32, 4 v h
     in the loop    one piece of logits, which its own gradient overwrites, about 2 n h (never less than 2 v)
     at the end     in place of the piece the weight's gradient in 16 bits, 2 v h, from here on in place of the sum
 
-All of it is made in forward, with the three products of h x v for every row; backward hands the two gradients on. In
-fp32 Liger makes every piece's share of the weight's gradient, 4 v h, before it adds that to the sum.
+Forward computes all of it, with the three products of h x v for every row. Backward passes the two gradients on. In
+fp32, Liger computes the share of each piece in the weight's gradient, 4 v h, before it adds the share to the sum.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """A loss without value: a scalar in fp32 with a graph.
+    """A loss without a value: a scalar in fp32 with a graph.
 
     Args:
         hidden_states: [batch, sequence, hidden], on the meta device.
         lm_head_weight: [vocabulary, hidden].
         labels: [batch, sequence].
         hidden_size: the last dimension of ``hidden_states``.
-        accum_dtype: in which the gradients of weight and bias are summed.
+        accum_dtype: the type in which the gradients of weight and bias are summed.
         bias: [vocabulary], or none.
-        num_items_in_batch: what the sum of the losses is divided by; None: the number of labels that count.
+        num_items_in_batch: the divisor of the sum of losses. If it is None, that is the number of labels that count.
         shift_labels: labels that are shifted already.
         ignore_index: the label that does not count.
     """
@@ -53,7 +54,7 @@ def causal_lm_loss(
 
 
 def piece_rows(rows: int, hidden: int, vocabulary: int) -> int:
-    """Rows of logits that are there at once: about as many elements as the hidden states have, by powers of two."""
+    """The rows of a piece of logits: a power of two, so that a piece is about as large as the hidden states."""
     pieces = -(-vocabulary // hidden)
     return min(1 << (-(-rows // pieces) - 1).bit_length(), rows)
 
@@ -71,7 +72,7 @@ class _Fused(torch.autograd.Function):
         ignore_index: int,
         accum_dtype: torch.dtype,
     ) -> Tensor:
-        """Everything, the gradients included."""
+        """Compute the loss and all gradients."""
         assert hidden.is_meta, "nothing here computes a value"
         rows, vocabulary = len(hidden), len(weight)
         grad_hidden = torch.zeros_like(hidden)
@@ -92,10 +93,11 @@ class _Fused(torch.autograd.Function):
             torch.mm(part, weight.t(), out=logits)
             if bias is not None:
                 logits.add_(bias)
-            # Here the kernel turns the piece into its own gradient, with no memory but what `losses` has.
+            # Here the kernel overwrites the piece with its own gradient, and uses no memory besides `losses`.
             if hidden.requires_grad:
                 torch.mm(logits, weight, out=grad_hidden[start : start + piece])
-            # In 16 bits the third product adds to its fp32 sum in place, which not every torch knows on meta.
+            # In 16 bits the third product adds to its fp32 sum in place, which some versions of torch cannot do on
+            # meta.
             if grad_weight is not None and hidden.dtype == torch.float32:
                 grad_weight += torch.mm(logits.t(), part)
             if grad_bias is not None:
@@ -109,7 +111,10 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients that forward made, multiplied in place unless the loss has a gradient of one."""
-        gradients[0].new_ones(())  # what it is compared with
+        """Return the gradients that forward computed.
+
+        Liger multiplies them in place unless the loss has a gradient of one.
+        """
+        gradients[0].new_ones(())  # the one that it is compared with
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         return grad_hidden, grad_weight, None, grad_bias, None, None

@@ -1,7 +1,7 @@
-"""Regional compilation: each block's forward compiled, one graph for all blocks of a kind.
+"""Regional compilation: compiles each block's forward, with one graph for all blocks of a kind.
 
-Only the forward is compiled, not the module: hooks stay outside the graph, and weights may lie elsewhere in every call
-without a new compilation.
+Only the forward is compiled, not the module. So hooks stay outside the graph, and weights may lie at another address in
+every call without a new compilation.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import nn
 from protrain.forward.compilation_on_meta import graphs_alone
 from protrain.forward.replacing import replace_attributes
 
-# What torch.compile consists of takes longer to import than the rest of torch: only where something is compiled.
+# The modules of torch.compile take longer to import than the rest of torch, so functions import them when they compile.
 
 
 class CompiledForward:
-    """A block's forward: compiled where gradients are recorded, as it was elsewhere.
+    """A block's forward, which runs compiled where gradients are recorded and unchanged elsewhere.
 
-    Evaluation and generation meet other shapes, and caches that grow, in every call: compiling for each would take
-    longer than it saves.
+    Evaluation and generation meet other shapes, and caches that grow, in every call. Compiling for each of them would
+    take longer than it saves.
     """
 
     def __init__(self, forward: Callable[..., Any], *, on_meta: bool) -> None:
@@ -42,7 +42,7 @@ def eager_of(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def graphs_compiled() -> int:
-    """In this process so far."""
+    """The number of graphs that this process has compiled so far."""
     import torch._dynamo.utils
 
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -50,16 +50,16 @@ def graphs_compiled() -> int:
 
 @functools.cache
 def _leave_alone(package: str) -> None:
-    """Have the compiler skip the code of ``package``: hooks on saved tensors run inside a compiled forward."""
+    """Make the compiler skip the code of ``package``, because hooks on saved tensors run inside a compiled forward."""
     from torch._dynamo import trace_rules
 
     trace_rules.add(package)
 
 
 def compile_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> Callable[[], None]:
-    """Compile the forward of every one of ``blocks``. Returns what undoes that.
+    """Compile the forward of each of ``blocks``. Returns a function that undoes it.
 
-    With ``on_meta`` as far as the meta device can show what that does: see :mod:`protrain.forward.compilation_on_meta`.
+    With ``on_meta`` it compiles as far as the meta device can show; see :mod:`protrain.forward.compilation_on_meta`.
     """
     _leave_alone("protrain")
     _leave_alone("protrain_kernels")

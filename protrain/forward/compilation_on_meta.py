@@ -1,7 +1,8 @@
-"""What stands for the compiler on the meta device: the graphs that it would compile, run operator by operator.
+"""Stands in for the compiler on the meta device: it runs the graphs that would be compiled, operator by operator.
 
-What a compiled block saves is decided when its forward and backward are told apart, before any code is made. What is
-alive between products is decided by which operators are fused; :func:`inside_graph` says where they would be.
+What a compiled block saves is decided when the compiler splits its graph into forward and backward, before any code is
+generated. What is alive between products depends on which operators are fused; :func:`inside_graph` says where that
+would be.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from typing import Any
 
 import torch
 
-_running = 0  # graphs
+_running = 0  # how many graphs are running
 
 
-@functools.cache  # blocks share graphs where they share a backend
+@functools.cache  # blocks share graphs only if they share a backend
 def graphs_alone() -> Any:
-    """A backend for torch.compile that cuts the graph of a block as its default backend does, and compiles nothing."""
-    # The compiler's own modules, which take their time to import.
+    """A backend for torch.compile that splits a block's graph as the default backend does, and compiles nothing."""
+    # The compiler's own modules take long to import.
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -31,7 +32,7 @@ def graphs_alone() -> Any:
 
 
 def inside_graph() -> bool:
-    """Whether what runs is part of such a graph."""
+    """Whether such a graph is running."""
     return _running > 0
 
 
@@ -47,7 +48,8 @@ def _marked(graph: Any, inputs: Any) -> Any:
             results = run(args)
         finally:
             _running -= 1
-        torch.empty(0, device="meta")  # an operator outside, for whoever counts what is alive when a graph ends
+        # an operator outside the graph, so that a meter counts what is alive when the graph ends
+        torch.empty(0, device="meta")
         return results
 
     vars(marked)["_boxed_call"] = True

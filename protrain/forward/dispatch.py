@@ -1,4 +1,4 @@
-"""What the project's dispatch modes have in common."""
+"""The base class of dispatch modes that must not change what is compiled."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class RuntimeMode(TorchDispatchMode):
-    """A mode that watches what runs: a compiled forward is compiled as it would be without, and seen when it runs.
+    """A dispatch mode that only watches. A forward is compiled as it would be without the mode, and seen when it runs.
 
-    Of such a forward it sees what the compiler left to libraries. Operators of operators pass through.
+    Inside a compiled forward the mode sees only the operators that the compiler left to libraries. Operators that take
+    other operators pass through.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Torch's name for the first of these."""
+        """Tell torch that compilation ignores this mode."""
         return True

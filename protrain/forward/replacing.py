@@ -1,4 +1,4 @@
-"""Attributes of single objects put in place of those of their class, and taken away again."""
+"""Replaces attributes of single objects, and puts the old ones back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def replace_attributes(replacements: Iterable[tuple[Any, str, Any]]) -> Callable[[], None]:
-    """Set each (object, name, value). Returns what puts back what was there."""
+    """Set each (object, name, value). Returns a function that restores the attributes that were there before."""
     before = []
     for owner, name, value in replacements:
         attributes = vars(owner)

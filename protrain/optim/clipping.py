@@ -1,9 +1,10 @@
-"""What is asked of the gradients of a step before it is made: their norm, and what they are multiplied by.
+"""The norm of a step's gradients, and the factor that the update multiplies them by.
 
-[Note: torch's own clipping] ``.grad`` is a stand-in (:mod:`protrain.engine.gradients.kept_gradient`) that answers what
-``torch.nn.utils.clip_grad_norm_`` asks: the norm of each gradient, then to multiply each by one and the same factor.
-The update has one factor for all, so every gradient must have got it by the time of ``step()``. The norm of norms that
-torch makes in fp32 is not that of all squares at once to the last bit, but like that the same under every plan.
+[Note: torch's own clipping] ``.grad`` is a stand-in (:mod:`protrain.engine.gradients.proxy`) that supports what
+``torch.nn.utils.clip_grad_norm_`` does: it asks each gradient for its norm, and then multiplies each by one and the
+same factor. The update has one factor for all gradients, so every gradient must have got the factor by the time of
+``step()``. torch computes the norm of norms in fp32. That may differ in the last bit from the root of all squares
+summed at once, but it is the same under every plan.
 """
 
 from __future__ import annotations
@@ -21,50 +22,54 @@ from protrain.optim.loss_scale import LossScale
 
 @dataclass
 class _Factor:
-    """What gradients were multiplied by, from outside."""
+    """A factor that the user's code multiplied gradients by."""
 
-    given: Any  # the number, or the tensor
-    version: int | None  # of the tensor, which may be changed in place
-    value: Tensor  # of then
-    indices: set[int]  # of the parameters that got it
+    given: Any  # a number or a tensor
+    version: int | None  # of the tensor, because it may change in place
+    value: Tensor  # its value at that time
+    indices: set[int]  # indexes of the parameters whose gradients got it
 
 
 class Clipping:
-    """The norm and the factor of one step's gradients; reset by ``zero_grad``.
+    """The norm of one step's gradients and their factor. ``zero_grad`` resets both.
 
-    An object of its own: wrappers of other libraries that take an optimizer's class as their own run its methods on
-    themselves, and what these set would be theirs alone.
+    It is a separate object because wrappers of other libraries copy an optimizer's class and run its methods on
+    themselves. What such methods set would exist in the wrapper only.
     """
 
     def __init__(self, engine: Engine, loss_scale: LossScale | None, *, refused: bool) -> None:
         self._engine = engine
         self._loss_scale = loss_scale
-        self._refused = refused  # updates are made inside backward
+        self._refused = refused  # whether updates run inside backward
         self._norm_squared: Tensor | None = None
         self._norms: dict[int, Tensor] = {}
-        self._coefficient: Tensor | None = None  # 0-d fp32 on the device
+        self._coefficient: Tensor | None = None  # a 0-d fp32 tensor on the device
         self._multiplied: list[_Factor] = []
         engine.gradient_norm = self.gradient_norm
         engine.multiply_gradient = self.multiply_gradient
 
     @property
     def has_begun(self) -> bool:
-        """Whether a factor is known, which holds for all gradients of the step."""
+        """Whether a factor was set, which applies to all gradients of the step."""
         return self._coefficient is not None or bool(self._multiplied)
 
     def reset(self) -> None:
-        """Forget everything: there are no gradients."""
+        """Forget everything, because there are no gradients any more."""
         self.gradients_arrived()
         self._coefficient = None
         self._multiplied = []
 
     def gradients_arrived(self) -> None:
-        """Norms are those of other gradients now."""
+        """Forget the norms, because new gradients arrived."""
         self._norm_squared = None
         self._norms = {}
 
     def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Multiply by what brings the norm to ``max_norm`` at most. Returns the norm before: 0-d fp32 on the device."""
+        """Scale the gradients so that their norm is at most ``max_norm``.
+
+        Returns:
+            The norm before, as a 0-d fp32 tensor on the device.
+        """
         self._check("clip_grad_norm_()")
         norm = self._unscaled(self._sum_of_squares())
         coefficient = self.coefficient()
@@ -75,7 +80,11 @@ class Clipping:
         return norm
 
     def need_gradients(self, what: str, index: int | None = None) -> None:
-        """MisuseError where there are none for ``what``, or none of parameter ``index``, or some were set to None."""
+        """Raise a MisuseError if the gradients that ``what`` needs are missing.
+
+        With ``index`` it needs the gradient of that parameter. In any case it also raises if some gradients were set to
+        None and others were not.
+        """
         self._engine.abandon_backward()
         gradients, members = self._engine.gradients, self._engine.members
         if not (any(gradients.present) if index is None else gradients.present[index]):
@@ -84,16 +93,20 @@ class Clipping:
         if gradients.forgotten:
             raise MisuseError(
                 f"{what} after .grad of {len(gradients.forgotten)} parameters was set to None, of "
-                f"{members[min(gradients.forgotten)].name} among them, and that of others was not: clear all of them, "
-                "as optimizer.zero_grad() does, and set requires_grad=False for what is not to be trained"
+                f"{members[min(gradients.forgotten)].name} among them, and that of others was not: clear all of them "
+                "with optimizer.zero_grad(), and set requires_grad=False for parameters that are not to be trained"
             )
 
     def is_finite(self) -> bool:
-        """Whether all gradients are. Waits for the device."""
+        """Whether all gradients are finite. It waits for the device."""
         return bool(torch.isfinite(self._sum_of_squares()))
 
     def coefficient(self) -> Tensor | None:
-        """What all gradients are multiplied by: 0-d fp32 on the device. MisuseError where some are and others not."""
+        """The factor of all gradients: a 0-d fp32 tensor on the device, or None.
+
+        Raises:
+            MisuseError: some gradients were multiplied by a factor and others were not.
+        """
         present = self._engine.gradients.present
         for factor in self._multiplied:
             missing = [m.name for m in self._engine.members if present[m.index] and m.index not in factor.indices]
@@ -109,10 +122,10 @@ class Clipping:
         return self._coefficient
 
     def gradient_norm(self, index: int) -> Tensor:
-        """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: 0-d fp32 on the device."""
+        """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: a 0-d fp32 tensor on the device."""
         self._check("the norm of a gradient", index)
         if not self._norms:
-            # All at once: a few launches, where one a parameter would take milliseconds.
+            # All norms are computed at once in a few launches. One launch per parameter would take milliseconds.
             indices, squares = self._engine.gradients.sums_of_squares()
             self._norms = dict(zip(indices, self._unscaled(squares).unbind(), strict=True))
         norm = self._norms[index]
@@ -121,13 +134,13 @@ class Clipping:
         return norm
 
     def multiply_gradient(self, index: int, factor: Tensor | float) -> None:
-        """``.grad.mul_(factor)`` of parameter ``index``; a number, or 0-d."""
+        """Multiply the gradient of parameter ``index`` by a number or a 0-d tensor, for ``.grad.mul_(factor)``."""
         self._check("to multiply a gradient", index)
         version = factor._version if isinstance(factor, Tensor) and not factor.is_inference() else None
         for known in self._multiplied:
             if known.version != version or index in known.indices:
                 continue
-            # Tensors are not compared: that would wait for the device.
+            # The values of tensors are not compared, because that would wait for the device.
             numbers = not isinstance(known.given, Tensor) and not isinstance(factor, Tensor)
             if known.given is factor or (numbers and known.given == factor):
                 known.indices.add(index)
@@ -155,7 +168,7 @@ class Clipping:
         if self._refused:
             raise MisuseError(
                 f"{what} with step_during_backward=True, whose updates are made inside backward: wrap with "
-                "step_during_backward=False, which overlaps too"
+                "step_during_backward=False, which overlaps updates too"
             )
         self._engine.streams.refuse_another()
         self.need_gradients(what, index)

@@ -1,4 +1,4 @@
-"""The dynamic loss scale of float16: grown while gradients are finite, halved when they overflow."""
+"""The dynamic loss scale of float16. It grows while gradients are finite, and is halved when they overflow."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _GROWTH_INTERVAL = 2000  # finite steps before the scale doubles, as in torch.am
 
 
 class LossScale:
-    """Powers of two only, so that scaling and unscaling are exact."""
+    """A loss scale that is always a power of two, so that scaling and unscaling are exact."""
 
     def __init__(self) -> None:
-        self.scale = _INITIAL  # of the next backward
-        self.used = _INITIAL  # of the last backward, whose gradients step() applies
-        self.is_used = False  # by the backward that runs
+        self.scale = _INITIAL  # the scale of the next backward
+        self.used = _INITIAL  # the scale of the last backward, whose gradients step() applies
+        self.is_used = False  # whether the running backward uses it
         self.finite_steps = 0
         self.skipped = 0
 
     @contextmanager
     def for_backward(self) -> Iterator[float]:
-        """The factor on the loss of a backward that runs inside."""
+        """Yield the factor on the loss for a backward that runs inside."""
         self.used = self.scale
         self.is_used = True
         try:
@@ -52,7 +52,7 @@ class LossScale:
         return True
 
     def state(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The state as JSON values."""
         return {"scale": self.scale, "finite_steps": self.finite_steps, "skipped": self.skipped}
 
     def load(self, state: dict[str, Any]) -> None:

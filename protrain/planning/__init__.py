@@ -1,15 +1,16 @@
 """The planner: chunk layout, memory model, runtime model and search. Pure Python: it never touches a device."""
 
+from protrain.planning.evaluate import check, evaluate
 from protrain.planning.explain.explanation import Explanation, explain
 from protrain.planning.fingerprint import fingerprint
+from protrain.planning.frontier import Frontier, frontier
+from protrain.planning.largest import Largest, largest
 from protrain.planning.layout import ChunkRecord, Layout, Slot, choose_chunk_elements, pack
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes
+from protrain.planning.predict import Prediction, predict
 from protrain.planning.runtime.model import RuntimeModel
-from protrain.planning.search.frontier import Frontier, frontier
-from protrain.planning.search.given import check, evaluate
-from protrain.planning.search.largest import Largest, largest
-from protrain.planning.search.search import search
+from protrain.planning.search import search
 
 __all__ = [
     "BlockMode",
@@ -20,6 +21,7 @@ __all__ = [
     "Layout",
     "MemoryModel",
     "Plan",
+    "Prediction",
     "RuntimeModel",
     "Slot",
     "block_modes",
@@ -31,5 +33,6 @@ __all__ = [
     "frontier",
     "largest",
     "pack",
+    "predict",
     "search",
 ]

@@ -1,9 +1,10 @@
-"""Finds a model's repeated blocks and the other modules that own parameters, by structure alone.
+"""Finds a model's repeated blocks, and the other modules that own parameters, from the module tree alone.
 
-A block is the unit of checkpointing and swapping. It is looked for where models keep repetition: among the children of
-ModuleList, Sequential and ModuleDict, then among siblings with numbered names (layer1, layer2), then in lists that hold
-one module (a model of one layer, or layers that share their weights). Only the outermost repetition counts, except that
-a list of lists is opened: neither a ModuleList nor a stage made of blocks is what one wants to checkpoint.
+A block is the unit of checkpointing and swapping. The search goes where models keep repetition: first among the
+children of ModuleList, Sequential and ModuleDict, then among siblings with numbered names (layer1, layer2), then in
+lists of one module (a model of one layer, or layers that share their weights). Only the outermost repetition counts. A
+list of lists is the exception: the search descends into it, because neither a ModuleList nor a stage of several blocks
+should be checkpointed as a whole.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Paths of ``model``'s repeated blocks in definition order; [] when nothing in it repeats.
+    """The paths of ``model``'s repeated blocks in definition order; an empty list when nothing repeats.
 
-    Several lists count (an encoder's and a decoder's). Lists of leaf modules, like the Linears of a head, count only
-    when there is nothing larger.
+    A model may have several lists of blocks, such as an encoder's and a decoder's. A list of leaf modules, such as the
+    Linears of a head, counts only when the model repeats nothing larger.
     """
     listed = _outermost(model, "", _repeated)
     composite = [path for path, module in listed if not _is_leaf(module)]
@@ -37,7 +38,10 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def find_units(model: nn.Module, blocks: list[str]) -> list[str]:
-    """``blocks`` and every module outside them that owns floating-point parameters itself, in definition order."""
+    """The paths of ``blocks``, and of every module outside them that directly owns floating-point parameters.
+
+    The paths come in definition order.
+    """
     inside = tuple(f"{path}." for path in blocks)
     chosen = set(blocks)
     return [
@@ -51,12 +55,16 @@ def find_units(model: nn.Module, blocks: list[str]) -> list[str]:
 
 
 def checkpointing_switches(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Path and module of everything in ``model`` that says whether it checkpoints its activations itself."""
+    """The path and module of every module that has its own gradient-checkpointing switch."""
     return [(path, module) for path, module in model.named_modules() if hasattr(module, "gradient_checkpointing")]
 
 
 def switch_off_checkpointing(switches: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Switch off what checkpoints its activations itself, as the plan decides what is recomputed: its paths."""
+    """Turn off the modules' own gradient checkpointing, because the plan decides what is recomputed.
+
+    Returns:
+        The paths of the modules whose switch was on.
+    """
     on = [(path, module) for path, module in switches if module.gradient_checkpointing is True]
     for _, module in on:
         vars(module)["gradient_checkpointing"] = False
@@ -64,7 +72,7 @@ def switch_off_checkpointing(switches: Iterable[tuple[str, nn.Module]]) -> list[
 
 
 def say_switched_off(paths: list[str], *, stacklevel: int) -> None:
-    """Warn of the checkpointing that was switched off, if any."""
+    """Warn that the gradient checkpointing of the modules ``paths`` was switched off. Do nothing if there are none."""
     if paths:
         warnings.warn(
             f"gradient checkpointing of {paths[0] or 'the model'} was switched off: ProTrain's plan decides what is "
@@ -74,7 +82,7 @@ def say_switched_off(paths: list[str], *, stacklevel: int) -> None:
 
 
 def _outermost(module: nn.Module, path: str, pick: Callable[[nn.Module], set[str]]) -> list[tuple[str, nn.Module]]:
-    """What ``pick`` takes from ``module``'s children, and from inside the children that it leaves."""
+    """The children of ``module`` that ``pick`` chooses, and those it chooses inside the children it leaves."""
     taken = pick(module)
     found = []
     for name, child in module.named_children():
@@ -87,22 +95,23 @@ def _outermost(module: nn.Module, path: str, pick: Callable[[nn.Module], set[str
 
 
 def _repeated(module: nn.Module) -> set[str]:
-    """Names of the children of a list that are blocks."""
+    """The names of those children of a list that are blocks."""
     if not _is_list(module):
         return set()
-    # _modules and not named_children: a list that holds one module several times repeats it.
+    # named_children() would skip a module that the list holds a second time, and that is repetition too.
     children = {name: child for name, child in module._modules.items() if child is not None and _has_parameters(child)}
     children = {name: child for name, child in children.items() if not _opens(child)}
     counts = Counter(type(child) for child in children.values())
     taken = {name for name, child in children.items() if counts[type(child)] >= 2}
-    # A ModuleList is called one by one, so an odd layer among the others (a first dense one in an MoE) is a block too.
+    # The model calls the modules of a ModuleList one by one. So an odd layer among them, such as the first dense layer
+    # of a mixture of experts, is a block too.
     if isinstance(module, nn.ModuleList) and any(not _is_leaf(children[name]) for name in taken):
         taken = {name for name, child in children.items() if not _is_leaf(child)}
     return taken
 
 
 def _numbered(module: nn.Module) -> set[str]:
-    """Names of composite children like layer1, layer2 of one class."""
+    """The names of composite children of one class that are numbered, like layer1 and layer2."""
     families: dict[tuple[str, type], list[str]] = {}
     for name, child in module.named_children():
         match = _NUMBERED.fullmatch(name)
@@ -112,7 +121,7 @@ def _numbered(module: nn.Module) -> set[str]:
 
 
 def _single(module: nn.Module) -> set[str]:
-    """Name of the composite child of a ModuleList that holds one."""
+    """The name of the only child of a ModuleList, if that child is composite."""
     if not isinstance(module, nn.ModuleList) or len(module) != 1:
         return set()
     child = module[0]
@@ -120,7 +129,10 @@ def _single(module: nn.Module) -> set[str]:
 
 
 def _opens(module: nn.Module) -> bool:
-    """Whether ``module`` is a list to look into, not a block: it cannot be called, or it is a stage of blocks."""
+    """Whether ``module`` is a list to search and not a block.
+
+    It cannot be called, or it is a stage of several blocks.
+    """
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return True
     return isinstance(module, nn.Sequential) and any(

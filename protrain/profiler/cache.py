@@ -1,9 +1,9 @@
-"""Profiles kept between runs, each under everything that it depends on.
+"""A cache of profiles on disk. The key of a profile is a digest of everything that the profile depends on.
 
-A profile is taken from the cache when nothing it could depend on has changed: the modules, their plain attributes, the
-source of all code that no package brought, parameters, batch, dtype, device, versions and switches. Values of tensors,
-and attributes that are objects, are not compared: a model whose work depends on those is profiled anew with
-``PROTRAIN_CACHE=0``.
+A cached profile is used when nothing that it could depend on has changed: the modules, their plain attributes, the
+source of all code that no installed package brought, parameters, batch, dtype, device, versions and global switches.
+The values of tensors, and attributes that are objects, are not compared. A model whose work depends on those must be
+profiled anew with ``PROTRAIN_CACHE=0``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from protrain_kernels.cache_folder import cache_folder, keeps_measurements, say_
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 _LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel")
-_KEPT = 64  # profiles; the oldest go first
+_KEPT = 64  # the number of profiles kept; the oldest are deleted first
 
 
 def cached_profile(
@@ -44,15 +44,17 @@ def cached_profile(
     show: Callable[[str], None] | None = None,
     device_bytes: int | None = None,
 ) -> ModelProfile:
-    """As :func:`protrain.profile`, from the cache where it can be. The cache is for GPUs.
+    """Return what :func:`protrain.profile` would, from the cache if possible.
 
-    On a CPU a profile is quick, and its times belong to what else the machine does at that moment.
+    Profiles of GPUs are cached, and those that are counted on the meta device. On a CPU profiling is quick, and its
+    times depend on what else the machine is doing at that moment.
     """
-    keeps = device.type == "cuda" and keeps_measurements()
+    keeps = device.type != "cpu" and keeps_measurements()
     if keeps:
         key = fingerprint(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)
         path = folder() / f"{key}.json"
-        with contextlib.suppress(ValueError, OSError):  # missing, or of an earlier form: made anew
+        # the file is missing or has an old format, so the model is profiled
+        with contextlib.suppress(ValueError, OSError):
             found = ModelProfile.load(path)
             path.touch()
             return found
@@ -71,27 +73,27 @@ def cached_profile(
 
 
 def _keep(made: ModelProfile, path: Path) -> None:
-    """Save ``made``, and let the oldest go."""
+    """Save ``made``, and delete the oldest profiles."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         made.save(path)
         for old in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-_KEPT]:
             old.unlink()
-    except OSError as error:  # a home that cannot be written to costs time, nothing else
+    except OSError as error:  # without a writable folder, the next run profiles again, and nothing else is lost
         say_unwritable(cache_folder(), error.strerror or type(error).__name__)
 
 
 def folder() -> Path:
-    """Where profiles are kept."""
+    """The folder that holds the profiles."""
     return cache_folder() / "profiles"
 
 
 def fingerprint(
     model: nn.Module, example_batch: Any, *, optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """A digest of everything that a profile depends on."""
+    """The digest of everything that a profile depends on."""
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    identity: dict[int, int] = {}  # tied parameters and shared modules have one number
+    identity: dict[int, int] = {}  # tied parameters, and those of shared modules, get one number
     modules = []
     for path, module in model.named_modules(remove_duplicate=False):
         held = {
@@ -129,7 +131,7 @@ def _name(what: Any) -> str:
 
 
 def _plain(attributes: Mapping[str, Any]) -> dict[str, str]:
-    """Attributes that have a plain form: sizes, probabilities, names, and collections of these."""
+    """The attributes that have a plain form: sizes, probabilities, names, and collections of these."""
 
     def form(value: Any) -> str | None:
         if isinstance(value, _PLAIN):
@@ -143,7 +145,7 @@ def _plain(attributes: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _user_code() -> str:
-    """A digest of every loaded source file that no installed package brought: an edited model is another model."""
+    """A digest of every loaded source file that no installed package brought. An edited model is another model."""
     installed = tuple({*sysconfig.get_paths().values(), sys.base_prefix, str(Path(torch.__file__).parent.parent)})
     digest = hashlib.sha256()
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
@@ -155,7 +157,10 @@ def _user_code() -> str:
 
 
 def _versions() -> dict[str, Any]:
-    """Of everything that runs in a step, ProTrain's own profiler by its source: two builds may share a version."""
+    """The versions of everything that runs in a step.
+
+    The profiler itself is identified by its source code, because two builds may share a version number.
+    """
     own = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         own.update(path.read_bytes())
@@ -164,7 +169,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _version_of(module: str) -> str:
-    """By the module's own word, or by that of the package: nightly builds and some libraries have only one."""
+    """The version of ``module``: its ``__version__``, or else that of its package. Some libraries lack one of them."""
     own = getattr(sys.modules[module], "__version__", None)
     with contextlib.suppress(PackageNotFoundError):
         return str(own or version(module.replace("_", "-")))
@@ -172,7 +177,7 @@ def _version_of(module: str) -> str:
 
 
 def _settings() -> list[Any]:
-    """Global switches that choose other kernels."""
+    """The global torch switches that decide which kernels run."""
     cuda = torch.backends.cuda
     return [
         torch.get_float32_matmul_precision(),

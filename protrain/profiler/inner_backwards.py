@@ -1,35 +1,36 @@
-"""Weights for a backward that the model runs inside its forward (torch.autograd.grad) while it is traced.
+"""Fills the weights for a backward that the model runs inside its own forward (torch.autograd.grad) during the trace.
 
-Such a backward is part of the stretch that it runs in. A block has its weights there while its own part of it runs. But
-with ``create_graph=True`` the graph of the gradients holds them until the step's backward: then they stay, and count as
-activations, since the engine copies what lies in chunk buffers (``Engine.weight``).
+Such a backward belongs to the segment that it runs in. The weights of a block are on the device while the inner
+backward goes through that block. With ``create_graph=True`` the graph of the gradients holds the weights until the
+backward of the step. Then they stay filled and count as activations, because the engine copies weights that lie in
+chunk buffers (``Engine.weight``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-from protrain.profiler.weights import Weights
+from protrain.profiler.stand_in_weights import StandInWeights
 
 
 class InnerBackwards:
-    """Hands out the weights of blocks.
+    """Fills the weights of blocks that an inner backward goes through, and empties them afterwards.
 
     Args:
-        blocks: per block the parameters that it owns.
-        outer: parameters that other units own, which are always there.
-        weights: all of them.
+        blocks: for each block, the indexes of its parameters.
+        outer: indexes of the parameters of other units, which stay filled throughout.
+        weights: the stand-ins of all parameters.
     """
 
-    def __init__(self, blocks: Mapping[str, Sequence[int]], outer: Set[int], weights: Weights) -> None:
-        self.lent: str | None = None  # the block that has its weights for now
+    def __init__(self, blocks: Mapping[str, Sequence[int]], outer: Set[int], weights: StandInWeights) -> None:
+        self.filled_block: str | None = None  # the block whose weights are filled for an inner backward
         self._blocks = blocks
         self._outer = outer
         self._weights = weights
-        self._held: set[int] = set()  # parameters that a graph of gradients holds
+        self._held: set[int] = set()  # parameters held by a graph of gradients
 
     def reached(self, unit: str, active: Iterable[str], *, lasting: bool) -> None:
-        """Such a backward needs the weights of ``unit``, whose forward is over; its graph holds them if ``lasting``.
+        """Fill the weights of ``unit`` for an inner backward. Its forward is over; its graph keeps them if ``lasting``.
 
         Raises:
             ValueError: one of the units ``active`` is a block, whose recomputation would not have that graph.
@@ -39,8 +40,9 @@ class InnerBackwards:
         calling = next((path for path in active if path in self._blocks), None)
         if calling is not None:
             raise ValueError(
-                f"the forward of {calling} computes gradients through {unit}, which a block that is recomputed cannot: "
-                "call torch.autograd.grad in the module that calls the blocks, or for what the block itself computes"
+                f"the forward of {calling} computes gradients through {unit}, which does not work where the block is "
+                "recomputed: call torch.autograd.grad in the module that calls the blocks, or only for what the block "
+                "itself computes"
             )
         if lasting:
             self._weights.keep(self._blocks[unit])
@@ -48,13 +50,13 @@ class InnerBackwards:
             self._held |= held
             self._weights.count(held)
         else:
-            if unit != self.lent:
-                self.give_back()
-            self.lent = unit
+            if unit != self.filled_block:
+                self.empty_block()
+            self.filled_block = unit
             self._weights.fill(self._blocks[unit])
 
-    def give_back(self) -> None:
-        """What was lent is not needed any more."""
-        if self.lent is not None:
-            self._weights.empty(self._blocks[self.lent])
-            self.lent = None
+    def empty_block(self) -> None:
+        """Empty the weights that the last inner backward filled."""
+        if self.filled_block is not None:
+            self._weights.empty(self._blocks[self.filled_block])
+            self.filled_block = None

@@ -1,4 +1,4 @@
-"""What the meta device lacks for tracing a step meant for a GPU: fused attention, and answers about values."""
+"""Makes the meta device behave like a GPU in a trace: fused attention, and answers to questions about values."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _USUAL = F.scaled_dot_product_attention
 
 @contextmanager
 def as_if_on_gpu() -> Iterator[None]:
-    """Meta tensors inside run fused attention and answer ``bool(tensor)``."""
+    """Inside, meta tensors run fused attention and answer ``bool(tensor)``."""
     with _Values(), FusedAttention():
         yield
 
 
 @contextmanager
 def fused_attention_in_graphs() -> Iterator[None]:
-    """The same attention for forwards that are compiled inside, outside of any function mode.
+    """Inside, forwards that are compiled on the meta device run fused attention, without a function mode.
 
-    The compiler would trace such a mode around every operator. This one operator it takes as it is, where it is called
-    as that of torch.nn.functional.
+    The compiler would trace a function mode around every operator. It takes this one operator as it is, where code
+    calls it through torch.nn.functional.
     """
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -44,16 +44,16 @@ def fused_attention_in_graphs() -> Iterator[None]:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Runs attention as the fused kernel that saves q, k, v, the output and one fp32 a row, as GPUs do.
+    """Runs attention as the fused kernel of GPUs, which saves q, k, v, the output and one fp32 value per row.
 
-    Keys and values of fewer heads stay as they are: only shapes count here. The meta device itself would take the plain
-    formula, which saves sequence x sequence matrices.
+    The meta device alone would use the plain formula, which saves sequence x sequence matrices. Grouped keys and values
+    stay as they are, because only shapes count here.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func``, or the fused kernel in its place."""
+        """Run ``func``, or the fused kernel if ``func`` is attention."""
         kwargs = kwargs or {}
         if func is not _USUAL:
             return func(*args, **kwargs)
@@ -71,7 +71,7 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Attention of [batch, heads, sequence, head size] meta tensors; None where no fused kernel would run."""
+    """Attention of meta tensors [batch, heads, sequence, head size], or None where a GPU would run no fused kernel."""
     learned_mask = attn_mask is not None and attn_mask.requires_grad
     if not query.is_meta or query.ndim != 4 or learned_mask or query.shape[-1] != value.shape[-1]:
         return None
@@ -82,19 +82,19 @@ def _fused(
 
 
 class _Values(RuntimeMode):
-    """Answers for tensors without data: whatever is tested is regular, so all() holds and any() does not."""
+    """Answers questions about tensors without data as if all values were regular: all() is true and any() is false."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._doubts = WeakIdKeyDictionary()  # results of any()
+        self._any_results = WeakIdKeyDictionary()  # results of any()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func``, unless it asks for a value."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return args[0] not in self._doubts if args[0].dtype == torch.bool else 1
+            return args[0] not in self._any_results if args[0].dtype == torch.bool else 1
         result = func(*args, **(kwargs or {}))
         if func._overloadpacket is torch.ops.aten.any:
-            self._doubts[result] = True
+            self._any_results[result] = True
         return result

@@ -1,4 +1,4 @@
-"""ModelProfile: what one training step of a model needs, as the trace saw it."""
+"""ModelProfile: the memory, time and order of one training step of a model, as the trace measured them."""
 
 from __future__ import annotations
 
@@ -11,57 +11,69 @@ from protrain.common.records import Record
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRecord(Record):
-    """One distinct floating-point parameter; a tied parameter appears once, under its first name."""
+    """One floating-point parameter. A tied parameter appears once, under its first name."""
 
-    name: str  # first name in definition order, as model.named_parameters() gives it
+    name: str  # its first name in model.named_parameters()
     shape: tuple[int, ...]
-    group: int  # index of its optimizer group; -1 when frozen or in no group
+    group: int  # index of its optimizer group; -1 if it is frozen or in no group
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRecord(Record):
-    """A module whose parameters are fetched together: a block, or an outer module with parameters of its own.
+    """A module whose parameters are fetched together: a block, or any other module that owns parameters directly.
 
-    Units are listed in execution order of their first call; units never called in the trace come last.
+    Units are listed in the execution order of their first calls. Units that the trace never called come last.
     """
 
     name: str  # module path; "" is the model itself
     block: int | None  # index into ModelProfile.blocks
-    parameters: tuple[int, ...]  # indexes into ModelProfile.parameters that it uses; tied ones occur in several
-    within: tuple[int, ...] = ()  # indexes of the units that are active while it is called: what they hold stays held
+    parameters: tuple[int, ...]  # indexes of the parameters it uses; a tied one occurs in several units
+    # indexes of the units whose calls are active around its call; they keep what they hold
+    within: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRecord(Record):
-    """One repeated layer, in execution order. Bytes and times are of one training step (all its calls)."""
+    """One repeated layer.
+
+    Blocks are listed in execution order. Bytes and times are those of one training step, with all calls of the block.
+    """
 
     name: str
-    saved_bytes: int  # what autograd keeps when the block is neither checkpointed nor swapped, inputs excluded
-    saved_tensors: int  # distinct storages among saved_bytes
-    forward_peak_bytes: (
-        int  # most allocated during a forward that keeps what it saves, above what was there; of one call
-    )
-    input_bytes: int  # computed with gradients, given to it alone: kept while it is checkpointed, if not moved
+    saved_bytes: int  # what autograd saves if the block is neither checkpointed nor swapped, without its inputs
+    saved_tensors: int  # the number of distinct storages in saved_bytes
+    # The most that one call allocates above what was there before, in a forward that keeps what autograd saves.
+    forward_peak_bytes: int
+    # Inputs with a gradient that only this block is given. They stay on the GPU while the block is checkpointed, unless
+    # they are offloaded.
+    input_bytes: int
     output_bytes: int
     forward_ms: float
     backward_ms: float
-    forward_flops: int  # of products, convolutions and attention; of scores under a causal mask, half
-    forward_traffic_bytes: int = 0  # read and written by what is neither a product nor attention
-    recompute_ms: float | None = None  # until the last saved tensor is there; None: not measured
-    unsaved_input_bytes: int = 0  # of input_bytes, what only a checkpoint keeps; no more than saved_bytes
-    held_input_bytes: int = 0  # of input_bytes, what others than blocks keep: moving them frees nothing
-    attention_bytes: int = 0  # of saved_bytes, what attention operators put out
-    attention_flops: int = 0  # of forward_flops, those of the same operators
-    attention_ms: float = 0.0  # that they take
+    forward_flops: int  # of products, convolutions and attention; under a causal mask, half of the scores
+    forward_traffic_bytes: int = 0  # bytes read and written by the other operators
+    recompute_ms: float | None = None  # until the last saved tensor exists; None if it was not measured
+    unsaved_input_bytes: int = 0  # the part of input_bytes that only a checkpoint keeps; at most saved_bytes
+    # the part of input_bytes that code outside the blocks keeps too, so offloading frees nothing
+    held_input_bytes: int = 0
+    saved_bool_bytes: int = 0  # the part of saved_bytes in storages of which only bools are saved
+    attention_bytes: int = 0  # the part of saved_bytes that attention operators put out
+    attention_flops: int = 0  # the part of forward_flops that is attention
+    attention_ms: float = 0.0  # the time of the attention operators
     recomputes_attention: bool = True
 
+    @property
+    def packed_bytes(self) -> int:
+        """``saved_bytes`` with bools as bits."""
+        return self.saved_bytes - self.saved_bool_bytes + -(-self.saved_bool_bytes // 8)
+
     def keeping_attention(self) -> BlockRecord:
-        """The same with what attention puts out kept beside the inputs."""
+        """This record for a block that keeps its attention outputs along with its inputs when it is checkpointed."""
         recompute_ms = self.forward_ms if self.recompute_ms is None else self.recompute_ms
         return replace(
             self,
@@ -74,15 +86,15 @@ class BlockRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentRecord(Record):
-    """A stretch of the step between two boundaries of blocks or of units between them, with every block checkpointed.
+    """A part of the step between two boundaries of blocks, or of units between blocks, with every block checkpointed.
 
-    ``live_bytes`` is what is allocated when it starts and ``peak_bytes`` the most allocated above that while it runs,
-    parameters of blocks and optimizer states excluded. In a block's backward segment the peak covers recomputation and
-    backward. Parameters' gradients that are still held count.
+    ``live_bytes`` is what is allocated when the segment starts. ``peak_bytes`` is the most that is allocated above that
+    while it runs. Parameters of blocks and optimizer states are not counted; parameters' gradients count as long as
+    they are held. In the backward segment of a block, the peak covers recomputation and backward.
 
-    Of the inputs of a block's forward, others than a checkpoint hold ``held_bytes`` for longer, a list of hidden states
-    say, up to the stretch of index ``held_until``. What is held until backward is among the block's
-    ``held_input_bytes`` in place of these.
+    ``held_bytes`` are inputs of a block's forward that code outside the checkpoint holds for a while, for example in a
+    list of hidden states. It holds them up to the segment of index ``held_until``. Inputs that are held until backward
+    are counted in the block's ``held_input_bytes`` instead.
     """
 
     phase: str  # "forward" or "backward"
@@ -96,39 +108,41 @@ class SegmentRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile(Record):
-    """The model as the planner sees it (paper section 4: memory-aware runtime profiling)."""
+    """What the planner knows of a model (paper section 4: memory-aware runtime profiling)."""
 
     file_kind = "the profile of a model"
 
     model: str  # class name
-    dtype: str  # "bfloat16", "float16" or "float32": of the managed parameters
-    device: str  # device type of the trace: "cuda", "cpu" or "meta"
-    batch_shapes: dict[str, tuple[int, ...]]  # name (or position) in the example batch -> shape
-    tokens: int  # elements of the first integer tensor in the batch, or its first dimension when there is none
-    buffer_bytes: int  # buffers and unmanaged (non-floating-point) parameters, on the device throughout
-    parameters: tuple[ParameterRecord, ...]  # definition order
+    dtype: str  # the type of the managed parameters: "bfloat16", "float16" or "float32"
+    device: str  # the device type that the trace ran on: "cuda", "cpu" or "meta"
+    batch_shapes: dict[str, tuple[int, ...]]  # from the name or position of an input in the example batch to its shape
+    # the elements of the first integer tensor in the batch; without one, the first dimension of the first tensor
+    tokens: int
+    buffer_bytes: int  # buffers and parameters that are not floating-point, which stay on the device
+    parameters: tuple[ParameterRecord, ...]  # in definition order
     units: tuple[UnitRecord, ...]
-    calls: tuple[int, ...]  # unit indexes in the order of one forward
+    calls: tuple[int, ...]  # indexes of units in the order in which one forward calls them
     blocks: tuple[BlockRecord, ...]
     segments: tuple[SegmentRecord, ...]
-    output_bytes: int = 0  # returned by forward: a loop may hold it until the next one is over
-    compiled: bool = False  # the blocks
-    chunked_loss: bool = False  # logits are never whole, and the head's gradients are made in forward
-    # Of how it is trained; nothing of the trace depends on these.
-    accumulation: int = 1  # backward() calls of a step, each of such a batch
-    moment_dtype: str = "float32"  # or "bfloat16": of Adam's two moments
+    output_bytes: int = 0  # what forward returns; a training loop may hold it until the next forward is over
+    compiled: bool = False  # whether the blocks are compiled
+    chunked_loss: bool = False  # whether the loss is computed piece by piece, so that the logits never exist whole
+    # The rest says how the model is trained. The trace does not depend on it.
+    accumulation: int = 1  # micro-batches (backward() calls) in a step
+    moment_dtype: str = "float32"  # the type of Adam's two moments: "float32" or "bfloat16"
 
     def keeping_attention(self) -> ModelProfile:
-        """The same with every recomputed block keeping what attention puts out where it keeps its inputs."""
+        """This profile if every checkpointed block keeps its attention outputs along with its inputs."""
         calls = Counter(segment.block for segment in self.segments if segment.phase == "forward")
         kept_bytes = {index: block.attention_bytes // max(1, calls[index]) for index, block in enumerate(self.blocks)}
-        alive_bytes = 0  # the trace recomputes all blocks
+        alive_bytes = 0  # attention outputs kept by the blocks before; in the trace all blocks are recomputed
         segments: list[SegmentRecord] = []
         for segment in self.segments:
             more = 0 if segment.block is None else kept_bytes[segment.block]
             forward = segment.phase == "forward"
-            # Forward may peak behind attention, whose output was gone by then. Backward peaks where all that the block
-            # saves is there, this output too, which is among what is alive now.
+            # The peak of forward may come after attention, when the trace had freed its output; so the kept output adds
+            # to it. The peak of backward comes when all that the block saves is there, which includes this output; so
+            # it is not counted twice.
             peak_bytes = segment.peak_bytes + more if forward else max(0, segment.peak_bytes - more)
             segments.append(replace(segment, live_bytes=segment.live_bytes + alive_bytes, peak_bytes=peak_bytes))
             alive_bytes += more if forward else -more
@@ -137,26 +151,26 @@ class ModelProfile(Record):
 
     @property
     def n_parameters(self) -> int:
-        """Elements of all managed parameters."""
+        """The number of elements of all managed parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
     def n_trainable(self) -> int:
-        """Elements of the parameters that an optimizer group holds."""
+        """The number of elements of the parameters that belong to an optimizer group."""
         return sum(parameter.numel for parameter in self.parameters if parameter.group >= 0)
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one weight element."""
+        """The bytes of one weight element."""
         return 4 if self.dtype == "float32" else 2
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of one element of one moment."""
+        """The bytes of one element of one moment."""
         return 4 if self.moment_dtype == "float32" else 2
 
     def rows(self) -> list[tuple[str, str]]:
-        """Rows of the printed table, with the parts counted instead of listed."""
+        """The rows of the printed table, which counts parameters and blocks and does not list them."""
         return [
             ("parameters", f"{self.n_parameters:,} ({self.n_trainable:,} trainable)"),
             ("blocks", str(len(self.blocks))),

@@ -1,4 +1,4 @@
-"""What a forward computes and moves, operator by operator: products, attention, and the bytes that the rest touches."""
+"""Counts what a forward computes and moves: the flops of products and attention, and the bytes of the rest."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch.utils.flop_counter import flop_registry
 from protrain.common.trees import tensors_in
 from protrain.forward.attention import for_backward, is_attention
 from protrain.profiler.attention_calls import AttentionCall, attention_call
+from protrain.profiler.storages import storage_key
 
 
 class Operations(TorchDispatchMode):
-    """Floating-point operations of products, convolutions and attention, and bytes of the others.
+    """Counts the flops of products, convolutions and attention, and the bytes that other operators read and write.
 
-    ``traffic_bytes`` is what the others read and write one after another. Of ``fused_bytes``, compiled, they read what
-    comes from elsewhere once, and write what goes elsewhere: into a product, or into what backward needs.
+    ``traffic_bytes`` counts the other operators as if each ran alone. ``fused_bytes`` counts them as if a compiler
+    fused them: they read each outside tensor once, and they write only what a product reads or what backward needs.
     """
 
     supports_higher_order_operators = True
@@ -29,14 +30,17 @@ class Operations(TorchDispatchMode):
         self.flops = 0
         self.traffic_bytes = 0
         self.fused_bytes = 0
-        self.attention: list[tuple[StorageWeakRef, AttentionCall]] = []  # by what its backward saves
-        self._inside: dict[StorageWeakRef, int] = {}  # made by others than products and not written yet when fused
+        # each with the storage that attention saves for its backward
+        self.attention: list[tuple[StorageWeakRef, AttentionCall]] = []
+        self._unwritten: dict[
+            StorageWeakRef, int
+        ] = {}  # results of fused operators that were not written to memory yet
         self._read: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` and add what it takes."""
+        """Run ``func`` and count what it computes and moves."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         sources, targets = _bytes_by_storage((args, kwargs)), _bytes_by_storage(result)
@@ -44,31 +48,27 @@ class Operations(TorchDispatchMode):
         if flops is not None:
             self.flops += flops
             self._write(sources)
-        elif made := {key: size for key, size in targets.items() if key not in sources}:  # not a view
+        # a view makes no new storage and moves nothing
+        elif made := {key: size for key, size in targets.items() if key not in sources}:
             self.traffic_bytes += sum(sources.values()) + sum(made.values())
-            read = {key: size for key, size in sources.items() if key not in self._inside and key not in self._read}
+            read = {key: size for key, size in sources.items() if key not in self._unwritten and key not in self._read}
             self.fused_bytes += sum(read.values())
             self._read |= read.keys()
-            self._inside |= made
+            self._unwritten |= made
         if is_attention(func) and (sums := for_backward(result)) is not None:
             self.attention.append((storage_key(sums), attention_call(func, args, kwargs, result, flops=flops or 0)))
         return result
 
-    def saved(self, keys: Set[StorageWeakRef]) -> None:
-        """Backward needs these: they are written, fused or not."""
+    def note_saved(self, keys: Set[StorageWeakRef]) -> None:
+        """Count the storages ``keys`` as written, because backward needs them, fused or not."""
         self._write(keys)
 
     def _write(self, keys: Any) -> None:
-        self.fused_bytes += sum(self._inside.pop(key, 0) for key in keys)
-
-
-def storage_key(tensor: Tensor) -> StorageWeakRef:
-    """What identifies the storage of ``tensor``, without keeping it, for as long as the key lives."""
-    return StorageWeakRef(tensor.untyped_storage())
+        self.fused_bytes += sum(self._unwritten.pop(key, 0) for key in keys)
 
 
 def _bytes_by_storage(tree: Any) -> dict[StorageWeakRef, int]:
-    """What an operator touches of each; a view may be of a part, or of the same again and again."""
+    """The bytes that an operator touches of each storage. A view may be of a part, or may repeat the same elements."""
     return {
         storage_key(tensor): min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
         for tensor in tensors_in(tree)
@@ -77,12 +77,12 @@ def _bytes_by_storage(tree: Any) -> dict[StorageWeakRef, int]:
 
 def is_product(func: Any) -> bool:
     """Whether ``func`` is a matrix product, a convolution or attention, which a compiler leaves to a library."""
-    packet = getattr(func, "_overloadpacket", func)  # or an operator of operators
+    packet = getattr(func, "_overloadpacket", func)  # an operator that takes other operators has no packet
     return packet in flop_registry or packet.__name__.startswith("_scaled_dot_product")
 
 
 def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
-    """None for what is no product."""
+    """The flops of a product, convolution or attention; None for any other operator."""
     if not is_product(func):
         return None
     packet = getattr(func, "_overloadpacket", func)
@@ -93,13 +93,16 @@ def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> int:
-    """Of both products; a causal mask leaves half of them. torch's table lacks that, and the CPU kernel."""
+    """The flops of both products of attention; a causal mask leaves half of them.
+
+    The table of torch knows neither causal masks nor the kernel of the CPU.
+    """
     whole = 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     return whole // 2 if causal else whole
 
 
 def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What ``func`` is given for ``name``; None when it has no such argument."""
+    """The value of ``func``'s argument ``name``; None if it has no such argument."""
     schema = getattr(func, "_schema", None)
     for index, argument in enumerate(() if schema is None else schema.arguments):
         if argument.name == name:

@@ -1,8 +1,7 @@
 """The memory-aware trace (paper section 4): one training step of the model, on a GPU, the CPU or the meta device.
 
-What differs from tools that simulate a step: it runs the model's own forward and backward, so autograd's and the
-allocator's behaviour need no model; and it needs the device memory of one block, not of the model, so it works before
-any plan exists.
+Unlike tools that simulate a step, it runs the model's own forward and backward, so it needs no model of autograd or of
+the allocator. It needs the device memory of one block only, so it works before there is a plan.
 """
 
 from __future__ import annotations
@@ -19,20 +18,19 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain.common import batch as batches
-from protrain.common.parameters import is_managed
+from protrain.common.parameters import DTYPES, is_managed
 from protrain.forward.chunked_loss import is_chunked
 from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
 from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_units, switch_off_checkpointing
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
-from protrain.profiler.restored import restored
-from protrain.profiler.settling import SUSTAINED_MS, expected_ms, finish, sustained, typical
-from protrain.profiler.traced_step import Segment, Step
-from protrain.profiler.weights import Weights
+from protrain.profiler.restored_model import restored
+from protrain.profiler.segments import Segment, finish
+from protrain.profiler.stand_in_weights import StandInWeights
+from protrain.profiler.step_times import SUSTAINED_MS, expected_ms, median_durations, time_steps
+from protrain.profiler.traced_step import Step
 
-_SPARE = 0.5  # of the free device memory, for weights that are used again
+_SPARE = 0.5  # the share of free device memory in which weights may stay for their next use
 _OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED")
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def profile(
@@ -48,16 +46,17 @@ def profile(
     """Trace one training step of ``model`` on ``example_batch``.
 
     The model comes out bit for bit as it went in: parameters, buffers, random states, training flags and hooks. Its
-    parameters may be on any device, the meta device included, and need not fit ``device`` together.
+    parameters may be on any device, including the meta device, and need not fit ``device`` together.
 
     Args:
-        model: any module; called as in training, with inputs in fp32 cast to ``dtype``.
-        example_batch: a mapping or a tuple of the shapes that training will use, on any device.
-        optimizer: its groups say which parameters train; without one, those that require a gradient.
-        device: "cuda", "cpu" or "meta" (shapes only: no times, nothing computed); default: CUDA where there is one.
-        dtype: of the parameters; default bfloat16, on the CPU float32.
-        show: called with what is being done, which may take minutes on a CPU.
-        device_bytes: half of which weights may fill so that they need not come again; default: what is free.
+        model: any module. It is called as in training, with fp32 inputs cast to ``dtype``.
+        example_batch: a mapping or a tuple with the shapes that training will use, on any device.
+        optimizer: its groups say which parameters train. Without one, all that require a gradient do.
+        device: "cuda", "cpu" or "meta"; the default is CUDA if there is a GPU. On "meta" nothing is computed or timed.
+        dtype: the type of the parameters; the default is bfloat16, and float32 on the CPU.
+        show: called with a line on what is being done, as a trace may take minutes on a CPU.
+        device_bytes: the size of the device. Weights may keep half of it from one use to the next. The default is
+            what is free.
 
     Raises:
         ValueError: the batch is no mapping or tuple, nothing is trainable, or the model changes its parameters in
@@ -75,7 +74,7 @@ def profile(
     if spare_bytes:
         try:
             return trace(spare_bytes=spare_bytes)
-        except RuntimeError as error:  # libraries have their own for what they allocate beside the allocator
+        except RuntimeError as error:  # libraries raise errors of their own when an allocation of theirs fails
             if not _OUT_OF_MEMORY.search(str(error)):
                 raise
         torch.cuda.empty_cache()
@@ -83,7 +82,7 @@ def profile(
 
 
 def _spare_bytes(device: torch.device, device_bytes: int | None) -> int:
-    """Memory for weights that stay from one use to the next: enough is left for the activations of most models."""
+    """The bytes in which weights may stay from one use to the next. The rest is for activations."""
     if device.type != "cuda":
         return 0
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -101,48 +100,42 @@ def _traced(
     show: Callable[[str], None] | None,
     spare_bytes: int,
 ) -> ModelProfile:
-    names = {value: name for name, value in DTYPES.items()}
     blocks = find_blocks(model)
     with (
-        restored(model, device) as picture,
-        Weights(model, device, dtype, spare_bytes=spare_bytes) as weights,
+        restored(model, device) as snapshot,
+        StandInWeights(model, device, dtype, spare_bytes=spare_bytes) as weights,
     ):
         switch_off_checkpointing(checkpointing_switches(model))
-        rewind = picture()
+        rewind = snapshot()
         owned = _owned(model, find_units(model, blocks), blocks, weights)
+        parts = (model, owned, blocks, weights, device)
 
         def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
-            """Of one step, which may write to them: neither the next step nor the caller's batch is to change."""
+            """Inputs for one step, as copies that the step may write to."""
             args, kwargs = batches.arguments(batches.to_device(batches.own_copy(example_batch), device))
             return batches.cast_inputs(args, batches.training_arguments(model, kwargs), dtype)
 
         def tell(what: str) -> Callable[[str], None]:
             return lambda part: show(f"{what}, {part}") if show is not None else None
 
-        step = Step(model, owned, blocks, weights, device, measure=True, show=tell("measuring memory"))
+        step = Step(*parts, measure=True, show=tell("measuring memory"))
         step.run(*inputs())
         weights.refuse_writes()
         timed = [[(0.0, 0.0)] * len(step.segments)]
         if device.type != "meta":
-            weights.random = device.type == "cuda"  # filling from the host again would take longer than the step
+            weights.random_values = (
+                device.type == "cuda"
+            )  # filling them from the host again would take longer than the step
 
             def timed_step() -> list[Segment]:
                 rewind()
-                once = Step(
-                    model,
-                    owned,
-                    blocks,
-                    weights,
-                    device,
-                    measure=False,
-                    show=tell("measuring times"),
-                    differentiating=step.differentiating,
-                )
+                show = tell("measuring times")
+                once = Step(*parts, measure=False, show=show, differentiating=step.differentiating)
                 once.run(*inputs())
                 return once.segments
 
             finish(device)
-            timed = sustained(
+            timed = time_steps(
                 timed_step,
                 device,
                 expected_ms=expected_ms(step.segments),
@@ -157,16 +150,16 @@ def _traced(
     if any(len(durations) != len(step.segments) for durations in timed):
         raise ValueError(
             f"two identical steps of {type(model).__name__} called its blocks differently, so it cannot be profiled; "
-            "make its forward depend on its inputs and torch's random state alone"
+            "make its forward depend only on its inputs and torch's random state"
         )
-    durations = typical(timed)
+    durations = median_durations(timed)
     units = _units(step, owned)
     own = _own_inputs(step)
     position = {unit: index for index, unit in enumerate(units)}
     order = {path: index for index, path in enumerate(step.blocks)}
     return ModelProfile(
         model=type(model).__name__,
-        dtype=names[dtype],
+        dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         batch_shapes=batches.shapes(example_batch),
         tokens=batches.tokens(example_batch),
@@ -200,8 +193,10 @@ def _traced(
     )
 
 
-def _owned(model: nn.Module, units: list[str], blocks: list[str], weights: Weights) -> dict[str, tuple[int, ...]]:
-    """Per unit the parameters that are its own: a block's all, another module's direct ones."""
+def _owned(
+    model: nn.Module, units: list[str], blocks: list[str], weights: StandInWeights
+) -> dict[str, tuple[int, ...]]:
+    """For each unit, the indexes of the parameters it owns: in a block all, in other modules the direct ones."""
     whole = set(blocks)
     return {
         path: tuple(
@@ -216,9 +211,10 @@ def _owned(model: nn.Module, units: list[str], blocks: list[str], weights: Weigh
 
 
 def parameter_records(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[ParameterRecord, ...]:
-    """The floating-point parameters of ``model`` in definition order, with their groups.
+    """The floating-point parameters of ``model`` in definition order, with their optimizer groups.
 
-    Frozen ones, and those in no group of ``optimizer``, have the group -1. Without an optimizer there is one group.
+    Frozen parameters, and those in no group of ``optimizer``, have the group -1. Without an optimizer there is one
+    group.
     """
     groups = optimizer.param_groups if optimizer is not None else [{"params": list(model.parameters())}]
     index = {id(parameter): at for at, group in enumerate(groups) for parameter in group["params"]}
@@ -234,14 +230,14 @@ def parameter_records(model: nn.Module, optimizer: torch.optim.Optimizer | None 
 
 
 def _units(step: Step, owned: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Parameters by unit, in execution order of the first call; never called ones last."""
+    """The parameters that each unit uses. Units come in the order of their first calls, uncalled ones last."""
     known = dict.fromkeys((*step.calls, *owned))
     used = {unit: tuple(dict.fromkeys((*owned.get(unit, ()), *sorted(step.uses.get(unit, ()))))) for unit in known}
     return {unit: indexes for unit, indexes in used.items() if indexes}
 
 
 def _own_inputs(step: Step) -> dict[str, dict[StorageWeakRef, int]]:
-    """Per block, the inputs that no other is given, with their bytes."""
+    """For each block, the inputs that no other block is given, with their bytes."""
     shared = Counter(key for use in step.blocks.values() for key in use.inputs)
     return {
         path: {key: size for key, size in use.inputs.items() if shared[key] == 1} for path, use in step.blocks.items()
@@ -249,8 +245,8 @@ def _own_inputs(step: Step) -> dict[str, dict[StorageWeakRef, int]]:
 
 
 def _held_inputs(step: Step, segment: Segment, own: dict[str, dict[StorageWeakRef, int]]) -> dict[str, int]:
-    """What a segment's record says of inputs that others hold for a while."""
-    until = {key: end for key, end in segment.held_until.items() if key not in step.kept_between}
+    """The fields of a segment's record on inputs that code outside the checkpoint holds for a while."""
+    until = {key: end for key, end in segment.held_until.items() if key not in step.kept_until_backward}
     sizes = own.get(segment.block or "", {})
     held = [key for key in until if key in sizes]
     if not held:
@@ -264,7 +260,7 @@ def _blocks(
     durations: list[tuple[float, float]],
     attention_ms: dict[AttentionCall, float],
 ) -> tuple[BlockRecord, ...]:
-    """What each block takes. Of blocks that are alike the median counts: a single time may hold a hiccup."""
+    """The records of the blocks. Blocks that are alike get their median times, as any single time may be disturbed."""
     forward = dict.fromkeys(step.blocks, 0.0)
     backward = dict.fromkeys(step.blocks, 0.0)
     recompute = dict.fromkeys(step.blocks, 0.0)
@@ -285,16 +281,17 @@ def _blocks(
             name=path,
             saved_bytes=use.saved_bytes,
             saved_tensors=use.saved_tensors,
+            saved_bool_bytes=use.saved_bool_bytes,
             forward_peak_bytes=use.forward_peak_bytes,
             input_bytes=sum(own[path].values()),
-            held_input_bytes=sum(size for key, size in own[path].items() if key in step.kept_between),
+            held_input_bytes=sum(size for key, size in own[path].items() if key in step.kept_until_backward),
             recompute_ms=recompute[path],
             unsaved_input_bytes=min(
-                use.saved_bytes,  # or a block would take less when it is not recomputed
+                use.saved_bytes,  # otherwise a block would need less memory when it is not recomputed
                 sum(
                     size
                     for key, size in own[path].items()
-                    if key not in use.saved_inputs and key not in step.kept_between
+                    if key not in use.saved_inputs and key not in step.kept_until_backward
                 ),
             ),
             output_bytes=use.output_bytes,

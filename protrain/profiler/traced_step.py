@@ -1,22 +1,23 @@
-"""One traced training step: which unit uses which parameter when, and what every stretch of it takes.
+"""Runs one traced training step: which unit uses which parameter when, and what every segment of the step takes.
 
-The step is the user's own forward and backward, with each block under non-reentrant checkpointing, so that the trace
-needs the room of one block, whatever the model's size. A block's weights are on the device while its forward, or its
-recomputation and backward, run. Boundaries are the block's call in forward, and in backward the gradients of its
-outputs (start) and inputs (end). Between blocks each unit ends a stretch in forward and starts one in backward: what
-the engine moves of a block is gone when the forward of the unit behind it is done, and comes when its backward begins.
+The step is the user's own forward and backward with each block under non-reentrant checkpointing, so the trace needs
+the memory of one block, whatever the size of the model. The weights of a block are on the device while its forward, or
+its recomputation and backward, run.
 
-What the model returns stays until backward is over, as in a loop that has ``output = model(**batch)``, and in such a
-loop until the next forward is: :attr:`Step.output_bytes`.
+The step is cut into segments. In forward, a block's segment is its call. In backward, it starts with the gradients of
+the block's outputs and ends with those of its inputs. Between blocks, each unit ends a segment in forward and starts
+one in backward. At these points the engine has finished, or begins, moving the tensors of a block: what it offloads is
+gone when the forward of the next unit is done, and is back when the backward of that unit begins.
+
+What the model returns stays alive until backward is over, as in a training loop that has ``output = model(**batch)``.
+In such a loop it stays until the next forward is over (:attr:`Step.output_bytes`).
 """
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,30 +31,17 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from protrain.common import batch as batches
 from protrain.common.parameters import made_of
 from protrain.common.trees import tensors_in
-from protrain.forward.compilation import CompiledForward, eager_of, graphs_compiled
-from protrain.profiler.given import GivenInputs, run_checkpointed
+from protrain.forward.compilation import CompiledForward, eager_of
+from protrain.forward.replacing import replace_attributes
+from protrain.profiler.block_forward import BlockUse, measure_block
+from protrain.profiler.block_inputs import BlockInputs, run_checkpointed
 from protrain.profiler.inner_backwards import InnerBackwards
+from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu, fused_attention_in_graphs
-from protrain.profiler.meter import CudaMeter, Meter, StorageMeter
-from protrain.profiler.operations import storage_key
-from protrain.profiler.probe import BlockUse, probe
-from protrain.profiler.uses import Uses
-from protrain.profiler.weights import Weights
-
-
-@dataclass
-class Segment:
-    """A stretch of the step; times are stamps until the step is over."""
-
-    phase: str
-    block: str | None
-    live_bytes: int = 0
-    peak_bytes: int = 0
-    start: Any = None
-    recomputed: Any = None  # end of the recomputation in a block's backward segment
-    end: Any = None
-    # Of a block's forward: inputs that others hold for longer, with the index of the first stretch in which they don't.
-    held_until: dict[StorageWeakRef, int] = field(default_factory=dict)
+from protrain.profiler.parameter_uses import Uses
+from protrain.profiler.segments import Segment, time_stamp
+from protrain.profiler.stand_in_weights import StandInWeights
+from protrain.profiler.storages import storage_key
 
 
 @dataclass(eq=False)
@@ -65,16 +53,18 @@ class _Call:
 
 
 class Step:
-    """Runs a step of ``model`` with stand-in weights and keeps what it saw.
+    """Runs a step of ``model`` with stand-in weights and records what it saw.
 
     Args:
         model: the model, holding the stand-ins of ``weights``.
-        owned: per unit path, the indexes of the parameters it owns.
-        blocks: the units among them that are blocks.
+        owned: for each unit's path, the indexes of the parameters it owns.
+        blocks: the units that are blocks.
         weights: the stand-ins.
         device: where the step runs.
-        measure: count memory, uses and operations; otherwise only take the times, undisturbed by that.
-        differentiating: what measuring found of that name.
+        measure: whether to count memory, parameter uses and operations. If not, only times are taken, undisturbed by
+            the counting.
+        show: called with a line on what is being done.
+        differentiating: the attribute of that name that the measured step found.
     """
 
     def __init__(
@@ -82,7 +72,7 @@ class Step:
         model: nn.Module,
         owned: dict[str, tuple[int, ...]],
         blocks: list[str],
-        weights: Weights,
+        weights: StandInWeights,
         device: torch.device,
         *,
         measure: bool,
@@ -90,13 +80,15 @@ class Step:
         differentiating: Iterable[str] = (),
     ) -> None:
         self.segments: list[Segment] = []
-        self.calls: list[str] = []  # units in the order of one forward
-        self.uses: dict[str, dict[int, None]] = {}  # unit -> parameters it used without owning them
-        self.blocks: dict[str, BlockUse] = {}  # in execution order
-        self.kept_between: set[StorageWeakRef] = set()  # what others than blocks keep until backward
-        self.active: list[str] = []  # units being called, innermost last
-        self.within: dict[str, set[str]] = {}  # unit -> units that were active when it was called
-        self.differentiating = set(differentiating)  # blocks whose forward makes graphs of gradients
+        self.calls: list[str] = []  # paths of units in the order in which one forward calls them
+        self.uses: dict[str, dict[int, None]] = {}  # from a unit to the parameters it used without owning them
+        self.blocks: dict[str, BlockUse] = {}  # blocks in execution order
+        self.kept_until_backward: set[StorageWeakRef] = (
+            set()
+        )  # storages that code outside the blocks keeps until backward
+        self.active: list[str] = []  # units whose calls are active, innermost last
+        self.within: dict[str, set[str]] = {}  # from a unit to the units that were active when it was called
+        self.differentiating = set(differentiating)  # blocks whose forward computes gradients with create_graph=True
         self.compiled = any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in blocks)
         self._model = model
         self._owned = owned
@@ -108,15 +100,15 @@ class Step:
         self._outer = {index for unit, indexes in owned.items() if unit not in blocks for index in indexes}
         self._inner = InnerBackwards({path: owned[path] for path in blocks}, self._outer, weights)
         self._constants = {storage_key(tensor) for tensor in (*weights.stand_ins, *weights.unmanaged_memory())}
-        self.output_bytes = 0  # of what the model returned and was not given
+        self.output_bytes = 0  # of the tensors that the model returned and was not given
         self._meter: Meter | None = None
-        self._given = GivenInputs()
+        self._given = BlockInputs()
         self._open: Segment | None = None
         self._open_call: _Call | None = None
-        self._held: list[Tensor] = []  # gradients of the stretch that is open
+        self._segment_gradients: list[Tensor] = []  # parameters' gradients of the open segment
         self._forward = True
         self._recomputing = False
-        self._probing = False
+        self._measuring_block = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Queue one forward and backward. An exception of the model passes, with a note on where it came from."""
@@ -151,7 +143,8 @@ class Step:
             self._switch(None)
             saved = saved_tensors_hooks(self._note_saved, lambda tensor: tensor)
             uses = Uses(self._weights.index, self.used, self._differentiates)
-            given = self._constants | {storage_key(tensor) for tensor in tensors_in((args, kwargs))}  # forward may add
+            # a forward may add tensors to its arguments, so they are listed before
+            given = self._constants | {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
             with uses if self._measure else nullcontext(), saved if self._measure else nullcontext():
                 output = self._model(*args, **kwargs)
                 loss = batches.loss_of(output)
@@ -159,19 +152,20 @@ class Step:
             self.output_bytes = sum(size for key, size in sizes.items() if key not in given)
             self._forward = False
             self._switch(None)
-            self.kept_between |= self._given.look(len(self.segments), returned=True)
+            self.kept_until_backward |= self._given.look(len(self.segments), returned=True)
             loss.backward()
             self._close()
 
     def _note_saved(self, tensor: Tensor) -> Tensor:
-        if self._open is not None and self._open.block is None:  # not what the checkpoint keeps of a block's inputs
-            self.kept_between.update(map(storage_key, made_of(tensor).values()))
-        return tensor.detach()  # an output kept with its own graph node would never be freed
+        # inside a block, it is the checkpoint that saves the inputs
+        if self._open is not None and self._open.block is None:
+            self.kept_until_backward.update(map(storage_key, made_of(tensor).values()))
+        return tensor.detach()  # an output that keeps its own graph node alive would never be freed
 
     # -- segments
 
     def _switch(self, block: str | None, call: _Call | None = None) -> None:
-        """End the segment that is open and start the next."""
+        """End the open segment and start the next."""
         self._close()
         self._show(f"{'forward' if self._forward else 'backward'} of {block or 'what lies between blocks'}")
         if block is not None:
@@ -185,36 +179,30 @@ class Step:
             self._open.live_bytes = self._meter.alive_bytes
             if self._forward:
                 self._given.look(len(self.segments))
-        self._open.start = self._stamp()
+        self._open.start = time_stamp(self._device)
 
     def _close(self) -> None:
         if self._open is None:
             return
-        self._open.end = self._stamp()
+        self._open.end = time_stamp(self._device)
         if self._meter is not None:
             self._open.peak_bytes = max(0, self._meter.peak_bytes - self._open.live_bytes)
         self.segments.append(self._open)
         if self._open_call is not None:
             self._open_call.state = "closed"
-        self._held.clear()
-        # On a GPU graphs of gradients are made by autograd's thread: their operations may come after all of this one's.
+        self._segment_gradients.clear()
+        # On a GPU, autograd's own thread runs the operations of a graph of gradients. They may still come after all
+        # operations of this thread, so these weights stay.
         if self._open.block is not None and (self._forward or self._open.block not in self.differentiating):
             self._weights.empty(self._owned[self._open.block])
-        self._inner.give_back()
+        self._inner.empty_block()
         self._open = self._open_call = None
-
-    def _stamp(self) -> Any:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-        return time.perf_counter() * 1e3
 
     # -- hooks
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
-        """Calls and blocks tracked inside, nothing of it left outside."""
+        """Track calls and blocks inside; afterwards the model has none of the hooks."""
         with ExitStack() as stack:
             for path in {"": None, **dict.fromkeys(self._owned)}:
                 module = self._model.get_submodule(path)
@@ -222,9 +210,8 @@ class Step:
                 stack.callback(module.register_forward_hook(self._leave_hook(path), always_call=True).remove)
             for path in self._block_paths:
                 module = self._model.get_submodule(path)
-                before = module.__dict__.get("forward")
-                stack.callback(_restore_forward, module, before)
-                module.__dict__["forward"] = self._block_forward(path, module.forward)
+                forward = self._block_forward(path, module.forward)
+                stack.callback(replace_attributes([(module, "forward", forward)]))
             for parameter in self._weights.stand_ins:
                 if parameter.requires_grad:
                     stack.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
@@ -236,9 +223,10 @@ class Step:
             if self._forward:
                 self.within.setdefault(path, set()).update(self.active)
                 self.active.append(path)
-                if not self._probing:
+                if not self._measuring_block:
                     self.calls.append(path)
-            elif path in self._block_paths and (self._open is None or self._open.block != path):  # its weights are away
+            # its weights are not on the device
+            elif path in self._block_paths and (self._open is None or self._open.block != path):
                 raise ValueError(
                     f"the model itself computes {path} again inside backward: take torch.utils.checkpoint out of its "
                     "forward, as the plan decides what is checkpointed"
@@ -251,7 +239,8 @@ class Step:
         between = path in self._owned and not inner
 
         def start(_: Tensor, call: _Call) -> None:
-            # With its first output that has a gradient: the others' come while all of its gradients are still held.
+            # The segment starts with the first output whose gradient arrives. The others arrive while all of the
+            # block's gradients are still held.
             if call.state != "open" and not self._nested and self._open is not None and self._open.block is None:
                 self._switch(None, call)
 
@@ -260,11 +249,11 @@ class Step:
                 return
             popped = self.active.pop()
             assert popped == path, f"{popped} left as {path}"
-            # Without gradients the engine gives up nothing when it is done.
+            # Without gradients the engine offloads nothing when the unit is done.
             if between and torch.is_grad_enabled() and self._open is not None and self._open.block is None:
                 self._switch(None)
             call = _Call(path)
-            if path in self._owned and path not in self._block_paths and not self._probing:
+            if path in self._owned and path not in self._block_paths and not self._measuring_block:
                 for tensor in tensors_in(output):
                     if tensor.grad_fn is not None:
                         self._watch_nested(tensor.grad_fn, path)
@@ -275,16 +264,16 @@ class Step:
 
     def _take_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        if self._open is not None:  # the engine has them together until the unit is done
-            self._held.append(parameter.grad)
+        if self._open is not None:  # the engine holds the gradients of a unit until the unit is done
+            self._segment_gradients.append(parameter.grad)
         parameter.grad = None
 
     def _block_forward(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            # Reached other than by calling the block, its parameters belong to whoever calls it.
-            if not self._forward or self.active[-1:] != [path] or self._probing:
+            # If anything other than a call of the block leads here, the parameters count as used by the caller.
+            if not self._forward or self.active[-1:] != [path] or self._measuring_block:
                 return forward(*args, **kwargs)
-            if not torch.is_grad_enabled():  # as in a frozen tower: nothing is kept, and so nothing to be decided
+            if not torch.is_grad_enabled():  # a frozen part of the model saves nothing, so there is nothing to plan
                 self._weights.fill(self._owned[path])
                 try:
                     return forward(*args, **kwargs)
@@ -296,11 +285,13 @@ class Step:
             traced = forward
             if self._meter is not None:
                 self._weights.fill(self._owned[path])
-                self._probing = True
+                self._measuring_block = True
                 try:
-                    traced = self._probe(use, forward, args, kwargs)
+                    traced = measure_block(
+                        use, forward, args, kwargs, self._constants, self._meter, self._device, self._as_compiled
+                    )
                 finally:
-                    self._probing = False
+                    self._measuring_block = False
             self._switch(path)
             assert self._open is not None
             call, inputs = _Call(path), tensors_in((args, kwargs))
@@ -314,36 +305,9 @@ class Step:
 
         return checkpointed
 
-    def _probe(
-        self, use: BlockUse, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[..., Any]:
-        """Add what ``forward`` takes to ``use``. Returns what to trace in its place.
-
-        Modes see nothing of a compiled forward: the eager one says what is computed and used. On the CPU, where the
-        meter is such a mode, it stands for the compiled one, which takes no more.
-        """
-        assert self._meter is not None
-        eager = eager_of(forward)
-        if eager is forward or self._device.type == "cpu":
-            probe(use, eager, args, kwargs, self._constants, self._meter, self._device)
-            return eager
-        computed = BlockUse()
-        probe(computed, eager, args, kwargs, self._constants, self._meter, self._device)
-        use.flops += computed.flops
-        use.traffic_bytes += computed.traffic_bytes
-        use.fused_bytes += computed.fused_bytes
-        use.attention += computed.attention
-        known = graphs_compiled()
-        with self._as_compiled():
-            probe(use, forward, args, kwargs, self._constants, self._meter, self._device, count=False)
-        if graphs_compiled() != known:
-            # Where the collector ran meanwhile the compiler leaves cycles that hold what the block saved in this call.
-            gc.collect()
-        return forward
-
     @contextmanager
     def _as_compiled(self) -> Iterator[None]:
-        """Without the function modes of the trace, around every one of whose operators the compiler would go."""
+        """Suspend the trace's function modes inside, because the compiler would trace them around every operator."""
         with ExitStack() as stack:
             for _ in range(self._measure + (self._device.type == "meta")):
                 stack.enter_context(_pop_mode_temporarily())
@@ -352,26 +316,31 @@ class Step:
     def _recomputed(self, call: _Call, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._forward:
-                if torch._C._current_graph_task_id() != -1 and call.unit not in (*self.active, self._inner.lent):
-                    self._reached(call.unit, lasting=True)  # its outputs have no hook, and cannot tell
+                if torch._C._current_graph_task_id() != -1 and call.unit not in (
+                    *self.active,
+                    self._inner.filled_block,
+                ):
+                    self._reached(call.unit, lasting=True)  # its outputs have no hook that could tell
                 return forward(*args, **kwargs)
-            if call.state != "open":  # its outputs have no hook of their own: it starts with the first saved tensor
+            # its outputs have no hook of their own, so its segment starts when backward needs the first saved tensor
+            if call.state != "open":
                 self._switch(call.unit, call)
             self._recomputing = True
             try:
-                # Backward suspends function modes.
+                # Autograd suspends function modes during backward.
                 eager = self._device.type == "meta" and forward is eager_of(forward)
                 with FusedAttention() if eager else nullcontext():
                     return forward(*args, **kwargs)
-            finally:  # it ends with the last tensor that is saved, like the engine's: torch raises to stop it there
+            # the recomputation ends with the last saved tensor, as in the engine; torch stops it there by an exception
+            finally:
                 assert self._open is not None
-                self._open.recomputed = self._stamp()
+                self._open.recomputed = time_stamp(self._device)
                 self._recomputing = False
 
         return run
 
     def _watch(self, call: _Call, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Start ``call``'s backward segment with its outputs' gradients, end it with the last of its inputs'."""
+        """Start ``call``'s backward segment with the gradients of its outputs; end it with the last of its inputs'."""
 
         def start(_: Tensor) -> None:
             if not self._nested and call.state == "pending":
@@ -383,7 +352,7 @@ class Step:
         def end(_: Tensor, key: int) -> None:
             if self._nested:
                 return
-            # The gradient of an input that enters late, a skip connection, is there long before the block is done.
+            # An input that enters late, such as a skip connection, has its gradient long before the block is done.
             waiting.discard(key)
             if not waiting and call.state == "open":
                 self._switch(None)
@@ -395,17 +364,17 @@ class Step:
         for tensor in {id(tensor): tensor for tensor in inputs if id(tensor) in waiting}.values():
             tensor.register_hook(partial(end, key=id(tensor)))
 
-    # -- a backward inside the forward (torch.autograd.grad), which is part of the stretch that it runs in
+    # -- a backward inside the forward (torch.autograd.grad), which belongs to the segment that it runs in
 
     @property
     def _nested(self) -> bool:
-        """Whether a backward that runs now is not the step's but one of a forward."""
+        """Whether a backward that runs now belongs to a forward and is not that of the step."""
         return self._forward or self._recomputing
 
     def _watch_nested(self, operation: torch.autograd.graph.Node, unit: str) -> None:
-        """Note when such a backward comes to ``operation``, whose results ``unit`` has returned.
+        """Note when an inner backward comes to ``operation``, which computed what ``unit`` returned.
 
-        A hook on a result itself would be called, too, where only its gradient is asked for.
+        A hook on the result itself would also be called where only the result's gradient is asked for.
         """
 
         def run(_: Any) -> None:
@@ -422,17 +391,11 @@ class Step:
         self.differentiating.update(path for path in self.active if path in self._block_paths)
 
     def used(self, index: int) -> None:
-        """An operation takes the parameter ``index``: have it there, and note who used it."""
+        """Fill the parameter ``index``, which an operation is about to use, and note which unit uses it."""
         unit = self.active[-1] if self.active else ""
         owned = index in self._owned.get(unit, ())
-        if not (owned and self._weights.filled(index)):  # a block's own are not where a hook on it uses them
+        # a block's own parameters are empty when a hook on the block uses them
+        if not (owned and self._weights.filled(index)):
             self._weights.keep((index,))
         if not owned:
             self.uses.setdefault(unit, {})[index] = None
-
-
-def _restore_forward(module: nn.Module, forward: Any) -> None:
-    if forward is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward

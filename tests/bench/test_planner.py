@@ -22,7 +22,7 @@ from bench.planner.descent import again, descend
 from bench.planner.draw import draw
 from bench.planner.measure import Point, build, measure
 from bench.planner.results import CaseResult, Results
-from protrain.engine.updates.updates import _Round
+from protrain.engine.updates.updates import _Window
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.profiler import ModelProfile
@@ -155,16 +155,15 @@ def test_neighbours_give_way_where_they_do_not_fit(profile: ModelProfile) -> Non
         walk = descend(profile, hardware, measure, others=0, seed=0, step_during_backward=False, in_time=lambda: True)
         return [one.plan for one in walk][1:]
 
-    # One more persistent chunk leaves one less to be updated early, one less no host memory for as many second copies.
-    # Of weights alone there is room for as many.
+    # One more persistent chunk leaves one chunk less to update speculatively. With one persistent chunk less, host
+    # memory has no room for as many second copies of all states, but it has for as many of weights alone.
     assert {2} <= {one.n_persist for one in tried(early, roomy)}
     full = replace(roomy, host_bytes=early.host_bytes)
     below = [one for one in tried(early, full) if one.n_persist == 0]
     assert len(below) == 1
-    assert 0 < below[0].n_speculate < early.n_speculate
-    assert not below[0].early_weights
-    [weights] = [one for one in tried(early, full) if one.early_weights]
-    assert (weights.n_persist, weights.n_speculate) == (early.n_persist, early.n_speculate)
+    assert below[0].n_weight_only > 0
+    weights = [one for one in tried(early, full) if one.n_weight_only and one.n_persist == early.n_persist]
+    assert early.n_speculate in {one.n_speculate for one in weights}
     # Where everything is persistent, one chunk less needs a buffer.
     whole = evaluate(profile, roomy, n_persist=n_chunks, n_buffer=0, **options)
     assert n_chunks - 1 in {one.n_persist for one in tried(whole, roomy)}
@@ -271,7 +270,7 @@ def test_cases_of_regret_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_point_says_how_many_updates_were_early(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    monkeypatch.setattr(_Round, "is_over", lambda _: False)  # as if the host were always in time
+    monkeypatch.setattr(_Window, "is_closed", lambda _: False)  # as if the host were always in time
     chosen = measure(SMOKE[0], None, device, steps=1)
     plan = replace(chosen.plan, n_persist=1, n_buffer=chosen.plan.n_chunks - 1, n_speculate=2)
     point = measure(SMOKE[0], plan, device, steps=1)

@@ -1,4 +1,4 @@
-"""A run whose newest save is damaged is told so before it is profiled, planned or placed."""
+"""A run whose newest save is damaged is refused before it is profiled, planned or placed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATE = "state-00001.safetensors"
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two saves that was stopped before its end."""
+    """A run with two saves that was stopped before its end."""
     folder = tmp_path_factory.mktemp("damaged")
     (folder / "text.txt").write_text("some text " * 100)
     options = [
@@ -43,7 +43,7 @@ def _spoil_header(path: Path) -> None:
 
 
 def _forget_parameter(save: Path) -> None:
-    """As if the manifest were of another save."""
+    """Change the manifest as if it were that of another save."""
     files = read_manifest(save)["files"]
     files[STATE]["parameters"][0] = "other.weight"
     rewrite(save, files=files)

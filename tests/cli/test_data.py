@@ -1,4 +1,4 @@
-"""Text becomes tokens, tokens become batches, and nothing but seed and step decides which."""
+"""Text becomes tokens, and tokens become batches that depend only on seed and step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from protrain.cli.data import (
     tokenizer_codec,
     training_batch,
 )
-from protrain.cli.files import JOB_FILE
 from protrain.cli.job import TrainJob
+from protrain.cli.run_files import JOB_FILE
 
 
 def make_tokens(folder: Path, text: str, held_out: float = 0.1) -> Tokens:
@@ -32,7 +32,7 @@ def make_tokens(folder: Path, text: str, held_out: float = 0.1) -> Tokens:
 
 
 def words_codec() -> Codec:
-    """That of a tokenizer that knows two words."""
+    """A codec with a tokenizer that knows two words."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     model = tokenizers.models.WordLevel({"<unk>": 0, "to": 1, "be": 2, "</s>": 70000}, unk_token="<unk>")
@@ -124,7 +124,7 @@ def test_hidden_and_binary_files_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
-    left_out = f"--data: left out, as training takes plain text alone: {tmp_path}/image.png"
+    left_out = f"--data: left out, because training reads plain text only: {tmp_path}/image.png"
     with pytest.warns(UserWarning, match=f"^{left_out}: no text, as it holds zero bytes$"):
         assert find_documents(tmp_path) == [tmp_path / "text.md"]
     (tmp_path / "utf16.txt").write_text("text", encoding="utf-16")
@@ -134,7 +134,7 @@ def test_hidden_and_binary_files_are_left_out(tmp_path: Path) -> None:
 
 @pytest.fixture
 def latin1(tmp_path: Path) -> Path:
-    """A folder of one file in UTF-8 and one that is not."""
+    """A folder with one file in UTF-8 and one in another encoding."""
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "a.txt").write_text("to bé or\n", encoding="utf-8")
@@ -177,8 +177,8 @@ def test_a_run_s_own_folder_is_no_text_before_and_after_it_is_one(
     monkeypatch.chdir(tmp_path)
     for root in (tmp_path, Path()):
         for folder in (run, Path("mine"), Path("mine") / ".." / "mine"):
-            assert find_documents(root, but=folder) == [root / "text.txt"]
-    assert find_documents(run, but=run / "inner") == [run / "notes.txt"]
+            assert find_documents(root, exclude=folder) == [root / "text.txt"]
+    assert find_documents(run, exclude=run / "inner") == [run / "notes.txt"]
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "no JSON", '{"model": "tiny", "steps": 3}'])

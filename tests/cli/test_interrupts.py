@@ -1,4 +1,4 @@
-"""Ctrl-C ends every command soon, with one line and status 130, whatever is running when it comes."""
+"""Ctrl-C ends every command soon, with one line and status 130, whatever is running."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from protrain.cli.signals import Stopped, stop_requests
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "1", "--sequence", "16"]
 
-# Ctrl-C at a moment that is always the same: `press` is called there. Python runs this file before the program.
+# `press` is called at the moment for Ctrl-C, which is always the same. Python runs this file before the program.
 BEFORE = """
 import atexit, os, signal, sys
 
@@ -61,8 +61,8 @@ def before_profile():
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the program, as its script or as a module, with Ctrl-C at the moment that ``pressed`` sets up."""
-    # What pip makes of the entry point.
+    """Run the program as its script or as a module, with Ctrl-C at the moment that ``pressed`` sets up."""
+    # The script that pip makes of the entry point.
     script = "import sys\nfrom protrain.cli.main import main\nsys.exit(main())\n"
     (tmp_path / "protrain").write_text(script)
 
@@ -81,7 +81,7 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             text=True,
             timeout=120,
             check=False,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, handler),  # a shell may have it ignored
+            preexec_fn=lambda: signal.signal(signal.SIGINT, handler),  # a shell may have set it to be ignored
         )
 
     return start
@@ -119,12 +119,12 @@ def test_who_imports_the_library_keeps_the_handler_of_python(
     assert run("plan", program=("-c", code), pressed="").stdout == "True\n"
 
 
-# -- commands that have something to put in order ----------------------------------------------------------------------
+# -- commands that have something to clean up --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def python_s_handlers() -> object:
-    """A shell may have signals ignored; and pytest's own must not be in the way."""
+    """A shell may have signals ignored, and pytest's own handlers must not interfere."""
     before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
     before[signal.SIGTERM] = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
@@ -167,7 +167,10 @@ def test_an_error_after_a_stop_that_was_swallowed_is_the_stop() -> None:
 
 
 def ends(process: str) -> bool:
-    """Whether it is gone, or just waiting for its parent to ask how it ended; what is killed ends a little later."""
+    """Whether a process is gone, or only waits for its parent to read its status.
+
+    A killed process ends a little later.
+    """
     for _ in range(500):
         try:
             state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
@@ -207,7 +210,7 @@ def test_a_benchmark_ends_with_the_command(
     def press() -> None:
         while not (tmp_path / "began").exists() or not (tmp_path / "began").read_text():
             time.sleep(0.02)
-        os.kill(os.getpid(), number)  # to this process alone, as `kill` does
+        os.kill(os.getpid(), number)  # to this process only, as `kill` does
 
     threading.Thread(target=press, daemon=True).start()
     assert main(["bench", "slow"]) == 128 + number

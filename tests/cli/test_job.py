@@ -1,4 +1,4 @@
-"""Options of a run: what a resumed run may change, and what it may not."""
+"""Which options of a run a resumed run may change, and which it may not."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from protrain.cli.files import JOB_FILE, LOCK_FILE, PLAN_FILE, RESULTS, UNFINISHED_DATA
 from protrain.cli.job import TrainJob, resume, start
+from protrain.cli.run_files import JOB_FILE, LOCK_FILE, PLAN_FILE, RESULTS, UNFINISHED_DATA
 
 
 def test_a_resumed_run_takes_its_own_options_and_new_placement(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_named_shape_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", RESULTS)
 def test_what_a_run_would_overwrite_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match=f"{tmp_path} holds {name}, which is of no run .*: give another --folder"):
+    with pytest.raises(ValueError, match=f"{tmp_path} holds {name}, which belongs to no run .*: give another --folder"):
         start(tmp_path, {"model": "tiny"})
 
 

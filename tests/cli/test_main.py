@@ -1,4 +1,4 @@
-"""The command line: help with an example, one line and status 2 for what the user can mend, JSON where asked."""
+"""The command line: help with an example, one line and status 2 for what the user can correct, and JSON on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain.cli.job import FREE, option
+from protrain.cli.job import MAY_DIFFER, option
 from protrain.cli.main import main
 from protrain.cli.options import in_options
 from protrain.hardware import HardwareProfile, load
@@ -102,7 +102,7 @@ def test_help_shows_a_real_example(command: str, capsys: pytest.CaptureFixture[s
         (["plan", "tiny", "--hardware", "no-such-card"], "no-such-card"),
         (["plan", "tiny", "--hardware", "h100", "--device", "gpu"], "--device 'gpu' is no device"),
         (["plan", "tiny", "--hardware", "h100", "--device", "cpu"], "h100, whose device is cuda"),
-        # Before the work whose result it would get.
+        # It fails before the work whose result would be written.
         (["plan", "tiny", "--device", "cpu", "--out", "file.txt/plan.json"], "--out: "),
         (["calibrate", "--device", "cpu", "--out", "folder"], "--out: folder is a folder"),
         (["train", "--model", "tiny", "--device", "cpu", "--out", "file.txt/summary.json"], "file.txt is no folder"),
@@ -123,7 +123,7 @@ def test_a_bad_argument_is_one_line_and_status_2(
     (tmp_path / "file.txt").touch()
     (tmp_path / "zeros.bin").write_bytes(bytes(100))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    monkeypatch.setenv("TRITON_INTERPRET", "0")  # which stands for a GPU where the loss is chosen
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # stands for a GPU where the loss is chosen
     status, out, err = run(capsys, *argv)
     lines = [line for line in err.splitlines() if not line.startswith(("reading text", "protrain: profiling"))]
     assert (status, len(lines), out) == (2, 1, ""), err
@@ -193,10 +193,10 @@ def test_a_cache_that_cannot_be_written_is_named(
 def test_the_options_of_a_resumed_run_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     help_text = " ".join(run(capsys, "train", "--help")[1].split())
     listed = help_text.partition("only what never changes the weights may differ: ")[2].partition(" --seed")[0]
-    assert sorted(listed.replace(" ", "").split(",")) == sorted(map(option, FREE))
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    listed = readme.partition("`--resume` takes the options of the run.")[2].partition("\n\n")[0]
-    assert sorted(re.findall(r"`(--[\w-]+)`", listed)) == sorted(map(option, FREE))
+    assert sorted(listed.replace(" ", "").split(",")) == sorted(map(option, MAY_DIFFER))
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "user-guide.md").read_text()
+    listed = guide.partition("`--resume` takes the options of the run.")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`(--[\w-]+)`", listed)) == sorted(map(option, MAY_DIFFER))
 
 
 def test_what_the_end_of_a_run_needs_is_asked_for_at_its_begin(
@@ -333,7 +333,7 @@ def test_a_plan_file_drives_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     status, _, err = run(capsys, *command)
     assert status == 0, err
     planned, used = Plan.load(plan), Plan.load(tmp_path / "run" / "plan.json")
-    # Times are predicted anew for the machine that runs it.
+    # Times are predicted again for the machine that runs the plan.
     assert replace(used, step_ms=planned.step_ms) == planned
 
 

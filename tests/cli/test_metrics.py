@@ -1,4 +1,4 @@
-"""What a run reports about itself."""
+"""The reports of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain.cli.files import METRICS_FILE
 from protrain.cli.metrics import (
     DelayedRead,
     MetricsFile,
@@ -19,6 +18,7 @@ from protrain.cli.metrics import (
     resident_bytes,
     status_line,
 )
+from protrain.cli.run_files import METRICS_FILE
 
 
 def test_a_resumed_file_forgets_steps_after_the_checkpoint_and_a_torn_line(tmp_path: Path) -> None:
@@ -129,12 +129,13 @@ def test_numbers_are_read_after_the_step_on_a_gpu() -> None:
 
 def test_the_process_is_measured_in_bytes() -> None:
     before = resident_bytes()
-    # Fresh pages: an allocator would hand out memory that the process holds already.
+    # These must be fresh pages, because an allocator may return memory that the process holds already.
     with mmap.mmap(-1, 64 * 1024**2) as block:
         block.write(b"1" * len(block))
         held = resident_bytes()
     assert held - before > 60 * 1024**2
-    assert peak_resident_bytes() >= held - 4 * 1024**2  # the kernel counts pages by thread and sums now and then
+    # the kernel counts pages per thread and adds them up only now and then
+    assert peak_resident_bytes() >= held - 4 * 1024**2
     assert resident_bytes() < held - 30 * 1024**2
 
 

@@ -1,4 +1,4 @@
-"""Models of the command line: folders that are none, and how many tokens one can be trained on."""
+"""Models of the command line: folders that are no models, and how many tokens a model can be trained on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_computed_positions_of_random_weights_have_no_end() -> None:
     fit_positions(loaded, positions - 1)
     assert loaded.config.max_position_embeddings == positions
     fit_positions(loaded, positions + 7)
-    assert loaded.config.max_position_embeddings == positions + 7  # what a saved model then says of itself
+    assert loaded.config.max_position_embeddings == positions + 7  # a model that is saved later has these in its config
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -139,11 +139,11 @@ def test_a_plan_needs_the_config_alone(folder: Path, tmp_path: Path, capsys: pyt
 
     whole = planned()
     assert whole["tokens"] == 32
-    (folder / "tokenizer.json").write_text("{}")  # cannot be read
+    (folder / "tokenizer.json").write_text("{}")  # it cannot be read
     assert planned() == whole
     words = tokenizers.models.WordLevel({f"word{number}": number for number in range(300)}, unk_token="word0")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words))
-    tokenizer.save_pretrained(folder)  # of more tokens than there are embeddings
+    tokenizer.save_pretrained(folder)  # it has more tokens than the model has embeddings
     assert planned() == whole
     with pytest.raises(ValueError, match=f"^{folder} has 256 embeddings and its tokens need 300$"):
         load_model(str(folder))

@@ -1,4 +1,4 @@
-"""--moment-dtype: what a plan says of it, and that a run keeps it to its end."""
+"""--moment-dtype: a plan shows it, and a run keeps it to its end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unfinished(run: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Finished ones, by their options."""
+    """Finished runs, by their options."""
     folder = tmp_path_factory.mktemp("moments")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
     found = {"": folder / "whole", NARROW: folder / "narrow"}
@@ -55,7 +55,7 @@ def test_where_nothing_fits_it_is_a_remedy_that_works(capsys: pytest.CaptureFixt
 
 
 def test_a_run_keeps_it(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Also when it goes on under another plan."""
+    """This holds also when it goes on under another plan."""
     narrow = runs[NARROW]
     folder = unfinished(narrow, tmp_path / "run")
     assert main(["train", "--resume", f"--folder={folder}", "--device-memory=20MiB"]) == 0
@@ -71,7 +71,7 @@ def test_a_run_cannot_change_it(runs: dict[str, Path], tmp_path: Path, capsys: p
     assert "--moment-dtype float32 differs from bfloat16 of the run" in capsys.readouterr().err
     folder = unfinished(runs[""], tmp_path / "older")
     job = json.loads((folder / "job.json").read_text())
-    del job["moment_dtype"]  # as before there was the option
+    del job["moment_dtype"]  # as before the option existed
     (folder / "job.json").write_text(json.dumps(job))
     assert main(["train", "--resume", f"--folder={folder}", NARROW]) == 2
     assert "--moment-dtype bfloat16 differs from float32 of the run" in capsys.readouterr().err

@@ -42,7 +42,10 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 
 def make_timeline(step_ms: float = 10.0) -> Timeline:
-    """The device works all the time, uploads in the second quarter, the host in a tenth that began a step before."""
+    """The device works all the time.
+
+    Uploads take the second quarter. The host works for a tenth that began a step before.
+    """
     return Timeline(
         step_ms=step_ms,
         forward_end_ms=0.4 * step_ms,
@@ -86,7 +89,7 @@ def test_the_text_timeline_fits_the_terminal(terminal: int, widest: int, monkeyp
 
 
 def test_a_column_is_as_dark_as_its_lane_is_busy() -> None:
-    half = Operation(lane=UP, name="weights 1", start_ms=0.05, end_ms=0.10)  # of the first of 0.1 ms each
+    half = Operation(lane=UP, name="weights 1", start_ms=0.05, end_ms=0.10)  # the first of those of 0.1 ms each
     shares = busy_shares(
         Timeline(step_ms=10.0, forward_end_ms=4.0, backward_end_ms=9.0, operations=(half,)),
         UP,
@@ -96,7 +99,10 @@ def test_a_column_is_as_dark_as_its_lane_is_busy() -> None:
 
 
 def test_the_plan_is_printed_with_bytes_time_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, *TINY, "--device-memory", "134MiB")
+    verdict = run(capsys, *TINY, "--device-memory", "134MiB")[1]
+    assert "--explain says what would change it" in verdict
+    assert "n_persist 0 -> 1" not in verdict
+    status, out, err = run(capsys, *TINY, "--device-memory", "134MiB", "--explain")
     assert status == 0, err
     for words in (
         "tokens/s",
@@ -202,8 +208,10 @@ def test_a_plan_is_put_in_words(
         changes=(),
         here=None,
         better=tuple(better),
-        slow_share=0.9,
-        cautious_ms=11.0,
+        searched=True,
+        slowest_share=0.9,
+        slowest_ms=11.0,
+        expected_ms=10.4,
     )
     profile = cast(ModelProfile, SimpleNamespace(device="cuda"))
     text = summary_text(why, profile, hardware, updates_in_backward=inside)
@@ -219,7 +227,7 @@ def test_a_plan_is_put_in_words(
 
 def test_updates_inside_backward_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     steps = []
-    # So little host memory that no update before step() has room for its second copy.
+    # With so little host memory, no update before step() has memory for its second copy.
     for extra in (["--host-memory", "26MiB"], ["--host-memory", "26MiB", "--step-during-backward"], []):
         status, out, err = run(capsys, *TINY, "--device-memory", "134MiB", "--json", *extra)
         assert status == 0, err
@@ -297,17 +305,17 @@ def test_bars_lie_where_the_operations_are(tmp_path: Path) -> None:
     path = tmp_path / "step.svg"
     draw_timeline(make_timeline(), "title", path)
     text = path.read_text()
-    # One bar for each operation that falls into the step, none for the update after it.
+    # There is one bar for each operation inside the step, and none for the update after it.
     bars = text.count('id="PolyCollection_') + text.count('id="FillBetweenPolyCollection_')
     assert bars == 4
     for color in ("#1f77b4", "#9467bd", "#2ca02c", "#d62728"):  # forward, backward, weights, update
         assert color in text
 
 
-def test_early_updates_have_a_colour_of_their_own(tmp_path: Path) -> None:
+def test_speculative_updates_have_a_colour_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "step.svg"
-    early = Operation(lane=HOST, name="early update 3", start_ms=6.0, end_ms=8.0)
+    early = Operation(lane=HOST, name="speculative update 3", start_ms=6.0, end_ms=8.0)
     timeline = make_timeline()
     draw_timeline(replace(timeline, operations=(*timeline.operations, early)), "title", path)
     assert "#e377c2" in path.read_text()

@@ -1,4 +1,4 @@
-"""A plan file drives a run, and one that does not suit the model or the machine is named by what refuses it."""
+"""A plan file drives a run. If it does not suit the model or the machine, the error names the file."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from protrain.cli.shapes import SHAPES, shape_config
 
 transformers = pytest.importorskip("transformers")
 
-# Published parameter counts; the large GPT-2 shapes are what their name says.
+# These are published parameter counts. The large GPT-2 shapes are named after theirs.
 BILLIONS = {
     "tiny": 0.00182,
     "gpt2": 0.12444,
@@ -51,6 +51,6 @@ def test_attention_counts_what_a_flop_counter_sees() -> None:
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
-    # eager attention computes the masked half too, hence the factor of two
+    # eager attention also computes the masked half, hence the factor of two
     expected = 64 * (6 * matrices + 2 * attention_flops_per_token(config, 64))
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)

@@ -1,4 +1,4 @@
-"""`protrain train` from end to end: it learns, saves, stops, resumes to the same bits, and exports what it trained."""
+"""`protrain train` from end to end: it learns, saves, stops, resumes with the same bits, and exports the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 from protrain.checkpoint.manifest import list_saves
 from protrain.cli.data import byte_codec, evaluation_batches, tokenize
 from protrain.cli.main import main
-from protrain.cli.run import Run
+from protrain.cli.training_run import Run
 from protrain.planning import Plan
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small model as save_pretrained leaves it, and a text whose letters follow each other strictly."""
+    """A folder with a small model that save_pretrained wrote, and a text whose letters follow a strict order."""
     folder = tmp_path_factory.mktemp("train")
     config = transformers.LlamaConfig(
         vocab_size=256,
@@ -58,7 +58,7 @@ def arguments(workplace: Path, folder: Path, *more: str) -> list[str]:
         "device": "cpu",
         "batch": 4,
         "sequence": 32,
-        "steps": 90,  # some 6 ms each: in this time a process that others keep waiting must come to send a signal
+        "steps": 90,  # about 6 ms each, so that a process that waits for a core has time to send a signal
         "warmup": 3,
         "learning-rate": 0.01,
         "evaluate-every": 21,
@@ -71,7 +71,7 @@ def arguments(workplace: Path, folder: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(workplace: Path) -> Path:
-    """An uninterrupted run, in fp32, with all memory that it wants."""
+    """An uninterrupted run in fp32 without a memory limit."""
     folder = workplace / "finished"
     assert main(arguments(workplace, folder)) == 0
     return folder
@@ -135,7 +135,7 @@ def test_a_killed_and_a_stopped_run_resume_to_the_same_bits(finished: Path, work
     saved_step = int(list_saves(folder / "checkpoints")[-1].name.rpartition("-")[2])
     assert f"stopped at step {saved_step} of 90" in errors
 
-    # The third process has another plan: placement never changes the result.
+    # The third process has another plan, because placement never changes the result.
     assert main(["train", "--resume", "--folder", str(folder), "--device-memory", "700KiB"]) == 0
     assert str(Plan.load(folder / "plan.json")) != str(Plan.load(finished / "plan.json"))
     expected, found = weights(finished), weights(folder)
@@ -153,7 +153,7 @@ def test_a_killed_and_a_stopped_run_resume_to_the_same_bits(finished: Path, work
 def start_process(command: list[str]) -> subprocess.Popen[str]:
     run = [sys.executable, "-c", "import sys; from protrain.cli.main import main; sys.exit(main())", *command]
     return subprocess.Popen(
-        ["nice", "-n", "10", *run],  # where cores are short it must not end before this process sends its signal
+        ["nice", "-n", "10", *run],  # on a busy machine it must not end before this process sends its signal
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -162,7 +162,7 @@ def start_process(command: list[str]) -> subprocess.Popen[str]:
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Return once metrics.jsonl tells of ``step``."""
+    """Wait until metrics.jsonl reports ``step``."""
     for _ in range(6000):
         path = folder / "metrics.jsonl"
         if path.exists() and f'"step": {step},' in path.read_text():
@@ -186,13 +186,13 @@ def test_lines_outside_a_terminal_name_first_and_last_step(
 def test_start_values_follow_from_the_seed(workplace: Path, tmp_path: Path) -> None:
     found = []
     for index, seed in enumerate((1, 1, 2)):
-        torch.manual_seed(index)  # what ran before has no say in it
+        torch.manual_seed(index)  # independent of what ran before
         folder = tmp_path / str(index)
         named = ("--model", "tiny", "--seed", str(seed), "--steps", "1", "--learning-rate", "1e-9", "--warmup", "0")
         assert main(arguments(workplace, folder, *named)) == 0
         found.append(weights(folder)["model.layers.0.mlp.up_proj.weight"])
     assert torch.equal(found[0], found[1])
-    assert (found[0] - found[2]).abs().max() > 0.01  # which no step of that learning rate makes
+    assert (found[0] - found[2]).abs().max() > 0.01  # no step with that learning rate could do this
 
 
 def test_accumulated_batches_make_one_step(workplace: Path, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_run_that_lost_something_is_left_as_it_is(
         message = f"{folder}/checkpoints holds no save, and the run has reached step 5: put the saves back"
     else:
         text.rename(tmp_path / "moved.txt")
-        message = f"--data: {text} does not exist; where the text lies elsewhere by now, give its place"
+        message = f"--data: {text} does not exist; if the text has moved, give its new place"
     capsys.readouterr()
     assert main(["train", "--resume", "--folder", str(folder)]) == 2
     assert message in capsys.readouterr().err
@@ -358,5 +358,5 @@ def test_a_model_without_a_tokenizer_is_said_to_read_bytes(
     command = arguments(workplace, tmp_path / "run", "--no-model", "--sample-tokens", "0", "--warmup", "0")
     command[command.index("--steps") + 1] = "1"
     assert main(command) == 0
-    said = f"protrain: {workplace}/source brings no tokenizer: text is read as bytes"
+    said = f"protrain: {workplace}/source has no tokenizer: text is read as bytes"
     assert capsys.readouterr().err.splitlines().count(said) == 1

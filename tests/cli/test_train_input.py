@@ -1,4 +1,4 @@
-"""Input that used to fail late or without a name: seeds, pipes, edited jobs, full disks."""
+"""Input that could fail late or without its name: seeds, pipes, edited jobs, full disks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from protrain.cli.data import byte_codec, find_documents, tokenize, training_batch
-from protrain.cli.files import JOB_FILE
 from protrain.cli.job import RANGES, TrainJob
 from protrain.cli.main import main
+from protrain.cli.run_files import JOB_FILE
 
 
 def test_a_seed_that_no_generator_takes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

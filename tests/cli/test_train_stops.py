@@ -1,4 +1,4 @@
-"""Runs that are stopped, refused or resumed at an odd moment: nothing is lost, nothing is left, and it is said."""
+"""When runs are stopped, refused or resumed at an odd moment, nothing is lost or left behind, and a message says so."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ import torch
 import protrain
 import protrain.cli.finish
 import protrain.cli.loop
-import protrain.cli.run
+import protrain.cli.training_run
 from protrain.checkpoint.manifest import list_saves
-from protrain.cli.claim import claimed
-from protrain.cli.files import LOCK_FILE, UNFINISHED_DATA
+from protrain.cli.folder_lock import claimed
 from protrain.cli.main import main
+from protrain.cli.run_files import LOCK_FILE, UNFINISHED_DATA
 from protrain.cli.signals import SIGNALS, Stopped, StopRequests, stop_requests
 
 transformers = pytest.importorskip("transformers")
@@ -131,10 +131,8 @@ def test_what_is_there_is_not_overwritten(
     monkeypatch.chdir(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert main(arguments(workplace, Path(), model="model")) == 2
-    said = (
-        ". holds checkpoints, model, which is of no run and would be overwritten: give another --folder, or move that"
-    )
-    assert capsys.readouterr().err == f"protrain train: {said}\n"
+    said = "which belongs to no run and would be overwritten: give another --folder, or move that"
+    assert capsys.readouterr().err == f"protrain train: . holds checkpoints, model, {said}\n"
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
@@ -191,13 +189,13 @@ def test_a_run_that_is_stopped_after_its_last_step_is_saved(
     assert len(list_saves(folder / "checkpoints")) == 1
     assert not {".model.tmp", "model", LOCK_FILE} & {path.name for path in folder.iterdir()}
 
-    # Again, in the middle of a forward: what is saved already is not saved again.
+    # Stopped again in the middle of a forward, the run does not save again what is saved already.
     with monkeypatch.context() as patch:
         mlp: Any = transformers.models.llama.modeling_llama.LlamaMLP
         forward = mlp.forward
 
         def interrupted_forward(self: Any, states: torch.Tensor) -> Any:
-            if states.shape[1] == 1:  # of a sample, token by token
+            if states.shape[1] == 1:  # it generates a sample, token by token
                 os.kill(os.getpid(), signal.SIGINT)
             return forward(self, states)
 
@@ -212,7 +210,7 @@ def test_a_run_that_is_stopped_after_its_last_step_is_saved(
     assert main(["train", "--resume", "--folder", str(folder)]) == 0
     expected, found = weights(tmp_path / "whole"), weights(folder)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    # Times and peak are of the session that took the steps.
+    # Times and peak are those of the process that ran the steps.
     rows = metrics(folder)
     assert [row["step"] for row in rows if "evaluation_loss" in row] == [STEPS]
     summary = json.loads((folder / "summary.json").read_text())
@@ -248,12 +246,12 @@ def test_a_trace_is_of_one_start_and_a_failed_end_keeps_the_steps(
         def evaluate(run: Any) -> None:
             raise MemoryError("no room for an evaluation")
 
-        patch.setattr(protrain.cli.run.Run, "evaluate", evaluate)
+        patch.setattr(protrain.cli.training_run.Run, "evaluate", evaluate)
         assert main([*again, str(folder)]) == 1
     assert "no room for an evaluation" in capsys.readouterr().err
     assert [path.name.rpartition("-")[2] for path in list_saves(folder / "checkpoints")] == ["6", str(STEPS)]
 
-    # Losses that were lost have no place in the summary, and must not end the run.
+    # Lost losses are not in the summary, and must not end the run.
     rows = (folder / "metrics.jsonl").read_bytes().splitlines()
     (folder / "metrics.jsonl").write_bytes(b"\n".join([b"damage", *rows[1:]]))
     capsys.readouterr()
@@ -267,7 +265,7 @@ def test_a_run_resumed_on_another_device_keeps_its_numbers(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    with monkeypatch.context() as patch:  # as if it began on a GPU
+    with monkeypatch.context() as patch:  # as if the run had begun on a GPU
         patch.setattr("protrain.cli.prepare.choose_dtype", lambda name, device: torch.bfloat16)
         assert main(arguments(workplace, folder)) == 0
     job = json.loads((folder / "job.json").read_text())
@@ -312,7 +310,7 @@ def test_a_request_to_stop_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPat
     for number in SIGNALS:
         requests = StopRequests()
         requests.receive(number, None)
-        for _ in range(3):  # a wrapper hands it on as well, or bash tells of the terminal that the kernel told of
+        for _ in range(3):  # a wrapper passes it on as well, or bash reports the terminal that the kernel reported
             now_s += 0.3
             requests.receive(number, None)
         now_s += 1.1
@@ -345,7 +343,7 @@ def test_a_run_that_nobody_reads_goes_on_and_is_saved_when_stopped(
     def step(run: Any) -> Any:
         nonlocal taken
         taken += 1
-        if taken == 2:  # Ctrl-C ends `tee` as well, and the next lines go nowhere
+        if taken == 2:  # Ctrl-C ends `tee` as well, and nobody reads the next lines
             os.close(reader)
         if taken == 4:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -392,7 +390,7 @@ def test_a_run_whose_terminal_is_closed_is_saved(workplace: Path, tmp_path: Path
         os.set_blocking(terminal, False)
         for _ in range(6000):
             with suppress(BlockingIOError):
-                os.read(terminal, 2**16)  # a full terminal would hold the run up
+                os.read(terminal, 2**16)  # a full terminal would block the run
             path = folder / "metrics.jsonl"
             if path.exists() and '"step": 3,' in path.read_text():
                 break

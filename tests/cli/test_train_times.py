@@ -1,4 +1,4 @@
-"""Times of steps that each have a save or an evaluation after them."""
+"""Times of steps if each step has a save or an evaluation after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import protrain
 from protrain.cli.main import main
-from protrain.cli.run import Run
+from protrain.cli.training_run import Run
 
 pytest.importorskip("transformers")
 

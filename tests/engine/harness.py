@@ -39,14 +39,15 @@ class Spec:
     buffers: str  # "least", "middle" or "all"
     modes: tuple[BlockMode, ...]  # repeated over the blocks
     small: bool = False  # chunks as small as the largest parameter allows, so that a unit spreads over several
-    early: bool = False  # updates begin before step() is called
-    weights: bool = False  # of weights alone
-    whole: bool = False  # but for half of them, rounded down
-    stream: bool = False  # the device updates half of the chunks in host memory, or of those not updated early
+    speculate: bool = False  # speculative updates
+    weights: bool = False  # they compute weights only
+    whole: bool = False  # except for half of them, rounded down
+    stream: bool = False  # the device updates half of the chunks in host memory that have no speculative update
     attention: bool = False  # kept by recomputed blocks
+    packed: bool = False  # what swapped blocks save goes to host memory in one buffer
 
     def __str__(self) -> str:
-        names = ("small", "early", "weights", "whole", "stream", "attention")
+        names = ("small", "speculate", "weights", "whole", "stream", "attention", "packed")
         chosen = {name: getattr(self, name) for name in names}
         marks = "".join(f"-{name}" for name, is_so in chosen.items() if is_so)
         return f"{self.persist}-{self.buffers}-{''.join(_LETTERS[mode] for mode in self.modes)}{marks}"
@@ -58,36 +59,36 @@ PLANS = (
     Spec("all", "least", (SWAP,)),
     Spec("all", "least", (NONE, SWAP, CKPT)),
     Spec("some", "least", (NONE,)),
-    Spec("some", "middle", (CKPT,), early=True, attention=True),
+    Spec("some", "middle", (CKPT,), speculate=True, attention=True),
     Spec("some", "all", (SWAP, CKPT, NONE), small=True),
-    Spec("some", "least", (SWAP,), small=True),
+    Spec("some", "least", (SWAP,), small=True, packed=True),
     Spec("none", "least", (NONE,)),
     Spec("none", "least", (CKPT,)),
-    Spec("none", "least", (SWAP,), early=True),
-    Spec("none", "least", (CKPT, NONE, SWAP), small=True, early=True),
+    Spec("none", "least", (SWAP,), speculate=True, packed=True),
+    Spec("none", "least", (CKPT, NONE, SWAP), small=True, speculate=True),
     Spec("none", "middle", (SWAP, SWAP, NONE), small=True),
     Spec("none", "all", (CKPT, NONE)),
     Spec("all", "least", (CKPT_SWAP,)),
-    Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE), early=True),
+    Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE), speculate=True),
     Spec("none", "least", (CKPT_SWAP,), small=True, attention=True),
-    Spec("none", "middle", (CKPT, NONE), early=True, weights=True),
-    Spec("some", "least", (CKPT, SWAP), small=True, early=True, weights=True, whole=True),
+    Spec("none", "middle", (CKPT, NONE), speculate=True, weights=True),
+    Spec("some", "least", (CKPT, SWAP), small=True, speculate=True, weights=True, whole=True),
     Spec("none", "middle", (CKPT,), stream=True),
-    Spec("some", "least", (CKPT, NONE), small=True, early=True, stream=True),
+    Spec("some", "least", (CKPT, NONE), small=True, speculate=True, stream=True),
 )
 FEW_PLANS = (
     Spec("none", "least", (NONE,)),
-    Spec("none", "least", (CKPT,), small=True, early=True, attention=True),
-    Spec("some", "least", (SWAP, CKPT)),
+    Spec("none", "least", (CKPT,), small=True, speculate=True, attention=True),
+    Spec("some", "least", (SWAP, CKPT), packed=True),
     Spec("all", "least", (CKPT, SWAP, NONE)),
     Spec("some", "least", (CKPT_SWAP, CKPT_SWAP, NONE, SWAP), small=True, attention=True),
-    Spec("none", "least", (CKPT, NONE), early=True, stream=True),
-    Spec("none", "least", (NONE, CKPT), small=True, early=True, weights=True),
+    Spec("none", "least", (CKPT, NONE), speculate=True, stream=True),
+    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True),
 )
 
 
 def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside: bool = False) -> Plan:
-    """The plan that ``spec`` means for the model of ``profile``; ``inside`` backward no updates are early."""
+    """The plan that ``spec`` means for the model of ``profile``; with ``inside`` it has no speculative updates."""
     hardware = protrain.hardware.detect(device, device_memory="4GiB", host_memory="4GiB")
     largest = max(padded(parameter.numel) for parameter in profile.parameters)
     chunk_elements = largest if spec.small else choose_chunk_elements(profile)
@@ -97,7 +98,8 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside
     memory, away = MemoryModel(profile, hardware, layout), n_chunks - n_persist
     least, most = memory.least_buffers(n_persist), memory.all_buffers(n_persist)
     modes = tuple(spec.modes[index % len(spec.modes)] for index in range(len(profile.blocks)))
-    n_speculate = (away // 2 if spec.stream else away) if spec.early and not inside else 0
+    n_speculate = (away // 2 if spec.stream else away) if spec.speculate and not inside else 0
+    n_weight_only = (n_speculate - n_speculate // 2 if spec.whole else n_speculate) if spec.weights else 0
     candidates = [chunk for chunk in updated_chunks(profile, layout) if chunk >= n_persist + n_speculate]
     plan = evaluate(
         profile,
@@ -108,19 +110,18 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside
         n_ckpt=modes.count(CKPT) + modes.count(CKPT_SWAP),
         n_ckpt_swap=modes.count(CKPT_SWAP),
         n_speculate=n_speculate,
-        early_weights=spec.weights,
-        n_whole=n_speculate // 2 if spec.whole else 0,
+        n_weight_only=n_weight_only,
         n_stream=-(-len(candidates) // 2) if spec.stream else 0,
         keep_attention=spec.attention,
         chunk_elements=chunk_elements,
         step_during_backward=inside,
     )
-    plan = dataclasses.replace(plan, block_modes=modes)
+    plan = dataclasses.replace(plan, block_modes=modes, pack_swaps=(spec.packed,) * len(modes))
     return check(plan, profile, hardware, step_during_backward=inside)
 
 
 def least_host_bytes(plan: Plan, profile: ModelProfile, device: torch.device) -> int:
-    """Host memory with which ``plan`` has as few regions for gradients as it can do with, inside backward."""
+    """Host memory with which ``plan``, with updates inside backward, has the fewest shared gradient buffers."""
     layout = layout_of(profile, plan)
     memory = MemoryModel(profile, protrain.hardware.detect(device), layout, update_in_backward=True)
     return memory.host_bytes_beside(plan.n_persist, memory.activations(plan.block_modes).swapped_bytes)

@@ -178,7 +178,7 @@ class LateStreams(Streams):
         self._reached[_OFFLOAD] = max(self._reached[_OFFLOAD], _late(mark).operations)
 
     @override
-    def lasting(self, memory: Tensor) -> Tensor:
+    def record_streams(self, memory: Tensor) -> Tensor:
         self._lasting[memory.untyped_storage().data_ptr()] = memory.untyped_storage()
         return memory
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.common.errors import MisuseError
+from protrain.engine.states.arena import Arena, EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import HostWorker, Job
@@ -75,14 +76,9 @@ def make_chunk(index: int, update: Job | None = None) -> Chunk:
 
 
 def make_pool(n_buffer: int) -> BufferPool:
-    return BufferPool(
-        n_buffers=(n_buffer, 0),
-        buffer_elements=(ELEMENTS, 0),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        streams=Streams(),
-        poison=True,
-    )
+    device = torch.device("cpu")
+    memory = EngineMemory(device=device, dtype=torch.float32, streams=Streams(), arena=Arena(device), poison=True)
+    return BufferPool(memory, n_buffers=(n_buffer, 0), buffer_elements=(ELEMENTS, 0))
 
 
 def test_only_legal_transitions_are_possible() -> None:
@@ -108,14 +104,14 @@ def test_a_buffer_is_kept_while_held_and_poisoned_when_given_up() -> None:
     assert pool.acquire(chunks[0], schedule) is first
     assert pool.fetches == 2, "it was there"
     chunks[2].members.append(cast(Member, SimpleNamespace(name="head.weight")))
-    with pytest.raises(MisuseError, match=r"forward uses head.weight while .* pass an example_batch with which"):
+    with pytest.raises(MisuseError, match=r"uses head.weight, but .* all chunk buffers.* pass an example_batch"):
         pool.acquire(chunks[2], schedule)
     with pytest.raises(AssertionError, match="updated while a unit uses it"):
         pool.invalidate(chunks[0])
     pool.release(chunks[0])
-    assert pool.held(chunks[0]), "it was acquired twice"
+    assert pool.in_use(chunks[0]), "it was acquired twice"
     pool.release(chunks[0])
-    assert not pool.held(chunks[0])
+    assert not pool.in_use(chunks[0])
     chunks[0].weight.fill_(7.0)
     assert first.eq(1.0).all()
     pool.invalidate(chunks[0])
@@ -171,8 +167,8 @@ def test_a_chunk_whose_update_runs_is_uploaded_by_whoever_finishes_it() -> None:
 
 
 def test_a_chunk_queued_again_waits_for_the_later_update() -> None:
-    turns: SimpleQueue[Job | None] = SimpleQueue()
-    earlier, later = Job(lambda: None, turns), Job(lambda: None, turns)
+    jobs: SimpleQueue[Job | None] = SimpleQueue()
+    earlier, later = Job(lambda: None, jobs), Job(lambda: None, jobs)
     chunk = make_chunk(0, earlier)
     schedule, pool = Schedule([0], [[0]]), make_pool(1)
     pool.prefetch([chunk], schedule)

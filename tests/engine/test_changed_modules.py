@@ -190,7 +190,7 @@ def test_a_large_buffer_that_is_first_changed_later(spec: Spec, device: torch.de
         return states(model, optimizer)
 
     def refused(loss: Tensor) -> None:
-        with pytest.raises(MisuseError, match="needs its buffer average as forward met it"):
+        with pytest.raises(MisuseError, match="needs its buffer average as it was in forward"):
             loss.backward()
 
     profile(Late, device)

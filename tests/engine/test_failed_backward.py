@@ -26,8 +26,8 @@ from tests.engine.residual import Block, batches
 
 SPECS = (
     Spec("none", "least", (NONE,)),
-    Spec("none", "least", (CKPT,), small=True, early=True),
-    Spec("some", "least", (SWAP, CKPT)),
+    Spec("none", "least", (CKPT,), small=True, speculate=True),
+    Spec("some", "least", (SWAP, CKPT), packed=True),
     Spec("all", "least", (NONE,)),
 )
 

@@ -28,6 +28,7 @@ from tests.engine.residual import Block, Model, batches
 from tests.engine.test_second_derivatives import count_up, leave_device_thread_behind
 
 MODES = [Spec("none", "least", (mode,), small=True) for mode in (NONE, CKPT, SWAP, CKPT_SWAP)]
+MODES.append(Spec("none", "least", (SWAP,), small=True, packed=True))
 
 
 class Forces(Model):

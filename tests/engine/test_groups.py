@@ -48,7 +48,7 @@ EDITS = [
 
 def wrapped(**options: Any) -> tuple[nn.Module, ProTrainOptimizer]:
     model = make()
-    spec = Spec("none", "least", (NONE, CKPT), early=True)
+    spec = Spec("none", "least", (NONE, CKPT), speculate=True)
     return wrap_under(spec, model, adamw(model), batches(1)[0], device=torch.device("cpu"), **options)
 
 

@@ -75,7 +75,7 @@ def test_what_is_there_is_not_copied() -> None:
     assert Inputs(torch.device("cpu"), Streams()).to_device([given])[0] is given
 
 
-def test_what_is_put_aside_stays_until_it_has_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_put_in_flight_stays_until_it_has_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no longer."""
 
     sources: list[weakref.ref[Tensor]] = []
@@ -117,13 +117,13 @@ def test_who_ends_it_waits_for_what_is_being_read(monkeypatch: pytest.MonkeyPatc
 
 def test_a_model_gets_its_inputs_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Tensor] = []
-    moved = Inputs._moved
+    upload = Inputs._upload
 
-    def noted(inputs: Inputs, tensor: Tensor, aside: list[Tensor]) -> Tensor:
+    def noted(inputs: Inputs, tensor: Tensor, pinned: list[Tensor]) -> Tensor:
         taken.append(tensor)
-        return moved(inputs, tensor, aside)
+        return upload(inputs, tensor, pinned)
 
-    monkeypatch.setattr(Inputs, "_moved", noted)
+    monkeypatch.setattr(Inputs, "_upload", noted)
     data, model = residual.batches(1), residual.make()
     device, spec = torch.device("cpu"), Spec("some", "least", (NONE,))
     wrapped, _ = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.float32)
@@ -147,7 +147,7 @@ def test_other_tensors_are_moved_by_their_own_means(kind: str, monkeypatch: pyte
     else:
         tensor = torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
         assert torch.equal(inputs.to_device(tensor).dequantize(), tensor.dequantize())
-    assert not inputs._aside
+    assert not inputs._in_flight
 
 
 class _Late(Mark):
@@ -176,7 +176,7 @@ class _Marking(Streams):
 
 
 def _watched(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tensor]:
-    """What is put aside, by address."""
+    """The pinned copies, by address."""
     made: dict[int, Tensor] = {}
     empty_like = torch.empty_like
 

@@ -17,8 +17,8 @@ from tests.engine.residual import batches, make
 
 SPECS = (
     Spec("none", "least", (NONE,), small=True),
-    Spec("none", "least", (NONE, CKPT), small=True, early=True, weights=True),
-    Spec("some", "least", (CKPT, NONE), small=True, early=True, stream=True),
+    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True),
+    Spec("some", "least", (CKPT, NONE), small=True, speculate=True, stream=True),
 )
 pytestmark = pytest.mark.timeout(30)  # what would fail here is a hang
 
@@ -61,15 +61,15 @@ def two_steps(spec: Spec, device: torch.device) -> dict[str, Tensor]:
 def test_an_update_that_was_made_is_done(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = wrapped(spec, device)
     backward(model)
-    counted = Interrupted(updates.Turn)
+    counted = Interrupted(updates.ChunkUpdate)
     with monkeypatch.context() as patch:
-        patch.setattr(updates, "Turn", counted)
+        patch.setattr(updates, "ChunkUpdate", counted)
         optimizer.step()
     optimizer.zero_grad()
     assert counted.calls > 2
     backward(model)
-    with monkeypatch.context() as patch:  # the last update is made, and its turn is not
-        patch.setattr(updates, "Turn", Interrupted(updates.Turn, at=counted.calls))
+    with monkeypatch.context() as patch:  # the last update is done, and its ChunkUpdate is not made
+        patch.setattr(updates, "ChunkUpdate", Interrupted(updates.ChunkUpdate, at=counted.calls))
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     optimizer.state_dict()

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 DATA = batches(3)
 SPECS = (
     Spec("none", "least", (NONE,), small=True),
-    Spec("none", "least", (CKPT, SWAP), small=True, early=True),
+    Spec("none", "least", (CKPT, SWAP), small=True, speculate=True),
     Spec("some", "least", (CKPT_SWAP, SWAP, NONE)),
 )
 POINTS = 8

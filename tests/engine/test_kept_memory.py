@@ -1,4 +1,4 @@
-"""Memory of attention that is kept: predicted, and given up where it was used."""
+"""The memory of kept attention outputs is predicted, and freed after use."""
 
 from __future__ import annotations
 

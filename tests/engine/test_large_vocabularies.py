@@ -127,17 +127,17 @@ def test_bits(family: str, n_persist: int, mode: Any, large_first: bool, inside:
     assert_same(states(wrapped, optimizer), final)
 
 
-@pytest.mark.parametrize("counts", [{"n_speculate": 100}, {"n_speculate": 100, "early_weights": True}, {"n_stream": 2}])
+@pytest.mark.parametrize("counts", [{"n_speculate": 100}, {"n_speculate": 100, "n_weight_only": 100}, {"n_stream": 2}])
 @pytest.mark.parametrize("large_first", [False, True])
-def test_bits_where_updates_are_early_or_streamed(
+def test_bits_where_updates_are_speculative_or_streamed(
     counts: dict[str, Any], large_first: bool, device: torch.device
 ) -> None:
     data = [make_batch() for _ in range(4)]
     loop = Loop(max_norm=0.5)
     expected, final = plain_run(lambda: make("llama"), data, loop=loop, device=device, dtype=torch.bfloat16)
     profile = traced("llama", make("llama"))
-    if "n_speculate" in counts:
-        counts = counts | {"n_speculate": len(layouts(profile)[0].chunks)}
+    n_chunks = len(layouts(profile)[0].chunks)
+    counts = {name: min(count, n_chunks) for name, count in counts.items()}
     plan = plan_of(profile, 0, CKPT, large_first=large_first, **counts)
     wrapped, optimizer = wrap_with(plan, "llama", device)
     assert loop.run(wrapped, optimizer, data) == expected
@@ -147,7 +147,7 @@ def test_bits_where_updates_are_early_or_streamed(
 @pytest.mark.parametrize(
     ("family", "large_first", "n_persist", "expected"),
     [
-        ("llama", False, 0, (1, 1)),  # embedding and head take turns in one
+        ("llama", False, 0, (1, 1)),  # embedding and head share one buffer
         ("llama", False, 1, (1, 1)),
         ("llama", False, 100, (0, 0)),
         ("llama", True, 1, (1, 1)),
@@ -290,7 +290,7 @@ def test_a_head_that_the_trace_did_not_use_finds_a_buffer(head: int, inside: boo
 
 @pytest.mark.parametrize("schedule", ["late", "early"])
 @pytest.mark.parametrize(("n_persist", "large_first"), [(2, False), (100, False), (2, True)])
-def test_sums_of_gradients_take_no_more_of_the_device_where_chunks_share_regions(
+def test_sums_of_gradients_take_no_more_of_the_device_where_chunks_share_buffers(
     n_persist: int, large_first: bool, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Updates inside backward, and a backward before that only adds."""

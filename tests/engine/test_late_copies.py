@@ -40,9 +40,9 @@ CPU = torch.device("cpu")
 WIDTH = 16
 SPECS = (
     *FEW_PLANS,
-    Spec("none", "middle", (SWAP,), early=True),
-    Spec("none", "all", (SWAP, NONE), small=True),
-    Spec("none", "least", (CKPT_SWAP,), early=True),
+    Spec("none", "middle", (SWAP,), speculate=True),
+    Spec("none", "all", (SWAP, NONE), small=True, packed=True),
+    Spec("none", "least", (CKPT_SWAP,), speculate=True),
 )
 # The first meets all of these plans, each of the others half: that is what a CPU's minutes allow.
 MET = {"late": SPECS, "early": SPECS[::2], "random": SPECS[1::2]}
@@ -62,7 +62,7 @@ def batches(count: int = 4) -> list[Batch]:
 def lateness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lateness]:
     """Engines of this test meet one kind of lateness."""
     kind = Lateness(request.param.schedule, request.param.seed)
-    monkeypatch.setattr("protrain.engine.states.chunks._STRETCH", 128)  # looks at the link between
+    monkeypatch.setattr("protrain.engine.states.chunks._SLICE", 128)  # looks at the link between
     with kind.applied(monkeypatch):
         yield kind
 

@@ -47,7 +47,7 @@ def engine_state(optimizer: ProTrainOptimizer) -> dict[str, Any]:
         "order": len(engine.swaps._order),
         "pending": len(engine.gradients.pending),
         "held": ledger.held_bytes,
-        "holders": len(ledger._holders),
+        "users": len(ledger._holders),
         "finalizers": len(vars(weakref.finalize)["_registry"]),
     }
 
@@ -58,6 +58,7 @@ def engine_state(optimizer: ProTrainOptimizer) -> dict[str, Any]:
     [
         Spec("some", "least", (SWAP, CKPT, NONE)),
         Spec("none", "least", (SWAP,)),
+        Spec("none", "least", (SWAP,), packed=True),
         Spec("none", "least", (CKPT_SWAP,)),
         Spec("some", "least", (CKPT_SWAP, SWAP), attention=True),
     ],
@@ -152,7 +153,7 @@ def test_dropping_model_and_optimizer_frees_everything(
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], failed: bool
 ) -> None:
     model = tiny_model("gpt2")
-    spec = Spec("some", "least", (SWAP, CKPT, NONE), early=True)
+    spec = Spec("some", "least", (SWAP, CKPT, NONE), speculate=True)
     model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
     train(model, optimizer, tiny_batch())

@@ -190,7 +190,7 @@ def test_several_backwards_of_one_forward(retain: bool, device: torch.device) ->
 
     plain = make()
     expected = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
-    for spec in (*FEW_PLANS, Spec("none", "least", (SWAP,))):
+    for spec in (*FEW_PLANS, Spec("none", "least", (SWAP,), packed=True)):
         model = make()
         found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device, dtype=torch.bfloat16))
         assert_same(found, expected)
@@ -221,7 +221,7 @@ def test_training_goes_on_after_a_failure(where: str, device: torch.device) -> N
 
     plain = make()
     losses, final = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.float32))
-    for spec in (*FEW_PLANS, Spec("none", "least", (SWAP,))):
+    for spec in (*FEW_PLANS, Spec("none", "least", (SWAP,), packed=True)):
         model = make()
         found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device))
         assert found[0] == losses, str(spec)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import protrain
-from protrain.profiler.meter import CudaMeter, StorageMeter
+from protrain.profiler.memory_meter import CudaMeter, StorageMeter
 from tests.engine.harness import CKPT, NONE, Batch, Loop, Spec, adamw, assert_same, states, wrap_under
 from tests.engine.plain_loop import rounded
 
@@ -290,7 +290,7 @@ def test_a_model_whose_wrap_failed_halfway_is_not_taken_for_one(
     reference: Any = saved("gpt2", tmp_path, shards=False, prefix=True)
     model: Any = type(reference).from_pretrained(tmp_path)
 
-    def fail(**_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise error
 
     with monkeypatch.context() as patch:

@@ -86,7 +86,7 @@ class _Rectified(nn.Module):
         return x.square().mean()
 
 
-def test_moved_inputs_that_something_else_keeps_stay_in_the_plan() -> None:
+def test_offloaded_inputs_that_something_else_keeps_stay_in_the_plan() -> None:
     torch.manual_seed(0)
     model: nn.Module = _Rectified()
     x = torch.randn(512, 64)
@@ -129,7 +129,7 @@ def test_a_parameter_that_blocks_are_given_is_counted_once() -> None:
 
 
 class _ManyWeights(nn.Module):
-    """No blocks: one unit, all of whose gradients come in one stretch of backward."""
+    """A model without blocks: one unit, whose gradients all arrive before backward leaves it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.engine.states.stored_tensors import reading
 from protrain.engine.states.weight_files import weight_sources
-from protrain.profiler.meter import StorageMeter
+from protrain.profiler.memory_meter import StorageMeter
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, wrap_under
 from tests.engine.plain_loop import prepare_plain, rounded
 

@@ -179,7 +179,7 @@ class Functional(Stack):
 class Unused(Stack):
     def __init__(self) -> None:
         super().__init__()
-        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.speculative_states = nn.Linear(WIDTH, WIDTH)
         self.spare_blocks = nn.ModuleList(Block() for _ in range(2))
 
 

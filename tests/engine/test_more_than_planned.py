@@ -152,7 +152,7 @@ def test_accumulation_that_the_host_has_no_room_for(dtype: torch.dtype) -> None:
     inputs = (torch.randn(4, 256, generator=torch.Generator().manual_seed(0)),)
     roomy, tight = roomy_and_tight(256, 4, Spec("none", "least", (NONE,)), inputs, dtype)
     backward(tight[0])
-    with pytest.raises(PlanError, match=r"host.*fp32 accumulators.*pass their number as accumulation= to protrain"):
+    with pytest.raises(PlanError, match=r"host.*fp32 accumulators.*number of calls as accumulation= to protrain"):
         backward(tight[0])
     tight[1].zero_grad()
     for model, optimizer in (roomy, tight):

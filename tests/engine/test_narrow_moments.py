@@ -34,7 +34,7 @@ from tests.engine.plain_loop import prepare_plain
 
 STEPS = 6
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
-# Steps that are clipped and others, so that early updates are adopted and done again.
+# Steps that are clipped and others, so that speculative updates are committed and done again.
 CLIPPED = Loop(max_norm=0.05)
 STEADY = Loop(max_norm=0.05, scheduler=False)
 INSIDE = Loop()
@@ -95,10 +95,14 @@ def test_they_are_other_bits_than_those_of_fp32(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
-@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
-def test_memory_is_as_planned(dtype: torch.dtype, early: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("speculate", [False, True], ids=["at-step", "speculative"])
+def test_memory_is_as_planned(dtype: torch.dtype, speculate: bool, device: torch.device) -> None:
     """Four bytes a parameter less, and as many of a second copy."""
-    spec, model, batch = Spec("none", "least", (CKPT,), early=early), residual.make(width=256), residual.batches(1)[0]
+    spec, model, batch = (
+        Spec("none", "least", (CKPT,), speculate=speculate),
+        residual.make(width=256),
+        residual.batches(1)[0],
+    )
     elements = sum(parameter.numel() for parameter in model.parameters())
     reports = {}
     for moment_dtype in ("float32", "bfloat16"):
@@ -109,7 +113,7 @@ def test_memory_is_as_planned(dtype: torch.dtype, early: bool, device: torch.dev
         assert optimizer.plan.moment_dtype == moment_dtype
         reports[moment_dtype] = optimizer.report()
     before, after = reports["float32"], reports["bfloat16"]
-    saved = (8 if early else 4) * elements
+    saved = (8 if speculate else 4) * elements
     assert saved <= before.predicted_host_bytes - after.predicted_host_bytes <= 1.02 * saved
     assert 0.99 * saved <= before.host_bytes - after.host_bytes <= 1.02 * saved
 

@@ -29,7 +29,7 @@ from tests.engine.harness import (
 )
 
 SPECS = (
-    Spec("none", "least", (CKPT,), small=True, early=True),
+    Spec("none", "least", (CKPT,), small=True, speculate=True),
     Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE)),
 )
 WIDTH = 24
@@ -64,7 +64,7 @@ class Stored:
     """Keeps its tensors in another object, refers to itself, and moves itself, as batches of graphs do."""
 
     def __init__(self, x: Tensor, edges: Tensor) -> None:
-        self.whole = self
+        self.full = self
         self.store = types.SimpleNamespace(x=x, edges=edges, of=self)
 
     x = property(lambda self: self.store.x, lambda self, x: setattr(self.store, "x", x))

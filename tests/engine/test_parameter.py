@@ -14,7 +14,7 @@ from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.values import read_weight
 from protrain.engine.weights import state_hooks
-from protrain.engine.weights.released import make_whole
+from protrain.engine.weights.released import make_full
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,
@@ -37,8 +37,8 @@ from tests.engine.residual import batches, make
 RESIDENT = Spec("all", "least", (NONE,))
 SPECS = (
     RESIDENT,
-    Spec("some", "least", (CKPT, SWAP, NONE), early=True),
-    Spec("none", "least", (CKPT_SWAP, NONE), small=True, early=True),
+    Spec("some", "least", (CKPT, SWAP, NONE), speculate=True),
+    Spec("none", "least", (CKPT_SWAP, NONE), small=True, speculate=True),
 )
 
 
@@ -165,10 +165,10 @@ def test_entering_full_parameters_without_memory_leaves_all_as_it_was(
         pointed += 1
         if pointed == 4:
             raise MemoryError("no memory for the copy")
-        make_whole(*args)
+        make_full(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("protrain.engine.weights.state_hooks.make_whole", point)
+        patch.setattr("protrain.engine.weights.state_hooks.make_full", point)
         with pytest.raises(MemoryError, match="no memory for the copy"), protrain.full_parameters(model):
             raise AssertionError("not reached")
     assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)

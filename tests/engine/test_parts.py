@@ -23,7 +23,7 @@ from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.states import chunks
 from protrain.engine.states.arena import Arena
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.turns import Ahead, Turn
+from protrain.engine.updates.ordering import ChunkUpdate, CommitsFirst
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.optim.loss_scale import LossScale
 from protrain_kernels import adam_scalars
@@ -86,14 +86,14 @@ def test_jobs_run_in_order_on_one_thread() -> None:
     assert not thread.is_alive()
 
 
-def test_stretches_end_where_nothing_is_left_to_take_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "_STRETCH", 256)
+def test_an_update_is_sliced_until_no_commit_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_SLICE", 256)
     first, second = (
         adam_scalars(lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1, decoupled=True) for lr in (1, 2)
     )
     left = iter((True, True, True, False))
     pieces = [(slice(128, 512), first), (slice(640, 1664), second)]
-    found = list(chunks._stretched(pieces, lambda: next(left)))
+    found = list(chunks._sliced(pieces, lambda: next(left)))
     assert found == [
         (slice(128, 384), first),
         (slice(384, 512), first),
@@ -102,36 +102,36 @@ def test_stretches_end_where_nothing_is_left_to_take_between_them(monkeypatch: p
     ]
 
 
-def _ahead(count: int, link: list[bool]) -> tuple[Ahead, list[Job], list[int]]:
-    """Of so many turns that are made; whether the link is idle, one answer after another."""
+def _commits(count: int, link: list[bool]) -> tuple[CommitsFirst, list[Job], list[int]]:
+    """Commits of ``count`` updates that are done. ``link`` has the answers to whether the link is idle."""
     taken: list[int] = []
     worker: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     jobs = [Job(functools.partial(taken.append, index), worker) for index in range(count)]
-    ahead = Ahead(lambda: link.pop(0))
-    ahead.look([Turn(cast(Chunk, None), job, lambda: True) for job in jobs])
-    return ahead, jobs, taken
+    commits = CommitsFirst(lambda: link.pop(0))
+    commits.find([ChunkUpdate(cast(Chunk, None), job, lambda: True) for job in jobs])
+    return commits, jobs, taken
 
 
-def test_between_stretches_as_many_turns_are_taken_as_the_link_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once none is left the rest of an update goes in one."""
-    monkeypatch.setattr(chunks, "_STRETCH", 256)
-    ahead, _, taken = _ahead(3, [False, True, False, True, True])
+def test_between_slices_as_many_commits_run_as_the_link_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When no commit is left the rest of the update is one slice."""
+    monkeypatch.setattr(chunks, "_SLICE", 256)
+    commits, _, taken = _commits(3, [False, True, False, True, True])
     whole = (
         slice(0, 2048),
         adam_scalars(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1, decoupled=True),
     )
-    seen = [(part.start, part.stop, len(taken)) for part, _ in chunks._stretched([whole], ahead.take)]
+    seen = [(part.start, part.stop, len(taken)) for part, _ in chunks._sliced([whole], commits.run)]
     assert seen == [(0, 256, 0), (256, 512, 1), (512, 2048, 3)]
 
 
-def test_turns_that_have_come_are_not_left_to_take() -> None:
-    ahead, jobs, taken = _ahead(3, [False, False])
-    assert ahead.take()
+def test_jobs_that_have_had_their_turn_are_not_run_again() -> None:
+    commits, jobs, taken = _commits(3, [False, False])
+    assert commits.run()
     for job in jobs[:2]:
         job.run()
-    assert ahead.take(), "the third is left"
+    assert commits.run(), "the third is left"
     jobs[2].run()
-    assert not ahead.take(), "without a look at the link"
+    assert not commits.run(), "without a look at the link"
     assert taken == [0, 1, 2]
 
 
@@ -224,7 +224,7 @@ def test_a_worker_that_collects_another_does_not_wait_for_it() -> None:
 
 def test_the_collector_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may run where its caller holds what a queued job waits for, as one kernel at a time compiles."""
-    monkeypatch.setattr("protrain.engine.updates.worker._PATIENCE_S", 0.1)
+    monkeypatch.setattr("protrain.engine.updates.worker._JOIN_S", 0.1)
     compiling = threading.Lock()
     worker = HostWorker(threads=1)
     thread, job = worker._thread, worker.submit(lambda: assert_true(compiling.acquire(timeout=20)))

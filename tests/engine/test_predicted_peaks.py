@@ -16,14 +16,17 @@ from tests.engine.true_memory import peak_of_second_step
 CPU = torch.device("cpu")
 
 
-def planned_to_true(model: nn.Module, x: Tensor, modes: Any, loss: Callable[[Any], Tensor] = loss_of) -> float:
+def planned_to_true(
+    model: nn.Module, x: Tensor, modes: Any, loss: Callable[[Any], Tensor] = loss_of, *, packed: bool = False
+) -> float:
     """The planned device memory by that of a step."""
-    model, optimizer = wrap_under(Spec("none", "least", modes), model, adamw(model), (x,), device=CPU)
+    spec = Spec("none", "least", modes, packed=packed)
+    model, optimizer = wrap_under(spec, model, adamw(model), (x,), device=CPU)
     return optimizer.plan.device_bytes / peak_of_second_step(optimizer, lambda: model(x), [x], loss=loss)
 
 
 class _Outputs(nn.Module):
-    """A unit with an output of every weight: all gradients come in one stretch of backward."""
+    """A unit with an output of every weight: all gradients arrive before backward leaves it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,9 +80,10 @@ class _Probed(nn.Module):
         return x.square().mean() + 0 * large
 
 
-def test_a_unit_without_gradients_ends_nothing_of_a_swapped_block() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_unit_without_gradients_ends_nothing_of_a_swapped_block(packed: bool) -> None:
     torch.manual_seed(0)
-    assert 1.0 <= planned_to_true(_Probed(), torch.randn(256, 64), (CKPT, CKPT, SWAP)) <= 1.02
+    assert 1.0 <= planned_to_true(_Probed(), torch.randn(256, 64), (CKPT, CKPT, SWAP), packed=packed) <= 1.02
 
 
 class _InDoubles(nn.Module):
@@ -143,8 +147,12 @@ class _Collecting(nn.Module):
         return {"loss": x.square().mean() + y + 0 * large, "states": states}
 
 
-@pytest.mark.parametrize("modes", [(NONE,), (SWAP,), (CKPT_SWAP,), (CKPT,)], ids=lambda modes: modes[0].value)
+@pytest.mark.parametrize(
+    ("modes", "packed"),
+    [((NONE,), False), ((SWAP,), False), ((SWAP,), True), ((CKPT_SWAP,), False), ((CKPT,), False)],
+    ids=str,
+)
 @pytest.mark.parametrize("keep", ["until the end", "for a while", ""])
-def test_inputs_that_the_model_holds_are_in_the_plan_for_as_long(keep: str, modes: Any) -> None:
+def test_inputs_that_the_model_holds_are_in_the_plan_for_as_long(keep: str, modes: Any, packed: bool) -> None:
     torch.manual_seed(0)
-    assert 1.0 <= planned_to_true(_Collecting(keep), torch.randn(256, 64), modes) <= 1.03
+    assert 1.0 <= planned_to_true(_Collecting(keep), torch.randn(256, 64), modes, packed=packed) <= 1.03

@@ -19,7 +19,7 @@ from tests.engine.plain_loop import prepare_plain
 from tests.engine.quantised import WIDTH, Adapted, Fp8, Int8, OwnClass, Scaled
 
 SPECS = (
-    Spec("none", "least", (CKPT,), early=True),
+    Spec("none", "least", (CKPT,), speculate=True),
     Spec("some", "least", (SWAP, CKPT_SWAP, NONE), small=True),
 )
 CPU = torch.device("cpu")

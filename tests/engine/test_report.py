@@ -16,7 +16,7 @@ REPORT = Report(
     host_bytes=20 * 2**20,
     predicted_host_bytes=21 * 2**20,
     fetches=24680,
-    early_updates=30,
+    speculative_updates=30,
     redone_updates=2,
     host_gparams=4.0,
     predicted_host_gparams=5.0,
@@ -25,14 +25,14 @@ REPORT = Report(
 
 def test_a_printed_report_is_aligned_lines_with_units() -> None:
     assert str(REPORT).splitlines() == [
-        "plan               n_persist=1/4",
-        "steps              1,234",
-        "time of a step     2.04 s in the median, predicted 2 s (measured +2.0%)",
-        "device memory      3 GiB at its peak, predicted 4 GiB",
-        "host memory        20 MiB taken, predicted 21 MiB",
-        "chunk uploads      24,680",
-        "early updates      30, 2 of them done again",
-        "AdamW on the host  4.00 G parameters a second, predicted 5.00 (measured -20.0%)",
+        "plan                 n_persist=1/4",
+        "steps                1,234",
+        "time of a step       2.04 s in the median, predicted 2 s (measured +2.0%)",
+        "device memory        3 GiB at its peak, predicted 4 GiB",
+        "host memory          20 MiB taken, predicted 21 MiB",
+        "chunk uploads        24,680",
+        "speculative updates  30, 2 of them done again",
+        "AdamW on the host    4.00 G parameters a second, predicted 5.00 (measured -20.0%)",
     ]
     assert Report.from_json(REPORT.to_json()) == REPORT
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.updates import updates
-from protrain.engine.updates.updates import _Round
+from protrain.engine.updates.updates import _Window
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import BlockMode
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, states, wrap_under
@@ -62,15 +62,15 @@ def test_host_updates_begun_before_and_after_the_end_of_backward(
     wrapped: Wrap, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch, over: bool
 ) -> None:
     # As if the host had begun every update before backward was over, or none.
-    monkeypatch.setattr(_Round, "is_over", lambda _: over)
+    monkeypatch.setattr(_Window, "is_closed", lambda _: over)
     done: list[int] = []
-    work = updates._update_on_host
+    work = updates.update_on_host
 
     def noted(chunk: Chunk, *args: Any, **options: Any) -> None:
         done.append(chunk.index)
         work(chunk, *args, **options)
 
-    monkeypatch.setattr(updates, "_update_on_host", noted)
+    monkeypatch.setattr(updates, "update_on_host", noted)
     batches, spec = [tiny_batch(seed) for seed in range(4)], Spec("none", "least", (CKPT,), small=True)
     model, optimizer = wrapped(spec, during=True)
     losses = Loop().run(model, optimizer, batches)
@@ -272,7 +272,7 @@ def test_a_weight_that_backward_needs_after_its_update_is_said(
     spec, batch = Spec(persist, "least", (mode,), small=True), (torch.ones(4, 8),)
     model = Borrowing()
     wrapped, optimizer = wrap_under(spec, model, adamw(model), batch, device=device, step_during_backward=True)
-    with pytest.raises(MisuseError, match=r"blocks.0 needs a weight that step_during_backward=True updated before"):
+    with pytest.raises(MisuseError, match=r"blocks.0 needs a weight that step_during_backward=True updated already"):
         wrapped(*batch).backward()
     model = Borrowing()
     wrapped, optimizer = wrap_under(spec, model, adamw(model), batch, device=device)

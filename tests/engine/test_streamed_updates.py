@@ -60,7 +60,7 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Chunk, str, str]]:
 
         return noted
 
-    for name in ("step", "step_streamed", "step_aside"):
+    for name in ("step", "step_streamed", "step_speculatively"):
         monkeypatch.setattr(Chunk, name, noting(name, getattr(Chunk, name)))
     return done
 
@@ -147,10 +147,10 @@ def test_inside_backward(device: torch.device, updates: list[tuple[Chunk, str, s
     check_shared(updates, optimizer, steps=STEPS // accumulate)
 
 
-def test_beside_persistent_chunks_and_early_updates(
+def test_beside_persistent_chunks_and_speculative_updates(
     device: torch.device, updates: list[tuple[Chunk, str, str]]
 ) -> None:
-    spec = Spec("some", "middle", (SWAP, CKPT, NONE), small=True, early=True, stream=True)
+    spec = Spec("some", "middle", (SWAP, CKPT, NONE), small=True, speculate=True, stream=True)
     plan = trained(looping(max_norm=0.05), device, spec=spec).plan
     assert plan.n_persist > 0 < plan.n_speculate
     first = plan.n_persist + plan.n_speculate

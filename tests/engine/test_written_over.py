@@ -78,15 +78,26 @@ def test_the_plain_loop_refuses_what_is_refused_here(what: str, device: torch.de
 
 @pytest.mark.parametrize("persist", ["all", "none"])
 @pytest.mark.parametrize(
-    ("what", "mode"),
-    [("saved", NONE), ("saved", SWAP), ("output", NONE), ("output", SWAP), ("input", CKPT), ("input", CKPT_SWAP)],
+    ("what", "mode", "packed"),
+    [
+        ("saved", NONE, False),
+        ("saved", SWAP, False),
+        ("saved", SWAP, True),
+        ("output", NONE, False),
+        ("output", SWAP, False),
+        ("output", SWAP, True),
+        ("input", CKPT, False),
+        ("input", CKPT_SWAP, False),
+    ],
     ids=str,
 )
-def test_what_backward_needs_was_changed(what: str, mode: BlockMode, persist: str, device: torch.device) -> None:
+def test_what_backward_needs_was_changed(
+    what: str, mode: BlockMode, packed: bool, persist: str, device: torch.device
+) -> None:
     found = []
     for changed in (False, True):
         model = make()
-        spec = Spec(persist, "least", (mode,))
+        spec = Spec(persist, "least", (mode,), packed=packed)
         wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device)
         if changed:
             model.change(what)

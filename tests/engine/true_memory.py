@@ -17,7 +17,7 @@ from protrain.common.trees import tensors_in
 from protrain.engine.engine import Engine
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan
-from protrain.profiler.meter import StorageMeter
+from protrain.profiler.memory_meter import StorageMeter
 from tests.engine.harness import adamw
 
 VOCABULARY = 256

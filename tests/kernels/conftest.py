@@ -91,14 +91,17 @@ class Backend:
         (plan.launch_pack if self.interpreted else plan.pack)(tensors, buffer)
         return kernels.Packed(plan, buffer)
 
-    def unpack(self, packed: kernels.Packed) -> list[torch.Tensor]:
+    def unpack(self, packed: kernels.Packed, *, in_place: bool = False) -> list[torch.Tensor]:
+        plan, buffer = packed
         if not self.interpreted:
-            return kernels.unpack(packed)
-        memories = packed.plan.memories()
+            return plan.unpack(buffer, in_place=in_place)
+        memories = plan.memories(buffer if in_place else None)
         for memory in memories:
-            torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()).fill_(0x5A)
-        packed.plan.launch_unpack(packed.buffer, memories)
-        return packed.plan.views(memories)
+            storage = memory.untyped_storage()
+            if storage.data_ptr() != buffer.untyped_storage().data_ptr():
+                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x5A)
+        plan.launch_unpack(buffer, memories, in_place=in_place)
+        return plan.views(memories)
 
 
 _TRITON = pytest.param("triton", marks=[pytest.mark.gpu] if torch.cuda.is_available() else [])

@@ -80,6 +80,23 @@ def test_everything_comes_back(backend: Any, same: Callable[..., None]) -> None:
 
 
 @BOTH
+def test_what_is_raw_lies_in_the_buffer_as_in_its_storage(backend: Any, same: Callable[..., None]) -> None:
+    tensors = _saved(backend.device)
+    packed = backend.pack(tensors)
+    found = backend.unpack(packed, in_place=True)
+    same(found, tensors)
+    base, end = packed.buffer.data_ptr(), packed.buffer.data_ptr() + packed.buffer.nbytes
+    inside = [base <= tensor.data_ptr() < end for tensor in found]
+    assert inside[:3] == [True] * 3, "views that cover their storage"
+    assert not any(tensor.dtype == torch.bool and there for tensor, there in zip(found, inside, strict=True))
+    for ours, theirs, there in zip(found, tensors, inside, strict=True):
+        if there:
+            offset = theirs.storage_offset() * theirs.element_size()
+            assert (ours.data_ptr() - base - offset) % 256 == 0
+    assert found[0].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr() == base
+
+
+@BOTH
 def test_the_buffer_has_the_bytes_of_the_reference(backend: Any) -> None:
     tensors = _saved(torch.device("cpu"))
     masks, fp8 = _masks(), _lossy()

@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture
 def no_caution(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made for the machine as it is, so that none that fits is predicted to be faster."""
-    monkeypatch.setattr("protrain.planning.rates.caution.likely_shares", lambda hardware: ((1.0, 1.0),))
+    monkeypatch.setattr("protrain.planning.rates.host_rates.likely_shares", lambda hardware: ((1.0, 1.0),))

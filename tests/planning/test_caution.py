@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protrain.planning import Plan, check, explain, search
-from protrain.planning.rates.caution import UNKNOWN, cautious, likely_machines, likely_shares
+from protrain.planning.rates.host_rates import UNKNOWN, cautious, likely_machines, likely_shares
 from protrain.profiler import ModelProfile
 from tests.planning.machines import H100
 from tests.planning.test_search import make_profile
@@ -60,7 +60,7 @@ def test_the_plan_is_the_fastest_in_the_mean(
     machines = likely_machines(machine)
     careful = search(profile, machine)
     with monkeypatch.context() as patch:
-        patch.setattr("protrain.planning.rates.caution.likely_shares", lambda hardware: ((1.0, 1.0),))
+        patch.setattr("protrain.planning.rates.host_rates.likely_shares", lambda hardware: ((1.0, 1.0),))
         fastest = [search(profile, one) for one, _ in machines]
         bold = search(profile, machine)
     assert careful.n_whole == n_whole

@@ -13,7 +13,7 @@ from protrain.planning import Plan, evaluate, explain, search
 from protrain.planning.explain.explanation import timeline_of
 from protrain.planning.explain.knobs import KNOBS, Change
 from protrain.planning.explain.phases import WAITS, phases
-from protrain.planning.rates.caution import cautious
+from protrain.planning.rates.host_rates import cautious
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.machines import H100

@@ -18,8 +18,8 @@ from protrain.planning import (
     largest,
     search,
 )
-from protrain.planning.search.frontier import least_device_bytes
-from protrain.planning.search.mismatch import name_other_use, refuse_other_model
+from protrain.planning.frontier import least_device_bytes
+from protrain.planning.mismatch import name_other_use, refuse_other_model
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.machines import H100
 

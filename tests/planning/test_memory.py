@@ -20,7 +20,7 @@ from protrain.hardware import detect
 from protrain.planning import BlockMode, MemoryModel, block_modes, choose_chunk_elements, pack
 from protrain.planning.memory.model import state_bytes
 from protrain.profiler import ModelProfile
-from protrain.profiler.meter import StorageMeter
+from protrain.profiler.memory_meter import StorageMeter
 
 profile = partial(profiler.profile, device="cpu")
 Builder = Callable[..., Any]

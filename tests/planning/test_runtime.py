@@ -20,6 +20,7 @@ from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, evaluate, pack
 from protrain.planning.choices import Choices
 from protrain.planning.rates.compute_times import ComputeTimes, compute_times
+from protrain.planning.rates.swap_copies import COPY_MS
 from protrain.planning.runtime.fetches import Fetches
 from protrain.planning.runtime.paper import paper_step_ms
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Timeline
@@ -169,7 +170,7 @@ def test_swapping_is_hidden_by_one_block_on_either_side() -> None:
     plain = step_ms(profile, (NONE,) * 4, 4, 0)
     swapped = step_ms(profile, (SWAP, NONE, NONE, NONE), 4, 0)
     # 10 MB each way at 1 GB/s, beside 3 ms of the next forward and 6 ms of the backward before.
-    assert swapped - plain == pytest.approx((10.0 - 3.0) + (10.0 - 6.0), rel=1e-3)
+    assert swapped - plain == pytest.approx((10.0 + COPY_MS - 3.0) + (10.0 + COPY_MS - 6.0), rel=1e-3)
 
 
 def test_on_a_cpu_everything_adds() -> None:

@@ -1,4 +1,4 @@
-"""Attention in the trace: what it puts out, how long it takes, and none where the formula is spelled out."""
+"""The trace records the outputs and times of attention, and records none where the plain formula is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
 from protrain.profiler.operations import Operations
 
 CPU = torch.device("cpu")
-ROWS, SEQUENCE, HEADS, WIDTH = 2, 16, 4, 32  # of the tiny models
+ROWS, SEQUENCE, HEADS, WIDTH = 2, 16, 4, 32  # the tiny models have this many
 Build = Callable[..., Any]
 
 
@@ -27,7 +27,7 @@ def test_blocks_say_what_attention_leaves(tiny_model: Build, tiny_batch: Build, 
     for block in found.blocks:
         sums = ROWS * HEADS * SEQUENCE * 4
         assert block.attention_bytes == ROWS * SEQUENCE * WIDTH * dtype.itemsize + sums
-        assert block.attention_flops == 2 * 2 * ROWS * SEQUENCE * SEQUENCE * WIDTH // 2  # behind a causal mask
+        assert block.attention_flops == 2 * 2 * ROWS * SEQUENCE * SEQUENCE * WIDTH // 2  # under a causal mask
         assert block.attention_bytes < block.saved_bytes
         assert block.attention_flops < block.forward_flops
         assert (block.attention_ms > 0) == (where == "cpu")
@@ -41,7 +41,7 @@ def test_the_plain_formula_leaves_nothing_worth_keeping(tiny_model: Build, tiny_
 
 
 class _Attends(nn.Module):
-    """Attention whose input may need no gradient."""
+    """A block with attention, whose input may need no gradient."""
 
     def __init__(self, trained: bool) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def noted(sequence: int, mask: Tensor | None = None) -> AttentionCall:
 
 
 def test_equal_calls_are_timed_once_and_longer_ones_take_longer() -> None:
-    mask = torch.zeros(1, 1, 1, 16).expand(1, 2, 16, 16)  # overlaps itself in memory
+    mask = torch.zeros(1, 1, 1, 16).expand(1, 2, 16, 16)  # its elements overlap in memory
     calls = [noted(16), noted(2048), noted(16), noted(16, mask)]
     assert calls[0] == calls[2]
     times = attention_times_ms(calls, CPU)

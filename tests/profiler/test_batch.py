@@ -1,4 +1,4 @@
-"""Batches: names, tokens, casting, and the loss that an output gives."""
+"""Batches: names, tokens, casting, and the loss of an output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_wrong_batch_is_named(batch: Any, message: str) -> None:
 
 
 class _Moving:
-    """Has a method ``to`` that changes the object itself, and leaves a tensor where it is."""
+    """An object whose method ``to`` changes the object itself, and leaves one tensor where it is."""
 
     def __init__(self) -> None:
         self.values, self.lengths = torch.ones(3), torch.tensor([2, 1])
@@ -53,7 +53,7 @@ class _Moving:
 
 
 class _Converted:
-    """Has a method ``to`` that is about something else."""
+    """An object whose method ``to`` has nothing to do with devices."""
 
     def to(self, unit: str) -> _Converted:
         raise AssertionError(f"asked to convert to {unit}")
@@ -189,7 +189,7 @@ def test_an_output_without_gradient_says_so() -> None:
 
 
 def test_an_own_copy_of_a_part_holds_what_the_part_holds() -> None:
-    """A batch that is a slice of a data set keeps all of that alive in training, and so it does in the profile."""
+    """A batch that is a slice of a data set keeps the whole set alive in training, and so it does in the profile."""
     whole = torch.arange(88, dtype=torch.float32).view(11, 8)
     given = (whole[:2], whole.t()[1], whole[3].expand(4, 8))
     copied = batches.own_copy(given)

@@ -1,4 +1,4 @@
-"""Blocks are found by structure, in models built the ways in which models are built."""
+"""Blocks are found by structure, in models that are built in all the usual ways."""
 
 from __future__ import annotations
 

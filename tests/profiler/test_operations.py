@@ -1,4 +1,4 @@
-"""Operators of a forward, counted by hand: products, and what the rest reads and writes, fused or one by one."""
+"""Operators of a forward against counts by hand: products, and what the others read and write, fused or not."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain.common.trees import tensors_in
 from protrain.forward.compilation import compile_blocks
 from protrain.forward.compilation_on_meta import graphs_alone
 from protrain.profiler import find_blocks, profile
-from protrain.profiler.meter import StorageMeter
-from protrain.profiler.operations import Operations, storage_key, tensors_in
+from protrain.profiler.memory_meter import StorageMeter
+from protrain.profiler.operations import Operations
+from protrain.profiler.storages import storage_key
 
 ROWS, WIDTH = 8, 16
 SIZE = ROWS * WIDTH * 4
 
 
 def chain(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Two operators before a product and two behind it, of which the first leaves something for later."""
+    """Two operators before a product and two after it. The first one saves something for backward."""
     scaled = (x * 2 + 1) @ weight
     relu = scaled.relu()
     return relu, relu * x
@@ -33,9 +35,9 @@ def test_operators_that_are_no_products_count_by_their_bytes() -> None:
         relu, last = chain(x, weight)
     assert found.flops == 2 * ROWS * WIDTH * WIDTH
     assert found.traffic_bytes == (2 + 2 + 2 + 3) * SIZE
-    # x once, what goes into the product, and what comes out of it.
+    # Fused operators move x once, the product's input, and the product's result.
     assert found.fused_bytes == 3 * SIZE
-    found.saved({storage_key(relu), storage_key(last), storage_key(x)})
+    found.note_saved({storage_key(relu), storage_key(last), storage_key(x)})
     assert found.fused_bytes == 5 * SIZE
 
 
@@ -70,7 +72,8 @@ def test_a_graph_counts_what_lives_across_products_alone() -> None:
         peaks[name] = meter.peak_bytes
         del results
         assert meter.alive_bytes == 0
-    # Eager: scaled, relu and the last. A graph needs the product's operand and its result, then the results.
+    # Eager execution keeps scaled, relu and the last result. A graph keeps the product's operand and result, and the
+    # results.
     assert peaks == {"eager": 3 * SIZE, "compiled": 2 * SIZE}
     torch._dynamo.reset()
 
@@ -99,7 +102,10 @@ def test_the_meta_device_knows_what_compiled_blocks_save(
 def test_what_the_compiler_leaves_behind_is_no_memory_of_the_step(
     tiny_model: Callable[..., Any], tiny_batch: Callable[..., Any], family: str
 ) -> None:
-    """Cycles that hold what a block saved when it was compiled. They come where the collector runs meanwhile."""
+    """Reference cycles hold what a block saved when it was compiled.
+
+    They appear if the garbage collector runs meanwhile.
+    """
     model, batch = tiny_model(family), tiny_batch()
     blocks = [model.get_submodule(path) for path in find_blocks(model)]
     thresholds = gc.get_threshold()
@@ -114,7 +120,7 @@ def test_what_the_compiler_leaves_behind_is_no_memory_of_the_step(
 
 
 def saved_by_block(model: nn.Module, batch: dict[str, Tensor]) -> list[int]:
-    """What autograd keeps of each block on the CPU, with the same graphs, its inputs and the weights aside."""
+    """What autograd saves of each block on the CPU with the same graphs, without inputs and weights."""
     torch._dynamo.reset()
     found: list[int] = []
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}

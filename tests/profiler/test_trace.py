@@ -1,4 +1,4 @@
-"""The trace: it sees what autograd and the modules do, needs little room, and leaves nothing behind."""
+"""The trace sees what autograd and the modules do, needs little memory, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    """Everything awkward at once: tied and unused weights, a block bypassed, running statistics, a free parameter."""
+    """A model with everything that is awkward, such as tied and unused weights, and a block that is bypassed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_parameters_belong_to_who_uses_them() -> None:
     block = {"up.weight", "up.bias", "down.weight", "down.bias"}
     assert units["layers.1"] == {f"layers.1.{name}" for name in block}
     assert units["embed"] == {"embed.weight"}
-    # Used by the model's own forward: a tied weight, a bare parameter, and a block that is never called.
+    # The model's own forward uses a tied weight, a bare parameter, and a block that is never called.
     assert units[""] == {"embed.weight", "gain.0", "bypassed.up.weight", "bypassed.down.weight"}
     order = [unit.name for unit in traced.units]
     assert order[:3] == ["", "embed", "norm"]
@@ -145,8 +145,8 @@ def test_groups_come_from_the_optimizer() -> None:
     groups = {record.name: record.group for record in profile(model, _batch(), optimizer=optimizer).parameters}
     assert groups["layers.0.up.weight"] == 0
     assert groups["embed.weight"] == 1
-    assert groups["norm.weight"] == -1  # frozen, though in a group
-    assert groups["unused.weight"] == -1  # in none
+    assert groups["norm.weight"] == -1  # frozen, although it is in a group
+    assert groups["unused.weight"] == -1  # in no group
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
@@ -158,7 +158,7 @@ def test_saved_bytes_are_what_autograd_saves(tiny_model: Builder, tiny_batch: Bu
     measured: dict[str, int] = {}
     sizes: dict[str, dict[int, int]] = {}
     inside: list[str] = []
-    kept: list[Tensor] = []  # so that no address comes back
+    kept: list[Tensor] = []  # keeps them alive, so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -207,7 +207,8 @@ def test_the_meta_trace_agrees_with_the_real_one(tiny_model: Builder, tiny_batch
     assert any(segment.duration_ms > 0 for segment in real.segments)
     for ours, theirs in zip(meta.blocks, real.blocks, strict=True):
         assert ours.input_bytes == theirs.input_bytes
-        assert ours.saved_bytes == pytest.approx(theirs.saved_bytes, rel=0.25)  # attention's kernels differ a little
+        # the kernels of attention differ a little
+        assert ours.saved_bytes == pytest.approx(theirs.saved_bytes, rel=0.25)
     peaks = [max(s.live_bytes + s.peak_bytes for s in traced.segments) for traced in (meta, real)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.25)
 
@@ -226,14 +227,14 @@ def test_segments_alternate_and_grow_by_the_blocks_inputs() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*[_Block() for _ in range(4)]), nn.Linear(8, 8))
     traced = profile(model, (torch.randn(16, 8),))
     blocks = [segment.block for segment in traced.segments]
-    # First and last layer end a stretch. In backward the loss, then the last layer's own one, in which what the last
-    # block needs is fetched.
+    # The first and the last layer end a segment. Backward begins with the loss, and then has the last layer's own
+    # segment, in which the last block's weights are fetched.
     assert blocks == [None, None, 0, None, 1, None, 2, None, 3, None, None, None, None, 3, 2, 1, 0, None]
     forward = [s for s in traced.segments if s.phase == "forward" and s.block is not None]
     growth = {b.live_bytes - a.live_bytes for a, b in pairwise(forward)}
     assert growth == {16 * 8 * 4} == {traced.blocks[0].input_bytes}
     backward = [s for s in traced.segments if s.phase == "backward" and s.block is not None]
-    # Recomputation brings back what the block saves: tanh's output, which down's backward needs too.
+    # Recomputation restores what the block saves: tanh's output, which down's backward needs too.
     assert traced.blocks[0].saved_bytes == 16 * 32 * 4
     assert all(s.peak_bytes >= traced.blocks[0].saved_bytes for s in backward)
     assert traced.blocks[0].forward_flops == 2 * 2 * 16 * 8 * 32
@@ -246,7 +247,7 @@ def test_inputs_that_only_a_checkpoint_keeps_are_told_apart() -> None:
             self.up = nn.Linear(8, 8)
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return torch.tanh(self.up(x)) + y  # a linear layer saves its input, a sum nothing
+            return torch.tanh(self.up(x)) + y  # a linear layer saves its input, and a sum saves nothing
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -328,7 +329,7 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 
 
 class _Scaled(_Model):
-    """Scales a weight in its first forward, as ActNorm does by what it is given."""
+    """A module that scales a weight in its first forward by its input, as ActNorm does."""
 
     begun = False
 
@@ -372,7 +373,7 @@ def test_on_a_gpu_a_model_larger_than_the_room_is_traced() -> None:
     width, rows = 1024, 512
     model = nn.Sequential(*[_Block(width) for _ in range(12)])
     batch = (torch.randn(rows, width),)
-    profile(model, batch, device="cuda")  # the matmul library takes its workspaces and keeps them
+    profile(model, batch, device="cuda")  # the matmul library allocates workspaces and keeps them
     torch.cuda.empty_cache()
     before, total = torch.cuda.memory_allocated(), torch.cuda.get_device_properties(0).total_memory
     weights = 2 * sum(p.numel() for p in model.parameters())

@@ -1,7 +1,7 @@
-"""Key/value caches of transformers among what a block is given: run again, it adds to what its first run was given.
+"""Key/value caches of transformers among the inputs of a block: a second run must not add to what the first has added.
 
-A cache is an object that all blocks share and that each adds to. As a rule it replaces tensors and keeps their values,
-so a copy of the object and what it consists of, without its tensors, is the cache as it was.
+A cache is an object that all blocks share and to which each of them adds. It usually replaces its tensors and does not
+write into them. So a copy of the object and its parts, without copies of its tensors, is the cache as it was.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _MODULE = "transformers.cache_utils"
 
 
 def is_cache(leaf: Any) -> bool:
-    """Whether ``leaf`` is a cache of transformers."""
+    """Whether ``leaf`` is a key/value cache of transformers."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(leaf, getattr(module, "Cache", ()))
 
 
 def copied(cache: Any) -> Any:
-    """``cache`` with layers of its own, and the same tensors."""
+    """A copy of ``cache`` that has layers of its own and shares the tensors."""
     return _copied(cache, {})
 
 
@@ -34,7 +34,7 @@ def tensors_of(cache: Any) -> list[Tensor]:
 
 
 def _copied(value: Any, seen: dict[int, Any]) -> Any:
-    """A copy of ``value`` where a cache may change it; ``seen`` gets all that was met, or its copy, by id."""
+    """A copy of ``value``, or itself if a cache cannot change it. ``seen`` has the result for every id so far."""
     if id(value) in seen:
         return seen[id(value)]
     result = seen[id(value)] = value
@@ -46,7 +46,7 @@ def _copied(value: Any, seen: dict[int, Any]) -> Any:
     elif isinstance(value, dict):
         result = seen[id(value)] = copy.copy(value)
         result.update({key: _copied(item, seen) for key, item in value.items()})
-    elif any(kind.__module__ == _MODULE for kind in type(value).__mro__):  # a cache, a layer of it, or a part of that
+    elif any(kind.__module__ == _MODULE for kind in type(value).__mro__):  # a cache, a layer, or a part of that
         result = seen[id(value)] = copy.copy(value)
         vars(result).update({name: _copied(item, seen) for name, item in vars(value).items()})
     return result

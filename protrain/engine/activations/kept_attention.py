@@ -1,14 +1,14 @@
 """Outputs of attention that are kept while the rest of a block is recomputed.
 
-[Note: what is not computed twice] Attention takes a share of a block's forward that grows with the sequence, and leaves
-one tensor of the size of the block's input and a few small ones. Kept, they stand in for the operator when the block
-runs again, so that autograd builds the same graph around them. A dispatch mode sees the operators below autograd,
-whoever calls them; a compiled forward calls attention as such an operator too, and little else.
+[Note: what is not computed twice] The share of a block's forward that attention takes grows with the sequence. Its
+outputs are one tensor of the size of the block's input and a few small ones. They are kept, and replace the operator
+when the block runs again, so that autograd builds the same graph around them. A dispatch mode sees the operators below
+autograd, whoever calls them. A compiled forward calls attention as such an operator, too.
 
-Only what attention's own backward will use is kept: autograd saves it, the sums of exponentials for nothing else. Saved
-tensors may still be written over where no backward ever goes, so their versions are watched, as autograd watches those
-that have no hooks. (Writes through ``.data`` have no version; autograd doesn't see them either.) Whatever the operator
-drew at random stays drawn, as the generator is set to where it stood behind it.
+Outputs are kept only if attention's own backward will use them, which shows in autograd saving them. Code may write
+over a saved tensor if no backward needs it, so the versions of outputs are checked, as autograd checks those of saved
+tensors. (Writes through ``.data`` have no version, and autograd does not see them either.) The random generator is set
+to its state after the operator, so that later operators draw the same numbers as in the first run.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from protrain.forward.dispatch import RuntimeMode
 
 @dataclass(slots=True)
 class _Call:
-    """One call of an attention operator in the first run; without outputs it is computed again."""
+    """One call of an attention operator in the first run. If it has no outputs the second run computes them again."""
 
     operator: Any
     shapes: tuple[torch.Size, ...]
     outputs: Any
-    addresses: frozenset[int]  # of the outputs, for as long as they are held
+    addresses: frozenset[int]  # of the outputs, as long as these are alive
     after: RandomState
-    saved: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by address, with its version then
-    moved: bool = False  # to where nothing writes over it
+    saved: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # outputs that autograd saves, with versions
+    moved: bool = False  # the outputs were offloaded, so that nothing can write over them
 
     def note_saved(self, tensor: Tensor, address: int) -> None:
-        """Autograd saves ``tensor``. The operator's own saves come first, before anything could write."""
+        """Autograd saves ``tensor``. The operator saves its outputs before any other code could write over them."""
         if address in self.addresses and address not in self.saved:
             self.saved[address] = tensor.detach(), tensor._version
 
     def check(self) -> None:
-        """Give up the outputs where attention has no backward, or something has written over them."""
+        """Drop the outputs if attention has no backward, or if something has written over them."""
         sums = for_backward(self.outputs)
         whole = sums is not None and {_address(sums), _address(self.outputs[0])} <= self.saved.keys()
         if not whole or any(tensor._version != version for tensor, version in self.saved.values()):
             self.give_up()
 
     def give_up(self) -> None:
-        """Keep nothing."""
+        """Drop the outputs."""
         self.outputs = ()
         self.saved.clear()
 
@@ -64,7 +64,7 @@ class KeptAttention:
         self._calls: list[_Call] = []
 
     def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, the block's first run, with its attention noted."""
+        """``function``, the block's first run, with calls of attention recorded."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with _Noting(self._calls, self._device):
@@ -73,7 +73,7 @@ class KeptAttention:
         return run
 
     def note_saved(self, tensor: Tensor) -> None:
-        """Autograd saves ``tensor`` in the first run. What was noted is alive, so addresses tell storages apart."""
+        """Autograd saves ``tensor`` in the first run. Recorded outputs are alive, so their addresses are unique."""
         address = _address(tensor)
         for call in self._calls:
             call.note_saved(tensor, address)
@@ -85,7 +85,7 @@ class KeptAttention:
         return [tensor for call in self._calls for tensor in tensors_in(call.outputs)]
 
     def move(self, function: Callable[[Tensor], Any]) -> None:
-        """Have ``function`` of each kept tensor in its place."""
+        """Replace each kept tensor by ``function`` of it."""
         for call in self._calls:
             call.check()
             call.saved.clear()
@@ -93,7 +93,7 @@ class KeptAttention:
             call.outputs = map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, call.outputs)
 
     def again(self, restored: Callable[[Any], Any]) -> RuntimeMode:
-        """A mode for another run, with ``restored`` of what is kept in place of what attention would compute."""
+        """A mode for the second run, in which ``restored`` of the kept outputs replaces the calls of attention."""
         return _Again(iter(self._calls), restored)
 
 
@@ -106,13 +106,13 @@ class _Noting(RuntimeMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func``, and note it when it is attention."""
+        """Run ``func``, and record the call if it is attention."""
         result = func(*args, **(kwargs or {}))
         if is_attention(func):
-            # Without gradients nothing is worth holding; a compiled forward runs so, whatever its graph is part of.
-            held = not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors_in((args, kwargs)))
-            # Detached, or what autograd makes of the result would hold the graph that it is part of.
-            outputs = map_leaves(_detached, result) if held else ()
+            # Outputs without gradients are not worth keeping, but a compiled forward runs with gradients disabled.
+            keeps = not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors_in((args, kwargs)))
+            # Detached, as autograd turns the result into an output that refers to its own graph.
+            outputs = map_leaves(_detached, result) if keeps else ()
             addresses = frozenset(map(_address, tensors_in(outputs)))
             self._calls.append(_Call(func, _shapes(args, kwargs), outputs, addresses, RandomState(self._device)))
         return result
@@ -127,7 +127,7 @@ class _Again(RuntimeMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What is kept of ``func``; run it where nothing is, or where this is not the call that it was kept of."""
+        """Return the kept outputs of ``func``, or run it if there are none, or if they belong to a different call."""
         if is_attention(func):
             call = next(self._calls, None)
             if call is not None and (func, _shapes(args, kwargs)) == (call.operator, call.shapes):
@@ -135,7 +135,7 @@ class _Again(RuntimeMode):
                     call.check()
                 if outputs := call.outputs:
                     call.after.set()
-                    if not call.moved:  # autograd frees what it has used; another backward computes it again
+                    if not call.moved:  # autograd frees them after use, so a further backward computes them again
                         call.give_up()
                     return map_leaves(self._restored, outputs)
         return func(*args, **(kwargs or {}))

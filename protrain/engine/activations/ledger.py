@@ -1,7 +1,7 @@
-"""The simulated device's books: bytes of activations held between operations, against the budget.
+"""The ledger of a simulated device: counts the bytes of activations between operations against the budget.
 
-On a GPU the allocator keeps the books. On a CPU nothing would stop a step from using more than ``device_memory``
-allows, so every activation that the engine holds is entered here and an excess is an error.
+On a GPU the allocator counts them. On a CPU nothing would stop a step from using more than ``device_memory`` allows, so
+every activation that the engine keeps is counted here, and an excess is an error.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from protrain.common.quantities import format_bytes
 
 
 class Ledger:
-    """Keeps no books: a GPU has its own."""
+    """Counts nothing, as a GPU's allocator does."""
 
     def hold(self, tensor: Tensor) -> None:
-        """Enter the storage of ``tensor`` until the tensor object dies."""
+        """Count the storage of ``tensor`` until the tensor object dies."""
 
 
 class SimulatedLedger(Ledger):
-    """Counts distinct storages that are held, and raises BudgetError beyond ``budget_bytes``."""
+    """Counts the distinct storages that the engine keeps, and raises BudgetError beyond ``budget_bytes``."""
 
     def __init__(self, *, budget_bytes: int, fixed_bytes: int, fixed: Iterable[Tensor] = ()) -> None:
         self.budget_bytes = budget_bytes
         self.fixed_bytes = fixed_bytes  # chunks, buffers, staging, and the plan's transient part
-        self._fixed = {tensor.untyped_storage().data_ptr() for tensor in fixed}  # saved for backward, they take no more
+        self._fixed = {tensor.untyped_storage().data_ptr() for tensor in fixed}  # counted in fixed_bytes
         self.held_bytes = 0
         self.peak_bytes = fixed_bytes
         self._holders: Counter[int] = Counter()
@@ -48,7 +48,7 @@ class SimulatedLedger(Ledger):
                 self.held_bytes += size_bytes
             weakref.finalize(tensor, self._drop, address, size_bytes)
         taken = self.fixed_bytes + self.held_bytes
-        if taken > self.budget_bytes:  # not entered as a peak: what is freed again must not fail for good
+        if taken > self.budget_bytes:  # it is no peak, as it may be freed again and the training go on
             raise BudgetError(
                 f"the simulated device is full: {format_bytes(self.fixed_bytes)} fixed and "
                 f"{format_bytes(self.held_bytes)} of activations held exceed device_memory="

@@ -1,14 +1,14 @@
-"""What a block's modules hold: a block that runs again meets what its first run met.
+"""The content of a block's modules, so that a second run of the block finds what the first run found.
 
-[Note: what a block changes] A forward may change its modules. It updates running statistics, counts its calls, makes
-tables when it first needs them. Run again it must start from the same, and leave behind what the first run left. So
-what the modules have is kept for each run: the parameters (torch.func.functional_call gives them others), copies of the
-buffers, and whether they train. To copy large buffers, which nearly always are masks and tables that nothing updates,
-and to walk over all attributes would cost too much every time. So the first run of a block in training mode, and the
-first in evaluation mode, is watched: which large buffers it changes, and whose plain attributes (numbers, text, None).
-From then on those are kept too, in memory that no plan has counted, besides the plain attributes of modules with
-buffers. A large buffer that is changed later for the first time is told by its version, and refused where the block
-would run again.
+[Note: what a block changes] A forward may change its modules: it updates running statistics, counts its calls, or makes
+tables when it first needs them. A second run must start from the same content, and leave behind what the first run has
+left. So these are kept for each run: the parameters (torch.func.functional_call replaces them), copies of the buffers,
+and whether modules are in training mode. Large buffers are nearly always masks and tables that nothing updates, and to
+copy them, or to compare all attributes, would cost too much in every run. So the first run of a block in training mode,
+and the first in evaluation mode, is watched, to find the large buffers and the modules' plain attributes (numbers,
+text, None) that it changes. From then on these are kept, too, beside the plain attributes of modules with buffers. The
+plan does not count the memory of such copies. A large buffer that changes later for the first time is found by its
+version, and the second run is refused.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from torch import Tensor, nn
 
 from protrain.engine.weights.parameter import PresentParameter
 
-_TABLE_ELEMENTS = 1 << 16  # larger buffers are mostly masks and tables
+_TABLE_ELEMENTS = 1 << 16  # larger buffers are usually masks and tables
 _PLAIN = frozenset({type(None), bool, int, float, complex, str})
-_Held: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # one of a module's dictionaries, and what was in it
+_Content: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # a dictionary of a module, and what was in it
 
 
 class BlockModules:
-    """The modules of one block, and what is known of how its forward changes them."""
+    """The modules of one block, and what is known about how its forward changes them."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.modules = [*module.modules()]
         self.updated: set[tuple[nn.Module, str]] = set()  # large buffers that are copied before each run
-        self.changing: set[nn.Module] = set()  # those whose plain attributes a forward changes
-        self._generators: set[tuple[nn.Module, str]] = set()  # where they have generators that they draw from
-        self.watched: set[bool] = set()  # modes, training or not, in which a run was watched
-        self._holding = [m._parameters for m in self.modules if m._parameters]
-        self._own = [parameter for held in self._holding for parameter in held.values()]
+        self.changing: set[nn.Module] = set()  # modules whose plain attributes a forward changes
+        self._generators: set[tuple[nn.Module, str]] = set()  # attributes that are random generators
+        self.watched: set[bool] = set()  # the modes, training or not, in which a run was watched
+        self._parameters = [m._parameters for m in self.modules if m._parameters]
+        self._own = [parameter for held in self._parameters for parameter in held.values()]
 
     def called(self) -> ModulesBefore:
-        """What the modules hold now that the block is called."""
+        """The content of the modules at a call of the block."""
         watched = self.module.training not in self.watched
         if watched:
             self.find_generators()
@@ -52,28 +52,28 @@ class BlockModules:
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """What they draw from now: the loop may have put others in their place."""
+        """The random generators of the modules now, as the training loop may have replaced some."""
         found = (vars(module).get(name) for module, name in self._generators)
         return [value for value in found if isinstance(value, torch.Generator)]
 
     def find_generators(self) -> None:
-        """Note where there are generators now."""
+        """Note which attributes are random generators now."""
         for module in self.modules:
             self._generators.update(
                 (module, name) for name, v in vars(module).items() if isinstance(v, torch.Generator)
             )
 
-    def given_parameters(self) -> list[_Held]:
-        """The parameters where they are not the modules' own."""
-        now = chain.from_iterable(held.values() for held in self._holding)
+    def given_parameters(self) -> list[_Content]:
+        """The parameters of all modules, if some of them are not the modules' own; otherwise nothing."""
+        now = chain.from_iterable(held.values() for held in self._parameters)
         if not any(map(is_not, now, self._own)):
             return []
-        return [(held, held.copy()) for held in self._holding]
+        return [(held, held.copy()) for held in self._parameters]
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Stands for a buffer that is copied anew for each further run, as that may update it."""
+    """The copy of a buffer, which each further run gets a copy of, as it may update the buffer."""
 
     value: Tensor
     device: torch.device
@@ -84,7 +84,7 @@ class _Copy:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A buffer that is not copied."""
+    """A large buffer that is not copied."""
 
     owner: nn.Module
     name: str
@@ -93,7 +93,7 @@ class _Table:
 
 
 class _Attributes(NamedTuple):
-    """The plain attributes of a module, and the names of all."""
+    """The plain attributes of a module, and the names of all attributes."""
 
     plain: dict[str, Any]
     names: frozenset[str]
@@ -104,13 +104,13 @@ class _Attributes(NamedTuple):
         return cls({name: value for name, value in held.items() if type(value) in _PLAIN}, frozenset(held))
 
     def among(self, module: nn.Module) -> dict[str, Any]:
-        """These and what else ``module`` has now, without what has been made since."""
+        """These attributes and the others of ``module``, without attributes that were added since."""
         others = {name: v for name, v in vars(module).items() if name in self.names and type(v) not in _PLAIN}
         return others | self.plain
 
 
 class ModulesBefore:
-    """What the modules of ``block`` held when its first run began."""
+    """The content of the modules of ``block`` when its first run began."""
 
     def __init__(self, block: BlockModules, *, watched: bool) -> None:
         self._block = block
@@ -118,7 +118,7 @@ class ModulesBefore:
         modules = block.modules
         self._training = [module.training for module in modules]
         self._parameters = block.given_parameters()
-        self._given = [  # [Note: edits] takes care of those that are the engine's
+        self._given = [  # without managed parameters: see [Note: edits]
             (parameter, _version(parameter))
             for _, held in self._parameters
             for parameter in held.values()
@@ -139,7 +139,7 @@ class ModulesBefore:
             if large:
                 self._tables.append(_Table(module, name, buffer, _version(buffer)))
             if (not large or (self._watched and buffer.layout == torch.strided)) and id(buffer) not in self._copies:
-                # In host memory where it is only looked at: the plan has no room for copies of tables on the device.
+                # The copy of a large buffer is in host memory, as it is for a comparison only.
                 value = buffer.detach().to("cpu" if large else buffer.device, copy=True)
                 self._copies[id(buffer)] = _Copy(value, buffer.device)
             if not large:
@@ -147,16 +147,16 @@ class ModulesBefore:
         return held
 
     def over(self) -> None:
-        """The first run is over: learn from it. Where it was watched, that waits for the device."""
+        """The first run is over: note what it has changed. If it was watched, this waits for the device."""
         self._block.updated.update((t.owner, t.name) for t in self._tables if _version(t.buffer) != t.version)
         if not self._watched:
             return
         self._block.watched.add(self._training[0])
-        self._block.find_generators()  # some are made when they are first needed
+        self._block.find_generators()  # some are made at their first use
         tables = []
         for table in self._tables:
             copy = self._copies.get(id(table.buffer))
-            # Not all that is written has a version: what goes through .data has none.
+            # The versions do not show everything, as a write through .data has none.
             if copy is None or (_version(table.buffer) == table.version and _same_bits(table.buffer, copy.value)):
                 tables.append(table)
             else:
@@ -169,11 +169,11 @@ class ModulesBefore:
         self._plain = {module: held for module, held in self._plain.items() if module in kept}
 
     def given_changed(self) -> bool:
-        """Whether a parameter that the engine doesn't manage is no longer what the first run was given."""
+        """Whether a parameter that the engine does not manage has changed since the first run."""
         return any(_version(parameter) != version for parameter, version in self._given)
 
     def changed_table(self) -> str | None:
-        """The name of a buffer that another run would need a copy of. From now on it is copied."""
+        """The name of a large buffer that has changed, so that a copy is missing. From now on it is copied."""
         for table in self._tables:
             if _version(table.buffer) != table.version:
                 self._block.updated.add((table.owner, table.name))
@@ -183,11 +183,11 @@ class ModulesBefore:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """The modules are as the first run met them, for another run."""
+        """A context for another run, in which the modules have the content that the first run found."""
         made: dict[int, Tensor] = {}
         modules = self._block.modules
         with_buffers = [module for module in modules if module._buffers or module in self._buffers]
-        held: list[_Held] = [
+        held: list[_Content] = [
             *self._parameters,
             *((module._buffers, _with_copies(self._buffers.get(module, {}), made)) for module in with_buffers),
             *((vars(module), before.among(module)) for module, before in self._plain.items()),
@@ -203,11 +203,11 @@ class ModulesBefore:
             _switch(modules, training)
 
 
-def _set(dictionaries: list[_Held]) -> None:
+def _set(dictionaries: list[_Content]) -> None:
     for owner, held in dictionaries:
         if owner.keys() == held.keys():
             owner.update({name: value for name, value in held.items() if owner[name] is not value})
-        else:  # what is put back keeps its order
+        else:  # to restore the order of entries, too
             owner.clear()
             owner.update(held)
 
@@ -219,7 +219,7 @@ def _switch(modules: list[nn.Module], training: list[bool]) -> None:
 
 
 def _with_copies(held: dict[str, Any], made: dict[int, Tensor]) -> dict[str, Any]:
-    """``held`` with fresh copies; one for all names of a buffer."""
+    """``held`` with fresh copies of buffers. A buffer of several names has one copy."""
     found = {}
     for name, value in held.items():
         if isinstance(value, _Copy):

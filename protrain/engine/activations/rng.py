@@ -1,4 +1,4 @@
-"""Random states of a step: a recomputed block draws what it drew before."""
+"""States of random generators, so that a recomputed block draws the numbers that it drew before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing_extensions import override
 
 
 class RandomState:
-    """The random numbers that the next operations would draw, to be drawn again inside a ``with``."""
+    """The state of the random generators now. Inside a ``with`` the same numbers are drawn again."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -25,7 +25,7 @@ class RandomState:
         self._restore.set()
 
     def set(self) -> None:
-        """Draw these from here on."""
+        """Draw the same numbers from here on."""
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self.device)
@@ -35,7 +35,7 @@ class RandomState:
 
 
 class BlockRandomState(RandomState):
-    """What a block's own code may draw from too: Python's ``random`` and ``generators`` of its modules."""
+    """A RandomState with the generators that code of a block may use: Python's ``random``, and those of its modules."""
 
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator]) -> None:
         super().__init__(device)

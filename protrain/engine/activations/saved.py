@@ -1,23 +1,24 @@
-"""What a unit's forward leaves behind for its backward.
+"""The tensors that the forward of a unit saves for its backward.
 
 [Note: saved weights] Autograd saves views of weights (``F.linear`` saves ``weight.t()``), and a weight in a chunk
-buffer is gone by the time backward runs. So every tensor that a unit saves passes through hooks: one whose storage is
-a chunk buffer is kept as the chunk and the view's form (type, shape, stride, offset) and rebuilt on whatever buffer
-holds the chunk in backward. No copies, no allocator traffic, any operator.
+buffer is gone by the time backward runs. So every tensor that a unit saves passes through hooks. If its storage is a
+chunk buffer, the hooks save the chunk and the form of the view (type, shape, stride, offset), and make the same view on
+the buffer that has the chunk in backward. This copies nothing, allocates nothing, and works for any operator.
 
-[Note: written over] Autograd watches the versions of what it saves, and raises where a backward needs what was changed
-in place since; but not of what goes through hooks. So whatever is kept here, or copied to the host later, has its
-version looked at when it is used. Inputs of a block that is recomputed are watched likewise.
+[Note: written over] Autograd raises if a backward needs a saved tensor that was changed in place since, but it does not
+check tensors that go through hooks. So the engine checks the version of every tensor that stays on the device, or is
+copied to the host later, when it is used. The inputs of a block that is recomputed are checked likewise.
 
-A :class:`Frame` is one call of a unit. Its kind is the activation mode: keep what is saved (NONE), keep only the
-inputs and run forward again (CKPT), move what is saved to host memory and back (SWAP), or the inputs (CKPT_SWAP).
+A :class:`Frame` stands for one call of a unit. Its class is the activation mode: keep saved tensors (NONE), keep the
+inputs only and run forward again (CKPT), move saved tensors to host memory and back (SWAP), or keep the inputs in host
+memory and run forward again (CKPT_SWAP).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +29,15 @@ from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.activations.caches import copied, is_cache, tensors_of
 from protrain.engine.activations.kept_attention import KeptAttention
+from protrain.engine.activations.ledger import Ledger
 from protrain.engine.activations.rng import BlockRandomState
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.weights.buffers import Buffer
+from protrain.engine.streams import Streams
+from protrain.engine.units import Unit
+from protrain.engine.weights.buffers import Buffer, BufferPool
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.views import ViewForm, storage_address
-
-if TYPE_CHECKING:
-    from protrain.engine.engine import Engine
-    from protrain.engine.units import Unit
-
+from protrain.planning.plan import Plan
 
 INPUTS = "its inputs, as it is recomputed"
 SAVED = "tensors that it saved"
@@ -46,23 +46,23 @@ GIVEN = "parameters that it was given, as it is recomputed"
 _ORDINARY = frozenset({Tensor, nn.Parameter, PresentParameter})
 
 
-class WeightView(NamedTuple):
-    """A saved view of a weight in a chunk buffer."""
+class SavedWeight(NamedTuple):
+    """A saved view of a weight in a chunk buffer. See [Note: saved weights]."""
 
     chunk: Chunk
     form: ViewForm
 
 
-class Kept(NamedTuple):
+class SavedTensor(NamedTuple):
     """A saved tensor that stays on the device. See [Note: written over]."""
 
     tensor: Tensor
     version: int  # autograd's count of changes in place when it was saved
-    chunk: Chunk | None  # the persistent one whose weight it is a view of
+    chunk: Chunk | None  # the persistent chunk of which it is a view
 
 
 class Copy(torch.autograd.Function):
-    """A copy with the strides of the original, expanded dimensions included: operators see no difference."""
+    """A copy with the strides of the original, including those of expanded dimensions."""
 
     @staticmethod
     def forward(_: Any, tensor: Tensor) -> Tensor:
@@ -79,38 +79,73 @@ class Copy(torch.autograd.Function):
         return gradients[0]
 
 
-class Frame:
-    """One call of a unit whose saved tensors are kept as they are (NONE)."""
+class Offloads(Protocol):
+    """What a frame asks of :class:`protrain.engine.activations.swap.Swaps`."""
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    def unit_called(self, arguments: Any) -> set[int]:
+        """A unit is called with ``arguments``. Returns the storages among them that the unit before was given, too."""
+
+    def free_offloaded(self) -> None:
+        """Free the device memory of the block whose offload is under way."""
+
+
+class FrameEngine(Protocol):
+    """What a frame asks of :class:`protrain.engine.engine.Engine`."""
+
+    device: torch.device
+    plan: Plan
+    streams: Streams
+    ledger: Ledger
+    buffers: BufferPool
+    steps: int  # how often weights have changed
+    updated_inside: set[int]  # chunks that backward has updated
+    weight_storages: dict[int, Chunk | Buffer]  # by the address of the storage
+
+    @property
+    def swaps(self) -> Offloads:
+        """What is on its way to host memory."""
+
+    def in_backward_of(self, frame: Frame) -> bool:
+        """Whether backward has reached the call of a unit that ``frame`` stands for."""
+
+    def enter_backward(self, frame: Frame) -> None:
+        """Backward reaches the call of a unit that ``frame`` stands for."""
+
+
+class Frame:
+    """One call of a unit whose saved tensors stay on the device (NONE)."""
+
+    def __init__(self, engine: FrameEngine, unit: Unit) -> None:
         self.engine = engine
         self.unit = unit
-        self.steps = engine.steps  # a backward after the next optimizer step would meet other weights
-        self.updated = engine.updated_inside.copy()  # chunks whose update inside backward came before this call
-        self.shared: set[int] = set()  # storages of arguments that the unit before was given too
+        self.steps = engine.steps  # backward must come before the next step, which changes weights
+        self.updated = engine.updated_inside.copy()  # chunks that backward had updated before this call
+        self.shared: set[int] = set()  # storages of arguments that the unit before was given, too
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``function`` so that what it saves goes through this frame."""
-        self.shared = self.engine.swaps.called((args, kwargs))
+        self.shared = self.engine.swaps.unit_called((args, kwargs))
         with saved_tensors_hooks(self.pack, self.unpack):
             output = function(*args, **kwargs)
-        self.engine.swaps.settle()  # the offload of the block before had this forward to finish
+        self.engine.swaps.free_offloaded()  # the offload of the block before had the time of this forward
         return output
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps in place of ``tensor``."""
-        place = self.engine.weight_places.get(storage_address(tensor))
-        if isinstance(place, Buffer):
-            return self.engine.weight_view(tensor, place)
-        kept = detached(tensor)
-        if place is None:
-            self.engine.ledger.hold(kept)
+        """What autograd saves in place of ``tensor``."""
+        owner = self.engine.weight_storages.get(storage_address(tensor))
+        if isinstance(owner, Buffer):
+            assert owner.users > 0, "a weight is used while no unit uses its chunk"
+            assert owner.chunk is not None
+            return SavedWeight(owner.chunk, ViewForm.of(tensor))
+        saved = detached(tensor)
+        if owner is None:
+            self.engine.ledger.hold(saved)
         else:
-            place.viewers.known += 1
-        return Kept(kept, kept._version, place)
+            owner.view_counter.known += 1
+        return SavedTensor(saved, saved._version, owner)
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor that ``packed`` stands for, on the device."""
+        """The tensor on the device that ``packed`` stands for."""
         if not self.engine.in_backward_of(self):
             self._enter_backward()
         return self.rebuild(packed)
@@ -125,22 +160,26 @@ class Frame:
         self.engine.enter_backward(self)
 
     def rebuild(self, packed: Any) -> Tensor:
-        """A kept tensor as it was."""
+        """The saved tensor that ``packed`` stands for. MisuseError if its values have changed."""
         updated = self.engine.updated_inside
         if updated and packed.chunk is not None and packed.chunk.index in updated - self.updated:
             raise MisuseError(
-                f"backward through {self.unit.label} needs a weight that step_during_backward=True updated before, in "
-                "another backward() or as all its gradients had arrived: a detached weight gets none. Wrap with "
-                "step_during_backward=False"
+                f"backward through {self.unit.label} needs a weight that step_during_backward=True updated already, "
+                "because another backward() came before, or because the weight is detached here and all of its "
+                "gradients had arrived: wrap with step_during_backward=False"
             )
-        if isinstance(packed, WeightView):
-            return self.engine.weight(packed)
+        if isinstance(packed, SavedWeight):
+            weight = packed.form.on(self.engine.buffers.content(packed.chunk))
+            if torch.is_grad_enabled():  # with create_graph=True the graph outlives the content of the buffer
+                weight = Copy.apply(weight)
+                self.engine.ledger.hold(weight)
+            return weight
         if packed.tensor._version != packed.version:
             raise self.written_over(SAVED)
         return packed.tensor
 
     def written_over(self, what: str) -> MisuseError:
-        """What to say where a backward would go on with other values than its forward: [Note: written over]."""
+        """The error for a backward that needs values which were changed since forward: [Note: written over]."""
         return MisuseError(
             f"backward through {self.unit.label} needs {what}, but one was changed in place since: change a copy "
             "(tensor.clone())"
@@ -148,34 +187,34 @@ class Frame:
 
 
 class _Stop(Exception):
-    """Recomputation has saved all that the first run saved; the rest of the unit needs no second run."""
+    """Recomputation has saved all that the first run saved, so the rest of the unit need not run again."""
 
 
 class CheckpointFrame(Frame):
-    """Keeps the inputs and recomputes the rest (CKPT): same random numbers, same autocast, same saved tensors.
+    """One call of a unit that keeps its inputs and is recomputed in backward (CKPT).
 
-    torch's own checkpoint keeps the recomputed weight views itself, which would outlive their buffer when backward
-    alternates between units; here they go through [Note: saved weights] too.
-
-    Where the plan says so, outputs of attention are kept beside the inputs: [Note: what is not computed twice].
+    The second run has the same random numbers, the same autocast state and the same saved tensors. torch's own
+    checkpoint would keep views of weights from the second run. Those would outlive the content of their buffers when
+    backward alternates between units, so here they are saved as [Note: saved weights] says. With
+    ``Plan.keep_attention`` the outputs of attention are kept beside the inputs: [Note: what is not computed twice].
     """
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    def __init__(self, engine: FrameEngine, unit: Unit) -> None:
         super().__init__(engine, unit)
-        self.forms: list[tuple[torch.Size, torch.dtype]] = []  # of what the first run saved
-        self.recomputed: dict[int, Any] = {}
+        self.forms: list[tuple[torch.Size, torch.dtype]] = []  # of the tensors that the first run saved
+        self.recomputed: dict[int, Any] = {}  # the tensors that the second run saved, by their number
         self.attention = KeptAttention(engine.device) if engine.plan.keep_attention else None
         self.watched: list[tuple[Tensor, int]] = []  # inputs, with their versions when the first run began
-        self.inputs_changed = False  # since
-        self.cached: list[tuple[Tensor, int]] = []  # likewise, tensors in key/value caches among them
+        self.inputs_changed = False  # whether an input has changed since
+        self.cached: list[tuple[Tensor, int]] = []  # the tensors in key/value caches, with their versions
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Lists and dictionaries are the model's, which may fill them further once this is over.
+        # Lists and dictionaries are copied, as the model may put more into them later.
         self.function, (self.args, self.kwargs) = function, map_leaves(self._as_given, (args, kwargs))
         given = tensors_in((args, kwargs))
         for tensor in given:
-            if not isinstance(tensor, nn.Parameter):  # which lies in a chunk
+            if not isinstance(tensor, nn.Parameter):  # parameters lie in chunks
                 self.engine.ledger.hold(tensor)
         self.watched = watch(given)
         self.autocast = _autocast_state(self.engine.device.type)
@@ -188,7 +227,7 @@ class CheckpointFrame(Frame):
             for tensor in self.attention.keep():
                 self.engine.ledger.hold(tensor)
         self.modules.over()
-        self.recomputed.clear()  # of a block that computes gradients itself: backward comes much later
+        self.recomputed.clear()  # it has entries if the block has computed gradients itself
         self._look_at_caches()
         return output
 
@@ -199,7 +238,7 @@ class CheckpointFrame(Frame):
         return leaf
 
     def _look_at_caches(self) -> None:
-        """MisuseError where copies of the caches are no longer what the first run was given."""
+        """MisuseError if the copies of key/value caches are no longer what the first run was given."""
         if any(tensor._version != version for tensor, version in self.cached):
             raise MisuseError(
                 f"{self.unit.label} was given a key/value cache whose tensors were written to since, so it cannot be "
@@ -223,18 +262,18 @@ class CheckpointFrame(Frame):
 
     def _other_operations(self, what: str) -> MisuseError:
         return MisuseError(
-            f"{self.unit.label} {what}: its forward must do the same operations each time to be checkpointed, with the "
-            "same sdpa_kernel and requires_grad when backward runs"
+            f"{self.unit.label} {what}: to be checkpointed its forward must do the same operations each time, and "
+            "sdpa_kernel and requires_grad must be the same when backward runs"
         )
 
     def fresh_input(self, leaf: Any) -> Any:
-        """What the second run gets for a leaf of what is kept: no part of the first run's graph."""
+        """What the second run is given in place of ``leaf``, so that it is no part of the first run's graph."""
         if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
             return leaf.detach().requires_grad_(leaf.requires_grad)
         return copied(leaf) if is_cache(leaf) else leaf
 
     def look_at_inputs(self) -> None:
-        """Note whether an input is no longer what the first run was given."""
+        """Note whether an input has changed since the first run."""
         self.inputs_changed |= any(tensor._version != version for tensor, version in self.watched)
 
     def _recompute(self) -> None:
@@ -246,8 +285,9 @@ class CheckpointFrame(Frame):
             raise self.written_over(GIVEN)
         if (name := self.modules.changed_table()) is not None:
             raise MisuseError(
-                f"backward through {self.unit.label} needs its buffer {name} as forward met it, but it has changed "
-                "since, for the first time, and no copy was made: run this step again, from now on there is one"
+                f"backward through {self.unit.label} needs its buffer {name} as it was in forward, but the buffer has "
+                "changed since. This had not happened before, so no copy was made: run this step again, for which a "
+                "copy will be made"
             )
         self.recomputed.clear()
         args, kwargs = map_leaves(self.fresh_input, (self.args, self.kwargs))
@@ -265,8 +305,11 @@ class CheckpointFrame(Frame):
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Keep what the second run saves. Its graph has no backward but that of gradients which the block computes."""
-        running = [self]  # a tensor that the block puts aside holds the graph: it must not hold the frame
+        """Keep the tensors that the second run saves.
+
+        Its graph runs backward only if the block computes gradients itself.
+        """
+        running = [self]  # the graph may outlive the run, and must not keep the frame alive
 
         def unpack(index: int) -> Tensor:
             assert running, "the recomputed graph has no backward of its own"
@@ -294,15 +337,15 @@ class CheckpointFrame(Frame):
 
 
 def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-    """Those of ``tensors`` that have versions, with these; of parameters [Note: edits] takes care."""
+    """``tensors`` with their versions, without tensors that have none, and without parameters: see [Note: edits]."""
     return [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """``tensor`` without its graph: an output that held its own node would never be freed.
+    """``tensor`` without its graph, as an output that refers to its own node would never be freed.
 
-    Dispatch modes, of which the engine has one while a block is recomputed, don't see it: each would take longer than
-    all the rest.
+    Dispatch modes do not see this operation. The engine has such a mode while a block is recomputed, and a call of it
+    would take longer than everything else here.
     """
     if not torch._C._len_torch_dispatch_stack() or type(tensor) not in _ORDINARY:
         return tensor.detach()

@@ -1,18 +1,19 @@
-"""SWAP and CKPT_SWAP: what a block keeps goes to host memory after its forward and comes back before its backward.
+"""SWAP and CKPT_SWAP: tensors of a block are offloaded after its forward and fetched before its backward.
 
-After forward each distinct storage is copied to the host arena; the device memory is given up when the next unit is
-done, by when the copies are. In backward the block before the current one in forward order is fetched ahead.
+After forward each distinct storage is copied to the host arena. Its device memory is freed when the next unit is done,
+by when the copies usually are, too. Backward fetches the offload of the block before the current one ahead.
 
-SWAP moves what the block saves. Its inputs stay on the device: its neighbours hold them anyway. CKPT_SWAP moves the
-inputs, which are all that a recomputed block keeps; where neighbours are recomputed too, nobody else holds them.
+SWAP offloads the tensors that a block saves, each storage by itself or, where the plan says so, packed into one buffer
+(:mod:`protrain.engine.activations.packed`). Its inputs stay on the device, where other units have them anyway.
+CKPT_SWAP offloads the inputs, which are all that a recomputed block keeps.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -21,64 +22,65 @@ from typing_extensions import override
 from protrain.common.errors import BudgetError
 from protrain.common.quantities import format_bytes
 from protrain.common.trees import Leaf, map_leaves, tensors_in
-from protrain.engine.activations.saved import INPUTS, SAVED, CheckpointFrame, Frame, storage_address, watch
+from protrain.engine.activations.saved import INPUTS, SAVED, CheckpointFrame, Frame, FrameEngine, watch
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
+from protrain.engine.units import Unit
+from protrain.engine.weights.views import ViewForm, storage_address
+from protrain.planning.plan import SWAP_ALIGNMENT_BYTES
 
-if TYPE_CHECKING:
-    from protrain.engine.engine import Engine
-    from protrain.engine.units import Unit
-
-ALIGNMENT_BYTES = 256  # of every storage, on either side
-_SMALLEST_BYTES = 512  # smaller storages (random seeds, scalars) are not worth a copy: the allocator's grain
+_SMALLEST_BYTES = 512  # to offload a smaller storage (a random seed, a scalar) frees nothing in the allocator
 
 
 def aligned(count: int) -> int:
     """``count`` bytes rounded up to the alignment of swapped storages."""
-    return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-count // SWAP_ALIGNMENT_BYTES) * SWAP_ALIGNMENT_BYTES
 
 
 @dataclass(slots=True)
-class _Storage:
-    """One distinct storage: on the device before the offload and after the fetch, on the host in between."""
+class Storage:
+    """Memory that is copied: on the device before the offload and after the fetch, on the host in between."""
 
     size_bytes: int
     device: Tensor | None  # 1-d uint8
     host: Tensor | None = None
-    users: int = 0  # tensors that are views of it
-    waiting: int = 0  # of those, not yet rebuilt in this backward
+    users: int = 0  # tensors that lie in it
+    waiting: int = 0  # users that this backward has not rebuilt yet
 
 
 @dataclass(slots=True)
-class MovedView:
-    """A tensor whose storage is moved."""
+class OffloadedTensor:
+    """Stands for a tensor that is offloaded."""
 
-    storage: _Storage
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    written_over: bool = False  # before the copy to the host was done
+    storage: Storage
+    written_over: bool = field(default=False, init=False)  # the tensor was changed before the copy to the host was done
+
+
+@dataclass(slots=True)
+class _OffloadedView(OffloadedTensor):
+    """Stands for a tensor whose storage is offloaded by itself."""
+
+    form: ViewForm
 
 
 class HostSlots:
-    """Host memory for swapped blocks: regions that frames take and give back, all of them within ``limit_bytes``."""
+    """Host memory for swapped blocks: slots that frames take and release, all of them within ``limit_bytes``."""
 
     def __init__(self, arena: Arena, streams: Streams, *, limit_bytes: int) -> None:
         self.arena = arena
         self.streams = streams
-        self.limit_bytes = limit_bytes  # of the whole arena
+        self.limit_bytes = limit_bytes  # the limit of the whole arena
         self._free: list[tuple[Tensor, Mark]] = []
 
     def take(self, size_bytes: int) -> tuple[Tensor, Mark]:
-        """The smallest free region that fits, and the mark after which it may be written.
+        """The smallest free slot that fits, and the mark after which it may be written.
 
         Raises:
             BudgetError: more forwards wait for their backward than the plan was made for.
         """
-        fitting = [(region.numel(), at) for at, (region, _) in enumerate(self._free) if region.numel() >= size_bytes]
+        fitting = [(slot.numel(), at) for at, (slot, _) in enumerate(self._free) if slot.numel() >= size_bytes]
         if fitting:
-            return self._free.pop(min(fitting)[1])  # in place: the collector may give back another one at any time
+            return self._free.pop(min(fitting)[1])  # in place, as the collector may release another slot at any time
         if size_bytes > self.arena.free_bytes and self.arena.total_bytes + size_bytes > self.limit_bytes:
             raise BudgetError(
                 f"no host memory to swap another {format_bytes(size_bytes)} of activations to: "
@@ -87,27 +89,35 @@ class HostSlots:
             )
         return self.arena.take(size_bytes, torch.uint8), self.streams.mark()
 
-    def give_back(self, region: Tensor, read: Mark) -> None:
-        """Make ``region`` free once ``read`` is reached, for a frame that ends now.
+    def release(self, slot: Tensor, read: Mark) -> None:
+        """Take back the ``slot`` of a frame that ends now. It is free when ``read`` is reached.
 
-        What it has fetched and not used, as its backward failed or went elsewhere, is freed with it: whatever gets that
-        memory next must not be overwritten by the fetch.
+        The device memory that the frame has fetched and not used, because its backward failed or took another path, is
+        freed with it. The compute stream waits for the fetch, which must not overwrite what gets that memory next.
         """
         self.streams.compute_waits(read)
-        self._free.append((region, read))
+        self._free.append((slot, read))
 
 
-class Moved:
-    """What one call of ``unit`` keeps in host memory between forward and backward, by storage.
+class SwapEngine(FrameEngine, Protocol):
+    """What a frame that offloads tensors asks of the engine."""
 
-    Belongs to that call's frame and ends with it, and then gives its host memory back.
+    @property
+    def swaps(self) -> Swaps:
+        """The offloads of the step."""
+
+
+class Offload:
+    """The tensors that one call of ``unit`` keeps in host memory between forward and backward, by storage.
+
+    It belongs to the frame of that call. When the frame is freed the host memory is released.
     """
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    def __init__(self, engine: SwapEngine, unit: Unit) -> None:
         self.unit = unit
         self._engine = engine
-        self._storages: dict[int, _Storage] = {}
-        self._watched: list[tuple[MovedView, Tensor, int]] = []  # until the copies are done: [Note: written over]
+        self._storages: dict[int, Storage] = {}
+        self._watched: list[tuple[OffloadedTensor, Tensor, int]] = []  # until the copies are done: [Note: written over]
         self._on_host = False
         self._fetched = False
         self._offload_done = engine.streams.mark()
@@ -116,45 +126,47 @@ class Moved:
     def __len__(self) -> int:
         return len(self._storages)
 
-    def worthwhile(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` can be moved, and it saves device memory: a persistent weight stays where it is."""
+    def accepts(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` can be offloaded, and this frees device memory, as it does not for weights in chunks."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return False
+        if tensor.device.type != self._engine.device.type:
+            return False
         address, size_bytes = storage_address(tensor), tensor.untyped_storage().nbytes()
-        return address != 0 and size_bytes >= _SMALLEST_BYTES and address not in self._engine.weight_places
+        return address != 0 and size_bytes >= _SMALLEST_BYTES and address not in self._engine.weight_storages
 
-    def add(self, tensor: Tensor) -> MovedView:
-        """Have the storage of ``tensor`` moved. Returns what to keep in its place."""
+    def add(self, tensor: Tensor) -> OffloadedTensor:
+        """Offload the storage of ``tensor``. Returns what to keep in place of it."""
         address = storage_address(tensor)
         storage = self._storages.get(address)
         if storage is None:
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self._engine.ledger.hold(flat)
-            storage = self._storages[address] = _Storage(tensor.untyped_storage().nbytes(), flat)
+            storage = self._storages[address] = Storage(tensor.untyped_storage().nbytes(), flat)
         storage.users += 1
-        view = MovedView(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        view = _OffloadedView(storage, ViewForm.of(tensor))
         self._watched.append((view, tensor.detach(), tensor._version))
         return view
 
-    def offload(self) -> None:
-        """Start to copy everything to host memory: nothing more is added."""
+    def start(self) -> None:
+        """Start to copy all storages to host memory. No tensor may be added afterwards."""
         streams = self._engine.streams
         total = sum(aligned(storage.size_bytes) for storage in self._storages.values())
-        region, free = self._engine.swaps.slots.take(total)
-        weakref.finalize(self, self._engine.swaps.slots.give_back, region, self._fetch_done)
+        slot, free = self._engine.swaps.slots.take(total)
+        weakref.finalize(self, self._engine.swaps.slots.release, slot, self._fetch_done)
         computed = streams.mark()
         streams.compute_reached(computed)
         streams.offload_waits(free)
         start = 0
         for storage in self._storages.values():
             assert storage.device is not None
-            storage.host = region[start : start + storage.size_bytes]
+            storage.host = slot[start : start + storage.size_bytes]
             start += aligned(storage.size_bytes)
             streams.offload(storage.host, storage.device, after=computed, done=self._offload_done)
-        self._engine.swaps.offloading(self)
+        self._engine.swaps.started(self)
 
-    def give_up_device_memory(self) -> None:
-        """Drop the device copies; what the compute stream does next waits for the offload."""
+    def free_device_memory(self) -> None:
+        """Free the device memory. Later work on the compute stream waits for the offload, as it may get that memory."""
         self._engine.streams.compute_waits(self._offload_done)
         for view, tensor, version in self._watched:
             view.written_over = tensor._version != version
@@ -164,7 +176,7 @@ class Moved:
         self._on_host = True
 
     def fetch(self) -> None:
-        """Start to bring everything back to the device."""
+        """Start to copy all storages back to the device."""
         if self._fetched or not self._on_host:
             return
         missing = [storage for storage in self._storages.values() if storage.device is None]
@@ -172,15 +184,15 @@ class Moved:
             storage.waiting = storage.users
         try:
             self._upload(missing)
-        except BaseException:  # memory ran out, or Ctrl-C: what has no content yet must not be taken for the tensor
+        except BaseException:  # out of memory, or Ctrl-C: storages without content must not be used
             self._engine.streams.upload_reached(self._fetch_done)
-            self._engine.streams.compute_waits(self._fetch_done)  # before the memory goes to somebody else
+            self._engine.streams.compute_waits(self._fetch_done)  # before the memory is allocated anew
             for storage in missing:
                 storage.device = None
             raise
         self._fetched = True
 
-    def _upload(self, missing: list[_Storage]) -> None:
+    def _upload(self, missing: list[Storage]) -> None:
         streams = self._engine.streams
         allocated = streams.mark()
         for storage in missing:
@@ -193,165 +205,177 @@ class Moved:
             assert storage.host is not None
             streams.upload(storage.device[: storage.size_bytes], storage.host, after=allocated, done=self._fetch_done)
 
-    def rebuild(self, view: MovedView) -> Tensor:
-        """The tensor as it was, on the device: a leaf that requires no gradient."""
-        storage = view.storage
+    def rebuild(self, offloaded: OffloadedTensor) -> Tensor:
+        """The tensor on the device that ``offloaded`` stands for. It is a leaf that requires no gradient."""
+        assert isinstance(offloaded, _OffloadedView)
+        memory = self._for_one_user(offloaded.storage)
+        itemsize = offloaded.form.dtype.itemsize
+        return offloaded.form.on(memory[: offloaded.storage.size_bytes // itemsize * itemsize])
+
+    def _for_one_user(self, storage: Storage) -> Tensor:
+        """The device memory of ``storage``, for one of its users. The frame drops it with the last user."""
         if storage.device is None:
-            self._fetched = False  # others may still be there: a backward before this one did not need them
+            self._fetched = False  # other storages may still be on the device, as the last backward did not need them
             self.fetch()
         if self._on_host:
             self._engine.streams.compute_waits(self._fetch_done)
-        assert storage.device is not None
-        whole = storage.device[: storage.size_bytes // view.dtype.itemsize * view.dtype.itemsize]
-        tensor = whole.view(view.dtype).as_strided(view.shape, view.stride, view.offset)
+        memory = storage.device
+        assert memory is not None
         storage.waiting -= 1
         if storage.waiting == 0 and self._on_host:
-            storage.device = None  # autograd frees what it has used node by node; so does the frame
+            storage.device = None  # as autograd frees saved tensors node by node
             self._fetched = any(other.device is not None for other in self._storages.values())
-        return tensor
+        return memory
 
 
 class SwapFrame(Frame):
-    """Moves what is saved to host memory and back (SWAP)."""
+    """One call of a unit whose saved tensors are offloaded and fetched (SWAP)."""
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    offload_class: ClassVar[type[Offload]] = Offload
+
+    def __init__(self, engine: SwapEngine, unit: Unit) -> None:
         super().__init__(engine, unit)
-        self.moved = Moved(engine, unit)
+        self.offload = self.offload_class(engine, unit)
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._stays = {storage_address(tensor) for tensor in tensors_in((args, kwargs))}
         self._stays |= {storage_address(buffer) for buffer in self.unit.module.buffers()}
         output = super().run(function, args, kwargs)
-        if self.moved:
-            self.moved.offload()
+        if self.offload:
+            self.offload.start()
         return output
 
     @override
     def pack(self, tensor: Tensor) -> Any:
         address = storage_address(tensor)
-        if address in self.engine.weight_places or address in self._stays or not self.moved.worthwhile(tensor):
+        if address in self.engine.weight_storages or address in self._stays or not self.offload.accepts(tensor):
             return super().pack(tensor)
-        return self.moved.add(tensor)
+        return self.offload.add(tensor)
 
     @override
     def rebuild(self, packed: Any) -> Tensor:
-        if not isinstance(packed, MovedView):
+        if not isinstance(packed, OffloadedTensor):
             return super().rebuild(packed)
         if packed.written_over:
             raise self.written_over(SAVED)
-        return self.moved.rebuild(packed)
+        return self.offload.rebuild(packed)
 
 
 @dataclass(frozen=True, slots=True)
-class _MovedInput(Leaf):
-    view: MovedView
+class _OffloadedInput(Leaf):
+    view: OffloadedTensor
     requires_grad: bool
 
 
 class CheckpointSwapFrame(CheckpointFrame):
-    """Moves the inputs to host memory and back, and recomputes the rest from them (CKPT_SWAP).
+    """One call of a unit whose inputs are offloaded and fetched, and which is recomputed in backward (CKPT_SWAP).
 
-    [Note: inputs that stay] An input is moved when it was computed with gradients and no neighbour is given it too.
-    Masks, position tables and whatever else needs no gradient are made once for all blocks, leaves belong to the
-    caller, and what an encoder hands to every block of a decoder is held for all of them: to move such a tensor would
-    free nothing, and take the link and host memory once a block. That a tensor is shared shows when the next unit is
-    called: until then the inputs wait here, so that their addresses are theirs alone, and only then the copies start.
-    A shared tensor that no two units in a row are given is moved for each, which costs time but changes no result.
-    Outputs of attention that are kept are nobody else's and move with the inputs.
+    [Note: inputs that stay] An input is offloaded if it was computed with gradients and the units before and after are
+    not given it, too. Masks and position tables need no gradient and are made once for all blocks, leaves belong to the
+    caller, and the output of an encoder is needed by every block of a decoder. To offload such a tensor would free
+    nothing, and would take the link and host memory once for each block. Whether the next unit is given an input shows
+    when that is called. Until then the inputs are kept, so that their addresses stay unique, and then the copies start.
+    A shared tensor that is not given to two units in a row is offloaded for each of them, which costs time and changes
+    no result. Kept outputs of attention belong to this unit alone, and are offloaded with the inputs.
     """
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    engine: SwapEngine
+
+    def __init__(self, engine: SwapEngine, unit: Unit) -> None:
         super().__init__(engine, unit)
-        self.moved = Moved(engine, unit)
+        self.offload = Offload(engine, unit)
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().run(function, args, kwargs)
         if self.forms:
-            self.engine.swaps.inputs_wait(self)
+            self.engine.swaps.defer_inputs(self)
         return output
 
     def offload_inputs(self, given: set[int]) -> set[int]:
-        """Move what is the block's alone; ``given`` are the storages that the next unit gets. Returns the shared."""
+        """Offload the inputs that no other unit has. ``given`` are storages that the next unit is given.
+
+        Returns the inputs among ``given``.
+        """
         self.look_at_inputs()
         tensors = _plain_tensors((self.args, self.kwargs))
         shared = given.intersection(map(storage_address, tensors))
         computed = {storage_address(tensor) for tensor in tensors if tensor.grad_fn is not None}
         alone = computed - shared - self.shared
 
-        def move(leaf: Any) -> Any:
-            if type(leaf) is Tensor and self.moved.worthwhile(leaf) and storage_address(leaf) in alone:
-                return _MovedInput(self.moved.add(leaf), leaf.requires_grad)
+        def offloaded(leaf: Any) -> Any:
+            if type(leaf) is Tensor and self.offload.accepts(leaf) and storage_address(leaf) in alone:
+                return _OffloadedInput(self.offload.add(leaf), leaf.requires_grad)
             return leaf
 
-        def move_attention(tensor: Tensor) -> Any:
-            return _MovedInput(self.moved.add(tensor), False) if self.moved.worthwhile(tensor) else tensor
+        def offloaded_attention(tensor: Tensor) -> Any:
+            return _OffloadedInput(self.offload.add(tensor), False) if self.offload.accepts(tensor) else tensor
 
-        self.args, self.kwargs = map_leaves(move, (self.args, self.kwargs))
+        self.args, self.kwargs = map_leaves(offloaded, (self.args, self.kwargs))
         self.watched = watch(tensors_in((self.args, self.kwargs)))
         if self.attention is not None:
-            self.attention.move(move_attention)
-        if self.moved:
-            self.moved.offload()
+            self.attention.move(offloaded_attention)
+        if self.offload:
+            self.offload.start()
         return shared
 
     @override
     def fresh_input(self, leaf: Any) -> Any:
-        if isinstance(leaf, _MovedInput):
+        if isinstance(leaf, _OffloadedInput):
             if leaf.view.written_over:
                 raise self.written_over(INPUTS)
-            return self.moved.rebuild(leaf.view).requires_grad_(leaf.requires_grad)
+            return self.offload.rebuild(leaf.view).requires_grad_(leaf.requires_grad)
         return super().fresh_input(leaf)
 
 
 def _plain_tensors(tree: Any) -> list[Tensor]:
-    """Tensors with a storage of the usual kind; parameters and other subclasses never move."""
+    """The tensors in ``tree`` that have an ordinary storage, without parameters and other subclasses."""
     return [tensor for tensor in tensors_in(tree) if type(tensor) is Tensor and tensor.layout == torch.strided]
 
 
 class Swaps:
-    """The moved storages of the step in forward order: what is due to go, whose device memory, what is fetched next."""
+    """The offloads of one step, in forward order: which start, which free device memory, and which are fetched."""
 
     def __init__(self, slots: HostSlots) -> None:
         self.slots = slots
-        self._order: list[weakref.ref[Moved]] = []
-        self._unsettled: Moved | None = None
-        self._waiting: weakref.ref[CheckpointSwapFrame] | None = None  # dead when its graph was dropped
+        self._order: list[weakref.ref[Offload]] = []
+        self._unfinished: Offload | None = None
+        self._waiting: weakref.ref[CheckpointSwapFrame] | None = None  # a frame with deferred inputs
 
-    def inputs_wait(self, frame: CheckpointSwapFrame) -> None:
-        """The forward of ``frame`` has ended; its inputs go once the next unit's are known."""
+    def defer_inputs(self, frame: CheckpointSwapFrame) -> None:
+        """The forward of ``frame`` has ended. Its inputs are offloaded when those of the next unit are known."""
         self._waiting = weakref.ref(frame)
 
-    def called(self, arguments: Any) -> set[int]:
-        """A unit is called: inputs that wait may go. Returns the storages among ``arguments`` that stay for it too."""
+    def unit_called(self, arguments: Any) -> set[int]:
+        """A unit is called: offload deferred inputs. Returns the storages that the unit before was given, too."""
         frame = self._waiting() if self._waiting is not None else None
         self._waiting = None
         if frame is None:
             return set()
         return frame.offload_inputs({storage_address(tensor) for tensor in _plain_tensors(arguments)})
 
-    def offloading(self, moved: Moved) -> None:
-        """The offload of what a block keeps is under way."""
+    def started(self, offload: Offload) -> None:
+        """The offload of a block is under way."""
         self._order = [ref for ref in self._order if ref() is not None]
-        self._order.append(weakref.ref(moved))
-        self._unsettled = moved
+        self._order.append(weakref.ref(offload))
+        self._unfinished = offload
 
-    def settle(self) -> None:
-        """Give up the device memory of the block whose offload is under way."""
-        if self._unsettled is not None:
-            self._unsettled.give_up_device_memory()
-            self._unsettled = None
+    def free_offloaded(self) -> None:
+        """Free the device memory of the block whose offload is under way."""
+        if self._unfinished is not None:
+            self._unfinished.free_device_memory()
+            self._unfinished = None
 
     def begin_backward(self) -> None:
-        """No unit follows: everything that was to go goes, and its device memory is given up."""
-        self.called(())
-        self.settle()
+        """No unit follows: start every offload that was deferred, and free its device memory."""
+        self.unit_called(())
+        self.free_offloaded()
 
     def fetch_ahead(self, unit: Unit) -> None:
-        """Fetch what ``unit``, which backward reaches next, has moved."""
+        """Fetch the tensors that ``unit``, which backward reaches next, has offloaded."""
         for ref in reversed(self._order):
-            moved = ref()
-            if moved is not None and moved.unit is unit:
-                moved.fetch()
+            offload = ref()
+            if offload is not None and offload.unit is unit:
+                offload.fetch()
                 return

@@ -1,18 +1,21 @@
 """The host arena: all host memory of the engine, exact to the page, pinned where transfers touch it.
 
-Anonymous mappings (:mod:`protrain.common.host_memory`), handed out page by page. What is copied to or from a GPU is
-registered with the CUDA driver when it is handed out, each piece on its own, as a copy must not cross from one
-registration into another. torch's ``pin_memory`` rounds to powers of two and is several times slower to set up.
+The arena consists of anonymous mappings (:mod:`protrain.common.host_memory`), which it hands out page by page. A piece
+that is copied to or from a GPU is registered with the CUDA driver when it is handed out. Each piece is registered by
+itself, because a copy must not cross from one registration into another. torch's ``pin_memory`` rounds sizes up to
+powers of two and takes several times longer.
 """
 
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from protrain.common.host_memory import HostMapping
+from protrain.engine.streams import Streams
 
 
 def aligned(count: int) -> int:
@@ -21,11 +24,12 @@ def aligned(count: int) -> int:
 
 
 class Arena:
-    """Host memory in a few large segments, handed out from the front and never given back one by one.
+    """Host memory in a few large segments, handed out from the front and never given back piece by piece.
 
     Args:
-        device: what is taken is copied to and from it. Where that is a GPU it is pinned, and stays so as long as there
-            are tensors on it, with the arena or without ([Note: who unpins] in protrain/common/host_memory.py).
+        device: the device that the memory is copied to and from. Memory for a GPU is pinned, and stays pinned as long
+            as there are tensors on it, with the arena or without ([Note: who unpins] in
+            protrain/common/host_memory.py).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,25 +39,25 @@ class Arena:
 
     @property
     def pinned(self) -> bool:
-        """Whether what is transferred is registered with the driver."""
+        """Whether memory for transfers is registered with the driver."""
         return self._device.type == "cuda"
 
     @property
     def free_bytes(self) -> int:
-        """The largest piece that :meth:`take` hands out without mapping more memory."""
+        """The size of the largest piece that :meth:`take` can hand out without mapping more memory."""
         return max((segment.size_bytes - segment.used_bytes for segment in self._segments), default=0)
 
     def reserve(self, count: int) -> None:
-        """Map and touch ``count`` more bytes now, all at once. MemoryError when the system has no such memory."""
+        """Map and touch ``count`` more bytes at once. MemoryError when the system has no such memory."""
         if count > 0:
             segment = _Segment(aligned(count))
             self._segments.append(segment)
             self.total_bytes += segment.size_bytes
 
     def take(self, elements: int, dtype: torch.dtype, *, transferred: bool = True) -> Tensor:
-        """A zeroed 1-d tensor of ``elements`` on pages of its own; maps more memory when the reserve is used up.
+        """A 1-d tensor of ``elements`` zeros on pages of its own. Maps more memory when the reserve is used up.
 
-        ``transferred``: whether it is copied to or from the device, and is to be pinned if the arena is.
+        ``transferred`` says whether the tensor is copied to or from the device, so that it must be pinned for a GPU.
         """
         count = aligned(elements * dtype.itemsize)
         for segment in self._segments:
@@ -79,3 +83,14 @@ class _Segment:
         piece = self.memory[self.used_bytes : self.used_bytes + count]
         self.used_bytes += count
         return piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMemory:
+    """Where the tensors of one engine lie and how they are copied: what all of its parts allocate with."""
+
+    device: torch.device
+    dtype: torch.dtype  # of weights and gradients
+    streams: Streams
+    arena: Arena
+    poison: bool = False  # fill released device memory with NaN, so that a use of it shows

@@ -1,9 +1,10 @@
-"""How transformers makes a model's tensors of the tensors in its files.
+"""How transformers makes the tensors of a model from the tensors in its files.
 
-The files of a model keep the layout in which it was published, and the classes of transformers have another: a Mixtral
-layer has two tensors for all of its experts, where the files hold three matrices for each expert. transformers renames
-and merges when it loads, and does the reverse when it saves. Its own rules are applied here, so that every layout that
-``from_pretrained`` reads can be read. They are no documented interface: what is used of them is in this file alone.
+The files of a model have the layout in which it was published, and the classes of transformers have another one. A
+Mixtral layer has two tensors for all of its experts, where the files have three matrices for each expert. transformers
+renames and merges tensors when it loads, and does the reverse when it saves. This file applies the rules of
+transformers itself, so that every layout that ``from_pretrained`` reads can be read. They are no documented interface,
+and nothing outside this file uses them.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torch import Tensor, nn
 
 
 class Part(NamedTuple):
-    """One tensor of a file on its way into a tensor of the model."""
+    """One tensor of a file, to be converted into a tensor of the model."""
 
     key: str
-    pattern: str | None  # which of the converter's sources it is; None: it becomes a tensor of the model as it is
+    pattern: str | None  # which source of its converter it is; None: it is a tensor of the model as it is
     read: Callable[[], Tensor]
 
 
 class Conversions:
-    """The rules by which transformers loads files into ``model``; there are none for a model of another library."""
+    """The rules by which transformers loads files into ``model``. A model of another library has none."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
@@ -33,10 +34,10 @@ class Conversions:
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
 
     def targets(self, keys: Iterable[str]) -> dict[str, tuple[str, str | None]]:
-        """For each of ``keys`` the model's tensor that it goes into, and which source of a converter it is, if any.
+        """For each of ``keys`` the tensor of the model that it goes into, and the source of a converter that it is.
 
-        The converter may make several tensors; the one that is named is then the first. The result has the order in
-        which a converter wants its parts.
+        The source is None if the tensor is not converted. A converter that makes several tensors is represented by the
+        first of them. The result has the order in which a converter needs its parts.
         """
         if not self._renamings and not self._converters:
             return {key: (key, None) for key in keys}
@@ -47,9 +48,9 @@ class Conversions:
         return {key: rename_source_key(key, self._renamings, self._converters) for key in ordered}
 
     def convert(self, target: str, parts: list[Part]) -> dict[str, Tensor]:
-        """What ``parts`` become, by the model's names, the first of which is ``target``.
+        """The tensors that ``parts`` become, by their names in the model. The first is ``target``.
 
-        The parts are read here, so no more than they and what is made of them is in memory.
+        The parts are read here, so that no other part of the model is in memory.
         """
         if parts[0].pattern is None:
             return {target: parts[0].read()}
@@ -57,24 +58,24 @@ class Conversions:
         for part in parts:
             converter.add_tensor(target, part.key, part.pattern, part.read)
         made = converter.convert(target, model=self._model, config=self._model.config)
-        if isinstance(made, tuple):  # transformers 5.0 and 5.1 return a record of errors as well, which they raise here
+        if isinstance(made, tuple):  # transformers 5.0 and 5.1 also return errors, which were raised already
             made = made[0]
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 def _rules(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """The renamings and converters of transformers for ``model``: none where it is no model of transformers."""
-    modeling = sys.modules.get("transformers.modeling_utils")  # whoever has such a model has imported it
+    """The renamings and converters of transformers for ``model``, if it is a model of transformers."""
+    modeling = sys.modules.get("transformers.modeling_utils")  # a script that has such a model has imported it
     if modeling is None or not isinstance(model, modeling.PreTrainedModel):
         return [], []
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (  # noqa: F401 - all that is used must be there
+        from transformers.core_model_loading import (  # noqa: F401 - all that is used must exist
             WeightConverter,
             dot_natural_key,
             rename_source_key,
         )
-    except ImportError:  # a release that has moved them: files in the model's own layout load all the same
+    except ImportError:  # another release has moved them, and files in the model's own layout load without them
         return [], []
     rules = get_model_conversion_mapping(model)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]

@@ -1,4 +1,4 @@
-"""Models that are built without memory: parameters that have a record of their construction in place of values."""
+"""Models that are built without memory: their parameters have a record of their construction in place of values."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
 from protrain.common.parameters import is_managed
-from protrain.engine.states.recorded import record_of, replay, view_of
+from protrain.engine.states.construction import record_of, replay, view_of
 from protrain.engine.states.recorder import AsOnCpu, Recorder, unwatched
 
-_VERSION = "protrain_version"  # attribute of an empty tensor: how often it had been written when its record ended
-_EMPTY = "protrain_empty"  # attribute of a tensor with memory: the empty one that took its place
+_VERSION = "protrain_version"  # attribute of an empty tensor: its version when recording ended
+_EMPTY = "protrain_empty"  # attribute of a tensor with memory: the empty tensor that replaced it
 _RAW_DATA: Any = torch.Tensor.data
 _INSIDE = "inside `with protrain.empty_parameters():`, which records it, or after protrain.wrap"
 
 
 class EmptyParameter(nn.Parameter):
-    """A parameter on the meta device whose values follow from a record, which ended with the context it was built in.
+    """A parameter on the meta device whose values follow from a record, and recording has ended.
 
-    A later write to it would be lost, so writes are counted, and :func:`check_recorded` refuses them.
+    A later write to it would be lost, so its version is checked, and :func:`check_recorded` refuses the write.
     """
 
     def _refuse_data(self, value: Tensor) -> None:
-        if value is self:  # as `model.float()` does where there is nothing to convert
+        if value is self:  # as in `model.float()` when there is nothing to convert
             return
         record = record_of(self)
         raise MisuseError(
@@ -35,7 +35,7 @@ class EmptyParameter(nn.Parameter):
             f"has no data to replace: do that {_INSIDE}"
         )
 
-    # As `detach` gives it, so that a change through it counts as one of the parameter.
+    # The data is what `detach` returns, so that a change of it counts as a change of the parameter.
     data: Any = property(lambda parameter: parameter.detach(), _refuse_data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -52,16 +52,16 @@ _active: _Construction | None = None
 def empty_parameters() -> Iterator[None]:
     """Models that are built inside take no memory for their parameters, and train as if they had been built plainly.
 
-    How each parameter came about is recorded in place of its values: by its module's constructor, by later calls such
-    as ``model.apply(init)``, by being copied or computed from other parameters. :func:`protrain.wrap` makes the values
-    from that, one parameter at a time, where they are needed; or loads them with ``weights=``. After the ``with`` block
-    parameters are on the meta device; buffers have values, except those computed from parameters. A parameter whose
-    values come from outside (a tensor that was loaded, a numpy array) has them at once.
+    The operations that make the values of each parameter are recorded: those of its module's constructor, of later
+    calls such as ``model.apply(init)``, and of copies and computations from other parameters. :func:`protrain.wrap`
+    replays them for one parameter at a time, where the values are needed, or loads weights with ``weights=``. After the
+    ``with`` block parameters are on the meta device. Buffers have values, except those computed from parameters. A
+    parameter whose values were made outside (a tensor that was loaded, a numpy array) has them at once.
 
-    Constants, and what is computed from other parameters, are exactly those of a model that is built plainly. Random
-    numbers have the same distribution, but are others: every random operation takes one number from the generator that
-    it would have drawn from (``torch.manual_seed`` governs them) and draws with that as its seed. So they are the same
-    under every plan; on a GPU they differ from those on the CPU.
+    Constants, and values that are computed from other parameters, are exactly those of a model that is built plainly.
+    Random numbers have the same distribution but other values: every random operation draws one number from the
+    generator that it would have used (``torch.manual_seed`` seeds it), and uses that number as its own seed. So the
+    values are the same under every plan. On a GPU they differ from those on the CPU.
 
     Raises:
         ValueError: inside, when code needs the value of a parameter (``.item()``, ``if weight.any():``).
@@ -81,10 +81,10 @@ def empty_parameters() -> Iterator[None]:
 
 
 def check_recorded(model: nn.Module, *, loaded: bool) -> None:
-    """ValueError where a parameter of ``model`` has neither values nor a record that would make them.
+    """ValueError if a parameter of ``model`` has neither values nor a record of them.
 
     Args:
-        model: to be wrapped.
+        model: the model that is to be wrapped.
         loaded: whether its parameters are loaded from files, so that they need neither.
     """
     if _active is not None:
@@ -115,7 +115,7 @@ def check_recorded(model: nn.Module, *, loaded: bool) -> None:
 def fill_buffers(model: nn.Module, device: torch.device) -> None:
     """Give the buffers of ``model`` that were computed from empty parameters their values, on the CPU.
 
-    They are computed on ``device``, from the values that the parameters will have there.
+    They are computed on ``device``, as the values of parameters are.
     """
     made: dict[int, Tensor] = {}
     for module in model.modules():
@@ -133,23 +133,23 @@ def is_empty(tensor: Tensor) -> bool:
 
 
 def values_of(tensor: Tensor, device: torch.device) -> Tensor:
-    """The values that the record of ``tensor`` makes, on ``device`` and in its dtype."""
+    """The values of ``tensor`` according to its record, made on ``device`` and in its dtype."""
     record = record_of(tensor)
     assert record is not None
     return replay(view_of(tensor, record), device)
 
 
 class _Construction:
-    """What happens between the two ends of the context."""
+    """What is built inside one :func:`empty_parameters`."""
 
     def __init__(self) -> None:
         self._recorder = Recorder()
-        self._parameters: list[nn.Parameter] = []  # empty ones
+        self._parameters: list[nn.Parameter] = []  # the empty ones
         self._buffers: list[tuple[nn.Module, str]] = []
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Record what runs inside."""
+        """Record all operations inside."""
         module: Any = nn.Module
         init: Any = nn.init
         register_parameter, register_buffer = module.register_parameter, module.register_buffer
@@ -170,7 +170,7 @@ class _Construction:
         def trunc_normal_(
             tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
         ) -> Tensor:
-            # It draws again until all values are within bounds, which depends on them: one operation, then.
+            # It draws until all values are within bounds, so that its operations depend on values: record it as one.
             return self._recorder.call(truncated, tensor, mean, std, a, b, generator=generator)
 
         with ExitStack() as stack:
@@ -187,7 +187,7 @@ class _Construction:
             yield
 
     def reopen(self, tensor: Tensor) -> None:
-        """Record further what happens to ``tensor``, if it is a parameter that was built in an earlier context.
+        """Continue to record ``tensor``, if it is a parameter that was built in an earlier context.
 
         Raises:
             ValueError: it was changed in between.
@@ -199,7 +199,7 @@ class _Construction:
             self._parameters.append(tensor)
 
     def close(self) -> None:
-        """End the record. What has no values is on the meta device now."""
+        """Stop recording. Tensors without values are on the meta device afterwards."""
         for owner, name in self._buffers:
             buffer = owner._buffers.get(name)
             if buffer is not None and is_empty(buffer):
@@ -215,10 +215,10 @@ class _Construction:
         self._recorder.close()
 
     def _emptied(self, parameter: nn.Parameter | None, name: str) -> nn.Parameter | None:
-        """What to register in place of ``parameter``: itself where its values came from outside."""
+        """The parameter to register in place of ``parameter``, which is itself if its values were made outside."""
         with unwatched():
             if type(parameter) is not nn.Parameter or not is_managed(parameter):
-                return parameter  # one of another class has more to it than its values
+                return parameter  # another class may have more than values
             record = record_of(parameter)
             if record is None:
                 return parameter
@@ -246,9 +246,9 @@ def _refuse_change(what: str, tensor: Tensor) -> None:
 
 
 def exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Let ``parameter``, which is empty, be what ``other`` is: the same object, with attributes, hooks and references.
+    """Give ``parameter``, which is empty, the data of ``other``. It stays the same object with its hooks.
 
-    Not ``torch.utils.swap_tensors``, which refuses those that modules such as ``nn.LSTM`` keep weak references to.
+    ``torch.utils.swap_tensors`` would refuse parameters to which modules such as ``nn.LSTM`` have weak references.
     """
     parameter.__class__ = nn.Parameter
     vars(parameter).pop(_VERSION, None)
@@ -257,7 +257,7 @@ def exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
 
 
 def _keep_hooks(target: Any, source: Any) -> None:
-    """Hooks of ``source`` are those of ``target`` too; their handles remove them from both."""
+    """Let ``target`` share the hooks of ``source``. The handles of hooks remove them from both."""
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(source, kind)) is not None:
             setattr(target, kind, hooks)

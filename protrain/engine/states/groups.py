@@ -1,4 +1,7 @@
-"""The optimizer's groups: their parameters are the user's lists and must stay as they were wrapped."""
+"""The optimizer's groups, whose lists of parameters must stay as they were when the model was wrapped.
+
+A chunk has memory and states for the parameters that were trained then.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,28 @@ _FORBIDDEN = ("amsgrad", "maximize", "differentiable")
 
 
 def check_options(groups: Iterable[dict[str, Any]]) -> None:
-    """ValueError for an option that changes the step, and that ProTrain does not carry out."""
+    """ValueError if a group has an option that would change the step and that ProTrain does not support."""
     name = next((name for group in groups for name in _FORBIDDEN if group.get(name)), None)
     if name is not None:
         raise ValueError(f"{name}=True of Adam and AdamW is not supported: pass {name}=False")
 
 
 class Groups:
-    """Notices that a parameter was added to a group, taken out, or moved: its chunk has room and states for one."""
+    """Notices that a parameter was added to a group, removed, or moved to another group."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], members: Sequence[Member]) -> None:
         self._known = [list(group["params"]) for group in groups]
         self._names = {id(member.parameter): member.name for member in members}
 
     def check(self, groups: Sequence[dict[str, Any]]) -> None:
-        """MisuseError that names the first one. What else a group has may change at any time."""
+        """MisuseError that names the first such parameter. Everything else in a group may change at any time."""
         found = [group["params"] for group in groups]
-        # Looked at in every step, so in as few steps of Python as there are groups.
+        # Every step runs this, so the work in Python must not grow with the number of parameters.
         if len(found) == len(self._known) and all(
             len(now) == len(known) and all(map(is_, now, known)) for now, known in zip(found, self._known, strict=True)
         ):
             return
-        now, known = _places(found), _places(self._known)
+        now, known = _by_identity(found), _by_identity(self._known)
         for key, (index, parameter) in now.items():
             if key not in known:
                 raise MisuseError(
@@ -59,16 +62,16 @@ class Groups:
                 f"optimizer.param_groups has {len(found)} groups, but had {len(self._known)} when the model was "
                 "wrapped: make the optimizer with all groups before protrain.wrap"
             )
-        self._known = [list(parameters) for parameters in found]  # in another order
+        self._known = [list(parameters) for parameters in found]  # they have another order
 
     def names(self, groups: Sequence[dict[str, Any]]) -> list[list[str]]:
-        """Names of the parameters of each group, without those that are none of the model's."""
+        """The names of the parameters of each group, without parameters that the model does not have."""
         return [[self._names[id(p)] for p in group["params"] if id(p) in self._names] for group in groups]
 
     def check_names(self, groups: Sequence[dict[str, Any]], saved: Sequence[Iterable[str]]) -> None:
-        """ValueError where a parameter has another group in ``saved``, whose options would become those of others.
+        """ValueError if a parameter is in another group in ``saved``, so that it would get the options of others.
 
-        One that was in no group, or is in none now, has no options to mix up.
+        A parameter that is in no group, now or in ``saved``, has no options and is not checked.
         """
         before = {name: index for index, names in enumerate(saved) for name in names}
         for index, names in enumerate(self.names(groups)):
@@ -83,5 +86,5 @@ class Groups:
         return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
 
 
-def _places(groups: Sequence[Sequence[Tensor]]) -> dict[int, tuple[int, Tensor]]:
+def _by_identity(groups: Sequence[Sequence[Tensor]]) -> dict[int, tuple[int, Tensor]]:
     return {id(parameter): (index, parameter) for index, group in enumerate(groups) for parameter in group}

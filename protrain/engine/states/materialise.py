@@ -1,7 +1,7 @@
-"""Weights into chunks: from a model in memory, from safetensors, or as the record of their construction makes them.
+"""Weights into chunks: from a model in memory, from safetensors, or from the record of their construction.
 
-Whatever the source, one parameter at a time is whole, never the model: a model that fits only when its states are
-spread over device and host must never exist in one place.
+One parameter at a time is whole and never the model, because a model that fits only when its states are spread over
+device and host must never exist in one place.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.empty import exchange, is_empty, values_of
-from protrain.engine.states.load_weights import load_weights
+from protrain.engine.states.stored_tensors import reading
 from protrain.engine.states.values import write_master, write_weight
+from protrain.engine.states.weight_files import unmanaged, weight_sources
 from protrain.engine.weights.parameter import mark_moved
 
 
@@ -29,7 +30,7 @@ def fill(
 ) -> None:
     """Give every member its value, and free the parameter's own memory as soon as it is copied.
 
-    ``show`` is told the name of each and the share of all elements that is there, as a large model takes minutes.
+    ``show`` is called with the name of each parameter and the share of elements that are done.
 
     Raises:
         ValueError: a weight file is missing or does not match.
@@ -43,10 +44,35 @@ def fill(
         done += member.numel
         show(member.name, done / total)
 
-    remaining = members if weights is None else load_weights(members, model, Path(weights), write_and_free)
+    remaining = members if weights is None else _load(members, model, Path(weights), write_and_free)
     for member in remaining:
         parameter = member.parameter
         write_and_free(member, values_of(parameter, device) if is_empty(parameter) else parameter.data)
+
+
+def _load(
+    members: list[Member], model: nn.Module, folder: Path, write: Callable[[Member, Tensor], None]
+) -> list[Member]:
+    """Give every member, and every buffer that is in the safetensors of ``folder``, its value from there.
+
+    Returns:
+        The members that got no value, because the model says that files may lack them.
+
+    Raises:
+        ValueError: as :func:`protrain.engine.states.weight_files.weight_sources`, or a file cannot be read any more.
+    """
+    by_name = {member.name: member for member in members}
+    others, found = unmanaged(model), weight_sources(model, folder)
+    stored = [tensor for source in found.sources for tensor in source.stored]
+    with reading(stored) as read, torch.no_grad():
+        for source in found.sources:
+            values = source.values(read)
+            for name in source.names:
+                if name in by_name:
+                    write(by_name.pop(name), values[name])
+                else:
+                    others[name].copy_(values[name])
+    return list(by_name.values())
 
 
 def _write(member: Member, value: Tensor) -> None:
@@ -57,7 +83,7 @@ def _write(member: Member, value: Tensor) -> None:
 
 
 def _drop(member: Member) -> None:
-    """Let the parameter's own memory go; it gets its place in the chunk when the engine is installed."""
+    """Free the parameter's own memory. It becomes a view of its chunk when the engine is installed."""
     parameter, weight = member.parameter, member.chunk.weight
     with torch.no_grad():
         if parameter.is_meta:  # a tensor cannot leave the meta device by assigning its data

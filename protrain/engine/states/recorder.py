@@ -1,11 +1,11 @@
-"""Watches a construction: runs its operations, and records those that a parameter may follow from.
+"""Watches a construction: runs its operations, and records those from which the values of a parameter may follow.
 
-Operations on tensors with values run as they would. Those that are given an empty tensor, whose values are nowhere, run
-on the meta device, so that shapes and types come out right; what they return or write is empty too.
+Operations on tensors with values run as usual. An operation that is given an empty tensor, which has no values, runs on
+the meta device, so that shapes and types are right. Its results, and the tensors that it writes, are empty too.
 
-[Note: as on the CPU] To the code that is watched an empty tensor looks like one on the device where it would plainly
-be. Libraries skip the work on tensors of the meta device (``torch.nn.init.orthogonal_`` returns at once), and what is
-skipped could not be recorded.
+[Note: as on the CPU] To the code that is watched an empty tensor seems to be on the device where a plain construction
+would have allocated it. Libraries skip work on tensors of the meta device (``torch.nn.init.orthogonal_`` returns at
+once), and work that is skipped could not be recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain.common.trees import map_leaves, tensors_in
-from protrain.engine.states.recorded import (
+from protrain.engine.states.construction import (
     Constant,
     Operation,
     Record,
@@ -40,15 +40,15 @@ _CPU = torch.device("cpu")
 _aten: Any = torch.ops.aten
 _RAW: Any = torch.Tensor
 _SET_DATA = _RAW.data.__set__
-# Operations whose results nothing has written yet.
+# Operations that allocate their results and do not write them.
 _UNWRITTEN = frozenset(
     (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided)
 )
-# Operations that leave nothing of what was in their first argument.
+# Operations that overwrite their first argument without reading it.
 _OVERWRITE = frozenset((_aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_))
-# Operations that take indices, whose values decide about the shape of the result.
+# Operations that take indices, whose values decide the shape of the result.
 _INDEX = frozenset((_aten.index, _aten.index_put, _aten.index_put_))
-# An empty tensor says that it is on the device where plain construction would have it: [Note: as on the CPU].
+# What an empty tensor answers when it is asked for its device: [Note: as on the CPU].
 _APPEARANCE: dict[Any, Callable[[torch.device], Any]] = {
     _RAW.device.__get__: lambda device: device,
     _RAW.is_meta.__get__: lambda device: device.type == "meta",
@@ -56,27 +56,27 @@ _APPEARANCE: dict[Any, Callable[[torch.device], Any]] = {
     _RAW.is_cuda.__get__: lambda device: device.type == "cuda",
     _RAW.get_device: lambda device: -1 if device.index is None else device.index,
 }
-# What reads values where no dispatch mode sees it.
+# Functions that read values without a dispatch mode seeing it.
 _READS = frozenset((_RAW.numpy, _RAW.tolist, _RAW.__array__, _RAW.__deepcopy__, _RAW.__format__, _RAW.__dlpack__))
 
 
 class Recorder(RuntimeMode):
-    """Records what runs inside; :meth:`close` ends it."""
+    """Records the operations that run inside, until :meth:`close`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._records: weakref.WeakSet[Record] = weakref.WeakSet()
 
     def close(self) -> None:
-        """Forget how tensors that have values came about: nobody sees what happens to them from now on."""
+        """Forget the records of tensors that have values, as what happens to them from now on is not recorded."""
         for record in self._records:
             if not record.empty:
                 record.closed, record.last = True, None
 
     def empty(self, tensor: Tensor) -> Tensor:
-        """A tensor on the meta device in place of ``tensor``, which has a record; from now on its values are nowhere.
+        """A tensor on the meta device that replaces ``tensor``, which must have a record. The values are given up.
 
-        Both have the same record, so whatever is done to either is done to that.
+        Both tensors have the same record, so an operation on either of them is recorded for both.
         """
         record = record_of(tensor)
         assert record is not None
@@ -89,7 +89,7 @@ class Recorder(RuntimeMode):
         return hollow.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def call(self, function: Callable[..., Any], tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
-        """``function(tensor, *args)``, recorded as one operation: it draws numbers, writes ``tensor`` and reads it."""
+        """Run ``function(tensor, *args)``, which draws random numbers into ``tensor``, as one recorded operation."""
         with unwatched():
             seed, record = _draw(generator), record_of(tensor)
             if record is None or not record.empty:
@@ -102,7 +102,7 @@ class Recorder(RuntimeMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func``, on the meta device where a tensor is empty, and record it where a parameter may need it."""
+        """Run ``func``, on the meta device if an argument is empty, and record it if a parameter may need it."""
         with torch._C.DisableTorchFunction():
             return self._run(func, args, kwargs or {})
 
@@ -110,10 +110,10 @@ class Recorder(RuntimeMode):
         schema = getattr(func, "_schema", None)
         given = tensors_in((args, kwargs))
         if schema is None or func.overloadpacket is _aten.set_ or (not given and kwargs.get("device") == _META):
-            return func(*args, **kwargs)  # a tensor that is made on the meta device has no values to record
+            return func(*args, **kwargs)  # a tensor that is made on the meta device has no values
         written = _written(schema, args, kwargs)
         if not written and any(result.alias_info is not None for result in schema.returns):
-            return func(*args, **kwargs)  # a view: its storage has a record
+            return func(*args, **kwargs)  # a view, whose storage has a record
         if any(tensor.is_meta and record_of(tensor) is None for tensor in given):
             if any(_is_empty(tensor) for tensor in written):
                 raise ValueError(
@@ -135,7 +135,7 @@ class Recorder(RuntimeMode):
             with nullcontext() if seed is None else seeded(seed, device):
                 result = func(*args, **kwargs)
         if not given and any(argument.name == "device" for argument in schema.arguments):
-            kwargs = {"device": _CPU, **kwargs}  # said, so that replay can say another
+            kwargs = {"device": _CPU, **kwargs}  # explicit, so that a replay can replace it
         known = {id(tensor) for tensor in given}
         results = tensors_in(result)
         for tensor in results:
@@ -162,10 +162,10 @@ class Recorder(RuntimeMode):
         *,
         overwrites: bool,
     ) -> None:
-        """Record an operation that ran: it wrote ``written``, among them those of ``results`` that are new."""
+        """Record an operation that has run. ``written`` are the tensors that it wrote, new ``results`` included."""
         targets = {record for tensor in written if (record := record_of(tensor)) is not None}
         if not targets:
-            return  # only tensors from outside were written, and they hold their values
+            return  # only tensors that were made outside were written, and these have values
         given = {id(tensor) for tensor in tensors_in((args, kwargs))}
         made: list[View | None] = []
         for tensor in results:
@@ -201,17 +201,17 @@ class Recorder(RuntimeMode):
 
 
 class AsOnCpu(TorchFunctionMode):
-    """What code that is watched sees of empty tensors: [Note: as on the CPU]. Their values are an error to read."""
+    """Lets empty tensors look like tensors with values: [Note: as on the CPU]. To read a value is an error."""
 
     def __init__(self, recorder: Recorder, seen: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._recorder = recorder
-        self._seen = seen  # is told of every empty tensor that is used
+        self._seen = seen  # is called with every empty tensor that is used
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``; what it asks about an empty tensor is answered as if that had values."""
+        """Call ``func``, and answer its questions about an empty tensor as if that had values."""
         kwargs = kwargs or {}
         record = record_of(args[0]) if args and isinstance(args[0], Tensor) else None
         if record is not None and record.empty:
@@ -225,13 +225,13 @@ class AsOnCpu(TorchFunctionMode):
             if func == _RAW.to and args[0].is_meta:
                 args, kwargs = _staying(record.device, args, kwargs)
             if func == _RAW.__setitem__ and not isinstance(args[2], Tensor):
-                # What torch would make of a number is a tensor beside the empty one, without its value.
+                # torch would turn the number into a tensor on the meta device, and lose its value.
                 args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))
             if func == _SET_DATA and args[0].is_meta and not args[1].is_meta:
                 value = args[1]
                 with unwatched():
                     known = record_of(value) is not None
-                value = value if known else value.clone()  # recorded: what comes from outside is copied
+                value = value if known else value.clone()  # a tensor that was made outside is copied, which is recorded
                 with unwatched():
                     args = (args[0], self._recorder.empty(value))
         try:
@@ -244,7 +244,7 @@ class AsOnCpu(TorchFunctionMode):
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """No mode sees what runs inside."""
+    """A context in which no mode is active."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
@@ -260,7 +260,7 @@ def _apparent_device(tensor: Tensor) -> torch.device:
 
 
 def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments that an operation of this ``schema`` changes."""
+    """The arguments that an operation of this ``schema`` writes."""
     found: list[Tensor] = []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -276,7 +276,7 @@ def _draw(generator: torch.Generator | None) -> int:
 
 
 def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` of stand-ins on the meta device; a stand-in that it returns is exchanged for what it stands for."""
+    """Run ``func`` on stand-ins on the meta device. If it returns a stand-in, the original is returned instead."""
     originals: dict[int, tuple[Tensor, Tensor]] = {}  # a stand-in, and what it stands for
 
     def stand_in(leaf: Any) -> Any:
@@ -297,7 +297,7 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _lose_values(tensor: Tensor, func: Any) -> None:
-    """Note that an operation wrote ``tensor`` with what has no values, so that its own are wrong from now on."""
+    """An operation has written ``tensor`` with a tensor that has no values, so its own values are wrong."""
     record = record_of(tensor)
     if record is None:
         raise ValueError(
@@ -307,7 +307,7 @@ def _lose_values(tensor: Tensor, func: Any) -> None:
     if not record.empty:
         record.empty = True
         if tensor.is_floating_point():
-            tensor.fill_(float("nan"))  # whoever reads it all the same shall see that
+            tensor.fill_(float("nan"))  # so that a read shows
 
 
 def _covers(tensor: Tensor, record: Record) -> bool:
@@ -315,7 +315,7 @@ def _covers(tensor: Tensor, record: Record) -> bool:
 
 
 def _staying(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Arguments of ``Tensor.to`` that leave out ``device``, where the tensor seems to be already."""
+    """Arguments of ``Tensor.to`` without a device that equals ``device``, on which the tensor seems to be."""
 
     def same(where: Any) -> bool:
         return isinstance(where, str | torch.device) and torch.device(where).type == device.type
@@ -339,7 +339,7 @@ def _no_value(func: Any, arguments: Any, error: Exception | None) -> ValueError:
 
 
 def _names(tensors: list[Tensor]) -> str:
-    """Which parameters ``tensors`` are, or follow from."""
+    """The names of the parameters that ``tensors`` are, or from which they follow."""
     with unwatched():
         records = [record for tensor in tensors if (record := record_of(tensor)) is not None and record.empty]
         names = list(dict.fromkeys(name for record in records for name in parameter_names(record)))

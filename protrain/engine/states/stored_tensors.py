@@ -1,4 +1,4 @@
-"""What lies in a folder of safetensors: files, the tensors that their headers name, and the values of these."""
+"""The tensors in a folder of safetensors: its files, their headers, and the values."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class StoredTensor:
 
     file: Path
     key: str
-    dtype: str  # as safetensors writes it, like "BF16"
+    dtype: str  # as in the header, for example "BF16"
     shape: tuple[int, ...]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of ``folder``, or the one that it is. ValueError when there is none.
+    """The safetensors files of ``folder``, which may itself be such a file. ValueError if there is none.
 
-    As transformers does: ``model.safetensors``, else what the index names, else all. Folders of the Hub may hold the
-    same weights a second time, under other names, in files that neither is.
+    As in transformers these are ``model.safetensors``, or else the files that the index names, or else all. Folders of
+    the Hub may have the same weights a second time, in other files and under other names.
     """
     if folder.is_file():
         return [folder]
@@ -73,10 +73,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def reading(stored: Iterable[StoredTensor]) -> Iterator[Callable[[StoredTensor], Tensor]]:
-    """A function that gives the values of any of ``stored``, whose files are mapped for as long as the context lasts.
+    """A function that reads any of ``stored``. Their files stay mapped while the context lasts.
 
     Raises:
-        ValueError: a file is unreadable, when it is opened or when a tensor of it is read.
+        ValueError: a file cannot be read, when it is opened or later.
     """
     with ExitStack() as stack:
         files = {}
@@ -101,7 +101,7 @@ def _open(file: Path) -> Any:
 
 @contextmanager
 def _must_be_readable(file: Path) -> Iterator[None]:
-    """Name ``file`` where reading it fails. Only reads belong inside: an OSError of anything else has other reasons."""
+    """Name ``file`` in the error if reading it fails. Only reads belong inside, as other code may raise OSError."""
     try:
         yield
     except Exception as error:

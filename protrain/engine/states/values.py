@@ -1,19 +1,35 @@
-"""Reading and writing the values of single parameters, wherever their chunk lives. Callers hold ``engine.quiet()``."""
+"""Reads and writes the values of parameters, wherever their chunks lie. Callers are inside ``engine.quiet()``."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from protrain.engine.states.chunks import Member
-from protrain_kernels import join, split
+from protrain.engine.states.chunks import Chunk, Member
+from protrain_kernels import join, padded, split, unflatten
 
-_PIECE = 1 << 26  # elements: what is split in one go takes little memory beside the parameter
+_PIECE = 1 << 26  # elements that are split at once, so that this takes little memory beside the parameter
 
 
 def read_weight(member: Member) -> Tensor:
     """A copy of the weight on the CPU, in the parameter's shape and dtype."""
     return member.view(member.chunk.weight).to("cpu", copy=True)
+
+
+def read_weights(members: Sequence[Member]) -> list[Tensor]:
+    """Copies of the weights of ``members`` on the CPU, with one transfer for each chunk that lies on a GPU."""
+    copies = [torch.empty(member.shape, dtype=member.chunk.weight.dtype, device="cpu") for member in members]
+    by_chunk: dict[Chunk, list[int]] = {}
+    for at, member in enumerate(members):
+        by_chunk.setdefault(member.chunk, []).append(at)
+    for chunk, found in by_chunk.items():
+        first = min(members[at].offset for at in found)
+        end = max(members[at].offset + padded(members[at].numel) for at in found)
+        offsets = [members[at].offset - first for at in found]
+        unflatten(chunk.weight[first:end].cpu(), [copies[at] for at in found], offsets)
+    return copies
 
 
 def read_master(member: Member) -> Tensor:
@@ -24,8 +40,8 @@ def read_master(member: Member) -> Tensor:
 def write_master(member: Member, value: Tensor) -> None:
     """Set the fp32 master, and the weight that follows from it."""
     chunk = member.chunk
-    # What the device has made is split there, so that the parts go straight into pinned memory: the whole would go into
-    # memory of its own before.
+    # A value on the device is split there, so that its parts go straight into pinned memory. To move it to the host
+    # first would take host memory for all of it.
     device = value.device if value.is_cuda else chunk.weight.device
     flat = value.detach().to(device, torch.float32).contiguous().view(-1)
     weight, master = _part(member, chunk.weight), chunk.master
@@ -44,10 +60,10 @@ def write_master(member: Member, value: Tensor) -> None:
 
 
 def write_weight(member: Member, value: Tensor) -> None:
-    """Set the weight. Where that changes nothing a master keeps its lower bits; elsewhere it becomes ``value``.
+    """Set the weight and the master. A master whose weight does not change keeps its lower bits.
 
-    So loading the weights that a 16-bit model already has, before or after its optimizer state, loses nothing. A wider
-    ``value`` says more than a weight can hold: it is what the master becomes.
+    So to load the weights that a 16-bit model already has loses nothing, whether its optimizer state is loaded before
+    or after. If ``value`` has a wider type than the weight, it becomes the master.
     """
     chunk = member.chunk
     flat = value.detach().to(chunk.weight.device).contiguous().view(-1)
@@ -68,7 +84,7 @@ def read_state(member: Member, name: str) -> Tensor:
 
 
 def write_state(member: Member, name: str, value: Tensor | float) -> None:
-    """Set ``exp_avg`` or ``exp_avg_sq``; what :func:`read_state` returned is what it was."""
+    """Set ``exp_avg`` or ``exp_avg_sq``, for example to what :func:`read_state` returned."""
     target = member.view(_state(member, name))
     if isinstance(value, Tensor):
         target.copy_(value)

@@ -1,4 +1,4 @@
-"""Which tensors of a folder of safetensors make up a model, and what lies there besides."""
+"""Which tensors in a folder of safetensors make up a model, and what else is in the folder."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from protrain.engine.states.empty import is_empty
 from protrain.engine.states.stored_tensors import StoredTensor, reading, stored_tensors
 from protrain.engine.weights.parameter import has_moved
 
-_NAMED = 3  # tensors in a message
-_TRAINABLE = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types whose values are the weights themselves
-# Earlier releases of transformers saved these buffers in every layer; they are computed now.
+_NAMED = 3  # tensors that a message names
+_TRAINABLE = ("F64", "F32", "F16", "BF16")  # types of safetensors whose values are the weights, and not quantised
+# Earlier releases of transformers saved these buffers in every layer. They are computed now.
 _FORMER_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Tensors of files that become tensors of the model together: nearly always one that becomes one."""
+    """Tensors of files that become tensors of the model together. Nearly always one becomes one."""
 
     stored: list[StoredTensor]
-    names: list[str]  # of the tensors in the model whose values these are
-    values: Callable[[Callable[[StoredTensor], Tensor]], dict[str, Tensor]]  # given what reads, the value of each name
+    names: list[str]  # the tensors of the model that they become
+    values: Callable[[Callable[[StoredTensor], Tensor]], dict[str, Tensor]]  # given a reader, the value of each name
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSources:
-    """Where the tensors of a model are in safetensors."""
+    """Which tensors in safetensors the tensors of a model are made of."""
 
-    sources: list[Source]  # each parameter is in one, unless the files may lack it; of persistent buffers those there
-    repeated: list[tuple[Source, Source]]  # two that hold one tensor of the model, which has several names there
-    unused: list[str]  # keys that the model has no place for, nor is known to do without
+    sources: list[Source]  # for every parameter, unless files may lack it, and for the persistent buffers in the files
+    repeated: list[tuple[Source, Source]]  # pairs for one tensor of the model that the files have under several names
+    unused: list[str]  # keys that the model has no place for, and is not known to do without
 
 
-class _Places:
+class _ModelNames:
     """The names that the tensors of a model have, in the model and in files.
 
     Attributes:
-        prefix: Of the names in a model of transformers, where its base model is a part of it; else empty.
-        managed: Names of the parameters that chunks hold, each once, in their order.
-        first: Every name of a tensor in the model, and the first name of the same tensor: tied ones have several.
-        shapes: By first name.
-        spelt: What a file may call a tensor, and its name in the model.
+        prefix: The prefix of names in the base model, if a model of transformers contains one; otherwise empty.
+        managed: The names of the parameters that lie in chunks, each once, in their order.
+        first: For every name of a tensor its first name. Tied tensors have several names.
+        shapes: The shape of every tensor, by first name.
+        spelt: For every name that a file may give a tensor, its name in the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,47 +71,47 @@ class _Places:
 def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
     """Which tensors in the safetensors of ``folder`` the tensors of ``model`` are made of.
 
-    Only the files' headers are read, so that a folder of another model is found out before anything takes time. What
-    becomes of tensors that are merged or split is tried out on the meta device, which has shapes and no memory.
+    Only the headers of files are read, so that a folder of another model is refused at once. Tensors that are merged or
+    split are converted on the meta device, to learn the shapes of the results.
 
     Raises:
         ValueError: a file is missing or unreadable, or parameters are missing, quantized or of another shape.
     """
-    stored, conversions, places = stored_tensors(folder), Conversions(model), _Places(model)
+    stored, conversions, names = stored_tensors(folder), Conversions(model), _ModelNames(model)
     # Tensors that are converted together are one group; every other tensor is a group of its own.
     groups: dict[tuple[str, str], list[tuple[StoredTensor, str | None]]] = {}
     no_place: dict[str, str] = {}
     for key, (target, pattern) in conversions.targets(stored).items():
-        place = places.spelt.get(target)
-        if place is None:  # a key that no rule was meant for
-            place, pattern = places.spelt.get(key), None
-        if place is None:
+        name = names.spelt.get(target)
+        if name is None:  # the rule was not meant for this key
+            name, pattern = names.spelt.get(key), None
+        if name is None:
             no_place[key] = target
         else:
-            groups.setdefault((place, key if pattern is None else ""), []).append((stored[key], pattern))
+            groups.setdefault((name, key if pattern is None else ""), []).append((stored[key], pattern))
     found: dict[str, Source] = {}
     sources, repeated = [], []
-    # Where a tensor of several names is stored under more than one, that under the first of its names counts.
-    for group in sorted(groups, key=lambda group: places.first[group[0]] != group[0]):
-        source = _source(conversions, places, group[0], groups[group])
+    # If a tied tensor is stored under several names, the tensor under its first name counts.
+    for group in sorted(groups, key=lambda group: names.first[group[0]] != group[0]):
+        source = _source(conversions, names, group[0], groups[group])
         new = [name for name in source.names if name not in found]
         if new:
             sources.append(replace(source, names=new))
             found.update(dict.fromkeys(new, source))
         repeated += [(found[name], source) for name in source.names if found[name] is not source]
-    dispensable = _known_to_be_dispensable(model, places.prefix)
+    dispensable = _known_to_be_dispensable(model, names.prefix)
     unused = [key for key, target in no_place.items() if not dispensable(key) and not dispensable(target)]
-    # What a class of transformers says that files may lack is what it computes: the model's own values stay.
+    # The tensors that files may lack according to a class of transformers keep the model's own values.
     may_lack = _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     missing = [
         name
-        for name in places.managed
+        for name in names.managed
         if name not in found and not (may_lack(name) and _has_values(model.get_parameter(name)))
     ]
     if missing:
         besides = f"; it holds {_listed(unused)}, which the model has no place for" if unused else ""
         raise ValueError(
-            f"weights: {folder} lacks {len(missing)} of {len(places.managed)} parameters, among them "
+            f"weights: {folder} lacks {len(missing)} of {len(names.managed)} parameters, among them "
             f"{missing[0]}{besides}"
         )
     return WeightSources(sources=sources, repeated=repeated, unused=unused)
@@ -123,7 +123,7 @@ def _has_values(parameter: nn.Parameter) -> bool:
 
 
 def check_weights(model: nn.Module, folder: Path, *, stacklevel: int) -> None:
-    """What :func:`weight_sources` refuses, and a warning of what ``folder`` holds in vain.
+    """Check ``folder`` before it is loaded, and warn of tensors in it that the model has no place for.
 
     Raises:
         ValueError: as :func:`weight_sources`, or names of one parameter have different values in the files.
@@ -149,7 +149,7 @@ def check_weights(model: nn.Module, folder: Path, *, stacklevel: int) -> None:
 
 
 def unmanaged(model: nn.Module) -> dict[str, Tensor]:
-    """What a file of weights holds and no chunk does: persistent buffers, parameters that are not floating-point."""
+    """The tensors of a file of weights that are in no chunk: persistent buffers, and parameters of integers."""
     found: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if not is_managed(p)}
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix=path, recurse=False):
@@ -159,14 +159,14 @@ def unmanaged(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _known_to_be_dispensable(model: nn.Module, prefix: str) -> Callable[[str], bool]:
-    """Whether a key of a file is one that the model does without: buffers that it computes itself."""
+    """A function that tells whether the model does without a key of a file, as for buffers that it computes."""
     names = {spelt for name, _ in model.named_buffers(remove_duplicate=False) for spelt in _spellings(name, prefix)}
     known = _matcher((*_FORMER_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())))
     return lambda key: key in names or known(key)
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Whether any of ``patterns`` is found in a name."""
+    """A function that tells whether any of ``patterns`` is found in a name."""
     compiled = [re.compile(pattern) for pattern in patterns]
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
@@ -176,24 +176,24 @@ def _listed(keys: list[str]) -> str:
 
 
 def _spellings(name: str, prefix: str) -> tuple[str, str]:
-    """``name`` as the model calls it, and as files of its base model alone, or of the model around it, do."""
+    """``name``, and the name of the same tensor in files of the base model alone, or of the model around it."""
     bare = name.removeprefix(f"{prefix}.")
     return name, bare if bare != name or not prefix else f"{prefix}.{name}"
 
 
 def _source(
-    conversions: Conversions, places: _Places, place: str, parts: list[tuple[StoredTensor, str | None]]
+    conversions: Conversions, names: _ModelNames, name: str, parts: list[tuple[StoredTensor, str | None]]
 ) -> Source:
-    """What ``parts`` become in the model, ``place`` first. ValueError where that is not what the model has there."""
+    """The tensors of the model that ``parts`` become, ``name`` first. ValueError if their shapes do not fit."""
     stored = [tensor for tensor, _ in parts]
 
     def values(read: Callable[[StoredTensor], Tensor]) -> dict[str, Tensor]:
-        made = conversions.convert(place, [Part(t.key, pattern, partial(read, t)) for t, pattern in parts])
-        return {places.first[name]: value for name, value in made.items() if name in places.first}
+        made = conversions.convert(name, [Part(t.key, pattern, partial(read, t)) for t, pattern in parts])
+        return {names.first[other]: value for other, value in made.items() if other in names.first}
 
     origin = stored[0].key if len(stored) == 1 else f"{stored[0].key} and {len(stored) - 1} more"
     where = f"{origin} in {stored[0].file.name}"
-    if places.first[place] in places.managed:
+    if names.first[name] in names.managed:
         for tensor in stored:
             if tensor.dtype not in _TRAINABLE:
                 raise ValueError(
@@ -201,13 +201,13 @@ def _source(
                     "trained; save the model in bfloat16 first"
                 )
     try:
-        shapes = {name: tuple(value.shape) for name, value in values(_without_values).items()}
+        shapes = {other: tuple(value.shape) for other, value in values(_without_values).items()}
     except Exception as error:
-        raise ValueError(f"weights: {where} do not make {place}, as transformers puts them together: {error}") from None
-    for name, shape in shapes.items():
-        if shape != places.shapes[name]:
-            makes = f"{where} has" if stored[0].key == name else f"{where}, which is {name} in the model, has"
-            raise ValueError(f"weights: {makes} shape {shape}, the model's is {places.shapes[name]}")
+        raise ValueError(f"weights: {where} do not make {name}, as transformers puts them together: {error}") from None
+    for other, shape in shapes.items():
+        if shape != names.shapes[other]:
+            makes = f"{where} has" if stored[0].key == other else f"{where}, which is {other} in the model, has"
+            raise ValueError(f"weights: {makes} shape {shape}, the model's is {names.shapes[other]}")
     return Source(stored=stored, names=list(shapes), values=values)
 
 

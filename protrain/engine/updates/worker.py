@@ -1,7 +1,8 @@
 """Work on the host beside the main thread: optimizer updates and gradient accumulation, first in, first out.
 
-One thread takes jobs in the order in which the next forward needs their chunks. The kernels it calls are multi-threaded
-and release the GIL, so the main thread goes on launching. A second one has the device update some of the chunks.
+A worker thread takes jobs from a queue. Updates are queued in the order in which the next forward needs their chunks.
+The kernels that a job calls are multi-threaded and release the GIL, so the main thread goes on launching. A second
+worker has the device update some of the chunks.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ import time
 import weakref
 from collections.abc import Callable
 
-_PATIENCE_S = 10.0
+_JOIN_S = 10.0  # how long the end of a worker waits for its queued jobs
 
 
 class Job:
     """A piece of host work that others can wait for. An error in it is raised in whoever waits.
 
-    An interrupt may come when others know of the job and its ``turns``, the queue of its worker, do not. Whoever waits
-    for it then gives it a turn.
+    Ctrl-C may come after others know of the job and before it is in ``jobs``, the queue of its worker. Whoever waits
+    for the job then queues it.
     """
 
-    def __init__(self, work: Callable[[], None], turns: queue.SimpleQueue[Job | None]) -> None:
+    def __init__(self, work: Callable[[], None], jobs: queue.SimpleQueue[Job | None]) -> None:
         self._work: Callable[[], None] | None = work
-        self._turns = turns
+        self._jobs = jobs
         self._queued = False
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -34,14 +35,14 @@ class Job:
         self._error: BaseException | None = None
 
     def queue(self) -> None:
-        """Have its turn come after everything queued before. Twice does no harm."""
-        self._turns.put(self)
+        """Put the job behind everything that was queued before. To queue it twice does no harm."""
+        self._jobs.put(self)
         self._queued = True
-        if _all_ended:  # at the interpreter's exit nobody else would
+        if _all_ended:  # at the interpreter's exit, when no worker runs any more
             self.run()
 
     def run(self) -> None:
-        """Do the work, then what waits for it. A job that was run ahead of its turn does nothing when that comes."""
+        """Do the work, then call the followers. A job that has run ahead of its turn does nothing in its turn."""
         work, self._work = self._work, None
         if work is None:
             return
@@ -49,7 +50,7 @@ class Job:
             work()
         except BaseException as error:
             self._error = error
-        del work  # before others go on: what it refers to may be the last of a model
+        del work  # before others go on: it may hold the last reference to a model
         with self._lock:
             self._done.set()
             followers, self._followers = self._followers, []
@@ -57,11 +58,16 @@ class Job:
             try:
                 for follower in followers:
                     follower()
-            except BaseException as error:  # the thread must live on: whoever waits for the work raises it
+            except BaseException as error:  # whoever waits for the job raises it, and the thread goes on
                 self._error = error
 
+    def finish(self) -> None:
+        """Do the work on this thread, unless it is done already. Raises what the work has raised."""
+        self.run()
+        self.wait()
+
     def when_done(self, follower: Callable[[], None]) -> None:
-        """Call ``follower`` after the work: at once when it is done already, else on the thread that does it."""
+        """Call ``follower`` after the work: at once if that is done already, else on the thread that does it."""
         with self._lock:
             if not self._done.is_set():
                 self._followers.append(follower)
@@ -84,7 +90,7 @@ class Job:
 
 
 class _WorkerThread(threading.Thread):
-    """Told from others, as the collector may end a worker on the thread of any other."""
+    """The thread of a worker. Its class tells it from other threads, on any of which the collector may end a worker."""
 
     def __init__(self, jobs: queue.SimpleQueue[Job | None], name: str) -> None:
         super().__init__(target=_serve, args=(jobs,), name=name, daemon=True)
@@ -92,7 +98,7 @@ class _WorkerThread(threading.Thread):
         _threads.add(self)
 
     def end(self) -> None:
-        """Stop after what is queued."""
+        """Stop after all jobs that are queued."""
         self._jobs.put(None)
 
 
@@ -113,32 +119,34 @@ def _end_all() -> None:
 
 
 class HostWorker:
-    """One thread that runs jobs in order. It ends with its owner, after what is queued."""
+    """One thread that runs jobs in order. When this object is collected, the thread ends after all queued jobs."""
 
     def __init__(self, *, threads: int, name: str = "protrain-host-worker") -> None:
-        self.threads = threads  # that a kernel may use
-        self.times: list[tuple[str, int, int]] | None = None  # (name, start, end in ns) of jobs, while they are wanted
+        self.threads = threads  # the number of threads that a kernel may use
+        self.times: list[tuple[str, int, int]] | None = None  # (name, start, end in ns) of jobs, while a trace runs
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = _WorkerThread(self._queue, name)
         self._thread.start()
         weakref.finalize(self, _end, self._thread).atexit = False  # see _end_all
 
     def submit(self, work: Callable[[], None], name: str = "") -> Job:
-        """Queue ``work`` behind everything submitted before."""
+        """Queue ``work`` behind everything that was submitted before."""
         job = self.job(work, name)
         self.queue(job)
         return job
 
     def job(self, work: Callable[[], None], name: str = "") -> Job:
-        """One that is yet to be queued."""
-        return Job(work if self.times is None else functools.partial(_timed, work, name, self.times), self._queue)
+        """A job that is not queued yet."""
+        if self.times is not None and name:
+            work = functools.partial(_timed, work, name, self.times)
+        return Job(work, self._queue)
 
     def queue(self, job: Job) -> None:
-        """Put ``job`` behind everything submitted before."""
+        """Put ``job`` behind everything that was submitted before."""
         job.queue()
 
     def drain(self) -> None:
-        """Block until everything submitted so far is done."""
+        """Block until everything that was submitted is done."""
         self.submit(lambda: None).wait()
 
 
@@ -149,17 +157,17 @@ def _timed(work: Callable[[], None], name: str, times: list[tuple[str, int, int]
 
 
 def _end(thread: _WorkerThread) -> None:
-    """End ``thread``, and wait for it, so that memory is free when the collector has gone over a model.
+    """End ``thread`` and wait for it, so that memory is free when the collector has freed a model.
 
-    Not for ever: the collector may run anywhere, also where the caller holds what a queued job waits for. Nor may a
-    worker wait: jobs of the one that ends may wait for its own.
+    The wait is limited, as the collector may run in a caller that a queued job waits for. Another worker does not wait
+    at all, as jobs of ``thread`` may wait for jobs of that worker.
     """
     thread.end()
     if not isinstance(threading.current_thread(), _WorkerThread):
-        thread.join(_PATIENCE_S)
+        thread.join(_JOIN_S)
 
 
 def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
-        del job  # what it refers to (an error, its frames) must not live until the next one comes
+        del job  # an error in it and the frames of that must not live until the next job comes

@@ -1,16 +1,18 @@
-"""Chunk buffers: the n_buffer device slots through which non-persistent chunks pass, and those for large chunks.
+"""Chunk buffers: the device memory through which the weights of chunks in host memory pass.
 
-[Note: residency] A buffer's content goes through these states and no others:
+There are ``plan.n_buffer`` buffers for usual chunks, and others for large chunks.
 
-    EMPTY -> QUEUED     a chunk is assigned; where its host update still runs, whoever finishes it issues the upload
+[Note: residency] The content of a buffer goes through these states and no others:
+
+    EMPTY -> QUEUED     a chunk is assigned; while its host update still runs, whoever finishes that issues the upload
     QUEUED -> LOADING   the upload is issued
     LOADING -> PRESENT  the compute stream was told to wait for the upload
-    PRESENT -> EMPTY    evicted or out of date; only while no unit holds it
-    QUEUED/LOADING -> EMPTY  given up before use; the next upload is ordered behind on the same stream
+    PRESENT -> EMPTY    the content is evicted or out of date; no unit uses it
+    QUEUED/LOADING -> EMPTY  the content is given up before use; the next upload follows on the same stream
 
-[Note: interrupts] Ctrl-C may come between any two lines. So the buffer itself says what it holds: an entry of it in the
-table counts only where the buffer agrees. It is EMPTY until it is QUEUED, and that until its upload was issued: whoever
-needs it issues that then, a second time if need be.
+[Note: interrupts] Ctrl-C may come between any two lines. The buffer itself therefore says which chunk it holds, and an
+entry in the pool's table counts only if the buffer agrees. A buffer is QUEUED until its upload was issued. Whoever
+needs a chunk in a QUEUED buffer issues the upload, a second time if need be.
 """
 
 from __future__ import annotations
@@ -22,15 +24,16 @@ import torch
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
+from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.updates.worker import Job
-from protrain.engine.weights.views import Viewers
+from protrain.engine.weights.views import ViewCounter
 from protrain.planning.schedule import FAR, Schedule
 
 
 class Residency(enum.Enum):
-    """State of a buffer's content."""
+    """The state of a buffer's content."""
 
     EMPTY = "empty"
     QUEUED = "queued"
@@ -51,21 +54,21 @@ LEGAL = frozenset(
 
 
 class Buffer:
-    """One slot: its memory, what it holds, and the marks that order its uses."""
+    """One buffer: its memory, the chunk in it, and the marks that order its uses."""
 
     def __init__(self, memory: Tensor, streams: Streams) -> None:
         self.memory = memory
         self.chunk: Chunk | None = None
-        self.awaited: Job | None = None  # the update that the upload of a queued chunk follows
-        self.holders = 0  # units that use it now
-        self.loaded: Mark = streams.mark()
-        self.free: Mark = streams.mark()  # the last kernel that read the content is done
-        self.viewers = Viewers(memory)
+        self.awaited: Job | None = None  # the update that must be done before a queued chunk is uploaded
+        self.users = 0  # units that use the content now
+        self.loaded: Mark = streams.mark()  # the upload is done
+        self.free: Mark = streams.mark()  # the last kernel that reads the content is done
+        self.view_counter = ViewCounter(memory)
         self._state = Residency.EMPTY
 
     @property
     def state(self) -> Residency:
-        """Residency of the content; assigning an illegal transition is a bug of the engine."""
+        """The state of the content. An illegal transition is a bug of the engine."""
         return self._state
 
     @state.setter
@@ -75,49 +78,47 @@ class Buffer:
 
 
 class BufferPool:
-    """Fetches chunks into buffers ahead of their use and keeps them while they are held."""
+    """Fetches chunks into buffers ahead of their use, and keeps them there while units use them.
 
-    def __init__(
-        self,
-        *,
-        n_buffers: tuple[int, int],  # and those for large chunks
-        buffer_elements: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        streams: Streams,
-        poison: bool,
-    ) -> None:
-        self.streams = streams
-        self.poison = poison
-        start = float("nan") if poison else 0.0
-        # One allocation each: saved tensors are recognised by the address of their storage.
+    Args:
+        memory: where buffers are allocated.
+        n_buffers: the number of buffers for usual chunks, and for large ones.
+        buffer_elements: the size of a buffer for usual chunks, and for large ones.
+    """
+
+    def __init__(self, memory: EngineMemory, *, n_buffers: tuple[int, int], buffer_elements: tuple[int, int]) -> None:
+        self.streams = streams = memory.streams
+        self.poison = memory.poison
+        start = float("nan") if memory.poison else 0.0
+
+        def allocated(elements: int) -> Tensor:
+            # Each buffer is an allocation of its own, as saved views are recognised by the address of their storage.
+            whole = torch.full((elements,), start, dtype=memory.dtype, device=memory.device)
+            return streams.record_streams(whole)
+
         usual, large = (
-            [
-                Buffer(streams.lasting(torch.full((elements,), start, dtype=dtype, device=device)), streams)
-                for _ in range(n_buffer)
-            ]
+            [Buffer(allocated(elements), streams) for _ in range(n_buffer)]
             for n_buffer, elements in zip(n_buffers, buffer_elements, strict=True)
         )
         self.buffers = [*usual, *large]
         self._for_large = {False: usual, True: large}
         for buffer in self.buffers:
             streams.compute_reached(buffer.free)
-        self._by_chunk: dict[int, Buffer] = {}  # see _holding
-        self._lock = threading.Lock()  # the update thread issues uploads too
-        self._last: Mark = streams.mark()  # the last upload issued
-        self.fetches = 0  # uploads issued: what tests and reports count
+        self._by_chunk: dict[int, Buffer] = {}  # may be out of date: see _buffer_of
+        self._lock = threading.Lock()  # the threads that update chunks issue uploads too
+        self._last: Mark = streams.mark()  # the last upload that was issued
+        self.fetches = 0  # uploads that were issued
 
     def acquire(self, chunk: Chunk, schedule: Schedule) -> Tensor:
-        """The weight of ``chunk`` on the device, kept there until ``release``. Blocks only for its own update."""
-        buffer = self._holding(chunk.index)
+        """The weight of ``chunk`` on the device, where it stays until ``release``. Blocks for its own update only."""
+        buffer = self._buffer_of(chunk.index)
         if buffer is None:
             buffer = self._free_buffer(chunk, schedule, needed_in=0)
             if buffer is None:
                 names = ", ".join(member.name for member in chunk.members[:3])
                 raise MisuseError(
-                    f"forward uses {names} while chunk buffers hold nothing but weights that are in use around it, as "
-                    "they did not in the step that was profiled: pass an example_batch with which the model runs as it "
-                    "will be trained"
+                    f"forward uses {names}, but the modules around it use all chunk buffers, which they did not in the "
+                    "step that was profiled: pass an example_batch with which the model runs as it will be trained"
                 )
             self._assign(buffer, chunk)
         if buffer.state is Residency.QUEUED:
@@ -126,70 +127,70 @@ class BufferPool:
         if buffer.state is Residency.LOADING:
             self.streams.compute_waits(buffer.loaded)
             buffer.state = Residency.PRESENT
-        if not buffer.holders:
-            buffer.viewers.begin_use()
-        buffer.holders += 1
+        if not buffer.users:
+            buffer.view_counter.begin_use()
+        buffer.users += 1
         return buffer.memory
 
     def acquire_all(self, chunks: list[Chunk], schedule: Schedule) -> dict[int, Tensor]:
-        """The weights of all that a unit needs, by chunk index, or none of them when one cannot be had.
+        """The weights of all chunks that a unit needs, by chunk index; if one of them fails, none stays acquired.
 
-        What is there is taken first, lest it be given up.
+        Chunks that are in a buffer already come first, so that the others cannot evict them.
         """
         acquired: dict[int, Tensor] = {}
-        there_first = sorted(chunks, key=lambda chunk: self._holding(chunk.index) is None)
+        present_first = sorted(chunks, key=lambda chunk: self._buffer_of(chunk.index) is None)
         try:
-            for chunk in there_first:
+            for chunk in present_first:
                 acquired[chunk.index] = self.acquire(chunk, schedule)
-        except BaseException:  # an interrupt too, as this is where the main thread waits
-            for chunk in there_first[: len(acquired)]:
+        except BaseException:  # includes Ctrl-C, as the main thread may wait here
+            for chunk in present_first[: len(acquired)]:
                 self.release(chunk)
             raise
         return acquired
 
     def content(self, chunk: Chunk) -> Tensor:
-        """The memory of the buffer that a unit holds ``chunk`` in."""
-        buffer = self._holding(chunk.index)
+        """The buffer in which a unit uses ``chunk`` now."""
+        buffer = self._buffer_of(chunk.index)
         assert buffer is not None
-        assert buffer.holders > 0
+        assert buffer.users > 0
         assert buffer.state is Residency.PRESENT
         return buffer.memory
 
-    def held(self, chunk: Chunk) -> bool:
-        """Whether any unit holds ``chunk``."""
-        buffer = self._holding(chunk.index)
-        return buffer is not None and buffer.holders > 0
+    def in_use(self, chunk: Chunk) -> bool:
+        """Whether any unit uses ``chunk`` in a buffer."""
+        buffer = self._buffer_of(chunk.index)
+        return buffer is not None and buffer.users > 0
 
     def release(self, chunk: Chunk) -> None:
         """End one ``acquire``."""
-        buffer = self._holding(chunk.index)
+        buffer = self._buffer_of(chunk.index)
         assert buffer is not None
-        assert buffer.holders > 0
-        if buffer.holders == 1:
+        assert buffer.users > 0
+        if buffer.users == 1:
             self.streams.compute_reached(buffer.free)
-        buffer.holders -= 1
+        buffer.users -= 1
 
-    def anything_held(self) -> bool:
-        """Whether any unit holds any chunk."""
-        return any(buffer.holders for buffer in self.buffers)
+    def any_in_use(self) -> bool:
+        """Whether any unit uses any buffer."""
+        return any(buffer.users for buffer in self.buffers)
 
     def release_all(self) -> None:
-        """End every ``acquire`` that something which was interrupted has left."""
+        """End every ``acquire``, after an interrupt that left some open."""
         for buffer in self.buffers:
-            if buffer.holders:
+            if buffer.users:
                 self.streams.compute_reached(buffer.free)
-                buffer.holders = 0
+                buffer.users = 0
 
-    def outlived(self, chunk: Chunk) -> bool:
-        """Whether a view made while units held ``chunk`` is alive though none does: soon it shows another chunk."""
-        buffer = self._holding(chunk.index)
-        return buffer is not None and buffer.holders == 0 and buffer.viewers.are_more()
+    def has_leaked_view(self, chunk: Chunk) -> bool:
+        """Whether a view of ``chunk`` is alive though no unit uses it: the view will soon show another chunk."""
+        buffer = self._buffer_of(chunk.index)
+        return buffer is not None and buffer.users == 0 and buffer.view_counter.has_unknown()
 
     def prefetch(self, chunks: list[Chunk], schedule: Schedule) -> None:
-        """Fetch ahead, nearest first, while a buffer is free or holds what is needed later."""
+        """Fetch chunks in the order in which they are needed, while a buffer is free or its content is needed later."""
         for index in schedule.upcoming():
             chunk = chunks[index]
-            if self._holding(index) is not None:
+            if self._buffer_of(index) is not None:
                 continue
             buffer = self._free_buffer(chunk, schedule, needed_in=schedule.next_use(index))
             if buffer is None:
@@ -197,18 +198,18 @@ class BufferPool:
             self._assign(buffer, chunk)
 
     def invalidate(self, chunk: Chunk) -> None:
-        """Forget the content of ``chunk``'s buffer: its weight is about to change."""
-        buffer = self._holding(chunk.index)
+        """Evict ``chunk``, whose weight is about to change."""
+        buffer = self._buffer_of(chunk.index)
         if buffer is not None:
-            assert buffer.holders == 0, "a chunk is updated while a unit uses it"
+            assert buffer.users == 0, "a chunk is updated while a unit uses it"
             self._evict(buffer)
 
     def link_is_idle(self) -> bool:
-        """Whether all uploads issued so far are over."""
+        """Whether all uploads that were issued are done."""
         return self._last.reached()
 
-    def _holding(self, index: int) -> Buffer | None:
-        """The buffer that chunk ``index`` is in, or on its way to."""
+    def _buffer_of(self, index: int) -> Buffer | None:
+        """The buffer that chunk ``index`` is in or will be uploaded to."""
         buffer = self._by_chunk.get(index)
         if buffer is None or buffer._state is Residency.EMPTY:
             return None
@@ -216,16 +217,17 @@ class BufferPool:
         return buffer if buffer.chunk.index == index else None
 
     def _free_buffer(self, chunk: Chunk, schedule: Schedule, *, needed_in: int) -> Buffer | None:
-        """One for ``chunk``: empty, or the one whose content is needed last and later than ``needed_in`` visits.
+        """A buffer for ``chunk``: an empty one, or the one whose content is needed last.
 
-        Of several that with the last chunk, as :mod:`protrain.planning.runtime.fetches` has it.
+        A buffer whose content is needed within ``needed_in`` visits is not taken. Among buffers whose contents are
+        needed at the same time the one with the last chunk is taken, as the runtime model assumes.
         """
         victim, latest = None, (needed_in, FAR)
         for buffer in self._for_large[chunk.large]:
             if buffer.state is Residency.EMPTY:
                 return buffer
             assert buffer.chunk is not None
-            if buffer.holders == 0:
+            if buffer.users == 0:
                 use = schedule.next_use(buffer.chunk.index), buffer.chunk.index
                 if use > latest:
                     victim, latest = buffer, use
@@ -236,7 +238,7 @@ class BufferPool:
     def _evict(self, buffer: Buffer) -> None:
         with self._lock:
             if buffer.state is Residency.LOADING:
-                # Whatever comes next on the compute stream must not overtake the upload that nobody waited for.
+                # Nobody has waited for the upload, and what comes next on the compute stream must not overtake it.
                 self.streams.compute_waits(buffer.loaded)
             buffer.state = Residency.EMPTY
             buffer.awaited = None
@@ -255,9 +257,9 @@ class BufferPool:
             update.when_done(lambda: self._issue(buffer, update))
 
     def _issue(self, buffer: Buffer, update: Job | None) -> None:
-        """Upload the chunk that is queued behind ``update``, if any, once, whichever thread comes first.
+        """Upload the chunk that waits for ``update``, unless another thread has done so.
 
-        The thread that carries out updates may be so late that the chunk is queued behind the next one by then.
+        The thread that updates chunks may call this late, when the chunk waits for the update after ``update``.
         """
         with self._lock:
             if buffer.state is Residency.QUEUED and buffer.awaited is update and buffer.chunk is not None:

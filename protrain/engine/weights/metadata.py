@@ -1,4 +1,4 @@
-"""What is true of a tensor wherever its data is: attributes and methods that need none of it."""
+"""Attributes and methods of a tensor that need no values, so that they can be answered wherever its data is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _METHODS = """
     size numel nelement dim ndimension element_size is_floating_point is_complex is_signed get_device type
     __len__ is_shared is_inference
 """
-# Operations that take the shape, type and device of one argument, and none of its values: the position of that.
+# Operations that read shape, type and device of one argument but no values of it, by the position of that argument.
 _PATTERNS = {
     0: """new_empty new_zeros new_ones new_full new_tensor new_empty_strided""",
     1: """expand_as view_as reshape_as type_as to""",
@@ -30,14 +30,14 @@ def _metadata() -> frozenset[Any]:
 
 
 METADATA = _metadata()
-# Attributes that tell a parameter's place in a graph, wherever its values are.
+# Attributes that describe a parameter's place in a graph, wherever its values are.
 _AUTOGRAD = "requires_grad is_leaf grad_fn retains_grad output_nr _version _backward_hooks _post_accumulate_grad_hooks"
 AUTOGRAD = frozenset([getattr(torch.Tensor, name).__get__ for name in _AUTOGRAD.split()])
 LAYOUT = frozenset({torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.storage_offset})
 
 
 def as_contiguous(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What ``func``, one of LAYOUT, says of a contiguous tensor that is like ``tensor`` otherwise."""
+    """What ``func``, one of LAYOUT, returns for a contiguous tensor of the shape and type of ``tensor``."""
     return func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args, **kwargs)
 
 

@@ -1,35 +1,32 @@
-"""A managed parameter: what it knows of the engine, its gradient, and how its data may be changed.
+"""A managed parameter: its gradient, and how its data may be changed.
 
-A parameter keeps its identity: the optimizer's groups, the module and the autograd graph all hold the same object. What
-changes is its data and its class. While a unit that uses it runs it is a :class:`PresentParameter`, whose data is a
-view of a chunk on the device: everything works as with any parameter, except that its gradient is not in ``.grad`` but
-in the chunk. The other classes are in :mod:`protrain.engine.weights.released`.
+A parameter keeps its identity, so that the optimizer's groups, the module and the autograd graph all have the same
+object. What changes is its data and its class. While a unit that uses it runs it is a :class:`PresentParameter`, whose
+data is a view of a chunk on the device. Everything works then as with any parameter, except that its gradient is in the
+chunk and not in ``.grad``. The other classes are in :mod:`protrain.engine.weights.released`.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
-from protrain.engine.gradients.kept_gradient import KeptGradient
+from protrain.engine.gradients.proxy import GradientProxy
+from protrain.engine.states.chunks import Member
+from protrain.engine.weights.handle import Handle
 
-if TYPE_CHECKING:
-    from protrain.engine.engine import Engine
-    from protrain.engine.states.chunks import Member
-
-_MOVED = "protrain_moved"  # an attribute
+_MOVED = "protrain_moved"  # name of an attribute
 _RAW_DATA: Any = torch.Tensor.data
 _RAW_GRAD: Any = torch.Tensor.grad
 _RAW_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
 class GradientHook:
-    """The engine's own hook on a parameter, which takes the gradient away: it is the last to be called."""
+    """The engine's own hook on a parameter, which takes the gradient away. It is called after all other hooks."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -37,39 +34,6 @@ class GradientHook:
     def __call__(self, parameter: Tensor) -> None:
         """Autograd has accumulated the whole gradient of ``parameter``."""
         self._handle.engine.gradient_ready(self._handle.index)
-
-
-class Handle:
-    """What a managed parameter knows of the engine.
-
-    The reference is weak, like that of the gradient hooks: Python's collector does not see through a tensor that C++
-    holds, and a model that the user drops must take its chunks with it.
-    """
-
-    def __init__(self, name: str, index: int, engine: Engine, *, trainable: bool) -> None:
-        self.name = name
-        self.index = index
-        self.trainable = trainable  # required a gradient when the model was wrapped
-        self._engine = weakref.ref(engine)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine; MisuseError when model and optimizer are gone."""
-        engine = self._engine()
-        if engine is None:
-            raise MisuseError(f"{self.name} belongs to a model that no longer exists: keep the model that was wrapped")
-        return engine
-
-    @property
-    def gradient_pending(self) -> bool:
-        """Whether the parameter has a gradient. What a backward that raised has not stored is none."""
-        self.engine.abandon_backward()
-        return self.engine.gradients.is_pending(self.index)
-
-    @property
-    def updated_inside(self) -> bool:
-        """Whether backward has used the gradient up, and the step is not over."""
-        return self.engine.members[self.index].chunk.index in self.engine.updated_inside
 
 
 def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
@@ -84,9 +48,9 @@ def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
 
 
 def _replace_data(parameter: PresentParameter, value: Tensor) -> None:
-    """``parameter.data = value``: the same values elsewhere do no harm, as the parameter stays where it is."""
-    kept = parameter.detach()
-    if value.dtype != kept.dtype or value.shape != kept.shape or not same_bits(value.detach().to(kept.device), kept):
+    """``parameter.data = value``. Equal values are accepted, and the parameter stays where it is."""
+    own = parameter.detach()
+    if value.dtype != own.dtype or value.shape != own.shape or not same_bits(value.detach().to(own.device), own):
         raise edit_error(parameter.protrain_handle.name, "replaced")
 
 
@@ -94,21 +58,24 @@ class PresentParameter(nn.Parameter):
     """A managed parameter that a unit uses now."""
 
     protrain_handle: Handle
-    # As `detach` gives it, so that an edit through it counts as one of the parameter: see [Note: edits].
+    # The data is what `detach` returns, so that an edit of it counts as an edit of the parameter: see [Note: edits].
     data: Any = property(lambda parameter: parameter.detach(), _replace_data)
     requires_grad: Any = property(_RAW_REQUIRES_GRAD.__get__, _set_requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Freeze it, and train it again; MisuseError to train what was frozen when the model was wrapped."""
+        """Freeze the parameter, or train it again. MisuseError if it was frozen when the model was wrapped."""
         self.requires_grad = requires_grad
         return self
 
     @property
     def grad(self) -> Tensor | None:
-        """None while no gradient exists, a stand-in while it lies in a chunk; MisuseError when it is used up already.
+        """None if there is no gradient, and a stand-in if the gradient lies in a chunk.
 
-        A hook (``register_post_accumulate_grad_hook``) comes before that: it has the gradient of this backward, and may
-        change it.
+        In a hook (``register_post_accumulate_grad_hook``) it is the gradient of this backward, which the hook may
+        change.
+
+        Raises:
+            MisuseError: an update inside backward has used the gradient up, or something else has put one here.
         """
         handle = self.protrain_handle
         if (arriving := raw_gradient(self)) is not None:
@@ -116,7 +83,7 @@ class PresentParameter(nn.Parameter):
                 raise foreign_gradient(handle.name)
             return arriving
         if handle.gradient_pending:
-            return KeptGradient.of(handle, self.shape)
+            return GradientProxy.of(handle, self.shape)
         if handle.updated_inside:
             raise MisuseError(
                 f"the gradient of {handle.name} is gone: with step_during_backward=True its update was made inside "
@@ -130,7 +97,7 @@ class PresentParameter(nn.Parameter):
             _set_raw_gradient(self, value)
             return
         handle = self.protrain_handle
-        if isinstance(value, KeptGradient) and value.protrain_handle is handle and handle.gradient_pending:
+        if isinstance(value, GradientProxy) and value.protrain_handle is handle and handle.gradient_pending:
             return  # parameter.grad *= factor
         if value is not None:
             raise MisuseError(f"the gradient of {handle.name} is kept in ProTrain's chunks and cannot be assigned")
@@ -138,12 +105,12 @@ class PresentParameter(nn.Parameter):
             handle.engine.forget_gradient(handle.index)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Have ``hook`` called with the gradient of a backward in ``.grad``, before that goes into a chunk."""
+        """Have ``hook`` called with the gradient of a backward in ``.grad``, before the gradient goes into a chunk."""
         handle = super().register_post_accumulate_grad_hook(hook)
         hooks: Any = self._post_accumulate_grad_hooks
         last = next((key for key, known in hooks.items() if isinstance(known, GradientHook)), None)
         if last is not None:
-            hooks[last] = hooks.pop(last)  # autograd calls them in the order in which they were put in
+            hooks[last] = hooks.pop(last)  # autograd calls hooks in the order of insertion
         return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PresentParameter:
@@ -163,17 +130,17 @@ class PresentParameter(nn.Parameter):
 
 
 def mark_moved(parameter: nn.Parameter) -> None:
-    """The value of ``parameter`` lies in a chunk, and nowhere else. Until it is managed that may still fail."""
+    """Note that the value of ``parameter`` lies in a chunk only, so that it is gone if the wrap fails."""
     vars(parameter)[_MOVED] = True
 
 
 def has_moved(parameter: nn.Parameter) -> bool:
-    """Whether the value went into a chunk of a wrap that failed afterwards, and is gone."""
+    """Whether the value was moved into a chunk by a wrap that then failed, so that it is gone."""
     return _MOVED in vars(parameter)
 
 
 def manage(parameter: nn.Parameter, handle: Handle) -> None:
-    """Turn an ordinary parameter into a managed one."""
+    """ChunkUpdate an ordinary parameter into a managed one."""
     vars(parameter).pop(_MOVED, None)
     parameter.__class__ = PresentParameter
     assert isinstance(parameter, PresentParameter)
@@ -181,7 +148,7 @@ def manage(parameter: nn.Parameter, handle: Handle) -> None:
 
 
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Remove and return what autograd put into ``.grad``."""
+    """Remove the tensor in ``.grad`` and return it."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: Tensor | None = _RAW_GRAD.__get__(parameter)
         _RAW_GRAD.__set__(parameter, None)
@@ -189,7 +156,7 @@ def take_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """What autograd, or somebody else, has put into ``.grad``."""
+    """The tensor that autograd, or other code, has put into ``.grad``."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: Tensor | None = _RAW_GRAD.__get__(parameter)
     return gradient
@@ -201,34 +168,34 @@ def _set_raw_gradient(parameter: nn.Parameter, value: Tensor | None) -> None:
 
 
 def raw_data(parameter: nn.Parameter) -> Tensor:
-    """The data of ``parameter``, past all checks."""
+    """The data of ``parameter``, without any check."""
     with torch._C.DisableTorchFunctionSubclass():
         data: Tensor = _RAW_DATA.__get__(parameter)
     return data
 
 
 def set_data(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give ``parameter`` other data of its shape, past all checks: the engine's own way."""
+    """Give ``parameter`` other data of its shape, without any check. Only the engine may do this."""
     with torch._C.DisableTorchFunctionSubclass():
         _RAW_DATA.__set__(parameter, data)
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether tensors of one dtype and shape are equal bit for bit, so that NaN equals itself."""
+    """Whether two tensors of the same dtype and shape have the same bits, so that NaN equals NaN."""
     return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
 def foreign_gradient(name: str) -> MisuseError:
-    """What to say when somebody else has put a gradient into ``.grad`` of the parameter ``name``."""
+    """The error for a gradient that other code has put into ``.grad`` of the parameter ``name``."""
     return MisuseError(
-        f"something other than ProTrain has put a gradient into .grad of {name}, where no step would use it: "
-        "DistributedDataParallel and its like do so. Train the model that protrain.wrap returned as it is, without "
-        "another wrapper around it or inside it"
+        f"something other than ProTrain has put a gradient into .grad of {name}, which no step would use. "
+        "DistributedDataParallel and similar wrappers do so: train the model that protrain.wrap returned as it is, "
+        "without another wrapper around it or inside it"
     )
 
 
 def refuse_foreign_gradients(members: Iterable[Member]) -> None:
-    """MisuseError where something else has left a gradient in the ``.grad`` of a parameter."""
+    """MisuseError if other code has left a gradient in the ``.grad`` of a parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         for member in members:
             if _RAW_GRAD.__get__(member.parameter) is not None:
@@ -236,8 +203,8 @@ def refuse_foreign_gradients(members: Iterable[Member]) -> None:
 
 
 def edit_error(name: str, how: str) -> MisuseError:
-    """What to say when the data of the parameter ``name`` was ``how``."""
+    """The error for the parameter ``name`` whose data was ``how`` (replaced, or changed in place)."""
     return MisuseError(
-        f"the data of {name} was {how} outside `with protrain.full_parameters(model):`, which is where the values of "
-        "managed parameters can be edited, between steps; a forward must leave them as they are"
+        f"the data of {name} was {how} outside `with protrain.full_parameters(model):`. Edit the values of parameters "
+        "inside it, between steps, and never in a forward"
     )

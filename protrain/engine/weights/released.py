@@ -1,12 +1,12 @@
-"""A managed parameter where no unit uses it: it can be read, and it cannot be written.
+"""A managed parameter that no unit uses now: it can be read, and it cannot be written.
 
-[Note: reading] Scripts read parameters between forwards: a term of the loss made of weights, an average of them, a norm
-to print, a fused head. Under one plan the weight lies on the device then, under another one in host memory. What is
-allowed must not depend on that. So every operation that needs values works on a copy of the weight on the device,
-under every plan. The copy is differentiable, and its gradient reaches the parameter as any other does. What autograd
-saves of it is noted as (parameter, shape, stride, offset) and copied anew in backward, so that no graph keeps weights
-on the device. A write into a copy would be lost, so it is an error, and so is the use of a copy that a step has made
-out of date.
+[Note: reading] Scripts read parameters between forwards: for a term of the loss that is made of weights, an average of
+them, a norm to print, or a fused head. The weight may then lie on the device or in host memory, and what is allowed
+must not depend on that. So every operation that needs values is given a copy of the weight on the device, under every
+plan. The copy is differentiable, and its gradient reaches the parameter as any other gradient does. If autograd saves a
+view of the copy, the parameter and the form of the view (shape, stride, offset) are saved in its place, and backward
+makes a new copy, so that no graph keeps weights on the device. A write into a copy would be lost, so it is an error. To
+use a copy after a step has changed the weight is an error as well.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
+from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.metadata import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, as_contiguous
-from protrain.engine.weights.parameter import Handle, PresentParameter, edit_error, raw_data, set_data
+from protrain.engine.weights.parameter import PresentParameter, edit_error, raw_data, set_data
 from protrain.engine.weights.views import ViewForm, storage_address
 
-# What gives a tensor other memory, or hands out its own.
+# Methods that give a tensor other memory, or hand out its own.
 _MEMORY = frozenset(
     getattr(Tensor, name)
     for name in ("set_", "resize_", "resize_as_", "share_memory_", "untyped_storage", "storage", "_typed_storage")
@@ -41,7 +42,7 @@ class ReleasedParameter(PresentParameter):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let metadata through; give anything else copies to read."""
+        """Answer questions for metadata; give copies of the weight to everything else."""
         if func in METADATA or func in HOOKS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -56,48 +57,48 @@ class ReleasedParameter(PresentParameter):
 
     @classmethod
     def intercept(cls, parameter: ReleasedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What happens on an operation that needs more than metadata."""
-        if func in LAYOUT:  # where it lies is nobody's business
+        """Run ``func``, which needs more than metadata, on a copy of the weight."""
+        if func in LAYOUT:  # the copy is contiguous
             return as_contiguous(func, *args, **kwargs)
         handle = parameter.protrain_handle
-        if func is Tensor.data_ptr:  # tells tied parameters from others; nothing may be read there
+        if func is Tensor.data_ptr:  # libraries recognise tied parameters by it
             member = handle.engine.members[handle.index]
             return member.view(member.chunk.weight).data_ptr()
-        if func is torch._cudnn_rnn_flatten_weight:  # where its weights lie is not the module's to say
+        if func is torch._cudnn_rnn_flatten_weight:  # it would move the weights
             return None
         if func in _MEMORY:
             raise MisuseError(
-                f"the memory of {handle.name} cannot be had or replaced ({func.__name__}), as it moves with every "
-                "step: read its values with parameter.detach().clone(), or edit them inside `with "
+                f"the memory of {handle.name} cannot be read or replaced ({func.__name__}), as it moves in every step: "
+                "read the values with parameter.detach().clone(), or edit them inside `with "
                 "protrain.full_parameters(model):`"
             )
         return _read(func, args, kwargs)
 
 
-def _whole_data(parameter: WholeParameter) -> Tensor:
-    return parameter.protrain_whole.detach()
+def _full_data(parameter: FullParameter) -> Tensor:
+    return parameter.protrain_full.detach()
 
 
-def _set_whole_data(parameter: WholeParameter, data: Tensor) -> None:
-    parameter.protrain_whole = data.detach()
+def _set_full_data(parameter: FullParameter, data: Tensor) -> None:
+    parameter.protrain_full = data.detach()
 
 
-class WholeParameter(PresentParameter):
-    """A managed parameter inside full_parameters, which stands for a CPU copy that may be edited.
+class FullParameter(PresentParameter):
+    """A managed parameter inside full_parameters: it stands for a copy of the weight on the CPU that may be edited.
 
-    The copy is beside the parameter, not its data: autograd would forget where the gradient of a parameter goes when
-    its data changes to another device. A graph made inside keeps views of the copy, and its gradient goes to where the
-    parameter is.
+    The copy is an attribute and not the data of the parameter, because autograd forgets where to accumulate a gradient
+    when the data of a parameter changes to another device. A graph that is made inside has views of the copy, and its
+    gradient is moved to the device of the parameter.
     """
 
-    protrain_whole: Tensor
-    data: Any = property(_whole_data, _set_whole_data)
+    protrain_full: Tensor
+    data: Any = property(_full_data, _set_full_data)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on the copies."""
+        """Run ``func`` on the copies of the weights."""
         if func in HOOKS or func in AUTOGRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -106,7 +107,7 @@ class WholeParameter(PresentParameter):
 
 
 class WeightCopy(Tensor):
-    """A copy of a weight, or a view of one, that a script holds: it may be read until the weight changes."""
+    """A copy of a weight, or a view of such a copy, that a script has got. It may be read until the weight changes."""
 
     protrain_source: _Source
 
@@ -114,7 +115,7 @@ class WeightCopy(Tensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func``, unless it writes into the copy or the weight is another one by now."""
+        """Run ``func``. MisuseError if it writes into the copy, or if the weight has changed since."""
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -123,7 +124,7 @@ class WeightCopy(Tensor):
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The parameter that a copy is of, and when it was made."""
+    """The parameter of which a copy was made, and the number of steps before that."""
 
     handle: Handle
     steps: int
@@ -133,29 +134,29 @@ class _Source:
         return cls(handle, handle.engine.steps)
 
     def check(self, what: str) -> None:
-        """MisuseError where the weight has changed since."""
+        """MisuseError if the weight has changed since."""
         if self.handle.engine.steps != self.steps:
             raise MisuseError(
                 f"{what} {self.handle.name} after optimizer.step(), or an edit, changed it: read the parameter anew, "
-                "keep parameter.detach().clone() of what is to stay as it was, and call backward() before step()"
+                "or keep parameter.detach().clone() if old values are needed, and call backward() before step()"
             )
 
 
 def weight_of(handle: Handle) -> Tensor:
-    """A copy of the weight on the device, once its update is done."""
+    """A copy of the weight on the device. Waits for the update of its chunk."""
     engine = handle.engine
     member = engine.members[handle.index]
     chunk = member.chunk
     if chunk.persistent:
         return member.view(chunk.weight).clone()
-    if engine.buffers.held(chunk):
+    if engine.buffers.in_use(chunk):
         return member.view(engine.buffers.content(chunk)).clone()
     chunk.wait_for_update()
     return member.view(chunk.current_weight).to(engine.device, copy=True)
 
 
 class _Copied(torch.autograd.Function):
-    """A copy of a weight on the device; its gradient is the parameter's."""
+    """A copy of a weight on the device. Its gradient is the gradient of the parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, source: _Source) -> Tensor:
@@ -168,13 +169,13 @@ class _Copied(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Whole(torch.autograd.Function):
-    """The CPU copy that full_parameters has made; its gradient goes to where the parameter is."""
+class _Full(torch.autograd.Function):
+    """The copy on the CPU that full_parameters has made. Its gradient is moved to the device of the parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Any) -> Tensor:
         ctx.device, ctx.source = raw_data(parameter).device, _Source.now(parameter.protrain_handle)
-        return parameter.protrain_whole.detach()
+        return parameter.protrain_full.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -183,15 +184,15 @@ class _Whole(torch.autograd.Function):
 
 
 def _viewed(leaf: Any) -> Any:
-    if not isinstance(leaf, WholeParameter):
+    if not isinstance(leaf, FullParameter):
         return leaf
     if torch.is_grad_enabled() and leaf.requires_grad:
-        return _Whole.apply(leaf)
-    return leaf.protrain_whole.detach()
+        return _Full.apply(leaf)
+    return leaf.protrain_full.detach()
 
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` with copies in place of the released parameters among its arguments."""
+    """Run ``func`` with copies in place of the released parameters among its arguments."""
     copies = _Copies(pattern=_pattern_argument(func, args))
     args, kwargs = map_leaves(copies.given, (args, kwargs))
     with copies.saving():
@@ -203,13 +204,13 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _pattern_argument(func: Any, args: tuple[Any, ...]) -> Any:
-    """The argument of which ``func`` takes shape, type and device alone."""
+    """The argument of ``func`` of which it reads the shape, the type and the device but no values."""
     at = PATTERNS.get(func)
     return None if at is None or at >= len(args) else args[at]
 
 
 class _Copies:
-    """The copies that one operation works on."""
+    """The copies of weights that one operation is given."""
 
     def __init__(self, pattern: Any) -> None:
         self._pattern = pattern
@@ -218,7 +219,7 @@ class _Copies:
         self._versions: list[tuple[Tensor, int, _Source]] = []
 
     def given(self, leaf: Any) -> Any:
-        """What the operation gets for ``leaf``."""
+        """What the operation is given in place of ``leaf``."""
         if isinstance(leaf, ReleasedParameter):
             if leaf is self._pattern:
                 with torch._C.DisableTorchFunctionSubclass():
@@ -234,7 +235,7 @@ class _Copies:
         return leaf
 
     def saving(self) -> Any:
-        """A context in which autograd saves no copies. Where a unit's forward runs, its frame sees to what is saved."""
+        """A context in which autograd saves no copies of weights. Inside a unit the hooks of its frame do that."""
         graph = any(tensor.requires_grad for tensor, _, _ in self._versions)
         hooks: Any = torch._C._autograd
         if not graph or not hooks._saved_tensors_hooks_is_enabled():
@@ -244,13 +245,13 @@ class _Copies:
         return saved_tensors_hooks(self._pack, _unpack)
 
     def refuse_writes(self) -> None:
-        """MisuseError where the operation changed a copy, as nothing of that would reach the weight."""
+        """MisuseError if the operation has written into a copy, as the weight would not change."""
         for tensor, version, source in self._versions:
             if tensor._version != version:
                 raise edit_error(source.handle.name, "changed in place")
 
     def handed_out(self, leaf: Any) -> Any:
-        """A result of the operation as the script gets it."""
+        """What the script gets for a result of the operation: a WeightCopy if that shares memory with a copy."""
         source = self._source_of(leaf)
         if source is None:
             return leaf
@@ -261,7 +262,7 @@ class _Copies:
 
     def _copy(self, parameter: ReleasedParameter) -> Tensor:
         source = _Source.now(parameter.protrain_handle)
-        with torch.inference_mode(False):  # there tensors have no versions
+        with torch.inference_mode(False):  # tensors made in inference mode have no versions
             if torch.is_grad_enabled() and parameter.requires_grad:
                 copy: Tensor = _Copied.apply(parameter, source)
             else:
@@ -292,43 +293,43 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad``: of a released parameter only the place in the graph is needed."""
-    places = _place(inputs) if isinstance(inputs, Tensor) else [_place(parameter) for parameter in inputs]
-    return torch.autograd.grad(outputs, places, *args, **kwargs)
+    """``torch.autograd.grad``, which needs no values of ``inputs`` but their edges in the graph."""
+    edges = _edge(inputs) if isinstance(inputs, Tensor) else [_edge(parameter) for parameter in inputs]
+    return torch.autograd.grad(outputs, edges, *args, **kwargs)
 
 
 def _backward(tensors: Any, *, inputs: Any, **kwargs: Any) -> None:
-    """``backward(inputs=...)``: likewise. What arrives there is taken as from any backward."""
-    places = _place(inputs) if isinstance(inputs, Tensor) else [_place(parameter) for parameter in inputs]
-    torch.autograd.backward(tensors, inputs=places, **kwargs)
+    """``backward(inputs=...)``, which needs no values of ``inputs`` but their edges in the graph."""
+    edges = _edge(inputs) if isinstance(inputs, Tensor) else [_edge(parameter) for parameter in inputs]
+    torch.autograd.backward(tensors, inputs=edges, **kwargs)
 
 
-def _place(parameter: Any) -> Any:
+def _edge(parameter: Any) -> Any:
     if not isinstance(parameter, ReleasedParameter):
         return parameter
     with torch._C.DisableTorchFunctionSubclass():
         return get_gradient_edge(parameter)
 
 
-def point_at(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give ``parameter``, which a unit begins to use, the device data ``data`` of its shape."""
+def attach(parameter: nn.Parameter, data: Tensor) -> None:
+    """Let ``data`` on the device be the data of ``parameter``, which a unit begins to use."""
     parameter.__class__ = PresentParameter
     set_data(parameter, data)
 
 
 def release(parameter: nn.Parameter, placeholder: Tensor) -> None:
-    """Take the data of ``parameter`` away; ``placeholder`` is one NaN element on its device."""
+    """Take the data of ``parameter`` away. ``placeholder`` is one NaN element on its device."""
     set_data(parameter, placeholder.expand(parameter.shape))
     parameter.__class__ = ReleasedParameter
 
 
-def make_whole(parameter: nn.Parameter, copy: Tensor) -> None:
-    """Have ``parameter`` stand for ``copy`` on the CPU, for full_parameters."""
-    vars(parameter)["protrain_whole"] = copy
-    parameter.__class__ = WholeParameter
+def make_full(parameter: nn.Parameter, copy: Tensor) -> None:
+    """Let ``parameter`` stand for ``copy`` on the CPU, inside full_parameters."""
+    vars(parameter)["protrain_full"] = copy
+    parameter.__class__ = FullParameter
 
 
-def end_whole(parameter: nn.Parameter) -> None:
-    """End what ``make_whole`` began."""
-    vars(parameter).pop("protrain_whole", None)  # not there where memory ran out
+def end_full(parameter: nn.Parameter) -> None:
+    """End what :func:`make_full` began."""
+    vars(parameter).pop("protrain_full", None)  # it is absent if there was no memory for the copy
     parameter.__class__ = ReleasedParameter

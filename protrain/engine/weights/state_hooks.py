@@ -1,7 +1,7 @@
-"""The model's state_dict and load_state_dict, and whole parameters on demand.
+"""state_dict and load_state_dict of a wrapped model, and full_parameters.
 
-``state_dict`` of the model or any part of it has the names, shapes and dtypes of the unwrapped one; its tensors are CPU
-copies. ``load_state_dict`` writes straight into chunks.
+``state_dict`` of the model or any part of it has the names, shapes and dtypes of the unwrapped model. Its tensors are
+copies on the CPU. ``load_state_dict`` writes straight into chunks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from protrain.common.errors import MisuseError
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.values import read_weight, write_weight
+from protrain.engine.states.values import read_weight, read_weights, write_weight
 from protrain.engine.weights.parameter import PresentParameter
-from protrain.engine.weights.released import ReleasedParameter, end_whole, make_whole
+from protrain.engine.weights.released import ReleasedParameter, end_full, make_full
 
 
 class _Exported(ReleasedParameter):
-    """A parameter inside state_dict(): ``detach`` yields a CPU copy."""
+    """A parameter inside state_dict() or load_state_dict(): ``detach`` returns a copy on the CPU, ``copy_`` loads."""
 
     hooks: ClassVar[WeakValueDictionary[int, StateHooks]] = WeakValueDictionary()
 
@@ -40,12 +40,12 @@ class _Exported(ReleasedParameter):
 
 
 class StateHooks:
-    """Hooks on every module, which keep this object alive."""
+    """The hooks of state_dict() and load_state_dict() on every module. They keep this object alive."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._open: list[nn.Module] = []  # those whose state_dict() runs, each a child of the one before
-        self._copies: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # of the outermost of these
+        self._open: list[nn.Module] = []  # modules whose state_dict() runs, each a child of the one before
+        self._copies: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # made for the outermost state_dict()
         by_parameter = {id(member.parameter): member for member in engine.members}
         for module in engine.model.modules():
             own = [by_parameter[id(p)] for p in module.parameters(recurse=False) if id(p) in by_parameter]
@@ -57,10 +57,10 @@ class StateHooks:
             module.register_load_state_dict_post_hook(partial(self._end_load, own))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.engine.members[0].parameter.__reduce_ex__(protocol)  # says what to do in place of pickling
+        return self.engine.members[0].parameter.__reduce_ex__(protocol)  # the error names the remedy
 
     def export(self, index: int) -> Tensor:
-        """A CPU copy of a weight; the same tensor for tied names of one state_dict, never that of another one."""
+        """A copy of a weight on the CPU. Tied names in one state_dict have the same copy."""
         copy = self._copies.get(index)
         if copy is None:
             copy = self._copies[index] = read_weight(self.engine.members[index])
@@ -73,7 +73,8 @@ class StateHooks:
         self.engine.weights_changed([member.chunk])
 
     def _begin(self, members: list[Member], module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not self._open or module not in self._open[-1]._modules.values():  # or the one before was interrupted
+        # This state_dict() is the outermost, or the one before was interrupted.
+        if not self._open or module not in self._open[-1]._modules.values():
             self._open.clear()
             self._copies.clear()
         self._open.append(module)
@@ -101,8 +102,8 @@ class StateHooks:
     def _enter(self, members: list[Member]) -> None:
         with self.engine.quiet():
             for member in members:
-                if member.index not in self.engine.whole:  # inside full_parameters it is like any parameter
-                    self.engine.exported[member.index] = member
+                if member.index not in self.engine.bindings.full:  # full_parameters gives a copy of its own
+                    self.engine.bindings.in_state_dict[member.index] = member
                     member.parameter.__class__ = _Exported
                     _Exported.hooks[id(member.parameter)] = self
 
@@ -110,29 +111,30 @@ class StateHooks:
         self._end(members)
 
     def _end(self, members: list[Member]) -> None:
-        self.engine.end_export(member.index for member in members)
+        self.engine.bindings.end_state_dict(member.index for member in members)
 
 
 @contextmanager
 def full_parameters(module: nn.Module) -> Iterator[None]:
-    """Make every parameter of ``module`` whole for reading or editing, on the CPU; edits are written back.
+    """Give every parameter of ``module`` its full weight on the CPU, for reading or editing. Edits are written back.
 
-    ``module`` is a wrapped model or any part of one. Inside, parameters hold CPU copies of their 16-bit (or fp32)
-    weights, so ask for a part of a large model at a time. Nothing of the model runs inside.
+    ``module`` is a wrapped model or any part of one. Inside, its parameters are copies of their 16-bit (or fp32)
+    weights on the CPU, so pass one part of a large model at a time. The model cannot run inside.
 
     Raises:
-        ValueError: ``module`` is not wrapped, or a parameter was given another shape; no edit is kept then.
+        ValueError: ``module`` is not wrapped, or a parameter was given another shape, and no edit is kept.
     """
     engine, members = _members(module)
     with engine.quiet():
-        members = [member for member in members if member.index not in engine.whole]  # within another one
-        copies = [read_weight(member) for member in members]
+        # An outer full_parameters may have some of them already.
+        members = [member for member in members if member.index not in engine.bindings.full]
+        copies = read_weights(members)
         try:
             for member, copy in zip(members, copies, strict=True):
-                engine.whole.add(member.index)
-                make_whole(member.parameter, copy.clone())
+                engine.bindings.full.add(member.index)
+                make_full(member.parameter, copy.clone())
         except BaseException:  # no memory for the copies, or interrupted
-            _put_back(engine, [member for member in members if member.index in engine.whole])
+            _put_back(engine, [member for member in members if member.index in engine.bindings.full])
             raise
     try:
         yield
@@ -144,8 +146,8 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
 
 def _put_back(engine: Engine, members: list[Member]) -> None:
     for member in members:
-        engine.whole.remove(member.index)
-        end_whole(member.parameter)
+        engine.bindings.full.remove(member.index)
+        end_full(member.parameter)
 
 
 def _keep_edits(engine: Engine, members: list[Member], copies: list[Tensor], edited: list[Tensor]) -> None:
@@ -153,8 +155,8 @@ def _keep_edits(engine: Engine, members: list[Member], copies: list[Tensor], edi
     for member, copy, value in zip(members, copies, edited, strict=True):
         if value.shape != member.shape:
             raise ValueError(
-                f"{member.name} was given the shape {tuple(value.shape)}, not {tuple(member.shape)}: no edit made in "
-                "this full_parameters is kept"
+                f"{member.name} was given the shape {tuple(value.shape)}, not {tuple(member.shape)}: no edit of this "
+                "full_parameters is kept"
             )
         if value.dtype != copy.dtype or not torch.equal(value, copy):
             changed.append((member, value))
@@ -169,4 +171,5 @@ def _members(module: nn.Module) -> tuple[Engine, list[Member]]:
     if not handles:
         raise ValueError("full_parameters needs a model that protrain.wrap returned, or a part of one")
     engine = handles[0].engine
+    assert isinstance(engine, Engine)
     return engine, [engine.members[handle.index] for handle in handles]

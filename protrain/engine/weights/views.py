@@ -1,4 +1,4 @@
-"""Views of weights: told by the storage that they share, and made again on other memory."""
+"""Views of weights: how the engine recognises one by its storage, and makes the same view on other memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Address of the memory that ``tensor`` is a view of; 0: it is made of other tensors, as quantised ones are."""
+    """The address of the storage of ``tensor``; 0 if it consists of other tensors, as quantised tensors do."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:
         return 0
 
 
-class Viewers:
-    """Tells whether tensors that came to share ``memory`` while it was in use are still there afterwards.
+class ViewCounter:
+    """Counts the tensors that share ``memory``, to find views that outlive the use of it.
 
-    Views that autograd keeps by way of the engine are known: each is entered in ``known``.
+    Views that autograd saves through the engine may outlive it. The engine adds each of them to ``known``.
     """
 
     def __init__(self, memory: Tensor) -> None:
-        self.known = 0  # so far; those that are gone by now make the answer no less certain, only less strict
+        self.known = 0  # never decreases: when known views die, some unknown ones may go unnoticed
         self._storage = memory.untyped_storage()
         self._before = self._count()
 
@@ -31,8 +31,8 @@ class Viewers:
         """Units begin to use the memory."""
         self._before = self._count() - self.known
 
-    def are_more(self) -> bool:
-        """Whether more tensors share the memory than when units began to use it."""
+    def has_unknown(self) -> bool:
+        """Whether more tensors share the memory than when units began to use it, beside those that are known."""
         return self._count() - self.known > self._before
 
     def _count(self) -> int:
@@ -63,7 +63,7 @@ class ViewForm(NamedTuple):
         )
 
     def on(self, memory: Tensor) -> Tensor:
-        """A tensor of this form on ``memory``, which is 1-d and all of its storage."""
+        """A tensor of this form on ``memory``, which is 1-d and covers its storage."""
         view = memory if memory.dtype == self.dtype else memory.view(self.dtype)
         view = view.as_strided(self.shape, self.stride, self.offset)
         if self.conjugate:

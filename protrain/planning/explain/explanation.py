@@ -1,6 +1,6 @@
 """Why a plan takes the time it takes: what each phase waits for, what each knob would do, what more memory would buy.
 
-All of it comes from the models that the search uses; what a phase waits for is read from the simulated timeline.
+All of it comes from the models that the search uses. What a phase waits for is read from the simulated timeline.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.explain.knobs import Change, PlanModels, changes_of
+from protrain.planning.evaluate import check
+from protrain.planning.explain.knobs import Change, changes_of
 from protrain.planning.explain.phases import WAITS, Phase, phases
 from protrain.planning.memory.model import MemoryModel
-from protrain.planning.plan import BlockMode, Plan, moved_input_bytes
-from protrain.planning.rates.caution import slow_share
-from protrain.planning.rates.update_rates import device_update_gparams, host_update_gparams
-from protrain.planning.search.given import check
-from protrain.planning.search.search import search
+from protrain.planning.plan import BlockMode, Plan, offloaded_input_bytes
+from protrain.planning.predict import Models
+from protrain.planning.rates.host_rates import slowest_share
+from protrain.planning.search import search
 from protrain.planning.tables import aligned, format_change, format_ms
-from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
 from protrain.profiler.model_profile import ModelProfile
 
 MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # shares of the memory there is, on top of it
+_SHOWN = 0.0005  # shares that are written as 0.1% and more
 _SAME = 0.005  # times this close are the same: the search itself prefers by other grounds within it
 
 
@@ -44,8 +44,9 @@ class Explanation(Record):
     file_kind = "the explanation of a plan"
 
     plan: Plan  # with the predictions that all of this is about
-    slow_share: float  # of the host's rate, the least that plans reckon with: see [Note: caution]
-    cautious_ms: float  # of a step with that
+    slowest_share: float  # of the host's calibrated rate, in the slowest host-rate scenario
+    slowest_ms: float  # of a step in that scenario
+    expected_ms: float  # the mean over the host-rate scenarios
     tokens_per_s: float
     device_limit_bytes: int
     host_limit_bytes: int
@@ -56,23 +57,25 @@ class Explanation(Record):
     changes: tuple[Change, ...]
     here: Plan | None  # one that a search finds on this machine, and that is faster
     better: tuple[Better, ...]
+    searched: bool  # whether machines with more memory were looked at
 
     def table(self) -> str:
         """Everything as text."""
-        tables = (self.memory_table(), self.phase_table(), self.knob_table(), self.better_table())
+        tables = [self.memory_table(), self.phase_table(), self.knob_table()]
+        tables += [self.better_table()] if self.searched else []
         step = f"{self.plan}: {format_ms(self.plan.step_ms)}, {self.tokens_per_s:,.0f} tokens/s"
         step += f"; {slower}" if (slower := self.on_slower_host()) else ""
         return "\n\n".join((step, *tables))
 
     def on_slower_host(self) -> str:
-        """A step's time with the slowest host that plans reckon with; "" where that is as calibrated."""
+        """The step time in the slowest host-rate scenario; "" where its host is as calibrated."""
         if not self._host_is_slower:
             return ""
-        return f"{format_ms(self.cautious_ms)} should the host update {1 - self.slow_share:.0%} more slowly"
+        return f"{format_ms(self.slowest_ms)} should the host update {1 - self.slowest_share:.0%} more slowly"
 
     @property
     def _host_is_slower(self) -> bool:
-        return self.slow_share < 0.995  # by 1% and more, as it is written
+        return self.slowest_share < 0.995  # by 1% and more, as it is written
 
     def __str__(self) -> str:
         return self.table()
@@ -100,12 +103,12 @@ class Explanation(Record):
 
     def knob_table(self) -> str:
         """One step of each knob."""
-        slower = [f"host {1 - self.slow_share:.0%} slower"] if self._host_is_slower else []
+        slower = [f"host {1 - self.slowest_share:.0%} slower"] if self._host_is_slower else []
         rows = [["one more or less", "step time", *slower, "device memory", "host memory", ""]]
         for change in self.changes:
             at = int(getattr(self.plan, change.knob))
             name = f"{change.knob} {at} -> {at + change.step}"
-            if change.step_ms is None or change.cautious_ms is None:
+            if change.step_ms is None or change.slowest_ms is None:
                 rows.append([name, "-", *["-"] * len(slower), "-", "-", change.impossible])
                 continue
             over = [
@@ -117,13 +120,18 @@ class Explanation(Record):
                 [
                     name,
                     f"{format_ms(change.step_ms)} ({format_change(change.step_ms, self.plan.step_ms)})",
-                    *[format_change(change.cautious_ms, self.cautious_ms)] * len(slower),
+                    *[format_change(change.slowest_ms, self.slowest_ms)] * len(slower),
                     _signed(change.device_bytes - self.plan.device_bytes),
                     _signed(change.host_bytes - self.plan.host_bytes),
-                    f"infeasible: {', '.join(over)}" if over else "",
+                    f"infeasible: {', '.join(over)}" if over else self._not_taken(change),
                 ]
             )
         return aligned(rows)
+
+    def _not_taken(self, change: Change) -> str:
+        """Why the plan is not the one with ``change``, where that saves time in the mean over the scenarios."""
+        saved = 1 - (change.expected_ms or self.expected_ms) / self.expected_ms
+        return f"saves {saved:.1%} on average, less than is asked of it" if saved >= _SHOWN else ""
 
     def better_table(self) -> str:
         """What more memory would buy."""
@@ -144,17 +152,28 @@ class Explanation(Record):
 
 
 def explain(
-    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
+    plan: Plan,
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    step_during_backward: bool = False,
+    more_memory: bool = True,
 ) -> Explanation:
     """What limits ``plan`` for ``profile`` on ``hardware``, and what would change that.
+
+    With ``more_memory`` it also searches the plans of machines with more memory, which takes some seconds.
 
     Raises:
         ValueError: the plan was made for another model, or contradicts itself.
         PlanError: it does not fit ``hardware``.
     """
     plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
-    models = PlanModels(plan, profile, hardware, step_during_backward=step_during_backward)
-    here, better = _with_more(plan, profile, hardware, step_during_backward)
+    models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
+    modes, counts = plan.block_modes, plan.counts
+    here: Plan | None = None
+    better: list[Better] = []
+    if more_memory:
+        here, better = _with_more(plan, profile, hardware, step_during_backward)
     return Explanation(
         plan=plan,
         tokens_per_s=plan.tokens_per_s,
@@ -163,23 +182,15 @@ def explain(
         large_buffers=models.memory.large_buffers(plan.n_persist),
         device_parts=device_parts(plan, models.memory),
         host_parts=host_parts(plan, models.memory),
-        slow_share=slow_share(hardware),
-        cautious_ms=models.slower.step_ms(
-            plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream, plan.n_whole
-        ),
-        phases=phases(_timeline(plan, profile, models)),
-        changes=tuple(changes_of(plan, profile, hardware, models)),
+        slowest_share=slowest_share(hardware),
+        slowest_ms=models.slowest_ms(modes, counts),
+        expected_ms=models.expected_ms(modes, counts),
+        phases=phases(models.timeline(plan)),
+        changes=tuple(changes_of(plan, profile, hardware, models, step_during_backward=step_during_backward)),
         here=here,
         better=tuple(better),
+        searched=more_memory,
     )
-
-
-def timeline_of(
-    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
-) -> Timeline:
-    """One step of ``plan``. On a CPU, where all follows each other, forward, backward, copies and updates."""
-    models = PlanModels(plan, profile, hardware, step_during_backward=step_during_backward)
-    return _timeline(plan, profile, models)
 
 
 def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
@@ -200,8 +211,8 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     accumulators = memory.accumulator_bytes(plan.n_persist)
     own = accumulators or memory.gradients.own_bytes(plan.n_persist)[1]
     activations = memory.activations(plan.block_modes)
-    moved = sum(
-        moved_input_bytes(block)
+    offloaded = sum(
+        offloaded_input_bytes(block)
         for block, mode in zip(memory.profile.blocks, plan.block_modes, strict=True)
         if mode is BlockMode.CKPT_SWAP
     )
@@ -209,47 +220,20 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
         "weights": weights,
         "gradients": memory.host_gradient_bytes(plan.n_persist, activations.swapped_bytes),
         "optimizer states": states - weights - own,
-        "swapped activations": activations.swapped_bytes - moved,
+        "swapped activations": activations.swapped_bytes - offloaded,
     }
     if accumulators:
         parts["sums of gradients"] = accumulators
     if plan.n_ckpt_swap:
-        parts["moved inputs of recomputed blocks" + (", and attention" if plan.keep_attention else "")] = moved
+        parts["offloaded inputs of recomputed blocks" + (", and attention" if plan.keep_attention else "")] = offloaded
     if plan.n_speculate:
-        n_alone = plan.n_speculate - plan.n_whole if plan.early_weights else 0
-        alone = memory.spare_bytes(plan.n_persist, n_alone)
-        if alone:
-            parts["second weights for early updates"] = alone
-        if whole := memory.spare_bytes(plan.n_persist, plan.n_speculate, plan.n_whole) - alone:
-            parts["second copies for early updates"] = whole
-    needed = memory.host_bytes(plan.n_persist, activations, plan.n_speculate, plan.n_whole)
+        weights = memory.copy_bytes(plan.n_persist, plan.n_weight_only, plan.n_weight_only)
+        if weights:
+            parts["second weights for speculative updates"] = weights
+        if whole := memory.copy_bytes(plan.n_persist, plan.n_speculate, plan.n_weight_only) - weights:
+            parts["second copies for speculative updates"] = whole
+    needed = memory.host_bytes(plan.counts, activations)
     return {**parts, "other": needed - sum(parts.values())}
-
-
-def _timeline(plan: Plan, profile: ModelProfile, models: PlanModels) -> Timeline:
-    runtime, hardware, layout = models.runtime, models.memory.hardware, models.memory.layout
-    if hardware.device_type != "cpu":
-        counts = plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream, plan.n_whole
-        return runtime.timeline(plan.block_modes, *counts)
-    times = runtime.times
-    forward_ms = sum(times.forward) + sum(times.gap_forward)
-    recomputed = (ms for ms, mode in zip(times.recompute, plan.block_modes, strict=True) if mode.recomputes)
-    backward_ms = times.total - forward_ms + sum(recomputed)
-    on_device, on_host = device_update_gparams(profile, hardware), host_update_gparams(profile, hardware)
-    update_ms = sum(
-        chunk.elements / (on_device if index < plan.n_persist else on_host) / 1e6
-        for index, chunk in enumerate(layout.chunks)
-        if chunk.trainable
-    )
-    ends = [forward_ms, forward_ms + backward_ms, plan.step_ms - update_ms, plan.step_ms]
-    row = [
-        Operation(lane=lane, name=name, start_ms=start, end_ms=end)
-        for lane, name, start, end in zip(
-            (GPU, GPU, UP, HOST), ("forward", "backward", "copies", "update"), [0.0, *ends], ends, strict=False
-        )
-        if end > start
-    ]
-    return Timeline(step_ms=ends[3], forward_end_ms=ends[0], backward_end_ms=ends[1], operations=tuple(row))
 
 
 def _with_more(

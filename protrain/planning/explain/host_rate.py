@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.explain.explanation import timeline_of
 from protrain.planning.layout import updated_chunks
 from protrain.planning.plan import Plan, layout_of
+from protrain.planning.predict import predict
 from protrain.planning.rates.update_rates import host_update_gparams
 from protrain.planning.timeline import HOST
 from protrain.profiler.model_profile import ModelProfile
 
-_WHOLE = ("update", "early update", "deferred update")
+_WHOLE = ("update", "speculative update", "deferred update")
 
 
 def host_gparams(
@@ -22,7 +22,8 @@ def host_gparams(
         n_away = sum(chunk >= plan.n_persist for chunk in updated_chunks(profile, layout))
         return host_update_gparams(profile, hardware) if n_away > plan.n_stream else 0.0
     elements, milliseconds = 0, 0.0
-    for operation in timeline_of(plan, profile, hardware, step_during_backward=step_during_backward).operations:
+    timeline = predict(profile, hardware, plan, step_during_backward=step_during_backward).timeline
+    for operation in timeline.operations:
         kind, _, chunk = operation.name.rpartition(" ")
         if operation.lane == HOST and kind in _WHOLE:
             elements += layout.chunks[int(chunk)].elements

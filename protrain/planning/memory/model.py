@@ -6,7 +6,8 @@ with every block checkpointed and what the plan's other modes keep on top:
 
     untouched block   its saved activations, from its forward until its backward
     swapped block     its saved activations while they are on the way: in forward until the next unit is done, in
-                      backward from the block before it (in backward order) on
+                      backward from the block before it (in backward order) on; where they are packed, the packed
+                      buffer in their place, beside them at the end of its forward and all through its backward
 
 and less what its modes take away:
 
@@ -31,7 +32,7 @@ device as many as are needed, in host memory as many as there is room for, for m
 
 from __future__ import annotations
 
-import copy
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
@@ -44,15 +45,15 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.choices import Choices
 from protrain.planning.layout import STAGING_BUFFERS, ChunkRecord, Layout, most_held
 from protrain.planning.memory.gradient_regions import GradientRegions
-from protrain.planning.plan import BlockMode, moved_input_bytes
+from protrain.planning.plan import BlockMode, Counts, block_modes, offloaded_input_bytes, swapped_block_bytes
 from protrain.planning.rates.streaming import staging_bytes
+from protrain.planning.rates.swap_copies import choose_packed
 from protrain.profiler.model_profile import ModelProfile
 
 Bytes = NDArray[np.int64]
 
 MIB = 1024**2
 TILE_ELEMENTS = 16384  # of the gradient norm: one partial sum each
-HOST_ALIGNMENT = 256  # bytes, of every tensor in the host arena
 _HOST_SMALL_BYTES = 1 * MIB  # partial sums, page rounding of the arena's segments
 _CUDA_WORKSPACE_BYTES = 128 * MIB  # matmul workspaces that a trace may have found allocated, the engine's small tensors
 _CUDA_FRAGMENTATION = 0.05  # of the activations: what the caching allocator loses to sizes that don't fit each other
@@ -91,7 +92,7 @@ class MemoryModel:
         hardware: the machine and its limits.
         layout: of the model.
         update_in_backward: whether updates run inside backward (``step_during_backward``).
-        early_weights: whether early updates make weights alone, and not all states.
+        pack_swaps: by block, whether what it saves is packed where it is swapped; by default what takes less time.
     """
 
     def __init__(
@@ -101,13 +102,14 @@ class MemoryModel:
         layout: Layout,
         *,
         update_in_backward: bool = False,
-        early_weights: bool = False,
+        pack_swaps: tuple[bool, ...] | None = None,
     ) -> None:
         self.profile = profile
         self.hardware = hardware
         self.layout = layout
         self.update_in_backward = update_in_backward
-        self.early_weights = early_weights
+        self.pack_swaps = choose_packed(profile, hardware) if pack_swaps is None else pack_swaps
+        packs = self.pack_swaps or (False,) * len(profile.blocks)
         self.gradients = GradientRegions(profile, hardware, layout, update_in_backward=update_in_backward)
         self.accumulates = profile.accumulation > 1  # in fp32, into an accumulator of every chunk
         element = profile.element_bytes
@@ -125,21 +127,23 @@ class MemoryModel:
         self._persistent = [0]  # by n_persist
         for chunk in layout.chunks:
             self._persistent.append(self._persistent[-1] + self.chunk_bytes(chunk))
-        spares = [state_bytes(chunk, profile, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks]
+        states = [state_bytes(chunk, profile, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks]
         weights = [chunk.elements * element if chunk.trainable else 0 for chunk in layout.chunks]
-        # Second copies of the chunks before that early updates make: of all states, or of weights alone.
-        self._copies = {False: list(accumulate(spares, initial=0)), True: list(accumulate(weights, initial=0))}
+        # Bytes of second copies of all chunks before: of their states, and of their weights alone.
+        self._state_copies = list(accumulate(states, initial=0))
+        self._weight_copies = list(accumulate(weights, initial=0))
         tiles = sum(-(-parameter.numel // TILE_ELEMENTS) for parameter in profile.parameters if parameter.group >= 0)
         self.partial_bytes = 4 * tiles
         self._kept = [
             sum(block.saved_bytes for block in profile.blocks[first:]) for first in range(len(profile.blocks) + 1)
         ]
         self._swapped = [  # by block: its saved activations in host memory, its inputs there
-            (record.saved_bytes + HOST_ALIGNMENT * record.saved_tensors, moved_input_bytes(record))
-            for record in profile.blocks
+            (swapped_block_bytes(record, packed=packed), offloaded_input_bytes(record))
+            for record, packed in zip(profile.blocks, packs, strict=True)
         ]
-        self._walk = _walk(profile)
+        self._walk = _walk(profile, packs)
         self._activations: dict[tuple[BlockMode, ...], Activations] = {}  # those worked out one by one
+        self._offloads: dict[tuple[int, int], tuple[Bytes, Bytes]] = {}
 
     def chunk_bytes(self, chunk: ChunkRecord) -> int:
         """All states of ``chunk``, with its gradient or with what gradients are added to."""
@@ -220,48 +224,51 @@ class MemoryModel:
         """Host memory of gradients."""
         return self.gradients.host_bytes(n_persist, self.host_regions(n_persist, swapped_bytes))
 
-    def host_bytes(self, n_persist: int, activations: Activations, n_speculate: int = 0, n_whole: int = 0) -> int:
+    def host_bytes(self, counts: Counts, activations: Activations) -> int:
         """Predicted host memory of the engine."""
         swapped_bytes = activations.swapped_bytes
-        more = self.host_gradient_bytes(n_persist, swapped_bytes) - self._least_gradient_bytes(n_persist)
-        return self.host_bytes_beside(n_persist, swapped_bytes, n_speculate, n_whole) + more
+        more = self.host_gradient_bytes(counts.n_persist, swapped_bytes) - self._least_gradient_bytes(counts.n_persist)
+        copies = self.copy_bytes(counts.n_persist, counts.n_speculate, counts.n_weight_only)
+        return self.host_bytes_beside(counts.n_persist, swapped_bytes) + copies + more
 
-    def host_bytes_beside(self, n_persist: int, swapped_bytes: int, n_speculate: int = 0, n_whole: int = 0) -> int:
-        """The least of it, with no more regions of gradients than there must be, beside that of activations."""
+    def host_bytes_beside(self, n_persist: int, swapped_bytes: int) -> int:
+        """The least host memory of any plan with so many persistent chunks: no second copies, fewest regions."""
         states = self._persistent[-1] - self._persistent[n_persist]
         if not self.accumulates:
             states -= self.gradients.own_bytes(n_persist)[1]
-        spare_bytes = self.spare_bytes(n_persist, n_speculate, n_whole)
-        chunks = states + self._least_gradient_bytes(n_persist) + spare_bytes
+        chunks = states + self._least_gradient_bytes(n_persist)
         return chunks + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
 
     def _least_gradient_bytes(self, n_persist: int) -> int:
         return self.gradients.host_bytes(n_persist, self.gradients.on_host(n_persist))
 
-    def making_weights(self) -> MemoryModel:
-        """The same, but that early updates make weights alone."""
-        other = copy.copy(self)
-        other.early_weights = True
-        return other
+    def copy_bytes(self, n_persist: int, n_speculate: int, n_weight_only: int = 0) -> int:
+        """Second copies that speculative updates write, the first ``n_weight_only`` of weights alone."""
+        first, last = n_persist + n_weight_only, n_persist + n_speculate
+        weights = self._weight_copies[first] - self._weight_copies[n_persist]
+        return weights + self._state_copies[last] - self._state_copies[first]
 
-    def spare_bytes(self, n_persist: int, n_speculate: int, n_whole: int = 0) -> int:
-        """Second copies of what early updates of ``n_speculate`` chunks write, the last ``n_whole`` all states."""
-        last = n_persist + n_speculate
-        sizes, whole = self._copies[self.early_weights], self._copies[False]
-        return sizes[last - n_whole] - sizes[n_persist] + whole[last] - whole[last - n_whole]
+    def speculation(
+        self, n_persist: int, n_speculate: int, swapped_bytes: int, *, whole: bool = False
+    ) -> tuple[int, int]:
+        """(n_speculate, n_weight_only): at most ``n_speculate`` updates, as many as host memory has room for.
 
-    def most_whole(self, n_persist: int, n_speculate: int, swapped_bytes: int) -> int:
-        """Of ``n_speculate`` early updates, those that host memory has room to do whole; -1 where it has for none."""
-        room = self.hardware.host_bytes - self.host_bytes_beside(n_persist, swapped_bytes)
-        fit = (n for n in range(n_speculate, -1, -1) if self.spare_bytes(n_persist, n_speculate, n) <= room)
-        return next(fit, -1)
-
-    def most_early(self, n_persist: int, swapped_bytes: Bytes) -> Bytes:
-        """Chunks of which second copies fit in what is left of host memory, by the size of what is swapped."""
-        sizes = self._copies[self.early_weights]
-        room = self.hardware.host_bytes - self.host_bytes_beside(n_persist, 0) - swapped_bytes
-        fit = np.searchsorted(sizes, sizes[n_persist] + room, side="right") - 1
-        return np.clip(fit - n_persist, 0, len(self.layout.chunks) - n_persist)
+        An update of the weight alone is work that the host does twice, so as few as possible are: the first in
+        execution order. Their gradients come last, when the end of backward is near, and the next forward needs them
+        first; their next gradients leave the host the most time for the states. With ``whole`` there is none.
+        """
+        room_bytes = self.hardware.host_bytes - self.host_bytes_beside(n_persist, swapped_bytes)
+        copies = self._state_copies if whole else self._weight_copies
+        fit = bisect_right(copies, copies[n_persist] + room_bytes) - 1 - n_persist
+        n_speculate = max(0, min(n_speculate, fit, len(self.layout.chunks) - n_persist))
+        low, high = 0, n_speculate  # the fewest of weights alone lie from low to high
+        while low < high:
+            middle = (low + high) // 2
+            if self.copy_bytes(n_persist, n_speculate, middle) <= room_bytes:
+                high = middle
+            else:
+                low = middle + 1
+        return n_speculate, low
 
     def swapped_bytes(self, modes: tuple[BlockMode, ...]) -> int:
         """Host memory of the swapped blocks and of moved inputs."""
@@ -276,6 +283,15 @@ class MemoryModel:
             peak, held, swapped = (int(array[0]) for array in found)
             known = Activations(peak_bytes=peak, held_bytes=held, swapped_bytes=swapped)
             self._activations[modes] = known
+        return known
+
+    def offloads(self, n_swap: int, n_ckpt: int) -> tuple[Bytes, Bytes]:
+        """Device bytes with their margin, and host bytes, by the number of input offloads: from 0 to ``n_ckpt``."""
+        known = self._offloads.get((n_swap, n_ckpt))
+        if known is None:
+            modes = [block_modes(len(self.profile.blocks), n_swap, n_ckpt, n) for n in range(n_ckpt + 1)]
+            peak_bytes, _, swapped_bytes = self.all_activations(Choices.of(modes))
+            known = self._offloads[n_swap, n_ckpt] = self.with_margin(peak_bytes), swapped_bytes
         return known
 
     def all_activations(self, choices: Choices) -> tuple[Bytes, Bytes, Bytes]:
@@ -303,9 +319,12 @@ class MemoryModel:
         waiting += swap[walk.neighbour] * walk.neighbour_bytes + moves[walk.neighbour] * walk.neighbour_input_bytes
         waiting += walk.live_bytes
         keeps = walk.forward & ~recomputed
-        peak = (waiting + np.where(keeps, walk.keeping_bytes, walk.peak_bytes)).max(axis=0, initial=0)
+        own = np.where(keeps, walk.keeping_bytes, walk.peak_bytes)
+        packing = swap[walk.block]
+        peak = (waiting + np.where(packing, walk.packing_bytes, own)).max(axis=0, initial=0)
         # Backward recomputes or fetches it, and it was measured as such.
-        held = (waiting + (keeps | ~walk.forward) * walk.share_bytes).max(axis=0, initial=0)
+        of_block = (keeps | ~walk.forward) * walk.share_bytes + packing * walk.packed_bytes
+        held = (waiting + of_block).max(axis=0, initial=0)
         saved_bytes, moved_bytes = np.array([*self._swapped, (0, 0)], dtype=np.int64).T
         return peak, held, saved_bytes @ swap + moved_bytes @ moves
 
@@ -320,22 +339,29 @@ class _Walk(NamedTuple):
     live_bytes: Bytes
     peak_bytes: Bytes
     keeping_bytes: Bytes  # the most at once in forward when the block keeps what it saves
+    packing_bytes: Bytes  # the most at once when it is swapped, in forward or backward
+    packed_bytes: Bytes  # of the buffer that one call is packed into; 0 where it is not
     share_bytes: Bytes  # saved by one call of the block
     unsaved_input_bytes: Bytes  # of one call of the block
     input_bytes: Bytes  # the same, saved or not, if moving it frees it
-    neighbour_bytes: Bytes  # saved by one call of the neighbour, and its inputs
+    neighbour_bytes: Bytes  # of one call of the neighbour, saved or packed, and its inputs
     neighbour_input_bytes: Bytes
 
 
-def _walk(profile: ModelProfile) -> _Walk:
+def _walk(profile: ModelProfile, packs: tuple[bool, ...]) -> _Walk:
     calls = Counter(segment.block for segment in profile.segments if segment.phase == "forward")
     share = {index: block.saved_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
+    packed = {
+        index: -(-swapped_block_bytes(block, packed=True) // max(1, calls[index])) * packs[index]
+        for index, block in enumerate(profile.blocks)
+    }
+    output = {index: block.output_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
     inputs = {
         index: (block.input_bytes - block.held_input_bytes) // max(1, calls[index])
         for index, block in enumerate(profile.blocks)
     }
     unsaved = {index: block.unsaved_input_bytes // max(1, calls[index]) for index, block in enumerate(profile.blocks)}
-    share[-1] = inputs[-1] = unsaved[-1] = 0
+    share[-1] = packed[-1] = inputs[-1] = unsaved[-1] = 0
     order = [segment.block for segment in profile.segments]
     rows, held = [], []
     before, at_loss = -1, True  # not yet in the backward of a block
@@ -360,8 +386,13 @@ def _walk(profile: ModelProfile) -> _Walk:
         if segment.held_bytes:
             held.append((index, segment.held_until, segment.held_bytes))
         live = segment.live_bytes + (profile.output_bytes if forward else 0)  # of the step before
-        sizes = (live, segment.peak_bytes, keeping, share[block], unsaved[block], inputs[block])
-        rows.append((block, neighbour, forward, *sizes, share[neighbour], moving))
+        packing = keeping if forward else segment.peak_bytes
+        if packed[block] and forward:
+            packing = max(keeping, share[block] + output[block] + packed[block])
+        elif packed[block]:
+            packing += packed[block]
+        sizes = (live, segment.peak_bytes, keeping, packing, packed[block], share[block], unsaved[block], inputs[block])
+        rows.append((block, neighbour, forward, *sizes, packed[neighbour] or share[neighbour], moving))
         if block >= 0:
             before, held_before = block, (segment.held_bytes, segment.held_until)
     blocks, neighbours, is_forward, *columns = np.array(rows, dtype=np.int64).reshape(-1, len(_Walk._fields) - 1).T

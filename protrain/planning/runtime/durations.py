@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain, cycle
 
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import STAGING_BUFFERS, updated_chunks
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.rates.compute_times import compute_times
 from protrain.planning.rates.contention import OTHERS, rates
 from protrain.planning.rates.streaming import streamed_rates
+from protrain.planning.rates.swap_copies import SwapCopies, swap_copies
 from protrain.planning.rates.update_rates import (
     CALIBRATED_DTYPE,
     device_update_gparams,
@@ -37,68 +39,73 @@ class Durations:
         profile, hardware, layout = memory.profile, memory.hardware, memory.layout
         self.times = compute_times(profile, hardware)
         self._profile = profile
-        self._hardware = hardware
         self._layout = layout
         self._memory = memory
+        self._only_adds = only_adds
         self._in_backward = memory.update_in_backward or only_adds
         element = profile.element_bytes
         held = [self._held(unit) for unit in profile.calls]
         held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
         self._updated = updated_chunks(profile, layout)
         updated = [chunk.index in self._updated for chunk in layout.chunks]
-        trainable = [chunk.elements if updated[chunk.index] else 0 for chunk in layout.chunks]
+        self._trainable = [chunk.elements if updated[chunk.index] else 0 for chunk in layout.chunks]
         self._upload = [_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
-        dtype, moment_bytes = profile.dtype, profile.moment_bytes
-        host_gparams, device_gparams = host_update_gparams(profile, hardware), device_update_gparams(profile, hardware)
-        adam_bytes = moved_bytes(dtype, moment_bytes)
-        per_byte = [n / hardware.host_adam_gparams / 1e6 / moved_bytes(dtype) for n in trainable]
-        self._host_add = [ms * (element + 2 * _ACCUMULATOR_BYTES) if memory.accumulates else 0.0 for ms in per_byte]
-        self._host_norm = [ms * _ACCUMULATOR_BYTES if memory.accumulates else 0.0 for ms in per_byte]
-        self._device_update = [0.0 if only_adds else n / device_gparams / 1e6 for n in trainable]
-        update_ms = [n / host_gparams / 1e6 for n in trainable]
-        if memory.accumulates:
-            update_ms = [ms * (1 + (_ACCUMULATOR_BYTES - element) / adam_bytes) for ms in update_ms]
-            adam_bytes += _ACCUMULATOR_BYTES - element
-        self._host_update = self._host_add if only_adds else update_ms
+        device_gparams = device_update_gparams(profile, hardware)
+        self._device_update = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._trainable]
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = computing_by_visit(profile, self.times)
-        # By unit, of one call: out and back of its saved activations, of its inputs; recomputation; which block may be
-        # swapped.
-        self._swap_ms = [(0.0, 0.0)] * len(profile.units)
+        # By unit, of one call: out and back of its saved activations, and packing them; out and back of its inputs;
+        # recomputation.
+        self._swap_copies = [SwapCopies(0.0, 0.0)] * len(profile.units)
         self._inputs_ms = [(0.0, 0.0)] * len(profile.units)
         self._recompute_ms = [0.0] * len(profile.units)
-        self._swappable: list[int | None] = [None] * len(profile.units)
         for unit, n_calls in Counter(profile.calls).items():
             if (block := profile.units[unit].block) is not None:
-                size = profile.blocks[block].saved_bytes / n_calls
-                self._swap_ms[unit] = _ms(size, hardware.d2h_gbps), _ms(size, hardware.h2d_gbps)
+                packed = bool(memory.pack_swaps) and memory.pack_swaps[block]
+                self._swap_copies[unit] = swap_copies(profile.blocks[block], n_calls, hardware, packed=packed)
                 size_in = profile.blocks[block].input_bytes / n_calls
                 self._inputs_ms[unit] = _ms(size_in, hardware.d2h_gbps), _ms(size_in, hardware.h2d_gbps)
                 self._recompute_ms[unit] = self.times.recompute[block] / n_calls
-                self._swappable[unit] = block if size else None
         self._n_large = [memory.large_buffers(n_persist) for n_persist in range(len(layout.chunks) + 1)]
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, layout, self._n_large)
         self._needed = held
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
+        self._visits_of: dict[int, list[Visit]] = {}  # by n_persist
+        self._set_host(hardware)
+
+    def _set_host(self, hardware: HardwareProfile) -> None:
+        """Work out what depends on how fast the host updates."""
+        self._hardware = hardware
+        profile, accumulates = self._profile, self._memory.accumulates
+        element, dtype, moment_bytes = profile.element_bytes, profile.dtype, profile.moment_bytes
+        host_gparams = host_update_gparams(profile, hardware)
+        adam_bytes = moved_bytes(dtype, moment_bytes)
+        per_byte = [n / hardware.host_adam_gparams / 1e6 / moved_bytes(dtype) for n in self._trainable]
+        self._host_add = [ms * (element + 2 * _ACCUMULATOR_BYTES) if accumulates else 0.0 for ms in per_byte]
+        self._host_norm = [ms * _ACCUMULATOR_BYTES if accumulates else 0.0 for ms in per_byte]
+        update_ms = [n / host_gparams / 1e6 for n in self._trainable]
+        if accumulates:
+            update_ms = [ms * (1 + (_ACCUMULATOR_BYTES - element) / adam_bytes) for ms in update_ms]
+            adam_bytes += _ACCUMULATOR_BYTES - element
+        self._host_update = self._host_add if self._only_adds else update_ms
         streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
         self._rates = rates(hardware, host_gparams * moved_bytes(dtype, moment_bytes), streamed_gbps)
         self._streamed_ms = host_gparams / streamed_gparams  # by the device, of a millisecond of the host
-        # Of a whole update's time for the weight alone: it reads as much and writes no other state. How long
-        # that takes is calibrated in bf16: arithmetic may be what limits it, not memory.
+        # An update of the weight alone reads as much and writes no other state. How long that takes beside a whole
+        # update is calibrated in bf16: arithmetic may be what limits it, not memory.
         self._weight_share = _for_weight(adam_bytes, written_bytes(dtype, moment_bytes), element)
         if hardware.host_adam_weight_gparams is not None:
             measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
             counted = _for_weight(moved_bytes(CALIBRATED_DTYPE), written_bytes(CALIBRATED_DTYPE), 2)
             self._weight_share *= measured / counted
             self._weight_share = min(1.0, self._weight_share)
-        self._visits_of: dict[int, list[Visit]] = {}  # by n_persist
 
     def streamable(self, n_persist: int, n_speculate: int) -> int:
-        """How many chunks the device may update in host memory."""
+        """The number of chunks in host memory that the device may update: those without a speculative update."""
         return sum(chunk >= n_persist + n_speculate for chunk in self._updated)
 
     def balanced(self, n_persist: int, n_speculate: int) -> int:
-        """How many of those to end when the host ends, both beside computing."""
+        """The number of streamed chunks at which host and device finish together, both beside computing."""
         host, device = (
             self._rates[lane][tuple(other in (GPU, HOST, STREAM) for other in OTHERS[lane])] for lane in (HOST, STREAM)
         )
@@ -106,12 +113,12 @@ class Durations:
 
     @property
     def streams(self) -> bool:
-        """Whether the search may have the device update chunks in host memory: how fast it does must be known."""
+        """Whether the device may update chunks in host memory, which takes a calibrated rate of doing so."""
         return self._hardware.device_type == "cuda" and self._hardware.streamed_adam_gparams is not None
 
     @property
     def speculates(self) -> bool:
-        """Whether updates before step() save time: with updates inside backward, or on a CPU, there is none to save."""
+        """Whether speculative updates can save time. With updates inside backward, or on a CPU, they cannot."""
         return not self._in_backward and self._hardware.device_type != "cpu"
 
     def _held(self, unit: int) -> tuple[int, ...]:
@@ -151,7 +158,7 @@ class Durations:
 
 
 def _for_weight(adam_bytes: int, written: int, element_bytes: int) -> float:
-    """Of the bytes of an update, which writes so many, those of one that makes the weight alone."""
+    """The share of an update's bytes that an update of the weight alone moves."""
     return (adam_bytes - written + element_bytes) / adam_bytes
 
 

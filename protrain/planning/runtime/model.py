@@ -12,14 +12,19 @@ plan. On a CPU, where nothing overlaps, the operations add up.
 from __future__ import annotations
 
 import copy
+from itertools import accumulate
+from math import inf
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import streamed_chunks
 from protrain.planning.memory.model import MemoryModel
-from protrain.planning.plan import BlockMode
-from protrain.planning.runtime.bounds import Bounds
+from protrain.planning.plan import BlockMode, Counts
+from protrain.planning.runtime.durations import Durations
 from protrain.planning.runtime.passes import Begun, begin
-from protrain.planning.runtime.simulate import in_a_row, simulate, timeline
+from protrain.planning.runtime.simulate import simulate, stages, stages_ms, timeline
 from protrain.planning.runtime.step import Step, Update, Work
 from protrain.planning.runtime.stretches import Stretches
 from protrain.planning.runtime.updating import Queue
@@ -32,7 +37,7 @@ _BEGUN = 100  # steps of which the beginning is kept: neighbours in a search com
 _WORK = 200  # choices of block modes of which the work is
 
 
-class RuntimeModel(Bounds):
+class RuntimeModel(Durations):
     """Predictions for the model, layout and machine of ``memory``, with updates inside backward if it says so.
 
     Args:
@@ -42,7 +47,16 @@ class RuntimeModel(Bounds):
 
     def __init__(self, memory: MemoryModel, *, only_adds: bool = False) -> None:
         super().__init__(memory, only_adds=only_adds)
-        self._stretches = Stretches(self._rates)
+        # The forwards and backwards before the last one of a step: see [Note: several batches].
+        self._n_before = 0 if only_adds else memory.profile.accumulation - 1
+        self._before = RuntimeModel(memory, only_adds=True) if self._n_before else None
+        starts = list(accumulate(self._forward_ms, initial=0.0))
+        first_use = {chunk: at for at in range(len(self._needed) - 1, -1, -1) for chunk in self._needed[at]}
+        # By chunk, from its update to the end of forward: it goes up, and all that is computed from its first use on.
+        self._after_ms = [
+            upload + (starts[-1] - starts[min(first_use.get(chunk, 0), len(self._forward_ms))])
+            for chunk, upload in enumerate(self._upload or [0.0])
+        ]
         self._work: dict[Modes, tuple[list[Work], list[float]]] = {}
         self._begun: dict[tuple[Modes, int, int], Begun] = {}
         # By turn, where nothing is swapped: its work in forward, and in backward without and with recomputation.
@@ -54,109 +68,58 @@ class RuntimeModel(Bounds):
             for unit, compute_ms in zip(calls, self._backward_ms, strict=True)
         ]
 
-    def making_weights(self) -> RuntimeModel:
-        """The same, but that early updates make weights alone; what is worked out of either is known to both."""
+    @override
+    def _set_host(self, hardware: HardwareProfile) -> None:
+        super()._set_host(hardware)
+        self._stretches = Stretches(self._rates)
+
+    def on_host(self, hardware: HardwareProfile) -> RuntimeModel:
+        """A copy for ``hardware``, which differs only in how fast its host updates; the two share their caches."""
         other = copy.copy(self)
-        other._memory = self._memory.making_weights()
+        other._set_host(hardware)
+        other._before = self._before.on_host(hardware) if self._before else None
         return other
 
-    @property
-    def early_weights(self) -> bool:
-        """Whether early updates make weights alone."""
-        return self._memory.early_weights
+    def step_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
+        """Predicted milliseconds of one step in steady state; above ``limit_ms`` any number above it.
 
-    def step_ms(
-        self,
-        modes: Modes,
-        n_persist: int,
-        n_buffer: int,
-        n_speculate: int = 0,
-        n_stream: int = 0,
-        n_whole: int = 0,
-        *,
-        limit_ms: float = float("inf"),
-    ) -> float:
-        """Predicted time of one step in steady state, in milliseconds; if above ``limit_ms``, by how much is open.
-
-        None of its gradients is clipped: then no update is done twice.
+        No gradient of it is clipped: then no update is made twice.
         """
-        before_ms = self._before_ms(modes, n_persist, n_buffer, limit_ms)
-        if before_ms >= limit_ms:
-            return before_ms
+        before_ms = 0.0
+        if self._before is not None:
+            added = counts._replace(n_speculate=0, n_weight_only=0, n_stream=0)
+            each_ms = self._before.step_ms(modes, added, limit_ms=limit_ms / self._n_before)
+            before_ms = self._n_before * each_ms
+            if before_ms >= limit_ms:
+                return before_ms
+        step = self._step(modes, counts)
         if self._hardware.device_type == "cpu":  # where the device is the host as well
-            return before_ms + in_a_row(self._step(modes, n_persist, n_buffer, n_speculate, n_whole=n_whole))
-        step = self._step(modes, n_persist, n_buffer, n_speculate, n_stream, n_whole)
-        return before_ms + self._simulated(step, (modes, n_persist, n_buffer), limit_ms - before_ms)[0]
+            return before_ms + sum(stages_ms(step))
+        begun = None
+        if not step.making_room:
+            placed = modes, counts.n_persist, counts.n_buffer
+            begun = self._begun.get(placed)
+            if begun is None:
+                begun = _remember(self._begun, placed, begin(step), _BEGUN)
+        return before_ms + simulate(step, self._stretches, limit_ms=limit_ms - before_ms, begun=begun)
 
-    def _before_ms(self, modes: Modes, n_persist: int, n_buffer: int, limit_ms: float) -> float:
-        """All but the last forward and backward of a step."""
-        if self._before is None:
-            return 0.0
-        each_ms = self._before.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms / self._n_before)
-        return self._n_before * each_ms
+    def timeline(self, modes: Modes, counts: Counts) -> Timeline:
+        """What runs where and when in that step. Of several batches it is the last one."""
+        step = self._step(modes, counts)
+        return stages(step) if self._hardware.device_type == "cpu" else timeline(step, self._stretches)
 
-    def fitted_ms(
-        self,
-        modes: Modes,
-        n_persist: int,
-        n_buffer: int,
-        most: int,
-        *,
-        limit_ms: float = float("inf"),
-    ) -> tuple[float, int]:
-        """The same with up to ``most`` early updates: as many as seem best. See [Note: how many early updates].
-
-        Returns:
-            (step time, n_speculate).
-        """
-        if not most:
-            return self.step_ms(modes, n_persist, n_buffer, limit_ms=limit_ms), 0
-        before_ms = self._before_ms(modes, n_persist, n_buffer, limit_ms)
-        if before_ms >= limit_ms:
-            return before_ms, 0
-        step = self._step(modes, n_persist, n_buffer, most, open_early=True)
-        step_ms, n_early = self._simulated(step, (modes, n_persist, n_buffer), limit_ms - before_ms)
-        return before_ms + step_ms, step.host.updates[n_early - 1][0] - n_persist + 1 if n_early else 0
-
-    def timeline(
-        self,
-        modes: Modes,
-        n_persist: int,
-        n_buffer: int,
-        n_speculate: int = 0,
-        n_stream: int = 0,
-        n_whole: int = 0,
-    ) -> Timeline:
-        """What runs where and when in that step, as on a GPU; of several batches with the last one."""
-        return timeline(self._step(modes, n_persist, n_buffer, n_speculate, n_stream, n_whole), self._stretches)
-
-    def _simulated(self, step: Step, placed: tuple[Modes, int, int], limit_ms: float) -> tuple[float, int]:
-        """``simulate`` of a step under these modes, n_persist and n_buffer."""
-        if step.making_room:
-            return simulate(step, self._stretches, limit_ms=limit_ms)
-        begun = self._begun.get(placed)
-        if begun is None:
-            begun = _remember(self._begun, placed, begin(step), _BEGUN)
-        return simulate(step, self._stretches, limit_ms=limit_ms, begun=begun)
-
-    def _step(
-        self,
-        modes: Modes,
-        n_persist: int,
-        n_buffer: int,
-        n_speculate: int,
-        n_stream: int = 0,
-        n_whole: int = 0,
-        *,
-        open_early: bool = False,
-    ) -> Step:
-        n_visits, last = len(self._profile.calls), n_persist + n_speculate
+    def _step(self, modes: Modes, counts: Counts) -> Step:
+        n_persist = counts.n_persist
+        n_visits, last = len(self._profile.calls), n_persist + counts.n_speculate
         work, swap_in = self._work_for(modes)
-        visits, fetches = self._placed(n_persist), self._fetches.of(n_persist, n_buffer)
-        by_device = streamed_chunks([chunk for chunk in self._updated if chunk >= last], n_stream)
+        visits, fetches = self._placed(n_persist), self._fetches.of(n_persist, counts.n_buffer)
+        on_cpu = self._hardware.device_type == "cpu"
+        by_device = streamed_chunks(
+            [chunk for chunk in self._updated if chunk >= last], 0 if on_cpu else counts.n_stream
+        )
         host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist and c not in by_device]
         if self._n_before:
-            adds_all = self._in_backward or self._hardware.device_type == "cpu"
+            adds_all = self._in_backward or on_cpu
             host = [(c, t + self._host_add[c] * (adds_all or c < last)) for c, t in host]
             if not self._in_backward:
                 compute_ms, swap_ms, swap_back = work[-1]
@@ -172,8 +135,7 @@ class RuntimeModel(Bounds):
                 first = {chunk for _, chunk in handed_on}
                 host, streamed = ([pair for pair in one if pair[0] not in first] for one in (host, streamed))
         n_early = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
-        weight_share = self._weight_share if n_speculate and self._memory.early_weights else 0.0
-        n_whole = sum(last - n_whole <= chunk < last for chunk, _ in host) if weight_share else 0
+        n_alone = sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host) if counts.n_weight_only else 0
         return Step(
             forward=visits[:n_visits],
             backward=visits[n_visits:],
@@ -184,11 +146,10 @@ class RuntimeModel(Bounds):
             upload_ms=self._upload,
             swap_ms=swap_in,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
-            host=Queue(host, n_early, weight_share, n_whole),
+            host=Queue(host, n_early, n_alone, self._weight_share),
             streamed=Queue(streamed, len(streamed) if self._in_backward else 0),
             after_ms=self._after_ms,
             making_room=making_room,
-            open_early=open_early,
         )
 
     def _work_for(self, modes: Modes) -> tuple[list[Work], list[float]]:
@@ -202,11 +163,13 @@ class RuntimeModel(Bounds):
         profile = self._profile
         nothing = (0.0, 0.0)
         swap = [nothing] * len(profile.units)
+        packing = [nothing] * len(profile.units)
         recomputes = [False] * len(profile.units)
         for unit, block in self._unit_blocks:
             mode = modes[block]
             if mode is BlockMode.SWAP:
-                swap[unit] = self._swap_ms[unit]
+                copies = self._swap_copies[unit]
+                swap[unit], packing[unit] = copies[:2], copies[2:]
             elif mode is not BlockMode.NONE:
                 recomputes[unit] = True
                 if mode is BlockMode.CKPT_SWAP:
@@ -215,7 +178,7 @@ class RuntimeModel(Bounds):
         work = self._forward_work.copy()
         for at, unit in enumerate(calls):
             if out_ms := swap[unit][0]:
-                work[at] = self._forward_ms[at], out_ms, ()
+                work[at] = self._forward_ms[at] + packing[unit][0], out_ms, ()
         fetched = -1  # ahead, by the visit before
         for at in range(len(calls) - 1, -1, -1):
             unit, earlier = calls[at], calls[at - 1] if at else -1
@@ -223,7 +186,8 @@ class RuntimeModel(Bounds):
             swap_ms, ahead = swap[unit][0], earlier >= 0 and swap[earlier][0] and earlier != unit
             if swap_ms or ahead:
                 swap_back = (unit,) if swap_ms and fetched != unit else ()
-                of_unit = of_unit[0], swap_ms, (*swap_back, earlier) if ahead else swap_back
+                compute_ms = of_unit[0] + packing[unit][1]
+                of_unit = compute_ms, swap_ms, (*swap_back, earlier) if ahead else swap_back
             fetched = earlier if ahead else -1
             work.append(of_unit)
         return work, [back for _, back in swap]

@@ -16,10 +16,8 @@ from math import inf
 from operator import mul, sub
 
 from protrain.planning.layout import STAGING_BUFFERS
-from protrain.planning.runtime.early_weights import least_waiting_weights, next_gradients
 from protrain.planning.runtime.fetches import Fetch
 from protrain.planning.runtime.step import Step
-from protrain.planning.runtime.updating import Known, least_waiting
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP
 
 _BY_CHUNK_OR_UNIT = ("_updated", "_deferred", "_released", "_loaded", "offloaded", "_drained", "_swapped", "_back")
@@ -29,8 +27,8 @@ ROUNDED = 1 + 1e-9  # what sums in another order differ by, and more
 class Begun:
     """The first forward and backward of the first pass, in which nothing waits for updates.
 
-    It does not depend on how many of them are early or streamed, nor on whether early ones make weights alone, as long
-    as none has to make room. So many steps have it in common.
+    It does not depend on how many updates are speculative or streamed, nor on how fast the host is, as long as no
+    update has to make room. So many steps have it in common.
     """
 
     def __init__(self, run: Run, n_forward: list[int]) -> None:
@@ -39,32 +37,6 @@ class Begun:
         starts, ends = (times[GPU][n_forward[GPU] :] for times in (run.starts, run.ends))
         self.computing = list(map(sub, ends, starts))  # of the GPU in backward
         self.computing_ms = sum(self.computing)
-        self._known: dict[bool, Known] = {}  # by whether early updates make weights alone
-
-    def known(self, step: Step) -> Known:
-        """By which the number of early updates is chosen."""
-        weights = step.host.weight_share > 0
-        if weights not in self._known:
-            self._known[weights] = self._known_of(step, weights)
-        return self._known[weights]
-
-    def _known_of(self, step: Step, weights: bool) -> Known:
-        starts, over = self.run.starts, self.run.free[GPU]
-        uses = [inf] * len(step.upload_ms)
-        for visit, start in zip(step.forward, starts[GPU], strict=False):
-            for chunk in visit.chunks:
-                uses[chunk] = min(uses[chunk], start)
-        used, uploads = uses.copy(), []
-        for (chunk, _), start in zip(self.run.uploads, starts[UP], strict=False):
-            uploads.append((chunk, start, used[chunk]))
-            used[chunk] = inf  # what is fetched once more is for backward
-        known = Known(self.run.free[HOST], over, self.run.offloaded, uploads, uses, step.upload_ms)
-        if not weights:
-            return known
-        n_at_once = len(next(filter(None, step.forward_fetches), ()))
-        device_ms = sum(duration for _, duration in step.device_update_ms)
-        gradients = next_gradients(step, starts[DOWN][self.n_forward[DOWN] :], device_ms)
-        return known._replace(n_at_once=n_at_once, next_gradients=gradients, step_ms=over + device_ms)
 
 
 def begin(step: Step) -> Begun:
@@ -83,7 +55,7 @@ class Run:
     """
 
     def __init__(self, step: Step, stretch: list[Iterator[float]], start_ms: float) -> None:
-        self.step = step  # with the early updates that were chosen
+        self.step = step
         self._stretch = stretch  # by lane, for one operation after the other
         self.in_time: tuple[int, int] | None = None  # early updates, host and device; found in the first step
         self.uploads: list[Fetch] = []  # of forward, as they get to the link
@@ -129,7 +101,7 @@ class Run:
             run.backward()
             in_backward = islice(stretch[GPU], len(stretch[GPU]) // 2 + begun.n_forward[GPU], None)
             to_go_ms = sum(map(mul, begun.computing, in_backward))
-        run.update(begun)
+        run.update()
         run.begin_ms = run.free[GPU]
         run.forward()
         run.forward_end_ms = run.free[GPU]
@@ -138,9 +110,9 @@ class Run:
             return run
         run.backward()
         run.backward_end_ms = run.free[GPU]
-        run.update(begun)
+        run.update()
         run.step_ms = run.free[GPU] - run.begin_ms
-        if run.step.host.weight_share:  # deferred updates may pile up from step to step
+        if run.step.host.n_weight_only:  # deferred updates may pile up from step to step
             half = len(run.starts[HOST]) // 2
             run.step_ms = max(run.step_ms, sum(run.ends[HOST][half:]) - sum(run.starts[HOST][half:]))
         return run
@@ -325,16 +297,10 @@ class Run:
                     drained[staging] = all_offloaded[chunk] = down
         self.free[GPU], self.free[UP], self.free[DOWN] = gpu, up, down
 
-    def update(self, begun: Begun | None = None) -> None:
-        """All other updates. In the first step it is found which of the early ones begin in time.
-
-        How many there are to be is chosen by how the pass has ``begun``, where that is open.
-        """
+    def update(self) -> None:
+        """All other updates. The first step finds out how many early ones begin in time."""
         over = self.free[GPU]  # backward is, and the norm known
         if self.in_time is None:
-            if self.step.open_early and begun is not None:
-                choose = least_waiting_weights if self.step.host.weight_share else least_waiting
-                self.step = self.step._replace(host=choose(self.step.host, begun.known(self.step)))
             self.in_time = (
                 self.step.host.in_time(self.free[HOST], self.offloaded, over),
                 self.step.streamed.in_time(self.free[STREAM], self.offloaded, over),

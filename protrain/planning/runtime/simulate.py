@@ -9,9 +9,8 @@ The engine's order of issue is known (:mod:`protrain.planning.runtime.fetches` f
 when its lane is free and what it needs is there: a buffer given up, a chunk updated, a gradient offloaded, a norm
 known. The step after the first is the steady state.
 
-The first pass runs every operation at its own full rate; the second stretches each by what is left of that beside the
-others (:mod:`protrain.planning.runtime.stretches`). The first also chooses how many updates the host does early, where
-that is open: [Note: how many early updates] in :mod:`protrain.planning.runtime.updating`.
+The first pass runs every operation at its own full rate. The second stretches each by what is left of that rate beside
+the others (:mod:`protrain.planning.runtime.stretches`).
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from protrain.planning.runtime.stretches import Stretches
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Operation, Timeline
 
 
-def simulate(
-    step: Step, stretches: Stretches, *, limit_ms: float = inf, begun: Begun | None = None
-) -> tuple[float, int]:
-    """Milliseconds of one step in steady state, at least ``limit_ms`` as soon as it cannot be less; its early updates.
+def simulate(step: Step, stretches: Stretches, *, limit_ms: float = inf, begun: Begun | None = None) -> float:
+    """Milliseconds of one step in steady state, or something above ``limit_ms`` as soon as it cannot be less.
 
     Contention only makes operations longer, so the first pass bounds the second from below, unless uploads went in an
     order that depends on how long they and updates are, and but for what the last early update lasts beyond backward,
@@ -40,13 +37,12 @@ def simulate(
     """
     begun = begun or begin(step)
     first = Run.of(step, begun=begun, limit_ms=limit_ms)
-    step, n_early = first.step, first.step.host.n_early
     if first.is_at_least(limit_ms) or not first.moves:
-        return first.step_ms, n_early
+        return first.step_ms
     stretch = stretches.of(first.starts, first.ends)
     if limit_ms < inf and _least_ms(step, begun, first, stretch) >= limit_ms * ROUNDED:
-        return limit_ms, n_early
-    return Run.of(step, stretch, first.in_time, begun=begun, limit_ms=limit_ms).step_ms, n_early
+        return limit_ms
+    return Run.of(step, stretch, first.in_time, begun=begun, limit_ms=limit_ms).step_ms
 
 
 def _least_ms(step: Step, begun: Begun, first: Run, stretch: list[list[float]]) -> float:
@@ -88,7 +84,7 @@ def timeline(step: Step, stretches: Stretches) -> Timeline:
     run = Run.of(step)
     if run.moves:
         run = Run.of(step, stretches.of(run.starts, run.ends), run.in_time)
-    step, begin = run.step, run.begin_ms
+    begin = run.begin_ms
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
         for lane, names in enumerate(_names(step, run))
@@ -103,22 +99,35 @@ def timeline(step: Step, stretches: Stretches) -> Timeline:
     )
 
 
-def in_a_row(step: Step) -> float:
-    """Milliseconds with everything one after the other: a CPU is device and host at once."""
-    total = sum(compute_ms for compute_ms, _, _ in (*step.forward_work, *step.backward_work))
-    total += sum(
-        step.upload_ms[chunk] for fetches in (*step.forward_fetches, *step.backward_fetches) for chunk, _ in fetches
+def stages_ms(step: Step) -> tuple[float, float, float, float]:
+    """Milliseconds of forward, backward, copies and updates, one after the other: a CPU is device and host at once."""
+    forward_ms, backward_ms = (
+        sum(compute_ms for compute_ms, _, _ in work) for work in (step.forward_work, step.backward_work)
     )
-    total += sum(swap_ms for _, swap_ms, _ in step.forward_work) + sum(
-        step.swap_ms[visit.unit] for visit in step.backward
+    backward_ms += sum(flatten_ms for visit in step.backward for _, _, flatten_ms, _, _ in visit.gradients)
+    fetches = (*step.forward_fetches, *step.backward_fetches)
+    copy_ms = sum(step.upload_ms[chunk] for of_visit in fetches for chunk, _ in of_visit)
+    copy_ms += sum(swap_ms for _, swap_ms, _ in step.forward_work)
+    copy_ms += sum(step.swap_ms[visit.unit] for visit in step.backward)
+    gradients = (gradient for visit in step.backward for gradient in visit.gradients)
+    copy_ms += sum(offload_ms for _, _, _, offload_ms, staging in gradients if staging >= 0)
+    update_ms = step.host.weight_share * sum(ms for _, ms in step.host.updates[: step.host.n_weight_only])
+    update_ms += sum(ms for _, ms in (*step.device_update_ms, *step.host.updates))
+    update_ms += sum(update.ms for update in step.making_room.values())
+    return forward_ms, backward_ms, copy_ms, update_ms
+
+
+def stages(step: Step) -> Timeline:
+    """The same as a timeline."""
+    ends = list(accumulate(stages_ms(step)))
+    operations = tuple(
+        Operation(lane=lane, name=name, start_ms=start, end_ms=end)
+        for lane, name, start, end in zip(
+            (GPU, GPU, UP, HOST), ("forward", "backward", "copies", "update"), [0.0, *ends], ends, strict=False
+        )
+        if end > start
     )
-    for visit in step.backward:
-        for _, _, flatten, offload, staging in visit.gradients:
-            total += flatten + (offload if staging >= 0 else 0.0)
-    early_ms = sum(time for _, time in step.host.updates[: step.host.n_early - step.host.n_whole])
-    total += early_ms * step.host.weight_share  # of weights, beside whole updates
-    updates = [*step.device_update_ms, *step.host.updates]
-    return total + sum(time for _, time in updates) + sum(update.ms for update in step.making_room.values())
+    return Timeline(step_ms=ends[3], forward_end_ms=ends[0], backward_end_ms=ends[1], operations=operations)
 
 
 def _names(step: Step, run: Run) -> list[list[tuple[str, object]]]:
@@ -137,10 +146,10 @@ def _names(step: Step, run: Run) -> list[list[tuple[str, object]]]:
         names[GPU] += [("flatten", chunk) for _, chunk, _, _, _ in visit.gradients]
         names[DOWN] += [("gradients", chunk) for _, chunk, _, _, staging in visit.gradients if staging >= 0]
     for update in step.making_room.values():
-        names[update.lane].append(("early update", update.chunk))
+        names[update.lane].append(("speculative update", update.chunk))
     for lane, queue, early in zip((HOST, STREAM), (step.host, step.streamed), in_time, strict=True):
-        whole = min(early, queue.n_whole if queue.weight_share else early)
-        kinds = ["early update"] * whole + ["early weight"] * (early - whole)
+        whole = min(early, queue.n_early - queue.n_weight_only)
+        kinds = ["speculative update"] * whole + ["speculative weight"] * (early - whole)
         chunks = [chunk for chunk, _ in queue.ordered(early)]
         names[lane] += zip_longest(kinds, chunks, fillvalue="update")
         names[lane] += [("deferred update", chunk) for chunk, _ in queue.deferred(early)]

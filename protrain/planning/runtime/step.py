@@ -54,4 +54,3 @@ class Step(NamedTuple):
     streamed: Queue  # likewise, by the device
     after_ms: Sequence[float]  # by chunk: at least, from its update to the end of the next forward
     making_room: Mapping[int, Update]  # by gradient that has no room until one is over
-    open_early: bool = False  # host.n_early is the most that there may be: [Note: how many early updates]

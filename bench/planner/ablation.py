@@ -1,0 +1,320 @@
+"""What each mechanism beyond the paper's four integers is worth: the best plan with it against the best without it.
+
+python -m bench.planner.ablation --out bench/results/h100
+
+Every case is planned with all mechanisms and without each one, for the host as it was calibrated and for a host whose
+AdamW keeps 70% of that rate. One process per case then measures every distinct plan, on the host as it is and beside
+real load on the host's DRAM (``bench.planner.dram_load``) that slows its AdamW to about 70%. A plan that is predicted
+to be within 0.5% of the best is not measured: what it lacks cannot be worth 3%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+import protrain
+from bench.planner.cases import Case
+from bench.planner.clock import durations_ms, now
+from bench.planner.dram_load import HOST_BYTES, DramLoad
+from bench.planner.measure import build, profiled
+from protrain.cli.summary import device_name, versions
+from protrain.common.errors import BudgetError, PlanError
+from protrain.common.records import Record
+from protrain.hardware import HardwareProfile, detect
+from protrain.planning import Plan, search
+from protrain.planning.rates.host_rates import with_host
+from protrain.planning.tables import aligned
+
+FILE = "ablation.json"
+MECHANISMS = ("n_weight_only", "keep_attention", "large_first")
+SLOW = 0.7  # of the host's rate
+GIB, MIB = 1024**3, 1024**2
+WORTH = 0.005  # a plan predicted to be this close to the best on every host is not measured
+STEPS = 3  # timed, on the host as it is and beside the load
+_CLIP_NORM = 1e6
+
+
+def _case(shape: str, layers: int, batch: int, sequence: int, device_memory: str | None = None) -> Case:
+    return Case(
+        shape=shape, layers=layers, batch=batch, sequence=sequence, compile=True, device_memory=device_memory, n_plans=0
+    )
+
+
+CASES = (
+    _case("llama-7b", 32, 8, 2048, "24GiB"),
+    _case("llama-7b", 32, 8, 2048),
+    _case("llama3-8b", 32, 8, 2048),
+    _case("llama3-8b", 32, 2, 2048),
+    _case("llama-7b", 32, 2, 2048),
+    _case("llama2-13b", 40, 8, 2048),
+    _case("gpt2-10b", 48, 16, 1024),
+    _case("llama-7b", 32, 1, 32768),
+    _case("llama-7b", 32, 32, 2048),
+)
+TRIAL = (Case(shape="tiny", layers=4, batch=2, sequence=64, n_plans=0, device_memory="64MiB"),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(Record):
+    """The best plan without one mechanism (or "nothing") for one host."""
+
+    without: str
+    slow_host: bool  # planned for
+    plan: int  # index into Ablated.plans
+    predicted_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablated(Record):
+    """One case."""
+
+    file_kind = "the ablation of one case"
+
+    case: Case
+    choices: tuple[Choice, ...]
+    plans: tuple[Plan, ...]
+    step_ms: tuple[tuple[float, ...], ...]  # by plan, on the host as it is; empty where not measured
+    loaded_ms: tuple[tuple[float, ...], ...]  # beside the load
+    host_gparams: tuple[float, float]  # of AdamW alone, and beside the load
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation(Record):
+    """A whole run."""
+
+    file_kind = "what bench.planner.ablation writes"
+
+    command: str
+    device: str
+    versions: dict[str, str]
+    cases: tuple[Ablated, ...]
+
+    def table(self) -> str:
+        """By case, host and mechanism: how much longer the best plan without it takes, predicted and measured."""
+        rows = [("case", "host", "without", "predicted", "measured", "median", "plan")]
+        for one in self.cases:
+            for slow in (False, True):
+                of_host = [choice for choice in one.choices if choice.slow_host is slow]
+                best = next(choice for choice in of_host if choice.without == "nothing")
+                for choice in of_host:
+                    times = (one.loaded_ms if slow else one.step_ms)[choice.plan]
+                    best_times = (one.loaded_ms if slow else one.step_ms)[best.plan]
+                    share = ""
+                    if times and best_times:
+                        share = f"{statistics.median(times) / statistics.median(best_times) - 1:+.1%}"
+                    rows.append(
+                        (
+                            one.case.name,
+                            "slowed" if slow else "as it is",
+                            choice.without,
+                            f"{choice.predicted_ms / best.predicted_ms - 1:+.1%}",
+                            share,
+                            f"{statistics.median(times):.0f} ms" if times else "",
+                            str(one.plans[choice.plan]),
+                        )
+                    )
+        return aligned(rows)
+
+
+def _planned(case: Case, device: torch.device) -> tuple[list[Plan], list[Choice]]:
+    profile = profiled(case, device)
+    hardware = detect(device, device_memory=case.device_memory, host_memory=case.host_memory)
+    plans: list[Plan] = []
+    known: dict[tuple[int, ...], int] = {}
+    choices = []
+    for slow in (False, True):
+        machine = with_host(hardware, SLOW if slow else 1.0)
+        for mechanism in ("nothing", *MECHANISMS):
+            left_out = () if mechanism == "nothing" else (mechanism,)
+            plan = search(profile, machine, step_during_backward=not case.clip, without=left_out)
+            key = (*plan.counts, plan.keep_attention, plan.large_first)
+            if key not in known:
+                known[key] = len(plans)
+                plans.append(plan)
+            choices.append(Choice(without=mechanism, slow_host=slow, plan=known[key], predicted_ms=plan.step_ms))
+    return plans, choices
+
+
+def _wanted(plans: list[Plan], choices: list[Choice]) -> list[int]:
+    """Plans that are the best of a host, or clearly slower than that without a mechanism."""
+    wanted: list[int] = []
+    for slow in (False, True):
+        best = next(choice for choice in choices if choice.slow_host is slow and choice.without == "nothing")
+        for choice in choices:
+            clearly = choice.predicted_ms > best.predicted_ms * (1 + WORTH)
+            if choice.slow_host is slow and (choice is best or clearly) and choice.plan not in wanted:
+                wanted.append(choice.plan)
+    return wanted
+
+
+def _measured(
+    case: Case, plan: Plan, device: torch.device, load: DramLoad | None
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Step times on the host as it is, and beside the load."""
+    gc.collect()
+    model, optimizer, batch = build(case)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    wrapped, trainer = protrain.wrap(
+        model,
+        optimizer,
+        example_batch=batch,
+        device=device,
+        device_memory=case.device_memory,
+        host_memory=case.host_memory,
+        plan=plan,
+        compile=case.compile,
+        step_during_backward=not case.clip,
+        progress=False,
+    )
+
+    def train(steps: int) -> tuple[float, ...]:
+        starts = []
+        for _ in range(steps):
+            starts.append(now(device))
+            output = wrapped(**batch)
+            output.loss.backward()
+            if case.clip:
+                trainer.clip_grad_norm_(_CLIP_NORM)
+            trainer.step()
+            trainer.zero_grad()
+        starts.append(now(device))
+        return durations_ms(starts, device)
+
+    found = []
+    for loaded in (False, True):
+        with load.running() if loaded and load is not None else nullcontext():
+            found.append(train(STEPS + 2)[2:])
+    return found[0], found[1]
+
+
+def _work(case: Case, out: Path, until: float, loaders: float) -> None:
+    """Plan and measure one case."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plans, choices = _planned(case, device)
+    for choice in choices:
+        print(
+            f"{case.name} slow={choice.slow_host} without {choice.without}: {choice.predicted_ms:.0f} ms "
+            f"{plans[choice.plan]}",
+            file=sys.stderr,
+            flush=True,
+        )
+    hardware = detect(device)
+    threads = hardware.host_adam_threads or 1
+    load = DramLoad(SLOW, threads=threads, loaders=loaders) if device.type == "cuda" else None
+    rates = (load.alone_gparams, load.loaded_gparams) if load else (0.0, 0.0)
+    print(f"host {rates[0]:.2f} alone, {rates[1]:.2f} beside the load", file=sys.stderr, flush=True)
+    try:
+        _measure_all(case, plans, choices, device, load, rates, out, until)
+    finally:
+        if load is not None:
+            load.close()
+
+
+def _measure_all(
+    case: Case,
+    plans: list[Plan],
+    choices: list[Choice],
+    device: torch.device,
+    load: DramLoad | None,
+    rates: tuple[float, float],
+    out: Path,
+    until: float,
+) -> None:
+    step_ms: list[tuple[float, ...]] = [()] * len(plans)
+    loaded_ms: list[tuple[float, ...]] = [()] * len(plans)
+    for index in _wanted(plans, choices):
+        if time.time() > until:
+            break
+        try:
+            step_ms[index], loaded_ms[index] = _measured(case, plans[index], device, load)
+            text = f"{statistics.median(step_ms[index]):.0f} ms, loaded {statistics.median(loaded_ms[index]):.0f} ms"
+        except (torch.OutOfMemoryError, BudgetError, PlanError) as error:
+            text = str(error).splitlines()[0]
+        print(f"{case.name} {plans[index]}: {text}", file=sys.stderr, flush=True)
+        Ablated(
+            case=case,
+            choices=tuple(choices),
+            plans=tuple(plans),
+            step_ms=tuple(step_ms),
+            loaded_ms=tuple(loaded_ms),
+            host_gparams=rates,
+        ).save(out)
+
+
+def _within(case: Case, hardware: HardwareProfile) -> Case:
+    """``case`` with fixed limits, so that every plan of it is made and run under the same ones.
+
+    The host's leaves room for the load; the device's for what else may be on the device when a plan is made.
+    """
+    if hardware.device_type == "cpu":
+        return case
+    device_memory = case.device_memory or f"{(hardware.device_bytes - GIB) // MIB}MiB"
+    return replace(case, device_memory=device_memory, host_memory=f"{(hardware.host_bytes - HOST_BYTES) // MIB}MiB")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command."""
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="bench.planner.ablation", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--only", default="", help="comma-separated indices of cases")
+    parser.add_argument("--host-memory")
+    parser.add_argument("--time-limit", type=float, default=float("inf"))
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    parser.add_argument("--loaders", type=float, default=0.0, help="of the DRAM load (default: find out)")
+    args = parser.parse_args(arguments)
+    if args.worker is not None:
+        _work(Case.load(args.worker), args.out, args.until, args.loaders)
+        return 0
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    until = time.time() + args.time_limit
+    if device.type == "cuda" and detect(device).source != "measured":
+        protrain.calibrate(device)
+    hardware = detect(device, host_memory=args.host_memory)
+    args.out.mkdir(parents=True, exist_ok=True)
+    cases = CASES if device.type == "cuda" else TRIAL
+    chosen = [int(part) for part in args.only.split(",")] if args.only else range(len(cases))
+    found = []
+    loaders = args.loaders
+    if device.type == "cuda" and not loaders:
+        load = DramLoad(SLOW, threads=hardware.host_adam_threads or 1)
+        loaders = load.loaders
+        load.close()
+        print(f"load {loaders:.2f}: {load.alone_gparams:.2f} -> {load.loaded_gparams:.2f}", file=sys.stderr, flush=True)
+    for index in chosen:
+        case = _within(cases[index], hardware)
+        if time.time() > until:
+            break
+        source, out = args.out / f"case-{index}.json", args.out / f"ablated-{index}.json"
+        case.save(source)
+        command = [sys.executable, "-m", "bench.planner.ablation", "--worker", str(source), "--out", str(out)]
+        command += ["--loaders", str(loaders)]
+        subprocess.run([*command, "--until", str(until)], check=False)
+        if out.exists():
+            found.append(Ablated.load(out))
+    result = Ablation(
+        command=f"python -m bench.planner.ablation {shlex.join(arguments)}",
+        device=device_name(device),
+        versions=versions(),
+        cases=tuple(found),
+    )
+    result.save(args.out / FILE)
+    print(result.table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""What a checkpoint holds of a model besides managed parameters: buffers, and parameters that are not managed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from protrain.checkpoint.tensor_files import open_tensors
+from protrain.common.errors import CheckpointError
+from protrain.common.parameters import is_managed, kept_beside, made_of
+
+BUFFERS = "buffers.safetensors"
+_ADDED_LATER = ("extra state of module", "frozen parameter")  # the first checkpoints of this format do not have these
+_BESIDE = "beside/"  # the prefix of the tensors that quantised weights need besides their numbers
+
+
+def unmanaged_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """CPU copies of the unmanaged tensors of ``model``, by their names in a checkpoint."""
+    # Each is cloned, because safetensors refuses tensors that share memory, as expanded and tied buffers do.
+    kept = {**_buffers(model), **_unmanaged(model), **_statistics(model)}
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in kept.items()}
+
+
+def match_saved(save: Path, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair each buffer and unmanaged parameter of ``model`` with its saved value.
+
+    Raises:
+        CheckpointError: the save is of another model.
+    """
+    buffers, unmanaged, statistics = _buffers(model), _unmanaged(model), _statistics(model)
+    found = []
+    with open_tensors(save / BUFFERS) as tensors:
+        keys = set(tensors.keys())
+        saved_names = {key for key in keys if not key.startswith(_BESIDE)}
+        compare_names(save, "buffer", saved_names - unmanaged.keys(), set(buffers))
+        compare_names(save, "frozen parameter", saved_names & unmanaged.keys(), set(unmanaged))
+        for name, target in {**buffers, **unmanaged}.items():
+            saved = tensors.get_tensor(name)
+            if saved.shape != target.shape or saved.dtype != target.dtype:
+                raise CheckpointError(
+                    f"{save} is of another model: buffer {name!r} is {saved.dtype} {list(saved.shape)} there "
+                    f"and {target.dtype} {list(target.shape)} here"
+                )
+            found.append(_without_repeats(save, name, target, saved))
+        for name in sorted(keys & statistics.keys()):
+            if not _same_bytes(tensors.get_tensor(name), statistics[name].detach().cpu()):
+                raise CheckpointError(
+                    f"{save} is of another model: {name.removeprefix(_BESIDE)} has other values there, so its weights "
+                    "were quantised otherwise: load it into a model that was quantised from the same weights"
+                )
+    return found
+
+
+def compare_names(save: Path, what: str, saved: set[str], present: set[str]) -> None:
+    """Raise a CheckpointError unless the save and the model have the same names of ``what``."""
+    for names, verb in ((saved - present, "holds"), (present - saved, "lacks")):
+        if names:
+            other = "the model does not have" if verb == "holds" else "the model has"
+            older = ", or of a version that did not save these" if what in _ADDED_LATER and verb == "lacks" else ""
+            raise CheckpointError(
+                f"{save} is of another model{older}: it {verb} the {what} {min(names)!r}, which {other}"
+            )
+
+
+def _unmanaged(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The unmanaged parameters, as the plain tensors that they are made of."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not is_managed(parameter):
+            found |= made_of(parameter, name)
+    return found
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers, as the plain tensors that they are made of."""
+    found: dict[str, torch.Tensor] = {}
+    for name, buffer in model.named_buffers():
+        found |= made_of(buffer, name)
+    return found
+
+
+def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What unmanaged parameters need besides their numbers, such as scales of quantised weights.
+
+    These tensors are in attributes or in the module's state_dict, and are neither buffers nor parameters. They are not
+    loaded, but loaded weights would mean something else if these differed.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        own = {name: p for name, p in module.named_parameters(path, recurse=False) if not is_managed(p)}
+        if not own:
+            continue
+        for name, parameter in own.items():
+            found |= kept_beside(parameter, name)
+        told: dict[str, Any] = {}
+        module._save_to_state_dict(told, f"{path}." if path else "", keep_vars=True)
+        known = {name for name, _ in (*module.named_parameters(path, False), *module.named_buffers(path, False))}
+        found |= {n: value for n, value in told.items() if n not in known and isinstance(value, torch.Tensor)}
+    return {f"{_BESIDE}{name}": value for name, value in found.items()}
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both have one type, one shape and the same bytes.
+
+    Values are not compared, because NaN is not equal to itself.
+    """
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+def _without_repeats(
+    save: Path, name: str, target: torch.Tensor, saved: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both tensors without the repetitions that ``expand`` made in ``target``: torch writes to no element twice."""
+    if 0 not in target.stride():
+        return target, saved
+    first = tuple(slice(1) if stride == 0 else slice(None) for stride in target.stride())
+    repeated = saved[first].expand_as(saved).clone(memory_format=torch.contiguous_format)
+    # compares bytes, because NaN is not equal to itself
+    if not repeated.view(torch.uint8).equal(saved.view(torch.uint8)):
+        raise CheckpointError(
+            f"{save} has several values in buffer {name!r}, which is one value repeated by expand() here: give it "
+            "memory of its own with .contiguous() where the model makes it"
+        )
+    return target[first], saved[first]

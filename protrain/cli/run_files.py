@@ -1,0 +1,21 @@
+"""The names of the files in a run's folder."""
+
+from __future__ import annotations
+
+JOB_FILE = "job.json"  # a folder with this file is a run's
+PLAN_FILE = "plan.json"
+DATA_FOLDER = "data"  # the tokens
+CHECKPOINTS = "checkpoints"
+METRICS_FILE = "metrics.jsonl"
+MODEL_FOLDER = "model"
+SAMPLE_FILE = "sample.txt"
+CURVE_FILE = "loss.png"
+SUMMARY_FILE = "summary.json"  # the last file that a run writes
+RESULTS = (
+    *(JOB_FILE, PLAN_FILE, DATA_FOLDER, CHECKPOINTS, METRICS_FILE),
+    *(MODEL_FOLDER, SAMPLE_FILE, CURVE_FILE, SUMMARY_FILE),
+)
+
+# These are hidden, so that they count neither as text nor as results. Killed processes leave them, and they do no harm.
+LOCK_FILE = ".lock"
+UNFINISHED_DATA = f".{DATA_FOLDER}.tmp"  # the tokens, until everything that can be wrong is checked

@@ -1,0 +1,89 @@
+"""Run: the state of `protrain train` between steps, and its operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protrain.checkpoint.checkpoints import save_checkpoint
+from protrain.cli.data import Tokens, evaluation_batches
+from protrain.cli.job import TrainJob
+from protrain.cli.metrics import MetricsFile
+from protrain.cli.models import LoadedModel, attention_flops_per_token
+from protrain.cli.run_files import CHECKPOINTS
+
+
+@dataclass
+class Run:
+    """A wrapped model, its data and how far it is trained."""
+
+    job: TrainJob
+    folder: Path
+    loaded: LoadedModel
+    tokens: Tokens
+    model: Any
+    optimizer: Any
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    device: torch.device
+    dtype: torch.dtype
+    sequence: int
+    parameters: int
+    metrics: MetricsFile
+    step: int  # the number of steps done
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The number of tokens in one optimizer step."""
+        return self.job.batch * self.sequence * self.job.accumulation
+
+    @property
+    def flops_per_token(self) -> int:
+        """The model's flops per token, forward and backward, without recomputation."""
+        return 6 * self.parameters + attention_flops_per_token(self.loaded.config, self.sequence)
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """The most bytes that tensors took on the device. On a CPU, it is the simulated device."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return self.optimizer.report().device_bytes
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        """The mean next-token loss of ``ids`` [batch, sequence]. The model shifts the labels itself."""
+        return self.model(input_ids=ids, labels=ids).loss
+
+    def evaluate(self) -> float | None:
+        """The mean loss over the held-out batches, which also goes to metrics.jsonl. None if nothing is held out."""
+        job = self.job
+        total, count = torch.zeros((), device=self.device), 0
+        self.model.eval()
+        with torch.no_grad():
+            for ids in evaluation_batches(
+                self.tokens, batch=job.batch, sequence=self.sequence, count=job.evaluation_batches
+            ):
+                total += self.loss(ids) * len(ids)
+                count += len(ids)
+        self.model.train()
+        if not count:
+            return None
+        loss = float(total) / count
+        self.metrics.add({"step": self.step, "evaluation_loss": loss})
+        return loss
+
+    def wait_for_updates(self) -> None:
+        """Wait until the last step's updates are done. ``optimizer.step()`` does not wait for those on the host."""
+        self.optimizer._engine.wait_for_updates()
+
+    def save(self) -> Path:
+        """Write a checkpoint and return its folder."""
+        return save_checkpoint(
+            self.folder / CHECKPOINTS,
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            extra={"step": self.step, "data_crc32": self.tokens.crc32},
+            keep=self.job.keep,
+        )

@@ -1,0 +1,159 @@
+"""From a plan to chunks and their members: how many bytes each state takes, and where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from protrain.engine.states.arena import EngineMemory, aligned
+from protrain.engine.states.chunks import DTYPES, Chunk, Member
+from protrain.planning.layout import ChunkRecord, Layout
+from protrain.planning.plan import Plan
+from protrain.profiler.model_profile import ModelProfile
+from protrain_kernels import MASTER_DTYPES, AdamStates
+
+_TRANSFERRED = ("weight", "grad")  # the states in host memory that are copied to or from the device
+_VALUES = ("weight", "master")  # the states that initialising and loading write
+
+
+def planned_states(record: ChunkRecord, layout: Layout, plan: Plan, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The states that the chunk of ``record`` has for itself under ``plan``, with their dtypes."""
+    persistent, accumulates = record.index < plan.n_persist, plan.accumulation > 1
+    shares = plan.n_device_gradient if persistent else plan.n_host_gradient and not layout.is_large(record)
+    gradient = not shares
+    if persistent:  # fp32 gradients are added to the gradient itself
+        accumulates = accumulates and dtype is not torch.float32
+        gradient = gradient and not accumulates
+    states = _weight_states(record, plan, dtype)
+    if record.trainable and gradient:
+        states["grad"] = dtype
+    if record.trainable and accumulates:
+        states["accumulator"] = torch.float32
+    return states
+
+
+def _weight_states(record: ChunkRecord, plan: Plan, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The states that an update writes, in the order in which they lie in memory."""
+    states = {"weight": dtype}
+    if record.trainable:
+        if (master := MASTER_DTYPES[dtype]) is not None:
+            states["master"] = master
+        moments = DTYPES[plan.moment_dtype]
+        states |= {"exp_avg": moments, "exp_avg_sq": moments}
+    return states
+
+
+def size_bytes(record: ChunkRecord, kinds: Mapping[str, torch.dtype]) -> list[int]:
+    """The bytes of each state. They are multiples of 256, as every chunk is a multiple of 128 elements long."""
+    return [record.elements * kind.itemsize for kind in kinds.values()]
+
+
+def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory, *, streamed: Collection[int] = ()) -> list[Chunk]:
+    """All chunks, with zeros in their states. The arena is reserved in one piece.
+
+    Persistent chunks have their weights and masters only, until :func:`complete_chunks` gives them the rest. The first
+    ``plan.n_speculate`` of the other chunks get a second copy of the states that an update writes, and the first
+    ``plan.n_weight_only`` of these a second copy of the weight only. All states of the chunks whose indices are in
+    ``streamed`` are pinned, as the device updates them. Gradients that share memory are not allocated here, but the
+    arena is reserved for them too.
+    """
+    dtype, arena = memory.dtype, memory.arena
+    offloaded = layout.chunks[plan.n_persist :]
+    sizes = [size for record in offloaded for size in size_bytes(record, planned_states(record, layout, plan, dtype))]
+    weight_only = {record.index for record in offloaded[: plan.n_weight_only] if record.trainable}
+    copied = {
+        record.index: {"weight": dtype} if record.index in weight_only else _weight_states(record, plan, dtype)
+        for record in offloaded[: plan.n_speculate]
+        if record.trainable
+    }
+    sizes += [size for index, kinds in copied.items() for size in size_bytes(layout.chunks[index], kinds)]
+    sizes += [layout.region_elements(plan.n_persist)[1] * dtype.itemsize] * plan.n_host_gradient
+    arena.reserve(sum(map(aligned, sizes)))
+
+    def in_host_memory(record: ChunkRecord, kinds: Mapping[str, torch.dtype], *, pin_all: bool) -> dict[str, Tensor]:
+        return {
+            name: arena.take(record.elements, kind, transferred=pin_all or name in _TRANSFERRED)
+            for name, kind in kinds.items()
+        }
+
+    chunks = []
+    for record in layout.chunks:
+        persistent = record.index < plan.n_persist
+        kinds = planned_states(record, layout, plan, dtype)
+        if persistent:
+            states = _on_device(record, {name: kinds[name] for name in _VALUES if name in kinds}, memory.device)
+        else:
+            states = in_host_memory(record, kinds, pin_all=record.index in streamed)
+        copies = in_host_memory(record, copied.get(record.index, {}), pin_all=False)
+        chunk = Chunk(
+            index=record.index,
+            elements=record.elements,
+            trainable=record.trainable,
+            persistent=persistent,
+            large=layout.is_large(record),
+            weight=states["weight"],
+            master=states.get("master"),
+            exp_avg=states.get("exp_avg"),
+            exp_avg_sq=states.get("exp_avg_sq"),
+            grad=states.get("grad"),
+            host_grad=None if persistent else states.get("grad"),
+            accumulator=states.get("accumulator"),
+            accumulator_on_host="accumulator" in states and not persistent,
+            offloaded=memory.streams.mark(),
+            uploaded=memory.streams.mark(),
+            streamed=record.index in streamed,
+        )
+        if record.index in weight_only:
+            chunk.speculative_weight = copies["weight"]
+        elif copies:
+            chunk.speculative_states = AdamStates(
+                copies["weight"], copies.get("master"), copies["exp_avg"], copies["exp_avg_sq"]
+            )
+        chunks.append(chunk)
+    return chunks
+
+
+def complete_chunks(chunks: list[Chunk], layout: Layout, plan: Plan, memory: EngineMemory) -> None:
+    """Give the persistent chunks the rest of their states, with zeros in them.
+
+    Call it when the weights are in place: until then their making may need the memory.
+    """
+    for chunk, record in zip(chunks[: plan.n_persist], layout.chunks[: plan.n_persist], strict=True):
+        kinds = planned_states(record, layout, plan, memory.dtype)
+        rest = _on_device(record, {name: kind for name, kind in kinds.items() if name not in _VALUES}, memory.device)
+        chunk.exp_avg, chunk.exp_avg_sq = rest.get("exp_avg"), rest.get("exp_avg_sq")
+        chunk.grad, chunk.accumulator = rest.get("grad"), rest.get("accumulator")
+
+
+def _on_device(record: ChunkRecord, kinds: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
+    """States of ``kinds`` of the chunk of ``record``, side by side in one allocation, with zeros in them."""
+    sizes = size_bytes(record, kinds)
+    parts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
+    return {name: part.view(kind) for (name, kind), part in zip(kinds.items(), parts, strict=True)}
+
+
+def make_members(
+    profile: ModelProfile, layout: Layout, chunks: list[Chunk], parameters: list[nn.Parameter]
+) -> list[Member]:
+    """One member for each parameter of the profile, in definition order. Chunks list theirs in the order of offsets."""
+    members = []
+    for slot, record, parameter in zip(layout.slots, profile.parameters, parameters, strict=True):
+        member = Member(
+            index=slot.parameter,
+            name=record.name,
+            parameter=parameter,
+            shape=torch.Size(record.shape),
+            numel=slot.numel,
+            group=record.group,
+            chunk=chunks[slot.chunk],
+            offset=slot.offset,
+        )
+        if member.chunk.persistent:
+            member.address = member.view(member.chunk.weight).data_ptr()
+        member.chunk.members.append(member)
+        members.append(member)
+    for chunk in chunks:
+        chunk.members.sort(key=lambda member: member.offset)
+    return members

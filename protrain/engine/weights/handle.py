@@ -1,0 +1,84 @@
+"""What a managed parameter knows of the engine that holds its weight and its gradient.
+
+A parameter asks the engine for its weight, for the state of its gradient and for the norm of it. The questions are
+listed in a protocol here, so that the classes of parameters need not import the engine, which imports them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from protrain.common.errors import MisuseError
+from protrain.engine.states.chunks import Member
+from protrain.engine.weights.buffers import BufferPool
+
+
+class ParameterEngine(Protocol):
+    """What a managed parameter asks of :class:`protrain.engine.engine.Engine`."""
+
+    device: torch.device
+    placeholder: Tensor  # one NaN element on the device, which expands to any shape
+    steps: int  # how often weights have changed
+    buffers: BufferPool
+    updated_inside: set[int]  # chunks that the current backward has updated
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """All managed parameters."""
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward that brings gradients runs now."""
+
+    def gradient_ready(self, index: int) -> None:
+        """Autograd has accumulated the whole gradient of parameter ``index``."""
+
+    def gradient_pending(self, index: int) -> bool:
+        """Whether parameter ``index`` has a gradient that no step has used."""
+
+    def forget_gradient(self, index: int) -> None:
+        """The user has set ``.grad`` of parameter ``index`` to None."""
+
+    def gradient_norm(self, index: int) -> Tensor:
+        """The 2-norm of the gradient of parameter ``index``."""
+
+    def multiply_gradient(self, index: int, factor: Tensor | float) -> None:
+        """The user has multiplied ``.grad`` of parameter ``index`` by ``factor``."""
+
+
+class Handle:
+    """The link from a managed parameter to the engine.
+
+    The reference to the engine is weak, and so is that of the gradient hooks. Python's garbage collector does not see
+    through a tensor that C++ holds, and a model that the user drops must free its chunks.
+    """
+
+    def __init__(self, name: str, index: int, engine: ParameterEngine, *, trainable: bool) -> None:
+        self.name = name
+        self.index = index
+        self.trainable = trainable  # whether it required a gradient when the model was wrapped
+        self._engine = weakref.ref(engine)
+
+    @property
+    def engine(self) -> ParameterEngine:
+        """The engine. MisuseError when model and optimizer are gone."""
+        engine = self._engine()
+        if engine is None:
+            raise MisuseError(f"{self.name} belongs to a model that no longer exists: keep the model that was wrapped")
+        return engine
+
+    @property
+    def gradient_pending(self) -> bool:
+        """Whether the parameter has a gradient that no step has used."""
+        return self.engine.gradient_pending(self.index)
+
+    @property
+    def updated_inside(self) -> bool:
+        """Whether backward has updated the parameter already, so that its gradient is gone."""
+        engine = self.engine
+        return engine.members[self.index].chunk.index in engine.updated_inside

@@ -1,0 +1,84 @@
+"""The neighbours of a plan: every integer changed by one, all others as they are.
+
+The what-if table shows them, and the search ends with them, so that it leaves no better one behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from protrain.planning.plan import Counts
+from protrain.planning.predict import Models
+
+KNOBS = Counts._fields
+
+
+class Neighbour(NamedTuple):
+    """One integer changed by one."""
+
+    knob: str
+    step: int  # 1 or -1
+    counts: Counts
+    impossible: str  # why there is no such plan; "" where there is
+
+
+def neighbours(counts: Counts, models: Models) -> Iterator[Neighbour]:
+    """All of ``counts``, whether they fit the memory or not, and those that make no sense with the reason.
+
+    A number that makes no sense beside the changed one is brought to the nearest that does: buffers, speculative and
+    streamed updates beside another number of persistent chunks, offloaded inputs beside fewer recomputed blocks.
+    """
+    for knob in KNOBS:
+        for step in (1, -1):
+            wanted = counts._replace(**{knob: getattr(counts, knob) + step})
+            if impossible := _impossible(wanted, knob, models):
+                yield Neighbour(knob, step, wanted, impossible)
+                continue
+            changed = within(wanted, models)
+            refused = ""
+            if knob == "n_buffer" and wanted.n_buffer < changed.n_buffer:
+                refused = f"a unit holds up to {changed.n_buffer} non-persistent chunks at once"
+            elif knob == "n_buffer" and wanted.n_buffer > changed.n_buffer:
+                refused = "every non-persistent chunk has a buffer"
+            elif knob == "n_weight_only" and wanted.n_weight_only < changed.n_weight_only:
+                refused = "host memory has no room for another whole second copy"
+            elif knob == "n_stream" and wanted.n_stream > changed.n_stream:
+                refused = "the device updates every chunk in host memory that has no speculative update"
+            yield Neighbour(knob, step, changed, refused)
+
+
+def within(wanted: Counts, models: Models) -> Counts:
+    """``wanted`` with every number brought to within what the layout and the other numbers allow."""
+    memory, n_persist = models.memory, wanted.n_persist
+    n_buffer = min(max(wanted.n_buffer, memory.least_buffers(n_persist)), memory.all_buffers(n_persist))
+    n_speculate = min(wanted.n_speculate, models.n_chunks - n_persist)
+    counts = wanted._replace(
+        n_buffer=n_buffer,
+        n_ckpt_swap=min(wanted.n_ckpt_swap, wanted.n_ckpt),
+        n_speculate=n_speculate,
+        n_stream=min(wanted.n_stream, models.runtime.streamable(n_persist, n_speculate)),
+    )
+    fit, least = memory.speculation(n_persist, n_speculate, memory.swapped_bytes(models.modes(counts)))
+    least = least if fit == n_speculate else n_speculate
+    return counts._replace(n_weight_only=min(max(wanted.n_weight_only, least), n_speculate))
+
+
+def _impossible(counts: Counts, knob: str, models: Models) -> str:
+    """Why there is no such number; "" when there is."""
+    runtime, n_chunks = models.runtime, models.n_chunks
+    if getattr(counts, knob) < 0:
+        return "there is none to give up"
+    if counts.n_persist > n_chunks:
+        return "all chunks are persistent"
+    if knob == "n_speculate" and not runtime.speculates:
+        return "no update waits for step()"
+    if knob == "n_speculate" and counts.n_speculate > n_chunks - counts.n_persist:
+        return "every chunk in host memory has a speculative update"
+    if knob == "n_weight_only" and counts.n_weight_only > counts.n_speculate:
+        return "no other update is speculative"
+    if counts.n_swap + counts.n_ckpt > models.n_blocks:
+        return "every block is swapped or checkpointed"
+    if knob == "n_ckpt_swap" and counts.n_ckpt_swap > counts.n_ckpt:
+        return "the inputs of every recomputed block are offloaded" if counts.n_ckpt else "no block is recomputed"
+    return ""

@@ -1,0 +1,124 @@
+"""Plans that are given: by their integers, or from a file."""
+
+from __future__ import annotations
+
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.fingerprint import fingerprint
+from protrain.planning.infeasible import device_error, host_error
+from protrain.planning.layout import choose_chunk_elements, pack
+from protrain.planning.plan import BlockMode, Counts, Plan, block_modes
+from protrain.planning.predict import Models
+from protrain.profiler.model_profile import ModelProfile
+
+
+def evaluate(
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    n_persist: int,
+    n_buffer: int,
+    n_swap: int,
+    n_ckpt: int,
+    n_ckpt_swap: int = 0,
+    n_speculate: int = 0,
+    n_weight_only: int = 0,
+    n_stream: int = 0,
+    keep_attention: bool = False,
+    chunk_elements: int | None = None,
+    large_first: bool = False,
+    step_during_backward: bool = False,
+) -> Plan:
+    """The plan of these integers, with its predictions: how to make a plan by hand.
+
+    Raises:
+        ValueError: a count is out of range; the message says the range.
+        PlanError: the plan does not fit ``hardware``.
+    """
+    layout = pack(profile, chunk_elements or choose_chunk_elements(profile), large_first=large_first)
+    models = Models(profile, hardware, layout, step_during_backward=step_during_backward, keep_attention=keep_attention)
+    counts = Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_stream)
+    _check_counts(models, counts)
+    plan = models.plan(counts)
+    _check_fits(models, plan)
+    return plan
+
+
+def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False) -> Plan:
+    """``plan``, which may come from a file, with its predictions made anew for ``profile`` and ``hardware``.
+
+    Raises:
+        ValueError: the plan was made for another model or optimizer grouping, or contradicts itself.
+        PlanError: it does not fit ``hardware``, or the batch of ``profile``.
+    """
+    expected = fingerprint(profile)
+    if plan.model != expected:
+        raise ValueError(
+            f"the plan was made for another model (fingerprint {plan.model}, this one's is {expected}): parameters, "
+            "their optimizer groups or the dtype differ; make a new plan, or leave plan= out to have one searched"
+        )
+    models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
+    if plan.n_chunks != len(models.layout.chunks):
+        raise ValueError(f"the plan says n_chunks={plan.n_chunks}, but the model has {len(models.layout.chunks)}")
+    n_swap, n_moved = (plan.block_modes.count(kind) for kind in (BlockMode.SWAP, BlockMode.CKPT_SWAP))
+    n_ckpt = sum(mode.recomputes for mode in plan.block_modes)
+    modes = (plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap)
+    if len(plan.block_modes) != len(profile.blocks) or (n_swap, n_ckpt, n_moved) != modes:
+        raise ValueError(
+            f"the plan's block_modes name {len(plan.block_modes)} blocks, {n_swap} swapped and {n_ckpt} checkpointed, "
+            f"{n_moved} of these with offloaded inputs; the model has {len(profile.blocks)} blocks and the plan says "
+            f"n_swap={plan.n_swap}, n_ckpt={plan.n_ckpt}, n_ckpt_swap={plan.n_ckpt_swap}"
+        )
+    _check_counts(models, plan.counts)
+    fresh = models.plan(plan.counts, plan.block_modes)
+    _check_fits(models, fresh)
+    return fresh
+
+
+def _check_counts(models: Models, counts: Counts) -> None:
+    """ValueError for a count out of range."""
+    n_chunks, n_persist = models.n_chunks, counts.n_persist
+    if not 0 <= n_persist <= n_chunks:
+        raise ValueError(f"n_persist must be 0 to {n_chunks}, the number of chunks, not {n_persist}")
+    least, most = models.memory.least_buffers(n_persist), models.memory.all_buffers(n_persist)
+    if not least <= counts.n_buffer <= most:
+        raise ValueError(
+            f"n_buffer must be {least} to {most} when {n_persist} of {n_chunks} chunks are persistent, not "
+            f"{counts.n_buffer}: a unit holds up to {least} non-persistent chunks at once"
+        )
+    if not 0 <= counts.n_speculate <= n_chunks - n_persist:
+        raise ValueError(
+            f"n_speculate must be 0 to {n_chunks - n_persist}, the number of chunks in host memory, not "
+            f"{counts.n_speculate}"
+        )
+    if counts.n_speculate and models.memory.update_in_backward:
+        raise ValueError("n_speculate must be 0 with step_during_backward=True: no update waits for step() then")
+    if not 0 <= counts.n_weight_only <= counts.n_speculate:
+        raise ValueError(
+            f"n_weight_only must be 0 to {counts.n_speculate}, the number of speculative updates, not "
+            f"{counts.n_weight_only}"
+        )
+    candidates = models.runtime.streamable(n_persist, counts.n_speculate)
+    if not 0 <= counts.n_stream <= candidates:
+        raise ValueError(
+            f"n_stream must be 0 to {candidates}, the number of chunks in host memory that are trained and have no "
+            f"speculative update, not {counts.n_stream}"
+        )
+    block_modes(models.n_blocks, counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
+
+
+def _check_fits(models: Models, plan: Plan) -> None:
+    """PlanError when ``plan`` needs more than there is."""
+    activations = models.memory.activations(plan.block_modes)
+    if plan.device_bytes > models.hardware.device_bytes:
+        raise device_error(
+            models.memory, plan.n_persist, plan.n_buffer, activations, n_stream=plan.n_stream, given=True
+        )
+    if plan.host_bytes > models.hardware.host_bytes:
+        raise host_error(
+            models.memory,
+            plan.n_persist,
+            activations,
+            n_speculate=plan.n_speculate,
+            n_weight_only=plan.n_weight_only,
+            given=True,
+        )

@@ -1,0 +1,158 @@
+"""Says why a plan does not fit, and the smallest change that makes it fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from protrain.common.errors import PlanError
+from protrain.common.quantities import format_bytes
+from protrain.planning.memory.model import Activations, Bytes, MemoryModel
+from protrain.planning.plan import Counts, block_modes
+
+_SEARCH = "leave the plan out, and one is searched"
+_NARROW = "so does moment_dtype=bfloat16, with Adam's moments in 16 bits"
+
+
+def device_error(
+    memory: MemoryModel,
+    n_persist: int,
+    n_buffer: int,
+    activations: Activations,
+    *,
+    n_stream: int = 0,
+    given: bool = False,
+    narrow_moments: bool = False,
+) -> PlanError:
+    """PlanError of a plan that needs more device memory than there is; ``given``, where others may fit.
+
+    With ``narrow_moments`` one fits whose moments are in bf16.
+    """
+    hardware, profile = memory.hardware, memory.profile
+    needed = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
+    static = memory.static_bytes(n_persist, n_buffer, n_stream)
+    parts = {"activations": needed - static, **memory.static_parts(n_persist, n_buffer, n_stream)}
+    host = memory.host_bytes(Counts(n_persist, n_buffer, 0, 0), activations)
+    remedies = [_SEARCH] if given else []
+    batch = next((shape[0] for shape in profile.batch_shapes.values() if shape), 0)
+    smaller = _smaller_batch(batch, (hardware.device_bytes - static) / max(1, needed - static))
+    if smaller and not given and host <= hardware.host_bytes:
+        remedies.append(f"a batch of {smaller} instead of {batch} fits")
+    both = f" with host_memory of at least {_at_least(host)}" if host > hardware.host_bytes else ""
+    remedies.append(f"device_memory of at least {_at_least(needed)}{both} fits {'it' if given else 'this batch'}")
+    remedies += [_NARROW] if narrow_moments else []
+    return PlanError(
+        where="GPU" if hardware.device_type == "cuda" else "device",
+        needed_bytes=needed,
+        available_bytes=hardware.device_bytes,
+        largest_part=_largest(parts),
+        remedy=f"To fit: {'; '.join(remedies)}. Host memory: needed "
+        f"{format_bytes(host)}, available {format_bytes(hardware.host_bytes)}.",
+        given=given,
+    )
+
+
+def host_error(
+    memory: MemoryModel,
+    n_persist: int,
+    activations: Activations,
+    *,
+    n_speculate: int = 0,
+    n_weight_only: int = 0,
+    given: bool = False,
+    narrow_moments: bool = False,
+    on_device: int = 0,
+) -> PlanError:
+    """PlanError of a plan that needs more host memory than there is; the rest as for :func:`device_error`.
+
+    ``on_device`` is the device memory with which one would fit; 0: none would, or a plan was given.
+    """
+    hardware = memory.hardware
+    counts = Counts(n_persist, 0, 0, 0, n_speculate=n_speculate, n_weight_only=n_weight_only)
+    needed = memory.host_bytes(counts, activations)
+    copies = memory.copy_bytes(n_persist, n_speculate, n_weight_only)
+    gradients = memory.host_gradient_bytes(n_persist, activations.swapped_bytes)
+    sums = memory.accumulator_bytes(n_persist)
+    states = needed - activations.swapped_bytes - copies - gradients - sums
+    parts = {
+        "optimizer states and weights of non-persistent chunks": states,
+        "sums of gradients of non-persistent chunks": sums,
+        "gradients of non-persistent chunks": gradients,
+        "swapped activations and offloaded inputs": activations.swapped_bytes,
+        "second copies for speculative updates": copies,
+    }
+    remedies = [_SEARCH] if given else []
+    remedies.append(f"host_memory of at least {_at_least(needed)} fits{' it' if given else ''}")
+    device = memory.device_bytes(n_persist, memory.least_buffers(n_persist), activations)
+    if on_device:
+        remedies.append(f"so does about {_at_least(on_device)} of device_memory, with more of the model states there")
+    remedies += [_NARROW] if narrow_moments else []
+    return PlanError(
+        where="host",
+        needed_bytes=needed,
+        available_bytes=hardware.host_bytes,
+        largest_part=_largest(parts),
+        remedy=f"To fit: {'; '.join(remedies)}. Device memory: needed {format_bytes(device)}, "
+        f"available {format_bytes(hardware.device_bytes)}.",
+        given=given,
+    )
+
+
+def least_bytes(memory: MemoryModel) -> tuple[Bytes, Bytes]:
+    """Device and host bytes of the plans that leave most room, both [n_persist, n_ckpt_swap].
+
+    Every block is recomputed, since whatever else is done with one adds to what the trace measured with all of them
+    checkpointed, and there are no more chunk buffers than must be.
+    """
+    placements = range(len(memory.layout.chunks) + 1)
+    static = np.array([memory.static_bytes(n, memory.least_buffers(n)) for n in placements])
+    host = np.array([memory.host_bytes_beside(n, 0) for n in placements])
+    margined_bytes, swapped_bytes = memory.offloads(0, len(memory.profile.blocks))
+    return static[:, None] + margined_bytes, host[:, None] + swapped_bytes
+
+
+def nothing_fits(memory: MemoryModel) -> PlanError:
+    """Why no plan at all fits: the device cannot hold the smallest one, or the host what the device leaves over."""
+    device_bytes, host_bytes = least_bytes(memory)
+    fits = device_bytes <= memory.hardware.device_bytes
+    needed = np.where(fits, host_bytes, host_bytes.max() + 1) if fits.any() else device_bytes
+    n_persist, n_ckpt_swap = divmod(int(needed.argmin()), needed.shape[1])
+    n_blocks = len(memory.profile.blocks)
+    activations = memory.activations(block_modes(n_blocks, 0, n_blocks, n_ckpt_swap))
+    narrow_moments = _fits_with_narrow_moments(memory)
+    if fits.any():
+        enough = device_bytes[host_bytes <= memory.hardware.host_bytes]
+        on_device = int(enough.min()) if enough.size else 0
+        return host_error(memory, n_persist, activations, narrow_moments=narrow_moments, on_device=on_device)
+    n_buffer = memory.least_buffers(n_persist)
+    return device_error(memory, n_persist, n_buffer, activations, narrow_moments=narrow_moments)
+
+
+def _fits_with_narrow_moments(memory: MemoryModel) -> bool:
+    """Whether any plan does where moments are in bf16 and are not yet."""
+    hardware, inside = memory.hardware, memory.update_in_backward
+    if memory.profile.moment_dtype == "bfloat16":
+        return False
+    profile = replace(memory.profile, moment_dtype="bfloat16")
+    narrow = MemoryModel(profile, hardware, memory.layout, update_in_backward=inside)
+    device_bytes, host_bytes = least_bytes(narrow)
+    return bool(((device_bytes <= hardware.device_bytes) & (host_bytes <= hardware.host_bytes)).any())
+
+
+def _smaller_batch(batch: int, share: float) -> int:
+    """The batch whose activations take at most ``share`` of what ``batch`` takes; 0 when none does."""
+    return min(batch - 1, int(batch * share)) if batch > 1 and share > 0 else 0
+
+
+def _largest(parts: dict[str, int]) -> str:
+    name, size = max(parts.items(), key=lambda item: item[1])
+    return f"{name} ({format_bytes(size)})"
+
+
+def _at_least(count: int) -> str:
+    """``count`` bytes as text that parses to no less."""
+    for unit, size in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if count >= size:
+            return f"{-(-count * 100 // size) / 100:.2f}{unit}"
+    return f"{count}"

@@ -1,0 +1,162 @@
+"""From a profile, a machine and a plan to time, memory and timeline: one pure function, and the models behind it.
+
+:func:`predict` is for one plan. :class:`Models` keeps what the plans of one layout have in common, for callers who ask
+about many of them: the search, the what-if table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.fingerprint import fingerprint
+from protrain.planning.layout import Layout
+from protrain.planning.memory.model import MemoryModel
+from protrain.planning.plan import BlockMode, Counts, Plan, block_modes, layout_of
+from protrain.planning.rates.host_rates import scenarios, slowest
+from protrain.planning.runtime.model import RuntimeModel
+from protrain.planning.timeline import Timeline
+from protrain.profiler.model_profile import ModelProfile
+
+Modes = tuple[BlockMode, ...]
+
+_ROUNDING = 1e-9  # what a limit loses on its way through a mean, and more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a plan takes."""
+
+    step_ms: float
+    device_bytes: int  # peak
+    host_bytes: int  # all host memory of the engine
+    timeline: Timeline
+
+
+def predict(
+    profile: ModelProfile, hardware: HardwareProfile, plan: Plan, *, step_during_backward: bool = False
+) -> Prediction:
+    """Time, memory and timeline of ``plan`` for ``profile`` on ``hardware``, whether it fits or not."""
+    models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
+    fresh = models.plan(plan.counts, plan.block_modes)
+    return Prediction(
+        step_ms=fresh.step_ms,
+        device_bytes=fresh.device_bytes,
+        host_bytes=fresh.host_bytes,
+        timeline=models.timeline(fresh),
+    )
+
+
+class Models:
+    """Memory model and runtime model of one layout on one machine.
+
+    Args:
+        profile: of the model, as it was measured.
+        hardware: the machine and its limits.
+        layout: of the model.
+        step_during_backward: whether updates run inside backward.
+        keep_attention: whether recomputed blocks keep the outputs of attention.
+        pack_swaps: by block, whether what it saves is packed where it is swapped; by default what takes less time.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        hardware: HardwareProfile,
+        layout: Layout,
+        *,
+        step_during_backward: bool = False,
+        keep_attention: bool = False,
+        pack_swaps: tuple[bool, ...] | None = None,
+    ) -> None:
+        self.keep_attention = keep_attention
+        self.profile = profile.keeping_attention() if keep_attention else profile
+        self.hardware = hardware
+        self.layout = layout
+        self.memory = MemoryModel(
+            self.profile, hardware, layout, update_in_backward=step_during_backward, pack_swaps=pack_swaps
+        )
+        self.runtime = RuntimeModel(self.memory)
+        self.n_chunks, self.n_blocks = len(layout.chunks), len(profile.blocks)
+
+    @classmethod
+    def of(
+        cls, plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
+    ) -> Models:
+        """The models of ``plan``'s layout."""
+        return cls(
+            profile,
+            hardware,
+            layout_of(profile, plan),
+            step_during_backward=step_during_backward,
+            keep_attention=plan.keep_attention,
+            pack_swaps=plan.pack_swaps,
+        )
+
+    @cached_property
+    def _scenarios(self) -> list[tuple[RuntimeModel, float]]:
+        return [(self.runtime.on_host(machine), probability) for machine, probability in scenarios(self.hardware)]
+
+    @cached_property
+    def _slowest(self) -> RuntimeModel:
+        return self.runtime.on_host(slowest(self.hardware))
+
+    def modes(self, counts: Counts) -> Modes:
+        """The block modes of ``counts``."""
+        return block_modes(self.n_blocks, counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
+
+    def expected_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
+        """The mean step time over the host-rate scenarios; infinite as soon as it cannot be less than ``limit_ms``."""
+        mean_ms, left = 0.0, 1.0
+        for runtime, probability in self._scenarios:
+            # A slower host is never faster, so no later scenario takes less than this one.
+            step_ms = runtime.step_ms(modes, counts, limit_ms=(limit_ms - mean_ms) / left)
+            if mean_ms + left * step_ms >= limit_ms * (1 - _ROUNDING):
+                return inf
+            mean_ms, left = mean_ms + probability * step_ms, left - probability
+        return mean_ms
+
+    def slowest_ms(self, modes: Modes, counts: Counts) -> float:
+        """The step time in the slowest host-rate scenario."""
+        return self._slowest.step_ms(modes, counts)
+
+    def device_bytes(self, modes: Modes, counts: Counts) -> int:
+        """Predicted peak on the device."""
+        activations = self.memory.activations(modes)
+        return self.memory.device_bytes(counts.n_persist, counts.n_buffer, activations, counts.n_stream)
+
+    def host_bytes(self, modes: Modes, counts: Counts) -> int:
+        """Predicted host memory of the engine."""
+        return self.memory.host_bytes(counts, self.memory.activations(modes))
+
+    def plan(self, counts: Counts, modes: Modes | None = None) -> Plan:
+        """The plan of these integers with its predictions; ``modes`` where they differ from the usual order."""
+        profile, memory = self.profile, self.memory
+        modes = self.modes(counts) if modes is None else modes
+        activations = memory.activations(modes)
+        return Plan(
+            **counts._asdict(),
+            chunk_elements=self.layout.chunk_elements,
+            large_first=self.layout.large_first,
+            n_chunks=self.n_chunks,
+            block_modes=modes,
+            model=fingerprint(profile),
+            tokens=profile.tokens,
+            accumulation=profile.accumulation,
+            moment_dtype=profile.moment_dtype,
+            chunked_loss=profile.chunked_loss,
+            device_bytes=self.device_bytes(modes, counts),
+            host_bytes=self.host_bytes(modes, counts),
+            keep_attention=self.keep_attention,
+            n_device_gradient=memory.device_regions(counts.n_persist),
+            n_host_gradient=memory.host_regions(counts.n_persist, activations.swapped_bytes),
+            pack_swaps=memory.pack_swaps,
+            step_ms=self.runtime.step_ms(modes, counts),
+            transient_bytes=activations.peak_bytes - activations.held_bytes,
+        )
+
+    def timeline(self, plan: Plan) -> Timeline:
+        """What runs where and when in one step of ``plan``."""
+        return self.runtime.timeline(plan.block_modes, plan.counts)

@@ -1,0 +1,302 @@
+"""The search: the integers that make a step fastest within the memory there is (paper section 4).
+
+It is a pattern search from several starts. A coarse grid over placements finds where to begin; from the best of these
+every integer is changed by a step, alone or together with one that trades against it, and a change that makes the step
+faster is kept; steps halve until they are 1. The last steps are those of the what-if table
+(:mod:`protrain.planning.changes`), so that no plan leaves a better neighbour in its own table. Everything is worked out
+by the models of :mod:`protrain.planning.predict`, in a fixed order: the same question has the same answer.
+
+Some integers follow from others. Offloading inputs only makes a step longer; what it gains is room for buffers, so the
+fewest inputs are offloaded that make room for as many buffers as the search asks for. More buffers never make a step
+slower, so a plan has all that fit. Speculative updates compute their weight alone where host memory has no room for
+more.
+
+[Note: what a plan is judged by] The mean step time over the host-rate scenarios
+(:mod:`protrain.planning.rates.host_rates`), plus a share of it for every mechanism whose gain is less certain than the
+rest of the prediction, or costs memory: :data:`_MUST_GAIN`. What streamed updates and copies take from each other is
+worked out and not measured, and on H100s predicted gains of 5% and 11% were none and 3%. The small shares break ties:
+among plans that are as fast, the one wins that moves least, for what is not moved cannot be late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import product
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.changes import neighbours
+from protrain.planning.infeasible import nothing_fits
+from protrain.planning.layout import layouts
+from protrain.planning.memory.model import Bytes
+from protrain.planning.plan import Counts, Plan
+from protrain.planning.predict import Models
+from protrain.profiler.model_profile import ModelProfile
+
+# Shares of a step that a mechanism must save: see [Note: what a plan is judged by].
+_MUST_GAIN = {"n_stream": 0.05, "n_weight_only": 0.01, "keep_attention": 0.01}
+_PER_CHUNK = {"n_persist": -0.005, "n_speculate": 0.001}  # times the share of all chunks
+_PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # times the share of all blocks
+_PLACEMENTS = 6  # numbers of persistent chunks on the grid
+_STARTS = 3  # of the grid, from where the search goes on
+_COARSE = 16  # steps from every start are at least this part of all chunks; only the best goes on by single steps
+_GAIN = 1e-4  # what a change must save at least, while steps are longer than 1
+
+
+class _Move(NamedTuple):
+    """A change of the integers that do not follow from others, in units of the step."""
+
+    n_persist: int = 0
+    n_buffer: int = 0
+    n_swap: int = 0
+    n_ckpt: int = 0
+    n_speculate: int = 0
+    n_weight_only: int = 0
+    n_stream: int = 0
+
+
+_ALONE = [_Move(**{name: sign}) for name in _Move._fields for sign in (1, -1)]
+_TOGETHER = [
+    _Move(**{first: sign * way, second: sign})
+    for first, second, way in (
+        ("n_persist", "n_ckpt", 1),
+        ("n_persist", "n_ckpt", -1),
+        ("n_persist", "n_speculate", -1),
+        ("n_persist", "n_stream", -1),
+        ("n_swap", "n_ckpt", -1),
+        ("n_swap", "n_ckpt", 1),
+        ("n_buffer", "n_ckpt", 1),
+        ("n_speculate", "n_stream", -1),
+        ("n_speculate", "n_weight_only", 1),
+    )
+    for sign in (1, -1)
+]
+
+
+class _Found(NamedTuple):
+    """A plan that fits, and what it is judged by."""
+
+    score_ms: float
+    at: int  # whose models: index into _Search.models
+    counts: Counts
+
+
+def search(
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    chunk_elements: int | None = None,
+    step_during_backward: bool = False,
+    known: Sequence[Plan] = (),
+    without: Collection[str] = (),
+) -> Plan:
+    """The plan for ``profile`` on ``hardware`` with the shortest step: see [Note: what a plan is judged by].
+
+    Its ``step_ms`` is for ``hardware`` as it was calibrated.
+
+    Args:
+        profile: of the model and the batch.
+        hardware: the machine; its ``device_bytes`` and ``host_bytes`` are the limits.
+        chunk_elements: size of a chunk; default: :func:`protrain.planning.layout.choose_chunk_elements`.
+        step_during_backward: plan for updates inside backward.
+        known: plans of the same model that the search also begins with, as far as they fit.
+        without: mechanisms that the plan must not use, by the name of its field: "n_swap", "n_stream", ...
+
+    Raises:
+        PlanError: nothing fits; it says what is needed, what is there, and the smallest change that fits.
+        ValueError: ``chunk_elements`` does not suit the model.
+    """
+    return _Search(profile, hardware, chunk_elements, step_during_backward, without).run(known)
+
+
+class _Search:
+    def __init__(
+        self,
+        profile: ModelProfile,
+        hardware: HardwareProfile,
+        chunk_elements: int | None,
+        step_during_backward: bool,
+        without: Collection[str],
+    ) -> None:
+        self._profile, self._hardware = profile, hardware
+        self._in_backward = step_during_backward
+        self._without = frozenset(without)
+        self._unused = dict.fromkeys(self._without & set(Counts._fields), 0)
+        self._layouts = layouts(profile, chunk_elements)[: 1 if "large_first" in without else None]
+        attends = "keep_attention" not in without and any(block.attention_bytes for block in profile.blocks)
+        self._kinds = list(product((False, True) if attends else (False,), self._layouts))
+        self._models: dict[int, Models] = {}
+        self._scores: dict[tuple[int, Counts], float] = {}
+
+    def models(self, at: int) -> Models:
+        """Of one choice of layout and of whether attention is kept; those without kept attention come first."""
+        if at not in self._models:
+            keep, layout = self._kinds[at]
+            self._models[at] = Models(
+                self._profile,
+                self._hardware,
+                layout,
+                step_during_backward=self._in_backward,
+                keep_attention=keep,
+            )
+        return self._models[at]
+
+    def run(self, known: Sequence[Plan]) -> Plan:
+        """The best plan."""
+        n_layouts = len(self._layouts)
+        starts = [start for at in range(n_layouts) for start in self._grid(at)]
+        starts += self._given(known)
+        if not starts:
+            errors = [nothing_fits(self.models(at).memory) for at in range(n_layouts)]
+            raise min(errors, key=lambda error: error.needed_bytes - error.available_bytes)
+        best = min(self._descended(start, fine=False) for start in _spread(sorted(starts)))
+        for at in range(len(self._kinds)):  # the same with the other order of chunks, or attention kept
+            if at != best.at and (other := self._fitted(at, best.counts)):
+                best = min(best, self._descended(self._scored(at, other), fine=False))
+        best = self._settled(self._descended(best, fine=True))
+        return self.models(best.at).plan(best.counts)
+
+    def _grid(self, at: int) -> Iterator[_Found]:
+        """Placements from the fewest persistent chunks to the most, with the fewest and with all blocks recomputed."""
+        models = self.models(at)
+        memory, runtime, n_chunks, n_blocks = models.memory, models.runtime, models.n_chunks, models.n_blocks
+        fitting = [n for n in range(n_chunks + 1) if self._fitted(at, Counts(n, 0, 0, n_blocks))]
+        kept = np.array([memory.offloads(0, n_ckpt)[0][0] for n_ckpt in range(n_blocks + 1)])
+        for place in sorted({round(part / (_PLACEMENTS - 1) * (len(fitting) - 1)) for part in range(_PLACEMENTS)}):
+            if not fitting:
+                return
+            n_persist = fitting[place]
+            fits = np.flatnonzero(memory.most_buffers(n_persist, kept) >= 0)
+            for n_ckpt in {int(fits[0]) if fits.size else n_blocks, n_blocks}:
+                for n_speculate in (0, n_chunks) if runtime.speculates else (0,):
+                    balanced = runtime.balanced(n_persist, 0 if not n_speculate else n_chunks // 4)
+                    for n_stream in {0, max(1, balanced)} if runtime.streams else (0,):
+                        for n_weight_only in {0, n_speculate}:
+                            wanted = Counts(n_persist, 0, 0, n_ckpt, 0, n_speculate, n_weight_only, n_stream)
+                            if counts := self._fitted(at, wanted):
+                                yield self._scored(at, counts)
+
+    def _given(self, plans: Iterable[Plan]) -> Iterator[_Found]:
+        for plan in plans:
+            for at, (keep, layout) in enumerate(self._kinds):
+                same = keep is plan.keep_attention and layout.large_first is plan.large_first
+                if same and (counts := self._fitted(at, plan.counts)):
+                    yield self._scored(at, counts)
+
+    def _fitted(self, at: int, wanted: Counts) -> Counts | None:
+        """``wanted`` as far as there is room for it; None where it does not fit.
+
+        The fewest more blocks are recomputed with which it fits at all. The fewest inputs are offloaded with which as
+        many buffers fit as are wanted, or as many as possible; then all buffers that fit are taken.
+        """
+        models, wanted = self.models(at), wanted._replace(**self._unused)
+        memory, n_persist, n_swap = models.memory, wanted.n_persist, wanted.n_swap
+        if not 0 <= n_persist <= models.n_chunks or min(wanted) < 0 or n_swap + wanted.n_ckpt > models.n_blocks:
+            return None
+        n_speculate = wanted.n_speculate if models.runtime.speculates else 0
+        n_stream = min(wanted.n_stream, models.runtime.streamable(n_persist, min(n_speculate, wanted.n_speculate)))
+        n_ckpt, n_buffer, swapped_bytes = self._roomy(models, wanted, n_stream)
+        most = int(n_buffer.max())
+        if most < 0:
+            return None
+        n_ckpt_swap = int(np.argmax(n_buffer >= min(wanted.n_buffer, most)))  # the first
+        whole = "n_weight_only" in self._without
+        n_speculate, least = memory.speculation(n_persist, n_speculate, int(swapped_bytes[n_ckpt_swap]), whole=whole)
+        n_weight_only = min(max(wanted.n_weight_only, least), n_speculate)
+        n_stream = min(n_stream, models.runtime.streamable(n_persist, n_speculate))
+        return Counts(
+            n_persist, int(n_buffer[n_ckpt_swap]), n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_stream
+        )
+
+    def _roomy(self, models: Models, wanted: Counts, n_stream: int) -> tuple[int, Bytes, Bytes]:
+        """The fewest recomputed blocks that make room for the buffers that are wanted, or for as many as possible.
+
+        Returns:
+            n_ckpt; then by the number of offloaded inputs the buffers that fit, -1 where the plan does not fit, and
+            the host memory of what is offloaded.
+        """
+        memory, n_persist, n_swap = models.memory, wanted.n_persist, wanted.n_swap
+        enough = min(max(wanted.n_buffer, memory.least_buffers(n_persist)), memory.all_buffers(n_persist))
+        host_bytes, found = memory.host_bytes_beside(n_persist, 0), []
+        for n_ckpt in range(wanted.n_ckpt, models.n_blocks - n_swap + 1):
+            margined_bytes, swapped_bytes = memory.offloads(n_swap, n_ckpt)
+            fits_host = host_bytes + swapped_bytes <= self._hardware.host_bytes
+            if "n_ckpt_swap" in self._without:
+                fits_host[1:] = False
+            n_buffer = np.where(fits_host, memory.most_buffers(n_persist, margined_bytes, n_stream), -1)
+            found.append((n_ckpt, n_buffer, swapped_bytes))
+            if n_buffer.max() >= enough:
+                return found[-1]
+        return max(found, key=lambda room: int(room[1].max()))
+
+    def _scored(self, at: int, counts: Counts, limit_ms: float = inf) -> _Found:
+        """With what it is judged by; infinite where that is not less than ``limit_ms``."""
+        score_ms = self._scores.get((at, counts))
+        if score_ms is None:
+            models = self.models(at)
+            share = _share(counts, models)
+            score_ms = share * models.expected_ms(models.modes(counts), counts, limit_ms=limit_ms / share)
+            if score_ms < inf:
+                self._scores[at, counts] = score_ms
+        return _Found(score_ms, at, counts)
+
+    def _descended(self, best: _Found, *, fine: bool) -> _Found:
+        """The best on the way down from there, in steps that halve, to single ones if ``fine``."""
+        models = self.models(best.at)
+        largest = max(models.n_chunks, models.n_blocks)
+        least, step = 1 if fine else max(1, largest // _COARSE), max(1, largest // 4)
+        while step >= least:
+            moved = False
+            for move in (*_ALONE, *_TOGETHER):
+                while (better := self._moved(best, move, step)) is not None:
+                    best, moved = better, True
+            if not moved:
+                step //= 2
+        return best
+
+    def _moved(self, best: _Found, move: _Move, step: int) -> _Found | None:
+        changed = {name: getattr(best.counts, name) + step * by for name, by in move._asdict().items() if by}
+        counts = self._fitted(best.at, best.counts._replace(**changed))
+        if counts is None or counts == best.counts:
+            return None
+        limit_ms = best.score_ms * (1 - _GAIN * (step > 1))
+        found = self._scored(best.at, counts, limit_ms)
+        return found if found.score_ms < limit_ms else None
+
+    def _settled(self, best: _Found) -> _Found:
+        """The best of its own neighbours, as the what-if table has them."""
+        improved = True
+        while improved:
+            improved = False
+            for change in neighbours(best.counts, self.models(best.at)):
+                if change.impossible or not self._fits(best.at, change.counts):
+                    continue
+                found = self._scored(best.at, change.counts, best.score_ms)
+                if found.score_ms < best.score_ms:
+                    best, improved = found, True
+        return best
+
+    def _fits(self, at: int, counts: Counts) -> bool:
+        models, hardware = self.models(at), self._hardware
+        modes = models.modes(counts)
+        on_device = models.device_bytes(modes, counts) <= hardware.device_bytes
+        return on_device and models.host_bytes(modes, counts) <= hardware.host_bytes
+
+
+def _share(counts: Counts, models: Models) -> float:
+    """What the mean step time is multiplied by: see [Note: what a plan is judged by]."""
+    used = {**counts._asdict(), "keep_attention": models.keep_attention}
+    share = 1.0 + sum(gain for name, gain in _MUST_GAIN.items() if used[name])
+    share += sum(each * used[name] for name, each in _PER_CHUNK.items()) / models.n_chunks
+    return share + sum(each * used[name] for name, each in _PER_BLOCK.items()) / max(1, models.n_blocks)
+
+
+def _spread(starts: list[_Found]) -> list[_Found]:
+    """The best of ``starts``, and the best that streams and that does not."""
+    chosen = starts[:_STARTS]
+    for streams in (False, True):
+        chosen += [start for start in starts if bool(start.counts.n_stream) is streams][:1]
+    return list(dict.fromkeys(chosen))

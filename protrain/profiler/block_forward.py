@@ -1,0 +1,137 @@
+"""Measures one plain forward of a block, apart from the traced step: what autograd saves and what it computes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from protrain.common.parameters import made_of
+from protrain.common.trees import map_leaves, tensors_in
+from protrain.forward.compilation import eager_of, graphs_compiled
+from protrain.profiler.attention_calls import AttentionCall
+from protrain.profiler.memory_meter import Meter
+from protrain.profiler.operations import Operations
+from protrain.profiler.storages import allocated_bytes, storage_key
+
+
+@dataclass
+class BlockUse:
+    """The sums over all calls of one block in one forward; the peak is that of one call."""
+
+    saved_bytes: int = 0
+    saved_tensors: int = 0
+    saved_bool_bytes: int = 0
+    forward_peak_bytes: int = 0
+    output_bytes: int = 0
+    flops: int = 0
+    traffic_bytes: int = 0  # bytes moved by what is neither a product nor attention
+    fused_bytes: int = 0  # the same, if the block is compiled
+    attention: list[AttentionCall] = field(default_factory=list)
+    # from the storage of an argument that has a grad_fn to its bytes
+    inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
+    saved_inputs: set[StorageWeakRef] = field(default_factory=set)  # the inputs that autograd saves for the block
+
+
+def measure_block(
+    use: BlockUse,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    constants: Set[StorageWeakRef],
+    meter: Meter,
+    device: torch.device,
+    without_modes: Callable[[], AbstractContextManager[None]],
+) -> Callable[..., Any]:
+    """Add what ``forward`` takes to ``use``, and return the forward to trace.
+
+    Dispatch modes see nothing inside a compiled forward, so the eager forward says what is computed and used. On the
+    CPU, where the meter is such a mode, the eager forward is traced in place of the compiled one, which needs no more
+    memory. ``without_modes`` suspends the trace's function modes.
+    """
+    eager = eager_of(forward)
+    if eager is forward or device.type == "cpu":
+        _measure(use, eager, args, kwargs, constants, meter, device)
+        return eager
+    computed = BlockUse()
+    _measure(computed, eager, args, kwargs, constants, meter, device)
+    use.flops += computed.flops
+    use.traffic_bytes += computed.traffic_bytes
+    use.fused_bytes += computed.fused_bytes
+    use.attention += computed.attention
+    known = graphs_compiled()
+    with without_modes():
+        _measure(use, forward, args, kwargs, constants, meter, device, count=False)
+    if graphs_compiled() != known:
+        # If the garbage collector ran meanwhile, the compiler leaves reference cycles that hold what the block saved.
+        gc.collect()
+    return forward
+
+
+def _measure(
+    use: BlockUse,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    constants: Set[StorageWeakRef],
+    meter: Meter,
+    device: torch.device,
+    *,
+    count: bool = True,
+) -> None:
+    """Call ``forward`` and add what it uses to ``use``. Random states come out as they went in.
+
+    Saved tensors are counted by storage, without the arguments and without ``constants`` (weights and buffers).
+    """
+    saved: dict[StorageWeakRef, int] = {}
+    not_only_bools: set[StorageWeakRef] = set()
+    given = tensors_in((args, kwargs))
+    for tensor in given:
+        if tensor.grad_fn is not None:  # leaves out masks, and tensors that the caller holds anyway
+            use.inputs[storage_key(tensor)] = allocated_bytes(tensor)
+    # The arguments are copied, because a block may write to its inputs in place.
+    args, kwargs = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+    copies = {
+        storage_key(copy): storage_key(tensor) for copy, tensor in zip(tensors_in((args, kwargs)), given, strict=True)
+    }
+    known = {*constants, *copies}
+
+    def pack(tensor: Tensor) -> Tensor:
+        for part in made_of(tensor).values():
+            key = storage_key(part)
+            if key in copies:
+                use.saved_inputs.add(copies[key])
+            elif key not in known:
+                saved[key] = allocated_bytes(part)
+                if part.dtype != torch.bool:
+                    not_only_bools.add(key)
+        return tensor.detach()  # an output that keeps its own graph node alive would never be freed
+
+    meter.reset_peak()
+    before = meter.alive_bytes
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        Operations() if count else nullcontext() as operations,
+    ):
+        output = forward(*args, **kwargs)
+    outputs = {
+        storage_key(tensor): allocated_bytes(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()
+    }
+    use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - before)
+    use.saved_bytes += sum(saved.values())
+    use.saved_tensors += len(saved)
+    use.saved_bool_bytes += sum(size for key, size in saved.items() if key not in not_only_bools)
+    use.output_bytes += sum(size for key, size in outputs.items() if key not in known)
+    if operations is not None:
+        operations.note_saved(saved.keys())
+        use.flops += operations.flops
+        use.traffic_bytes += operations.traffic_bytes
+        use.fused_bytes += operations.fused_bytes
+        use.attention += [call for key, call in operations.attention if key in saved]

@@ -1,0 +1,226 @@
+"""Stand-ins for a model's parameters and buffers during a trace: on the device, in the training dtype, on demand.
+
+The model can be far larger than the device, and it must come out of the trace bit for bit as it went in. So the trace
+never touches its tensors. Every parameter is replaced by a stand-in whose storage is filled before it is needed and
+emptied afterwards. Every buffer is replaced by a copy. [Note: emptied storages] A storage that is emptied and filled
+again is the same storage to autograd. So views that an operation saved (F.linear saves weight.t()) stay valid without
+any hook.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from protrain.common.parameters import is_managed, moved, plain_tensors
+from protrain.profiler.memory_meter import Meter
+from protrain.profiler.storages import storage_key
+
+_STAGE_ELEMENTS = 16 * 1024**2
+
+
+class StandInWeights:
+    """The stand-ins of ``model``'s managed (floating-point) parameters, by index in definition order.
+
+    Use it as a context manager: inside, the model holds the stand-ins, and afterwards its own tensors, untouched. Up to
+    ``spare_bytes`` of stand-ins stay filled when they should be emptied, because filling takes time.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype, *, spare_bytes: int = 0) -> None:
+        self.originals = [parameter for parameter in model.parameters() if is_managed(parameter)]
+        self.resident: set[int] = set()  # indexes of parameters that stay filled until the end
+        self.random_values = False  # whether to fill with random values, as the timing pass does
+        self._model = model
+        self._device = device
+        self._dtype = dtype
+        self._filled: set[int] = set()
+        self._spared: set[int] = set()
+        self._spare_bytes = spare_bytes
+        self._meter: Meter | None = None
+        self.stand_ins = [self._stand_in_for(parameter) for parameter in self.originals]
+        self.index = {id(stand_in): index for index, stand_in in enumerate(self.stand_ins)}
+        self._index_of_original = {id(parameter): index for index, parameter in enumerate(self.originals)}
+        self.unmanaged: dict[int, Tensor] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) not in self._index_of_original and id(tensor) not in self.unmanaged:
+                self.unmanaged[id(tensor)] = self._copied(tensor)
+        # pinned staging memory, each piece with the event of its last copy
+        self._staging: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+
+    def measured_by(self, meter: Meter | None) -> None:
+        """Use ``meter`` from now on, which does not count the stand-ins."""
+        self._meter = meter
+        if meter is not None:
+            meter.ignore((*self.stand_ins, *self.originals, *self.unmanaged_memory()))
+
+    def fill(self, indexes: Iterable[int]) -> None:
+        """Fill the stand-ins of the parameters ``indexes``."""
+        wanted = [index for index in indexes if index not in self._filled]
+        if not wanted or self._device.type == "meta":
+            return
+        with self._unobserved():
+            self._fill(wanted)
+
+    def empty(self, indexes: Iterable[int]) -> None:
+        """Empty the stand-ins of the parameters ``indexes``, except resident ones and those that spare memory holds."""
+        kept = self.resident | self._spared
+        unwanted = []
+        for index in indexes:
+            if index not in self._filled or index in kept:
+                continue
+            size_bytes = self.stand_ins[index].nbytes
+            if size_bytes <= self._spare_bytes:
+                self._spare_bytes -= size_bytes
+                self._spared.add(index)
+            else:
+                unwanted.append(index)
+        if unwanted:
+            with self._unobserved():
+                self._free(unwanted)
+
+    def filled(self, index: int) -> bool:
+        """Whether the stand-in of the parameter ``index`` is filled."""
+        return index in self._filled
+
+    def keep(self, indexes: Iterable[int]) -> None:
+        """Fill the parameters ``indexes`` and never empty them."""
+        self.resident.update(indexes)
+        self.fill(self.resident)
+
+    def count(self, indexes: Iterable[int]) -> None:
+        """Make the meter count the parameters ``indexes`` until the end."""
+        if self._meter is not None:
+            self._meter.hold(sum(self.stand_ins[index].nbytes for index in indexes))
+
+    def refuse_writes(self) -> None:
+        """Raise a ValueError if the model changed a parameter in place, as autograd counts changes.
+
+        A parameter that was given other data is not refused here, as recurrent modules do that with equal values. The
+        engine, which has the values, checks it.
+        """
+        written = {id(stand_in) for stand_in in self.stand_ins if stand_in._version}
+        # cuDNN gives the weights of recurrent modules one storage, and that may count as a change.
+        recurrent = (module for module in self._model.modules() if isinstance(module, nn.RNNBase))
+        written -= {id(parameter) for module in recurrent for parameter in module.parameters(recurse=False)}
+        for name, parameter in self._model.named_parameters():
+            if id(parameter) in written:
+                raise ValueError(
+                    f"the forward of {type(self._model).__name__} changes its parameter {name} in place, and other "
+                    "copies of the parameter would not get the change. Remove the change (max_norm=None of an "
+                    "embedding, altup_coef_clip=None of Gemma-3n), or make it after step(), inside "
+                    "`with protrain.full_parameters(model):`. If only the first forward makes it, call the model once "
+                    "before"
+                )
+
+    def unmanaged_bytes(self) -> int:
+        """The bytes of buffers and of unmanaged parameters, with the tensors that those keep in attributes."""
+        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in self.unmanaged_memory()}
+        return sum(sizes.values())
+
+    def unmanaged_memory(self) -> list[Tensor]:
+        """The plain tensors that buffers and unmanaged parameters consist of."""
+        return plain_tensors(self.unmanaged.values())
+
+    def __enter__(self) -> StandInWeights:
+        for module in self._model.modules():
+            self._before.append((module, dict(module._parameters), dict(module._buffers)))
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    stand_in = self._index_of_original.get(id(parameter))
+                    new = self.unmanaged[id(parameter)] if stand_in is None else self.stand_ins[stand_in]
+                    _set_parameter(module, name, new)
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[name] = self.unmanaged[id(buffer)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, parameters, buffers in self._before:
+            for name, parameter in parameters.items():
+                _set_parameter(module, name, parameter)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        self._before.clear()
+        self._free(list(self._filled))
+
+    @contextmanager
+    def _unobserved(self) -> Iterator[None]:
+        """Inside, the meter counts nothing, and an operation is not taken for the model's use of a parameter."""
+        with torch._C.DisableTorchFunction(), nullcontext() if self._meter is None else self._meter.managed():
+            yield
+
+    def _fill(self, indexes: list[int]) -> None:
+        for index in indexes:
+            stand_in, original = self.stand_ins[index], self.originals[index]
+            stand_in.untyped_storage().resize_(stand_in.numel() * stand_in.element_size())
+            # It writes to .data, because autograd must not take filling for a change of a saved tensor.
+            if original.is_meta or self.random_values:
+                # Every fill gives the same values. Otherwise a router would choose other experts in the recomputation.
+                generator = torch.Generator(self._device).manual_seed(index)
+                stand_in.data.normal_(0.0, 0.02, generator=generator)
+            elif self._device.type == "cuda" and original.device.type == "cpu":
+                self._upload(stand_in.data.view(-1), original.data)
+            else:
+                stand_in.data.copy_(original.data)
+            self._filled.add(index)
+
+    def _upload(self, target: Tensor, source: Tensor) -> None:
+        """Cast and copy in pieces through pinned memory, several times as fast as a copy from pageable memory."""
+        source = source.reshape(-1)
+        if not self._staging:
+            pieces = [torch.empty(_STAGE_ELEMENTS, dtype=self._dtype, pin_memory=True) for _ in range(2)]
+            self._staging = [(piece, torch.cuda.Event()) for piece in pieces]
+        for start in range(0, source.numel(), _STAGE_ELEMENTS):
+            piece, copied = self._staging[0]
+            self._staging.reverse()
+            copied.synchronize()
+            part = source[start : start + _STAGE_ELEMENTS]
+            piece[: part.numel()].copy_(part)
+            target[start : start + part.numel()].copy_(piece[: part.numel()], non_blocking=True)
+            copied.record()
+
+    def _free(self, indexes: list[int]) -> None:
+        for index in indexes:
+            self.stand_ins[index].untyped_storage().resize_(0)
+            self._filled.discard(index)
+
+    def _stand_in_for(self, parameter: nn.Parameter) -> nn.Parameter:
+        data = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
+        if self._device.type != "meta":
+            data.untyped_storage().resize_(0)
+        stand_in = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        stand_in.__dict__.update(parameter.__dict__)
+        return stand_in
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):  # nothing writes to it
+            # Moving may change the objects that its attributes refer to, and the model must keep those.
+            return tensor if tensor.device == self._device else moved(_with_attributes(tensor), self._device)
+        if tensor.is_meta and self._device.type != "meta":
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+        return tensor.detach().clone().to(self._device)
+
+
+def _with_attributes(parameter: nn.Parameter) -> nn.Parameter:
+    """A copy of ``parameter`` with copies of its attributes."""
+    copied = copy.deepcopy(parameter)
+    for name, value in vars(parameter).items():
+        if name not in vars(copied):  # deepcopy() of an ordinary parameter leaves out all attributes
+            vars(copied)[name] = copy.deepcopy(value)
+    return copied
+
+
+def _set_parameter(module: nn.Module, name: str, parameter: Any) -> None:
+    if isinstance(module, nn.RNNBase):
+        setattr(module, name, parameter)  # it keeps a second list of its weights, which setattr updates
+        # It also keeps a list of weak references. If those change, it gives its weights a storage of their own.
+        module._flat_weight_refs[module._flat_weights_names.index(name)] = weakref.ref(parameter)
+    else:
+        module._parameters[name] = parameter

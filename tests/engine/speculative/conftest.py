@@ -1,0 +1,21 @@
+"""Fixtures of the tests of speculative updates."""
+
+from __future__ import annotations
+
+import pytest
+
+from protrain.engine.updates.updates import _Window
+from tests.engine.harness import CKPT, NONE, Spec
+
+
+@pytest.fixture(params=["states", "weights", "both"])
+def spec(request: pytest.FixtureRequest) -> Spec:
+    """Speculative updates of all states, of weights alone, or some of either."""
+    weights, whole = request.param != "states", request.param == "both"
+    return Spec("none", "least", (NONE, CKPT), speculate=True, weights=weights, whole=whole)
+
+
+@pytest.fixture(autouse=True)
+def always_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the host had begun every speculative update before backward was over."""
+    monkeypatch.setattr(_Window, "is_closed", lambda _: False)

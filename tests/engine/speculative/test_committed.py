@@ -1,0 +1,178 @@
+"""Updates before step(): committed when the step is as assumed, done again from untouched states when it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from protrain.engine.states import chunks
+from protrain.engine.updates.ordering import CommitsFirst
+from protrain.engine.updates.updates import _Window
+from protrain.optim.optimizer import ProTrainOptimizer
+from tests.engine import residual
+from tests.engine.harness import (
+    NONE,
+    Batch,
+    Loop,
+    Spec,
+    Trainer,
+    adamw,
+    assert_same,
+    default_loss,
+    states,
+    wrap_under,
+)
+from tests.engine.plain_loop import prepare_plain
+from tests.engine.speculative.trained import STEPS, clipping, counts, trained, updated_on_host
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("max_norm", [None, 1e6], ids=["no-clipping", "never-clipped"])
+def test_all_are_committed_when_nothing_is_clipped(
+    spec: Spec, device: torch.device, dtype: torch.dtype, max_norm: float | None
+) -> None:
+    optimizer, n_chunks = trained(clipping(max_norm), device, spec, dtype=dtype)
+    assert counts(optimizer) == (STEPS * n_chunks, 0)
+    assert updated_on_host(optimizer) == STEPS
+
+
+def test_one_step_is_done_again_when_all_are_clipped(spec: Spec, device: torch.device) -> None:
+    optimizer, n_chunks = trained(clipping(1e-3), device, spec)
+    assert counts(optimizer) == (n_chunks, n_chunks)
+    # What is done again was a whole update before, or of a weight alone, which does not count.
+    n_weight_only = optimizer.plan.n_weight_only
+    sizes = [chunk.elements for chunk in optimizer._engine.chunks]
+    assert updated_on_host(optimizer) == pytest.approx(STEPS + sum(sizes[n_weight_only:]) / sum(sizes), rel=1e-12)
+
+
+def test_some_are_done_again_when_some_steps_are_clipped(spec: Spec, device: torch.device) -> None:
+    norms: list[float] = []
+
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> list[float]:
+        norms.clear()
+        for index, batch in enumerate(data):
+            default_loss(model, batch).backward()
+            norms.append(float(optimizer.clip_grad_norm_(1e-3 if index in (2, 3) else 1e6)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    optimizer, n_chunks = trained(run, device, spec)
+    # Steps 0, 1, 2 (redone), none in 3 and 4, for the step before was clipped, and 5.
+    assert counts(optimizer) == (4 * n_chunks, n_chunks)
+
+
+def test_with_persistent_chunks_as_well(device: torch.device) -> None:
+    optimizer, n_chunks = trained(clipping(1e6), device, Spec("some", "least", (NONE,), small=True, speculate=True))
+    assert counts(optimizer) == (STEPS * n_chunks, 0)
+
+
+def test_accumulation_begins_in_the_last_backward(spec: Spec, device: torch.device) -> None:
+    optimizer, n_chunks = trained(clipping(1e6, accumulate=2), device, spec)
+    # The first step cannot know that a second backward follows: what was begun is dropped.
+    assert counts(optimizer) == ((STEPS // 2 - 1) * n_chunks, 0)
+    optimizer, n_chunks = trained(clipping(1e6, accumulate=2, no_sync=True), device, spec)
+    assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
+
+
+def test_what_the_host_has_not_begun_by_the_end_of_backward_is_not_speculative(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
+        for batch in data:
+            go = threading.Event()
+            if isinstance(optimizer, ProTrainOptimizer):
+                optimizer._engine.worker.submit(functools.partial(_hold, go))
+            default_loss(model, batch).backward()
+            optimizer.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            go.set()
+            optimizer.zero_grad()
+
+    optimizer, _ = trained(run, device, spec)
+    assert counts(optimizer) == (0, 0)
+
+
+@pytest.mark.parametrize("idle", [0, 2, 4])
+@pytest.mark.parametrize("inside", [False, True], ids=["early", "inside-backward"])
+def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch, inside: bool, idle: int
+) -> None:
+    data, model = residual.batches(STEPS), residual.make()
+    ahead = dataclasses.replace(spec, speculate=not inside)
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "step_during_backward": inside}
+    wrapped, optimizer = wrap_under(ahead, model, adamw(model), data[0], **options)
+    n_chunks, begun = optimizer.plan.n_chunks, itertools.count(1)
+    times: list[tuple[str, int, int]] = []
+    optimizer._engine.worker.times = times
+
+    def link_is_idle() -> bool:
+        return sum(name.startswith("update") for name, _, _ in times) % n_chunks < idle
+
+    # As if the host had begun all but the last before backward was over, and the link had time for so many chunks.
+    monkeypatch.setattr(_Window, "is_closed", lambda _: next(begun) % n_chunks == 0)
+    monkeypatch.setattr(optimizer._updates._commits, "_link_is_idle", link_is_idle)
+    losses = Loop().run(wrapped, optimizer, data)
+    found = states(wrapped, optimizer)
+    order = [int(name.split()[-1]) for name, _, _ in times if name.startswith("update")]
+    kind = "backward update" if inside else f"speculative {'weight' if spec.weights else 'update'}"
+    assert times[n_chunks - 1][0] == f"{kind} 0", "its gradient comes last"
+    assert order == STEPS * [*range(1, 1 + idle), 0, *range(1 + idle, n_chunks)]
+    plain, trainer = prepare_plain(again := residual.make(), adamw(again), device=device, dtype=torch.bfloat16)
+    assert Loop().run(plain, trainer, data) == losses
+    assert_same(found, states(plain, trainer))
+
+
+def test_a_chunk_updated_in_stretches_has_the_same_bits(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, adam = [], chunks.adam
+
+    def noted(weight: torch.Tensor, *args: Any, **options: Any) -> None:
+        sizes.append(weight.numel())
+        adam(weight, *args, **options)
+
+    monkeypatch.setattr(chunks, "adam", noted)
+    monkeypatch.setattr(chunks, "_SLICE", 256)
+    monkeypatch.setattr(CommitsFirst, "run", lambda _: True)
+    trained(clipping(1e-3), device, spec)
+    assert max(sizes) == 256
+
+
+def test_two_steps_in_a_row_clip_each_by_its_own_factor(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, adam = itertools.count(1), chunks.adam
+
+    def slow(*args: Any, **options: Any) -> None:
+        time.sleep(0.1)
+        adam(*args, **options)
+
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
+        default_loss(model, data[0]).backward()
+        for max_norm in (1e6, 1e-3):  # the host has not done the first step when the second begins
+            optimizer.clip_grad_norm_(max_norm)
+            optimizer.step()
+        optimizer.zero_grad()
+
+    data, model = residual.batches(1), residual.make()
+    _, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    n_chunks = optimizer.plan.n_chunks
+    monkeypatch.setattr(_Window, "is_closed", lambda _: next(begun) % n_chunks == 0)  # all but the last are speculative
+    monkeypatch.setattr(chunks, "adam", slow)
+    trained(run, device, spec)
+
+
+def _hold(go: threading.Event) -> None:
+    go.wait(60)

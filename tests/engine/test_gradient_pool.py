@@ -1,0 +1,321 @@
+"""Inside backward chunks share a few buffers for their gradients: the bits stay the same, and memory is less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Timer
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain.common.errors import PlanError
+from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.gradients.pool import GradientPool
+from protrain.engine.states.arena import aligned
+from protrain.engine.states.chunks import Chunk
+from protrain.engine.streams import Streams
+from protrain.engine.updates.worker import Job
+from protrain.optim.optimizer import ProTrainOptimizer
+from tests.engine import residual
+from tests.engine.harness import (
+    CKPT,
+    NONE,
+    SWAP,
+    Loop,
+    Spec,
+    adamw,
+    assert_same,
+    default_loss,
+    seeded,
+    states,
+    wrap_under,
+)
+from tests.engine.lateness import Lateness
+
+SPECS = (
+    Spec("all", "least", (NONE, CKPT), small=True),
+    Spec("some", "least", (SWAP, CKPT, NONE), small=True),
+    Spec("none", "least", (CKPT,), small=True),
+    Spec("none", "all", (NONE,), small=True),
+    Spec("none", "least", (CKPT, NONE), small=True, stream=True),
+)
+HOST = SPECS[2]
+KINDS = [Lateness("late"), Lateness("early"), *(Lateness("random", seed) for seed in range(3))]
+WIDTH = 64
+CPU = torch.device("cpu")
+Batch = dict[str, Tensor]
+Wrapped = tuple[nn.Module, ProTrainOptimizer]
+Wrap = Callable[..., Wrapped]
+
+
+@pytest.fixture
+def wrapped(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], device: torch.device
+) -> Callable[..., Wrapped]:
+    def build(spec: Spec, *, inside: bool, family: str = "gpt2", **options: Any) -> Wrapped:
+        model = tiny_model(family)
+        options |= {"step_during_backward": inside, "tight_host": inside}
+        return wrap_under(spec, model, adamw(model), tiny_batch(), device=device, **options)
+
+    return build
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "llama"]
+)  # with tied weights, used at the start and at the end, and without
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_the_bits_are_those_of_gradients_with_room_of_their_own(
+    wrapped: Wrap,
+    tiny_batch: Callable[..., Batch],
+    monkeypatch: pytest.MonkeyPatch,
+    spec: Spec,
+    family: str,
+    dtype: torch.dtype,
+) -> None:
+    forbid_more(monkeypatch)
+    batches = [tiny_batch(seed) for seed in range(4)]
+    results = []
+    for inside in (False, True):
+        model, optimizer = wrapped(spec, inside=inside, family=family, dtype=dtype)
+        plan = optimizer.plan
+        n_away = plan.n_chunks - plan.n_persist
+        assert 0 <= plan.n_device_gradient < max(1, plan.n_persist)
+        assert 0 <= plan.n_host_gradient < max(1, n_away)
+        assert (plan.n_device_gradient > 0) == (inside and plan.n_persist > 2)
+        assert (plan.n_host_gradient > 0) == (inside and n_away > 3)
+        results.append((Loop().run(model, optimizer, batches), states(model, optimizer)))
+    assert len(set(results[0][0])) > 1, "it does not train"
+    assert results[1][0] == results[0][0]
+    assert_same(results[1][1], results[0][1])
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_accumulation_in_no_sync_gives_the_same_bits(
+    wrapped: Wrap, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch, spec: Spec
+) -> None:
+    """Gradients under no_sync() must outlast their shared buffers; steps before and after need no accumulators."""
+    forbid_more(monkeypatch)
+    batches = [tiny_batch(seed) for seed in range(10)]
+    results = []
+    for inside in (False, True):
+        model, optimizer = wrapped(spec, inside=inside, dtype=torch.bfloat16)
+        optimizer._engine.gradients.host_bytes = 2**32  # accumulators come on top
+        values = Loop().run(model, optimizer, batches[:2])
+        values += Loop(accumulate=3, no_sync=inside).run(model, optimizer, batches[2:8])
+        values += Loop().run(model, optimizer, batches[8:])
+        results.append((values, states(model, optimizer)))
+    assert results[1][0] == results[0][0]
+    assert_same(results[1][1], results[0][1])
+
+
+def residual_under(spec: Spec, *, inside: bool, **options: Any) -> Wrapped:
+    model = residual.make(WIDTH, depth=6)
+    options |= {"step_during_backward": inside, "tight_host": inside, "dtype": torch.bfloat16}
+    options.setdefault("device", CPU)
+    return wrap_under(spec, model, adamw(model), residual.batches(1)[0], **options)
+
+
+@pytest.mark.parametrize(
+    "kind", [Lateness("late"), Lateness("early"), *(Lateness("random", n) for n in range(3))], ids=str
+)
+@pytest.mark.parametrize("spec", [SPECS[1], SPECS[2], SPECS[4]], ids=str)
+def test_a_buffer_is_handed_on_when_nothing_reads_it_any_more(
+    spec: Spec, kind: Lateness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies and updates come as late as the engine's own ordering allows."""
+    data = residual.batches(6)
+    model, optimizer = residual_under(spec, inside=False)
+    expected = Loop().run(model, optimizer, data), states(model, optimizer)
+    monkeypatch.setattr("protrain.engine.states.chunks._SLICE", 128)
+    with kind.applied(monkeypatch):
+        model, optimizer = residual_under(spec, inside=True)
+        assert 0 < optimizer.plan.n_host_gradient < optimizer.plan.n_chunks / 2
+        assert Loop().run(model, optimizer, data) == expected[0]
+        assert_same(states(model, optimizer), expected[1])
+
+
+def forbid_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of engines that are yet to be built."""
+
+    def no_more(_: Gradients) -> Tensor:
+        raise AssertionError("there are as many buffers as are needed")
+
+    for name in ("_add_host_buffer", "_add_device_buffer"):
+        monkeypatch.setattr(Gradients, name, no_more)
+
+
+class Layer(nn.Module):
+    """One of whose parameters can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.factor = nn.Parameter(torch.ones(WIDTH))
+        self.alone = self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            x.register_hook(fail)
+        added = torch.tanh(self.linear(x))
+        return x + (added if self.alone else added * self.factor)
+
+
+def fail(_: Tensor) -> Tensor:
+    raise ArithmeticError("backward fails")
+
+
+def layers_under(*, inside: bool, device: torch.device) -> Wrapped:
+    with seeded():
+        model = nn.Sequential(*(Layer() for _ in range(6)))
+    options: dict[str, Any] = {"step_during_backward": inside, "tight_host": inside}
+    return wrap_under(HOST, model, adamw(model), (torch.ones(4, WIDTH),), device=device, **options)
+
+
+def trained(model: nn.Module, optimizer: ProTrainOptimizer) -> tuple[list[float], dict[str, Tensor]]:
+    """With all parameters, then with some, then with all."""
+    torch.manual_seed(0)
+    values = []
+    for alone in (False, True, True, False):
+        for layer in model.children():
+            assert isinstance(layer, Layer)
+            layer.alone = alone
+        values += Loop().run(model, optimizer, [(torch.randn(4, WIDTH),)])
+    return values, states(model, optimizer)
+
+
+def test_chunks_that_wait_for_the_end_of_backward_get_more_buffers(device: torch.device) -> None:
+    """One of which some parameters get no gradient is complete only then; the planned batch used them all."""
+    expected = trained(*layers_under(inside=False, device=device))
+    model, optimizer = layers_under(inside=True, device=device)
+    engine = optimizer._engine
+    engine.gradients.host_bytes += 2**20
+    before = engine.arena.total_bytes
+    n_more = optimizer.plan.n_chunks - optimizer.plan.n_host_gradient
+    assert n_more > 0
+    found = trained(model, optimizer)
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1])
+    made, rest = divmod(engine.arena.total_bytes - before, aligned(optimizer.plan.chunk_elements * 4))
+    assert rest == 0
+    assert 0 < made <= n_more
+
+
+def test_a_backward_that_fails_keeps_no_buffer(device: torch.device) -> None:
+    model, optimizer = layers_under(inside=True, device=device)
+    for layer in model.children():
+        assert isinstance(layer, Layer)
+        layer.alone = True
+    layers: Any = model
+    layers[1].fails = True
+    with pytest.raises(ArithmeticError, match="backward fails"):
+        default_loss(model, (torch.ones(4, WIDTH),)).backward()
+    [pool] = optimizer._engine.gradients._pools.values()
+    assert pool._in_use, "of chunks of which a parameter got no gradient"
+    optimizer.zero_grad()
+    assert not pool._in_use
+
+
+@pytest.mark.parametrize("forget", [False, True], ids=["no-zero_grad", "zero_grad"])
+def test_what_was_updated_before_a_backward_fails_is_not_updated_again(device: torch.device, forget: bool) -> None:
+    found = []
+    for sharing in (False, True):
+        model, optimizer = layers_under(inside=sharing, device=device)
+        batch = (torch.ones(4, WIDTH),)
+        layers: Any = model
+        if sharing:
+            layers[1].fails = True
+            with pytest.raises(ArithmeticError, match="backward fails"):
+                default_loss(model, batch).backward()
+            layers[1].fails = False
+            optimizer.step()
+            if forget:
+                optimizer.zero_grad()
+        else:
+            for layer in layers[:2]:
+                layer.requires_grad_(False)
+            default_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for layer in layers[:2]:
+                layer.requires_grad_(True)
+        default_loss(model, batch).backward()
+        optimizer.step()
+        found.append(states(model, optimizer))
+    assert_same(found[1], found[0])
+
+
+def test_where_there_is_no_memory_for_more_that_is_said(device: torch.device) -> None:
+    model, optimizer = layers_under(inside=True, device=device)
+    optimizer._engine.gradients.host_bytes = optimizer._engine.arena.total_bytes
+    with pytest.raises(PlanError, match="Parameters without a gradient in this backward keep more chunks waiting"):
+        trained(model, optimizer)
+
+
+def test_host_memory_is_twelve_bytes_a_parameter_and_the_shared_buffers(device: torch.device) -> None:
+    model = residual.make(width=256, depth=8)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "step_during_backward": True, "tight_host": True}
+    spec = Spec("none", "least", (CKPT,))
+    _, optimizer = wrap_under(spec, model, adamw(model), residual.batches(1)[0], device=device, **options)
+    plan, arena = optimizer.plan, optimizer._engine.arena
+    assert 0 < plan.n_host_gradient < plan.n_chunks / 2
+    shared_bytes = plan.n_host_gradient * plan.chunk_elements * 2
+    assert 12 * elements + shared_bytes <= arena.total_bytes <= 12.1 * elements + shared_bytes
+    assert 0 <= plan.host_bytes - arena.total_bytes <= 2 * 1024**2
+
+
+def test_the_first_to_be_free_is_handed_on() -> None:
+    """The device may be behind with a chunk while the host is done with those after it."""
+
+    def more() -> Tensor:
+        raise AssertionError("there are enough")
+
+    pool = GradientPool(torch.zeros(2, 128), more=more)
+    first, second, third, fourth = (chunk_of(index) for index in range(4))
+    for chunk in (first, second):
+        pool.acquire(chunk)
+    mine, yours = first.grad, second.grad
+    assert mine is not None
+    assert yours is not None
+    assert mine.data_ptr() != yours.data_ptr()
+    assert first.host_grad is mine
+    jobs: SimpleQueue[Job | None] = SimpleQueue()
+    first.update = Job(lambda: None, jobs)
+    for chunk in (first, second):
+        pool.release(chunk)
+    pool.acquire(third)
+    assert third.grad is not None
+    assert third.grad.data_ptr() == yours.data_ptr()
+    assert second.grad is None
+    assert second.host_grad is None
+    done: list[int] = []
+    first.update = job = Job(lambda: done.append(1), jobs)
+    timer = Timer(0.05, job.run)
+    timer.start()
+    pool.acquire(fourth)
+    assert done, "it waits"
+    assert fourth.grad is not None
+    assert fourth.grad.data_ptr() == mine.data_ptr()
+    timer.join()
+
+
+def chunk_of(index: int) -> Chunk:
+    streams = Streams()
+    return Chunk(
+        index=index,
+        elements=128,
+        trainable=True,
+        persistent=False,
+        large=False,
+        weight=torch.zeros(128),
+        master=None,
+        exp_avg=None,
+        exp_avg_sq=None,
+        grad=None,
+        offloaded=streams.mark(),
+        uploaded=streams.mark(),
+    )

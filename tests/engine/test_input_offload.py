@@ -1,0 +1,295 @@
+"""CKPT_SWAP moves the inputs of blocks and nothing else, and the device memory that it claims is free in truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from protrain.engine.activations.ledger import SimulatedLedger
+from protrain.engine.streams import Streams, streams_for
+from protrain.optim.optimizer import ProTrainOptimizer
+from protrain.planning import evaluate
+from tests.engine import residual
+from tests.engine.harness import (
+    CKPT,
+    CKPT_SWAP,
+    NONE,
+    SWAP,
+    Batch,
+    Loop,
+    Spec,
+    adamw,
+    assert_same,
+    check_equal_to_plain,
+    default_loss,
+    plain_run,
+    seeded,
+    states,
+    wrap_under,
+)
+from tests.engine.plain_loop import prepare_plain
+
+CPU = torch.device("cpu")
+ROWS, WIDTH, DEPTH = 64, 32, 6
+INPUT_BYTES = ROWS * WIDTH * 4
+MOVES = (
+    Spec("all", "least", (CKPT_SWAP,)),
+    Spec("none", "least", (CKPT_SWAP,), small=True),
+    Spec("none", "least", (CKPT_SWAP, CKPT)),
+    Spec("some", "least", (SWAP, CKPT_SWAP, NONE)),
+)
+
+
+@pytest.fixture
+def offloaded(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[int]:
+    """Bytes of every storage that goes to host memory; gradients are of another dtype."""
+    found: list[int] = []
+    kind = type(streams_for(device))
+    offload = kind.offload
+
+    def counted(self: Streams, target: Tensor, source: Tensor, **marks: Any) -> None:
+        if source.dtype is torch.uint8:
+            found.append(source.nbytes)
+        offload(self, target, source, **marks)
+
+    monkeypatch.setattr(kind, "offload", counted)
+    return found
+
+
+def step(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch) -> None:
+    optimizer.backward(default_loss(model, batch))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Rows(nn.Module):
+    """Blocks that are given everything at once: a tuple of two views of one tensor, a tensor and a table for all."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH // 2)
+            self.linear = nn.Linear(WIDTH // 2, WIDTH // 2)
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, halves: tuple[Tensor, Tensor], *, extra: dict[str, Any], scale: float) -> Tensor:
+            left, right = halves
+            hidden = torch.tanh(self.linear(self.norm(left))) * extra["table"].to(left.dtype)
+            hidden = hidden + extra["memory"][0] * scale
+            return torch.cat([right.tanh() + self.drop(hidden), left * hidden.sigmoid()], dim=-1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, WIDTH)
+        self.encoder = nn.Linear(8, WIDTH // 2)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(DEPTH))
+        self.leave = nn.Linear(WIDTH, 4)
+        self.table: Tensor
+        self.register_buffer("table", torch.linspace(0.5, 1.5, ROWS * WIDTH // 2).view(ROWS, WIDTH // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        extra = {"table": self.table * 2, "memory": [self.encoder(x)]}
+        hidden = self.enter(x)
+        for block in self.blocks:
+            hidden = block(hidden.chunk(2, dim=-1), extra=extra, scale=0.5)
+        return self.leave(hidden)
+
+
+def make_rows() -> nn.Module:
+    with seeded():
+        return Rows()
+
+
+def rows(count: int = 4) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(ROWS, 8, generator=generator),) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nested_views_and_shared_tensors_have_the_bits_of_the_plain_loop(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    check_equal_to_plain(make_rows, rows(), device=device, dtype=dtype, specs=MOVES)
+
+
+def test_inputs_are_offloaded_once_and_shared_tensors_stay(device: torch.device, offloaded: list[int]) -> None:
+    for modes, count in (((CKPT_SWAP,), DEPTH), ((CKPT_SWAP, CKPT), DEPTH // 2), ((CKPT,), 0)):
+        model = make_rows()
+        wrapped, optimizer = wrap_under(Spec("none", "least", modes), model, adamw(model), rows()[0], device=device)
+        step(wrapped, optimizer, rows()[0])
+        assert offloaded == [INPUT_BYTES] * count, modes
+        offloaded.clear()
+
+
+def test_a_leaf_stays_and_gets_its_gradient(device: torch.device, offloaded: list[int]) -> None:
+    def make() -> nn.Module:
+        with seeded():
+            return nn.Sequential(*[residual.Block(WIDTH) for _ in range(3)])
+
+    def run(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        gradients = {}
+        for at in range(3):
+            x = data[at].clone().requires_grad_()
+            default_loss(model, (x,)).backward()
+            assert x.grad is not None
+            gradients[f"gradient {at}"] = x.grad.cpu()
+            optimizer.step()
+            optimizer.zero_grad()
+        return gradients | states(model, optimizer)
+
+    data = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(at)).to(device) for at in range(3)]
+    model = make()
+    expected = run(*prepare_plain(model, adamw(model), device=device, dtype=torch.float32))
+    model = make()
+    spec = Spec("none", "least", (CKPT_SWAP,))
+    assert_same(run(*wrap_under(spec, model, adamw(model), (data[0],), device=device)), expected)
+    assert offloaded == [INPUT_BYTES] * 2 * 3  # of the second and third block, in three steps
+
+
+# -- device memory -----------------------------------------------------------------------------------------------------
+
+
+def under(
+    modes: tuple[Any, ...], make: Callable[[], nn.Module], batch: Batch
+) -> tuple[nn.Module, ProTrainOptimizer, SimulatedLedger]:
+    model = make()
+    wrapped, optimizer = wrap_under(Spec("all", "least", modes), model, adamw(model), batch, device=CPU, tight=True)
+    ledger = optimizer._engine.ledger
+    assert isinstance(ledger, SimulatedLedger)
+    return wrapped, optimizer, ledger
+
+
+def make_residual() -> nn.Module:
+    return residual.make(WIDTH, depth=DEPTH)
+
+
+def test_between_forward_and_backward_no_input_is_on_the_device() -> None:
+    batch, held = rows()[0], {}
+    for mode in (CKPT, CKPT_SWAP):
+        model, optimizer, ledger = under((mode,), make_residual, batch)
+        before = ledger.held_bytes
+        loss = default_loss(model, batch)
+        held[mode] = ledger.held_bytes - before
+        optimizer.backward(loss)
+        del loss
+        assert ledger.held_bytes == before
+    assert held[CKPT] - held[CKPT_SWAP] == DEPTH * INPUT_BYTES
+
+
+def test_in_forward_one_input_is_in_use_and_one_on_its_way_out() -> None:
+    model, optimizer, ledger = under((CKPT_SWAP,), make_residual, rows()[0])
+    held: list[int] = []
+    for index in range(DEPTH):
+        norm = model.get_submodule(f"blocks.{index}.norm")
+        norm.register_forward_pre_hook(lambda *_: held.append(ledger.held_bytes))
+    loss = default_loss(model, rows()[0])
+    assert [bytes_ - held[0] for bytes_ in held] == [0, *[INPUT_BYTES] * (DEPTH - 1)]
+    optimizer.backward(loss)
+
+
+def test_inputs_are_fetched_before_the_block_after_them_is_recomputed(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    kind = type(streams_for(device))
+    upload = kind.upload
+
+    def noted(self: Streams, target: Tensor, source: Tensor, **marks: Any) -> None:
+        if target.nbytes == INPUT_BYTES and target.dtype is torch.uint8:
+            events.append("fetch")
+        upload(self, target, source, **marks)
+
+    model = make_residual()
+    spec = Spec("all", "least", (CKPT_SWAP,))
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device)
+    for index in range(DEPTH):
+        norm = wrapped.get_submodule(f"blocks.{index}.norm")
+        norm.register_forward_pre_hook(lambda *_, index=index: events.append(f"block {index}"))
+    monkeypatch.setattr(kind, "upload", noted)
+    loss = default_loss(wrapped, rows()[0])
+    assert events == [f"block {index}" for index in range(DEPTH)]
+    events.clear()
+    optimizer.backward(loss)
+    # The last block's is fetched while backward is in the layer behind it.
+    ahead = [event for index in range(DEPTH - 1, 0, -1) for event in ("fetch", f"block {index}")]
+    assert events == ["fetch", *ahead, "block 0"]
+
+
+def test_the_peak_falls_by_what_is_claimed() -> None:
+    batch, peak, planned = rows()[0], {}, {}
+    for mode in (CKPT, CKPT_SWAP):
+        model, optimizer, ledger = under((mode,), make_residual, batch)
+        for _ in range(2):
+            step(model, optimizer, batch)
+        peak[mode] = ledger.peak_bytes - ledger.fixed_bytes
+        planned[mode] = optimizer.plan.device_bytes
+        assert ledger.peak_bytes <= optimizer.plan.device_bytes
+    # One is being computed with, one is on its way out or back.
+    claimed = (DEPTH - 2) * INPUT_BYTES
+    assert peak[CKPT] - peak[CKPT_SWAP] >= claimed - INPUT_BYTES
+    assert claimed - INPUT_BYTES <= planned[CKPT] - planned[CKPT_SWAP] <= DEPTH * INPUT_BYTES
+
+
+def test_what_others_hold_is_held_once() -> None:
+    batch = rows()[0]
+    model, optimizer, ledger = under((CKPT_SWAP,), make_rows, batch)
+    step(model, optimizer, batch)
+    before = ledger.held_bytes
+    loss = default_loss(model, batch)
+    # The last linear's input, the encoder's output, and the table.
+    assert ledger.held_bytes - before <= INPUT_BYTES + 2 * INPUT_BYTES // 2 + batch[0].nbytes + ROWS * 4 * 4
+    optimizer.backward(loss)
+
+
+def test_a_forward_that_is_dropped_offloads_nothing_later(offloaded: list[int], device: torch.device) -> None:
+    batch, model = rows()[0], make_residual()
+    wrapped, optimizer = wrap_under(Spec("none", "least", (CKPT_SWAP,)), model, adamw(model), batch, device=device)
+    block: Any = wrapped.get_submodule(f"blocks.{DEPTH - 1}")
+    block.fails = "forward"
+    with pytest.raises(ArithmeticError):
+        default_loss(wrapped, batch)
+    block.fails = ""
+    dropped = len(offloaded)
+    assert dropped == DEPTH - 1  # the last block had been called when it failed
+    step(wrapped, optimizer, batch)
+    assert len(offloaded) == dropped + DEPTH
+
+
+def test_the_plan_says_how_many_inputs_move(device: torch.device) -> None:
+    model = make_residual()
+    spec = Spec("none", "least", (CKPT_SWAP, CKPT, NONE))
+    _, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device)
+    assert f"n_ckpt=4/{DEPTH} n_ckpt_swap=2" in str(optimizer.plan)
+    assert protrain.Plan.from_json(optimizer.plan.to_json()) == optimizer.plan
+
+
+def test_the_search_moves_inputs_where_nothing_else_fits_and_training_keeps_its_bits() -> None:
+    data, loop = rows(), Loop(max_norm=0.5)
+    expected, final = plain_run(make_residual, data, loop=loop, device=CPU, dtype=torch.float32)
+    model = make_residual()
+    profile = protrain.profile(model, data[0], optimizer=adamw(model), device="cpu", dtype=torch.float32)
+    roomy = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
+    options: dict[str, Any] = {"n_persist": 0, "n_buffer": 1, "n_swap": 0, "n_ckpt": DEPTH}
+    kept, offloaded = (evaluate(profile, roomy, n_ckpt_swap=count, **options) for count in (0, DEPTH))
+    assert offloaded.device_bytes < kept.device_bytes - INPUT_BYTES
+    wrapped, optimizer = protrain.wrap(
+        model,
+        adamw(model),
+        example_batch=data[0],
+        device="cpu",
+        device_memory=kept.device_bytes - 1,
+        host_memory="1GiB",
+        progress=False,
+    )
+    assert optimizer.plan.n_ckpt_swap > 0
+    assert loop.run(wrapped, optimizer, data) == expected
+    assert_same(states(wrapped, optimizer), final)
+    ledger = optimizer._engine.ledger
+    assert isinstance(ledger, SimulatedLedger)
+    assert ledger.peak_bytes <= optimizer.plan.device_bytes < kept.device_bytes

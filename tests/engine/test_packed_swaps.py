@@ -1,0 +1,282 @@
+"""Blocks swapped in one buffer, and storage by storage: the plain loop's bits, one copy each way, planned memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from protrain.engine.activations.packed import PackedOffload
+from protrain.engine.streams import streams_for
+from protrain.optim.optimizer import ProTrainOptimizer
+from protrain_kernels import PackPlan
+from tests.engine.harness import (
+    CKPT,
+    NONE,
+    SWAP,
+    Batch,
+    Spec,
+    adamw,
+    check_equal_to_plain,
+    default_loss,
+    seeded,
+    wrap_under,
+)
+from tests.engine.true_memory import make_batch, make_model, train, true_peak_bytes
+
+CPU = torch.device("cpu")
+WIDTH, DEPTH = 32, 4
+BOTH = [Spec("none", "least", (SWAP,), packed=packed) for packed in (False, True)]
+MIXED = [
+    Spec("some", "least", (SWAP, CKPT, NONE), small=True, speculate=True, packed=packed) for packed in (False, True)
+]
+
+
+class Block(nn.Module):
+    """Saves views of one storage, a mask of bools, one column of a wide tensor, and a transposed tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.fused, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.fused(self.norm(x)).chunk(3, dim=-1)
+        scores = q @ k.transpose(-1, -2) / WIDTH**0.5
+        if mask is not None:
+            scores = scores.masked_fill(mask, -1e4)
+        mixed = scores.softmax(-1) @ v
+        kept = torch.where(mixed > 0, mixed, 0.1 * mixed)
+        gate = torch.sigmoid(x[..., 3:4] * v[..., 5:6])
+        return x + gate * F.dropout(self.down(kept), 0.2)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def make_stack() -> Stack:
+    with seeded():
+        return Stack()
+
+
+def stack_batches(count: int = 3) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(3, 24, WIDTH, generator=generator),) for _ in range(count)]
+
+
+def word_batches(count: int = 3) -> list[Batch]:
+    """Of which some words are padding."""
+    found = []
+    for step in range(count):
+        batch = make_batch(3)
+        batch["input_ids"] = (batch["input_ids"] + step) % 250 + 3
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][1, 40:] = 0
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        found.append(batch)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masks_and_views_have_the_plain_bits(dtype: torch.dtype, device: torch.device) -> None:
+    check_equal_to_plain(make_stack, stack_batches(), device=device, dtype=dtype, specs=[*BOTH, *MIXED])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_transformers_with_padding_and_dropout_have_the_plain_bits(family: str, device: torch.device) -> None:
+    check_equal_to_plain(
+        lambda: make_model(family), word_batches(), device=device, dtype=torch.bfloat16, specs=[*BOTH, MIXED[1]]
+    )
+
+
+def copies_of(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> tuple[ProTrainOptimizer, Counter[str]]:
+    """The copies of the third step, by direction, and whose they are."""
+    model: nn.Module = make_stack()
+    model, optimizer = wrap_under(spec, model, adamw(model), stack_batches()[0], device=CPU)
+    counts: Counter[str] = Counter()
+    kind = type(streams_for(CPU))
+    for name in ("upload", "offload"):
+
+        def counted(self: Any, target: Tensor, source: Tensor, *, _name: str = name, **marks: Any) -> None:
+            counts[_name] += 1
+            target.copy_(source)
+
+        monkeypatch.setattr(kind, name, counted)
+    for batch in stack_batches():
+        counts.clear()
+        optimizer.backward(default_loss(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer, counts
+
+
+def test_a_packed_block_is_one_copy_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for packed in (False, True):
+        spec = Spec("all", "least", (SWAP,), packed=packed)
+        with monkeypatch.context() as patch:
+            found[packed] = copies_of(spec, patch)[1]
+    assert found[True] == {"offload": DEPTH, "upload": DEPTH}
+    assert found[False] == {"offload": found[False]["upload"], "upload": found[False]["upload"]}
+    assert found[False]["upload"] == 7 * DEPTH
+
+
+def test_packing_is_planned_in_the_first_step_and_once_for_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("protrain_kernels.pack"), "_plans", {})
+    made: list[int] = []
+    prepare = PackPlan.__init__
+
+    def counted(self: Any, tensors: Any, **rules: Any) -> None:
+        made.append(len(tensors))
+        prepare(self, tensors, **rules)
+
+    monkeypatch.setattr(PackPlan, "__init__", counted)
+    copies_of(Spec("none", "least", (SWAP,), packed=True), monkeypatch)
+    assert len(made) == 1
+
+
+def test_the_originals_are_freed_when_they_are_packed() -> None:
+    model: nn.Module = make_stack()
+    spec = Spec("all", "least", (SWAP, NONE), packed=True)
+    model, optimizer = wrap_under(spec, model, adamw(model), stack_batches()[0], device=CPU)
+    swaps = optimizer._engine.swaps
+    output = model(*stack_batches()[0])
+    [first, *_] = [moved for ref in swaps._order if isinstance(moved := ref(), PackedOffload)]
+    assert not first._originals
+    assert first._buffer.device is None
+    assert first._buffer.host is not None
+    output.square().mean().backward()
+
+
+def test_bools_take_an_eighth_in_host_memory() -> None:
+    taken = {}
+    for packed in (False, True):
+        model: nn.Module = make_stack()
+        spec = Spec("none", "least", (SWAP,), packed=packed)
+        model, optimizer = wrap_under(spec, model, adamw(model), stack_batches()[0], device=CPU)
+        blocks = optimizer._engine.profile.blocks
+        assert all(block.saved_bool_bytes == 3 * 24 * WIDTH for block in blocks), "of kept > 0; the mask is given"
+        for batch in stack_batches():
+            optimizer.backward(default_loss(model, batch))
+            optimizer.step()
+        report = optimizer.report()
+        assert optimizer.plan.host_bytes - 1024**2 <= report.host_bytes <= optimizer.plan.host_bytes
+        taken[packed] = optimizer.plan.host_bytes
+    assert taken[False] - taken[True] == DEPTH * 3 * 24 * WIDTH * 7 // 8
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("modes", [(SWAP,), (SWAP, CKPT, NONE, NONE), (CKPT, CKPT, CKPT, SWAP)], ids=str)
+def test_no_more_device_memory_is_taken_than_planned(family: str, modes: Any) -> None:
+    """Where a swapped block's backward is the peak, the plan has the buffer beside all that was there without it."""
+    model, batch = make_model(family), make_batch()
+    spec = Spec("some", "least", modes, packed=True)
+    model, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU, dtype=torch.bfloat16, tight=True)
+    planned = optimizer.plan.device_bytes
+    assert 1.0 <= planned / true_peak_bytes(model, optimizer, batch) <= (1.3 if len(modes) == 1 else 1.08)
+    assert optimizer.report().device_bytes <= planned
+
+
+def test_a_fetch_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: nn.Module = make_stack()
+    spec = Spec("none", "least", (SWAP,), packed=True)
+    model, optimizer = wrap_under(spec, model, adamw(model), stack_batches()[0], device=CPU)
+    twin = make_stack()
+    again, other = wrap_under(spec, twin, adamw(twin), stack_batches()[0], device=CPU)
+    kind = type(streams_for(CPU))
+    upload: Callable[..., None] = kind.upload
+    batches = stack_batches()
+    train_on(model, optimizer, batches[0])
+    train_on(again, other, batches[0])
+    with seeded():
+        loss = default_loss(model, batches[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "upload", _raises)
+        with pytest.raises(MemoryError):
+            optimizer.backward(loss)
+    assert kind.upload is upload
+    del loss
+    optimizer.zero_grad()
+    train_on(model, optimizer, batches[2])
+    train_on(again, other, batches[2])
+    for name, value in again.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def _raises(*_: Any, **__: Any) -> None:
+    raise MemoryError
+
+
+def train_on(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch) -> None:
+    with seeded():
+        optimizer.backward(default_loss(model, batch))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_second_backward_through_a_packed_block() -> None:
+    found = []
+    for packed in (False, True):
+        model: nn.Module = make_stack()
+        spec = Spec("none", "least", (SWAP,), packed=packed)
+        model, optimizer = wrap_under(spec, model, adamw(model), stack_batches()[0], device=CPU)
+        with seeded():
+            loss = default_loss(model, stack_batches()[0])
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        found.append(model.state_dict())
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+
+
+def test_a_plan_says_of_every_block_or_of_none_whether_it_is_packed() -> None:
+    model: nn.Module = make_stack()
+    plan = wrap_under(BOTH[1], model, adamw(model), stack_batches()[0], device=CPU)[1].plan
+    assert plan.pack_swaps == (True,) * DEPTH
+    assert type(plan).from_json(plan.to_json()) == plan
+    assert f"packed={DEPTH}/{DEPTH}" in str(plan)
+    assert not dataclasses.replace(plan, pack_swaps=()).packs(0)
+    with pytest.raises(ValueError, match=r"Plan\.pack_swaps must be empty or say something of each of 4 blocks, not"):
+        dataclasses.replace(plan, pack_swaps=(True,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_on_a_gpu_a_block_is_one_copy_each_way_and_within_the_plan(family: str) -> None:
+    device = torch.device("cuda", 0)
+    for packed in (False, True):
+        model, batch = make_model(family), make_batch()
+        spec = Spec("all", "least", (SWAP,), packed=packed)
+        model, optimizer = wrap_under(spec, model, adamw(model), batch, device=device, dtype=torch.bfloat16)
+        torch.cuda.reset_peak_memory_stats()
+        train(model, optimizer, batch, steps=3)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            train(model, optimizer, batch)
+            torch.cuda.synchronize()
+        names = [str(event.name) for event in trace.events()]
+        n_blocks = len(optimizer.plan.block_modes)
+        for way in ("Memcpy DtoH", "Memcpy HtoD"):
+            n_copies = sum(name.startswith(way) for name in names)
+            assert n_copies <= n_blocks + 6 if packed else n_copies >= 8 * n_blocks, way
+        assert sum(name.startswith("pack_kernel") for name in names) == n_blocks * packed
+        assert optimizer.report().device_bytes <= optimizer.plan.device_bytes

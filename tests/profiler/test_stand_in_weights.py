@@ -1,0 +1,96 @@
+"""Stand-in weights stay on the device while there is memory: fewer are filled, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from protrain import profiler
+from protrain.profiler.model_profile import ModelProfile
+from protrain.profiler.stand_in_weights import StandInWeights
+from tests.profiler.test_trace import _batch, _Model
+
+
+def _filled(weights: StandInWeights) -> list[bool]:
+    found = [weights.filled(index) for index in range(len(weights.stand_ins))]
+    assert found == [stand_in.untyped_storage().nbytes() > 0 for stand_in in weights.stand_ins]
+    return found
+
+
+def test_what_is_emptied_first_stays_as_far_as_there_is_room() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    with StandInWeights(model, torch.device("cpu"), torch.float32, spare_bytes=2 * 8 * 8 * 4 + 100) as weights:
+        weights.fill(range(4))
+        for index in (3, 1, 0, 2):
+            weights.empty([index])
+        assert _filled(weights) == [False, True, False, True]
+        weights.fill(range(4))
+        for layer, stand_in in zip(model, weights.stand_ins, strict=True):
+            assert layer._parameters["weight"] is stand_in
+        weights.empty(range(4))
+        assert _filled(weights) == [False, True, False, True]
+        kept = [
+            stand_in.equal(weights.originals[index]) for index, stand_in in enumerate(weights.stand_ins) if index % 2
+        ]
+        assert kept == [True, True]
+    assert _filled(weights) == [False] * 4
+
+
+def _timeless(profile: ModelProfile) -> ModelProfile:
+    times: Any = {"forward_ms": 0.0, "backward_ms": 0.0, "recompute_ms": 0.0, "attention_ms": 0.0}
+    return replace(
+        profile,
+        segments=tuple(replace(segment, duration_ms=0.0) for segment in profile.segments),
+        blocks=tuple(replace(block, **times) for block in profile.blocks),
+    )
+
+
+def test_a_profile_is_the_same_wherever_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    fills: Counter[int] = Counter()
+    fill = StandInWeights._fill
+
+    def counted(weights: StandInWeights, indexes: list[int]) -> None:
+        fills.update(indexes)
+        fill(weights, indexes)
+
+    monkeypatch.setattr(StandInWeights, "_fill", counted)
+    model, found = _Model(), []
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for spare_bytes, most in ((0, 4), (300, 4), (10**9, 1)):
+        fills.clear()
+        monkeypatch.setattr("protrain.profiler.trace._spare_bytes", lambda *_, size=spare_bytes: size)
+        found.append(_timeless(profiler.profile(model, _batch(), device="cpu")))
+        assert max(fills.values()) == most, "forward and backward of either step"
+    assert found[0] == found[1] == found[2]
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+def test_where_that_leaves_too_little_the_profile_is_taken_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Growing(_Model):
+        failures = 1
+        error: Exception = torch.OutOfMemoryError("CUDA out of memory")
+
+        def forward(self, ids: Tensor) -> Any:
+            loss = super().forward(ids)
+            if self.failures:
+                Growing.failures -= 1
+                raise self.error
+            return loss
+
+    monkeypatch.setattr("protrain.profiler.trace._spare_bytes", lambda *_: 10**9)
+    profiler.profile(Growing(), _batch(), device="cpu")
+    assert Growing.failures == 0
+    Growing.failures, Growing.error = 1, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling it")
+    profiler.profile(Growing(), _batch(), device="cpu")
+    assert Growing.failures == 0
+    Growing.failures, Growing.error = 1, RuntimeError("sizes do not match")
+    with pytest.raises(RuntimeError, match="sizes do not match"):
+        profiler.profile(Growing(), _batch(), device="cpu")
+    Growing.failures, Growing.error = 2, torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        profiler.profile(Growing(), _batch(), device="cpu")
