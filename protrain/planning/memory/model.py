@@ -100,7 +100,7 @@ class MemoryModel:
         self._large_bytes = [n * large * element for (_, n), (_, large) in zip(self._held, sizes, strict=True)]
         sizes = [layout.gradient_elements(n_persist) for n_persist in placements]
         self._staging_bytes = [(STAGING_BUFFERS * usual + large) * element for usual, large in sizes]
-        self.streaming_bytes = staging_bytes(hardware, layout.chunk_elements)  # if any update is streamed
+        self.streaming_bytes = staging_bytes(layout.chunk_elements)  # if any update is streamed
         self._persistent = [0]  # by n_persist: bytes of all states of the persistent chunks
         for chunk in layout.chunks:
             self._persistent.append(self._persistent[-1] + self.chunk_bytes(chunk))
@@ -162,7 +162,7 @@ class MemoryModel:
             "gradient staging": self._staging_bytes[n_persist] + self.partial_bytes,
             "the model's buffers": self.profile.buffer_bytes,
         }
-        if n_stream and self.streaming_bytes:
+        if n_stream:
             parts["states on their way through"] = self.streaming_bytes
         return parts
 

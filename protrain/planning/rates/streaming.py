@@ -15,10 +15,8 @@ _UNREAD = {"bfloat16": 0, "float16": 2, "float32": 0}  # bytes a parameter that 
 _STATE_BYTES = 18  # the most bytes a parameter: a float16 weight and everything else in float32
 
 
-def staging_bytes(hardware: HardwareProfile, chunk_elements: int) -> int:
-    """Device memory of the staging for streamed states. A kernel that accesses host memory itself needs none."""
-    if not hardware.streamed_adam_copies:
-        return 0
+def staging_bytes(chunk_elements: int) -> int:
+    """Device memory of the staging for streamed states."""
     return min(_STAGING_BYTES, _STAGING_SLOTS * _STATE_BYTES * chunk_elements)
 
 
