@@ -163,7 +163,7 @@ class MemoryModel:
             "the model's buffers": self.profile.buffer_bytes,
         }
         if n_stream:
-            parts["states on their way through"] = self.streaming_bytes
+            parts["staging for streamed updates"] = self.streaming_bytes
         return parts
 
     def device_bytes(self, n_persist: int, n_buffer: int, activations: Activations, n_stream: int = 0) -> int:
