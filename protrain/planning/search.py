@@ -11,11 +11,11 @@ So a plan offloads the fewest inputs with which as many buffers fit as the searc
 step slower, so a plan has all that fit. Speculative updates compute only the weight if host memory has no room for
 more.
 
-[Note: what a plan is judged by] The mean step time over the host-rate scenarios
-(:mod:`protrain.planning.rates.host_rates`), plus a share of it for every mechanism that costs memory, or whose gain is
-less certain than the rest of the prediction: :data:`_MUST_GAIN`. How much streamed updates and copies slow each other
-down is derived and not measured, and on H100s predicted gains of 5% and 11% were none and 3%. The small shares break
-ties. Among plans that are as fast, the plan with the fewest transfers wins, since a transfer may be late.
+[Note: what a plan is judged by] A plan's score is its mean step time over the host-rate scenarios
+(:mod:`protrain.planning.rates.host_rates`), plus a share of that time for every mechanism that costs memory, or whose
+gain is less certain than the rest of the prediction: :data:`_MUST_GAIN`. How much streamed updates and copies slow each
+other down is derived and not measured, and on H100s predicted gains of 5% and 11% were none and 3%. The small shares
+break ties. Among plans that are as fast, the plan with the fewest transfers wins, since a transfer may be late.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from protrain.profiler.model_profile import ModelProfile
 # Shares of a step that a mechanism must save: see [Note: what a plan is judged by].
 _MUST_GAIN = {"n_stream": 0.05, "n_weight_only": 0.01, "keep_attention": 0.01}
 _SWITCHED_OFF = ("n_stream", "n_weight_only")  # integers that the search also tries to set to 0 at once
-_PER_CHUNK = {"n_persist": -0.005, "n_speculate": 0.001}  # times the share of all chunks
-_PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # times the share of all blocks
+_PER_CHUNK = {"n_persist": -0.005, "n_speculate": 0.001}  # shares of a step if the integer counts all chunks
+_PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # shares of a step if the integer counts all blocks
 _PLACEMENTS = 6  # numbers of persistent chunks on the grid
 _SMALL = 16  # up to so many chunks and blocks a model is small, and the grid has plans with swapped blocks
 _STARTS = 3  # plans of the grid from which the search goes on; for a small model four times as many

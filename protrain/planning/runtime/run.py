@@ -96,7 +96,7 @@ class Run:
         first_passes: FirstPasses | None = None,
         limit_ms: float = inf,
     ) -> Run:
-        """The run of ``step``, or only as much of it as shows that :meth:`is_at_least` ``limit_ms``.
+        """The run of ``step``. It ends early once it shows that a step takes at least ``limit_ms``.
 
         ``factors`` are by lane and operation, in the order of the full-rate run that they were made from; ``in_time``
         is that run's. Without ``factors`` this is a full-rate run.
@@ -162,6 +162,7 @@ class Run:
         return not any(self.starts[lane] for lane in (UP, DOWN, HOST, STREAM))
 
     def _do(self, lane: int, earliest: float, duration: float) -> float:
+        """Run one operation on ``lane``, from ``earliest`` on. Returns its end."""
         free = self.free[lane]
         start = free if free > earliest else earliest
         end = self.free[lane] = start + duration * next(self._factors[lane])
@@ -197,7 +198,7 @@ class Run:
         self.free[UP] = up
 
     def _fetch_updated(self, fetches: Sequence[Fetch]) -> Sequence[Fetch]:
-        """Upload weights that forward fetches at its begin: no chunk that is updated waits for one that is not yet.
+        """Upload weights that forward fetches at its begin. No updated chunk waits for one that is not updated yet.
 
         Returns the fetches in the order in which they went.
         """
@@ -246,7 +247,7 @@ class Run:
         self._last_swap_out = last_swap_out
 
     def backward(self) -> None:
-        """The GPU computes and flattens, weights and activations are uploaded, gradients offloaded; awaited updates."""
+        """The GPU computes and flattens beside uploads and offloads, and updates that gradients wait for are made."""
         gpu, factors, starts, ends = self.free[GPU], self._factors[GPU], self.starts[GPU], self.ends[GPU]
         down, factors_down = self.free[DOWN], self._factors[DOWN]
         starts_down, ends_down = self.starts[DOWN], self.ends[DOWN]
@@ -310,7 +311,7 @@ class Run:
         self.free[GPU], self.free[UP], self.free[DOWN] = gpu, up, down
 
     def update(self) -> None:
-        """Make all updates that no gradient waited for. The first step finds out which of them begin in backward."""
+        """Make all updates that no gradient waited for. In the first step, find out which of them begin in backward."""
         over = self.free[GPU]  # backward is over, and the norm is known
         if self.in_time is None:
             self.in_time = (

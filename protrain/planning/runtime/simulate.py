@@ -3,7 +3,7 @@
 GPU       computes, flattens gradients into chunks, updates persistent chunks
 up, down  the copy engines, first in first out; a weight is uploaded once its chunk is updated
 host      updates chunks in host memory, one after the other, in the order in which the next forward needs them
-streamed  the GPU updates some of those chunks through the link (:mod:`protrain.planning.rates.streaming`), likewise
+streamed  the GPU updates some chunks in host memory through the link (:mod:`protrain.planning.rates.streaming`)
 
 The engine's order of issue is known (:mod:`protrain.planning.runtime.fetches` for uploads). Every operation starts when
 its lane is free and what it needs is there: a buffer is given up, a chunk is updated, a gradient is offloaded, or the
