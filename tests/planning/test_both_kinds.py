@@ -19,7 +19,7 @@ from tests.planning.test_brute_force import N as CHUNK
 from tests.planning.test_brute_force import as_measured, best_of_all, random_machine, random_profile
 from tests.planning.test_runtime import MACHINE, N, make_profile
 
-pytestmark = pytest.mark.usefixtures("no_caution")
+pytestmark = pytest.mark.usefixtures("one_scenario")
 ROOMY = replace(MACHINE, host_bytes=10**12)
 COUNTS: dict[str, Any] = {"n_persist": 2, "n_buffer": 2, "n_swap": 0, "n_ckpt": 0, "chunk_elements": N}
 

@@ -13,7 +13,7 @@ import pytest
 from protrain.common.errors import PlanError
 from protrain.common.quantities import parse_bytes
 from protrain.hardware import HardwareProfile
-from protrain.planning import MemoryModel, Plan, evaluate, search
+from protrain.planning import MemoryModel, Plan, evaluate, explain, search
 from protrain.planning.layout import layouts
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.test_brute_force import N, as_measured, best_of_all, random_machine, random_profile
@@ -44,8 +44,7 @@ def search_each(
     found: list[Plan | PlanError] = []
     for layout in layouts(profile):
         with monkeypatch.context() as patched:
-            # The package has a function of the module's name.
-            patched.setattr(sys.modules["protrain.planning.search.search"], "layouts", lambda *_, only=layout: (only,))
+            patched.setattr(sys.modules["protrain.planning.search"], "layouts", lambda *_, only=layout: (only,))
             try:
                 found.append(search(profile, hardware))
             except PlanError as error:
@@ -133,7 +132,7 @@ def test_an_explanation_says_what_the_other_order_would_do(n_persist: int, n_buf
 
     plan = made(n_buffer, large_first=large_first)
     other = made(plan.n_buffer, large_first=not large_first)
-    (change,) = (change for change in plan.explain(profile, hardware).changes if change.knob == "large_first")
+    (change,) = (change for change in explain(plan, profile, hardware).changes if change.knob == "large_first")
     assert change.step == (-1 if large_first else 1)
     assert change.counts[:2] == (n_persist, other.n_buffer)
     assert (change.step_ms, change.device_bytes, change.host_bytes) == (
@@ -143,4 +142,4 @@ def test_an_explanation_says_what_the_other_order_would_do(n_persist: int, n_buf
     )
     tied = large_vocabulary(random.Random(257), tied=True)
     plan = evaluate(tied, hardware, n_persist=1, n_buffer=2, n_swap=0, n_ckpt=0)
-    assert "large_first" not in {change.knob for change in plan.explain(tied, hardware).changes}
+    assert "large_first" not in {change.knob for change in explain(plan, tied, hardware).changes}

@@ -28,7 +28,7 @@ N = 8 * MIB
 
 
 def make_profile(n: int, *, saved: int = 64 * MIB, movable: bool = True) -> ModelProfile:
-    """``n`` equal blocks whose inputs stay alive from forward to backward, or move if they are ``movable``."""
+    """``n`` equal blocks whose inputs stay alive from forward to backward, or are offloaded if they are ``movable``."""
 
     def segment(phase: str, index: int, duration: float) -> SegmentRecord:
         live = saved // 16 * index
@@ -149,7 +149,7 @@ def test_the_largest_depth_has_a_plan_and_the_next_has_none(
     assert Largest.from_json(found.to_json()) == found
 
 
-def test_moved_inputs_let_a_model_be_deeper() -> None:
+def test_offloaded_inputs_let_a_model_be_deeper() -> None:
     hardware = machine(512, 6000)
     kept = largest(lambda layers: make_profile(layers, movable=False), hardware)
     moved = largest(make_profile, hardware)

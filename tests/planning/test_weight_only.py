@@ -30,6 +30,7 @@ from protrain.planning.runtime.bounds import Undisturbed
 from protrain.planning.runtime.passes import Run
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP
 from protrain.profiler.model_profile import ModelProfile
+from tests.planning.counts import placed
 from tests.planning.test_brute_force import N as CHUNK
 from tests.planning.test_brute_force import (
     as_measured,
@@ -42,7 +43,7 @@ from tests.planning.test_brute_force import (
 from tests.planning.test_runtime import MACHINE, MOVE, NONE, N, make_profile
 
 # By seed, where that makes the fastest plan faster by more than 2%.
-pytestmark = pytest.mark.usefixtures("no_caution")
+pytestmark = pytest.mark.usefixtures("one_scenario")
 SCARCE = (28, 35, 80, 309, 323, 324, 342, 355)
 
 
@@ -112,7 +113,7 @@ def steps_of(update_ms: float, room: int = 7) -> tuple[RuntimeModel, list[float]
     profile = make_profile(2.0, 20.0, n=8)
     hardware = replace(MACHINE, host_adam_gparams=MACHINE.host_adam_gparams / update_ms)
     runtime = runtime_of(profile, scarce(profile, hardware, room, 1))
-    return runtime, [runtime.step_ms((NONE,) * 8, 1, 7, early) for early in range(room + 1)]
+    return runtime, [runtime.step_ms((NONE,) * 8, placed(1, 7, early)) for early in range(room + 1)]
 
 
 def test_a_step_waits_for_weights_and_not_for_states() -> None:
@@ -129,7 +130,7 @@ def test_a_step_waits_for_weights_and_not_for_states() -> None:
 
 def test_deferred_updates_come_last_and_hold_up_the_next_gradients() -> None:
     runtime, steps = steps_of(34.0)
-    found = runtime.timeline((NONE,) * 8, 1, 7, 6)
+    found = runtime.timeline((NONE,) * 8, placed(1, 7, 6))
     assert found.step_ms == steps[6]
     begun = [one for one in found.operations if one.lane == HOST and one.start_ms > 0.0]
     order = [one.name for one in begun]
@@ -156,7 +157,7 @@ def test_deferred_updates_come_last_and_hold_up_the_next_gradients() -> None:
 def test_what_is_not_begun_in_time_is_whole_and_nothing_of_it_deferred() -> None:
     # Of weights that take 24 ms each and come every 20 the last is not begun when backward is over.
     runtime, _ = steps_of(39.0)
-    found = runtime.timeline((NONE,) * 8, 1, 7, 7)
+    found = runtime.timeline((NONE,) * 8, placed(1, 7, 7))
     names = [one.name for one in found.operations if one.lane == HOST]
     at = len(names) - 1 - names[::-1].index("update 1")
     assert names[at - 1] == "early weight 2"
@@ -166,7 +167,7 @@ def test_what_is_not_begun_in_time_is_whole_and_nothing_of_it_deferred() -> None
 def test_a_timeline_with_deferred_updates_does_one_thing_at_a_time() -> None:
     runtime, _ = steps_of(26.0)
     for early in (1, 4, 7):
-        found = runtime.timeline((BlockMode.SWAP, BlockMode.CKPT) * 4, 1, 3, early)
+        found = runtime.timeline((BlockMode.SWAP, BlockMode.CKPT) * 4, placed(1, 3, early))
         lanes = defaultdict(list)
         for one in found.operations:
             lanes[one.lane].append((one.start_ms, one.end_ms))
@@ -192,7 +193,7 @@ def test_what_the_host_cannot_do_in_a_step_makes_steps_longer(update_ms: float) 
     """Deferred updates pile up, which two steps do not show."""
     runtime, steps = steps_of(update_ms)
     for early in range(8):
-        first = Run.of(runtime._step((NONE,) * 8, 1, 7, early))
+        first = Run.of(runtime._step((NONE,) * 8, placed(1, 7, early)))
         run = Run(first.step, [repeat(1.0)] * len(LANES), 0.0)
         run.in_time = first.in_time
         ends = []
@@ -216,7 +217,7 @@ def test_what_a_weight_takes_is_calibrated() -> None:
         ("float32", 20 / 28 * 26 / 16 * 0.8),
     ):
         profile = replace(make_profile(2.0, 20.0, n=8), dtype=dtype)
-        step = runtime_of(profile, scarce(profile, measured, 3, 1))._step((NONE,) * 8, 1, 7, 3)
+        step = runtime_of(profile, scarce(profile, measured, 3, 1))._step((NONE,) * 8, placed(1, 7, 3))
         assert step.host.weight_share == pytest.approx(share)
 
 
@@ -252,7 +253,7 @@ def fastest_ms(memory: MemoryModel) -> float:
         if modes not in undisturbed:
             undisturbed[modes] = runtime.undisturbed(Choices.of([modes]))
         if runtime.bound_ms(undisturbed[modes], n_persist, n_buffer, early)[0] < best:
-            best = min(best, runtime.step_ms(modes, n_persist, n_buffer, early, limit_ms=best))
+            best = min(best, runtime.step_ms(modes, placed(n_persist, n_buffer, early), limit_ms=best))
     return best
 
 

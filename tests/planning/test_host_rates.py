@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protrain.planning import Plan, check, explain, search
-from protrain.planning.rates.host_rates import UNKNOWN, cautious, likely_machines, likely_shares
+from protrain.planning.rates.host_rates import UNKNOWN, cautious, likely_machines, host_shares
 from protrain.profiler import ModelProfile
 from tests.planning.machines import H100
 from tests.planning.test_search import make_profile
@@ -44,9 +44,9 @@ def test_nothing_but_the_host_is_slower() -> None:
 
 
 def test_a_steady_host_has_its_rate_mostly_and_an_unknown_one_nearly_so() -> None:
-    assert likely_shares(replace(H100, host_adam_p20_gparams=1.01 * H100.host_adam_gparams))[0] == (1.0, 0.6)
-    assert likely_shares(replace(H100, host_adam_p20_gparams=None))[0] == (UNKNOWN, 0.6)
-    assert likely_shares(replace(H100, device_type="cpu")) == ((1.0, 1.0),)
+    assert host_shares(replace(H100, host_adam_p20_gparams=1.01 * H100.host_adam_gparams))[0] == (1.0, 0.6)
+    assert host_shares(replace(H100, host_adam_p20_gparams=None))[0] == (UNKNOWN, 0.6)
+    assert host_shares(replace(H100, device_type="cpu")) == ((1.0, 1.0),)
 
 
 @pytest.mark.parametrize(("device_gib", "host_gib", "n_whole"), [(40, 200, 0), (24, 120, 15)])
@@ -60,7 +60,7 @@ def test_the_plan_is_the_fastest_in_the_mean(
     machines = likely_machines(machine)
     careful = search(profile, machine)
     with monkeypatch.context() as patch:
-        patch.setattr("protrain.planning.rates.host_rates.likely_shares", lambda hardware: ((1.0, 1.0),))
+        patch.setattr("protrain.planning.rates.host_rates.host_shares", lambda hardware: ((1.0, 1.0),))
         fastest = [search(profile, one) for one, _ in machines]
         bold = search(profile, machine)
     assert careful.n_whole == n_whole
