@@ -47,7 +47,7 @@ unit: $(VENV)/.dev
 	$(RUN)/python -m pytest -n $(TEST_WORKERS)
 
 kernels: $(VENV)/.dev
-	$(RUN)/python -m protrain_kernels.compile
+	$(RUN)/python -m tools.compile_kernels
 
 bench: $(VENV)/.dev
 	$(RUN)/protrain bench kernels --quick

@@ -152,7 +152,7 @@ def wrap(
                 device_bytes=hardware.device_bytes,
                 host_bytes=hardware.host_bytes,
                 host_threads=_host_threads(hardware),
-                streaming_bytes=staging_bytes(hardware, chosen.chunk_elements),
+                streaming_bytes=staging_bytes(chosen.chunk_elements),
                 weights=os.fspath(weights) if weights is not None else None,
                 show=show,
             )

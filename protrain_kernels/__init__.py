@@ -1,7 +1,7 @@
-"""Kernels of training with offloaded optimizer states, usable alone: Triton on GPUs, C threads on host memory.
+"""Kernels for training with offloaded optimizer states, usable alone: Triton on GPUs, C threads on host memory.
 
-Triton, C and the plain torch references give the same bits. Importing needs no GPU; the C source is compiled at first
-use.
+Triton, C and the plain torch references give the same bits. Importing the package needs no GPU. The C source is
+compiled at its first use.
 """
 
 from protrain_kernels.adam import adam, adam_reference
@@ -9,9 +9,8 @@ from protrain_kernels.adam_types import MASTER_DTYPES, AdamScalars, AdamStates, 
 from protrain_kernels.checks import PADDING, TILE, padded, tiles
 from protrain_kernels.flatten import flatten, unflatten
 from protrain_kernels.flatten_kernels import flatten_reference, unflatten_reference
-from protrain_kernels.flatten_plan import FlattenPlan
 from protrain_kernels.from_host import from_host
-from protrain_kernels.host_adam import host_accumulate
+from protrain_kernels.host_kernels import host_accumulate
 from protrain_kernels.host_library import host_compiler_notice
 from protrain_kernels.out_of_place_adam import adam_out_of_place, adam_weight
 from protrain_kernels.pack import Packed, PackPlan, find_masks, pack, unpack
@@ -26,7 +25,6 @@ __all__ = [
     "AdamScalars",
     "AdamStaging",
     "AdamStates",
-    "FlattenPlan",
     "PackPlan",
     "Packed",
     "adam",

@@ -1,26 +1,24 @@
 """AdamW over a chunk: an fp32 step on an fp32 master, and the 16-bit weight that follows from it, in one pass.
 
-    g = fp32(grad) * scale                      where a scale is given
+    g = fp32(grad) * scale                      only where a scale is given
     g = g + p * l2                              only with coupled weight decay (Adam, not AdamW)
-    p = p * decay                               1 - lr * weight_decay when decoupled, else 1
+    p = p * decay                               decay is 1 - lr * weight_decay when decoupled, else 1
     m = m * beta1 + g * (1 - beta1)
     v = v * beta2 + (g * g) * (1 - beta2)
     p = p - (m / (sqrt(v) * inv_sqrt_bias_correction2 + eps)) * step_size
     m, v = rounded(m, v)                        only for moments in bf16: see ``stochastic_rounding``
 
-Every operation is rounded to fp32 by itself: no fused multiply-add, correctly rounded division and square root. The
-constants are computed in double on the host (``adam_scalars``). Hence the Triton kernel, the C kernel and the reference
-give the same bits (a NaN is a NaN: its payload is the machine's).
-
-A step whose ``skip`` flag is set (gradients that aren't finite: ``flatten`` sets one on the device) writes nothing; the
-host need not know. The number of the step, and with it the bias corrections, is the caller's to choose.
+Every operation is rounded to fp32 by itself: there is no fused multiply-add, and division and square root are correctly
+rounded. The constants are computed in double on the host (``adam_scalars``). Hence the Triton kernel, the C kernel and
+the reference give the same bits, except for the payload of a NaN, which the machine chooses. The caller chooses the
+number of the step, and with it the bias corrections.
 
     weight   master               bytes read + written a parameter, gradient of the weight's type
     bf16     int16 remainder      2 + 2 + 4 + 4 + 2 read, 2 + 2 + 4 + 4 written = 26
     fp16     fp32                 4 + 4 + 4 + 2 read, 2 + 4 + 4 + 4 written = 28
     fp32     None: the weight     4 + 4 + 4 + 4 read, 4 + 4 + 4 written = 28
 
-Moments in bf16 take 8 less.
+Moments in bf16 save 8 of these bytes.
 """
 
 from __future__ import annotations
@@ -29,16 +27,16 @@ import torch
 import triton
 import triton.language as tl
 
-from protrain_kernels import host_adam
 from protrain_kernels.adam_types import MASTER_DTYPES, MOMENT_DTYPES, AdamScalars
 from protrain_kernels.checks import LAUNCH_OPTIONS, are_aligned_vectors, check_aligned, check_scalar, check_vector
+from protrain_kernels.host_kernels import host_adam
 from protrain_kernels.launch import launch
 from protrain_kernels.split_master import join_bits, join_reference, split_bits, split_reference, widen
 from protrain_kernels.stochastic_rounding import random_bits, round_moments_reference, upper_half
 
 BLOCK = 1024
-REFERENCE_SLICE = 1 << 18  # elements at a time where the reference stands in for the C kernel: bounds its temporaries
-_DTYPES = {  # of weight, exp_avg, exp_avg_sq, grad, and master where there is one
+REFERENCE_SLICE = 1 << 18  # elements at a time where the reference replaces the C kernel, to bound its temporaries
+_DTYPES = {  # the types of weight, exp_avg, exp_avg_sq, grad, and master where there is one
     (weight, moment, moment, grad, *([] if master is None else [master]))
     for weight, master in MASTER_DTYPES.items()
     for moment in MOMENT_DTYPES
@@ -55,15 +53,11 @@ def adam_reference(
     scalars: AdamScalars,
     *,
     scale: torch.Tensor | None = None,
-    skip: torch.Tensor | None = None,
-    threads: int = 0,
 ) -> None:
-    """``adam`` in separate torch operations: any shape, length and device; ``threads`` is ignored, ``skip`` waits.
+    """``adam`` in separate torch operations, for any shape, length and device.
 
-    A plain training loop that steps with it is what every plan must equal bit for bit.
+    Every plan must equal, bit for bit, a plain training loop that steps with this function.
     """
-    if skip is not None and skip.item():
-        return
     if weight.dtype == torch.bfloat16:
         assert master is not None
         p = join_reference(weight, master)
@@ -71,7 +65,7 @@ def adam_reference(
         p = (weight if master is None else master).clone()
     g = grad.to(torch.float32)
     if scale is not None:
-        g = g * scale.reshape([1] * g.dim())  # not 0-d: torch may treat those as double constants
+        g = g * scale.reshape([1] * g.dim())  # torch may treat a 0-d tensor as a double constant
     if scalars.l2 != 0.0:
         g = g + p * scalars.l2
     p = p * scalars.decay
@@ -83,8 +77,9 @@ def adam_reference(
     else:
         exp_avg.copy_(m)
         exp_avg_sq.copy_(v)
-    # Square root and quotient in double, rounded to fp32 once more, are correctly rounded (53 >= 2 * 24 + 2 bits).
-    # torch's fp32 ones need not be: some machines take a vector library's, or multiply by a reciprocal.
+    # A square root or quotient that is computed in double and then rounded to fp32 is correctly rounded, because
+    # 53 >= 2 * 24 + 2 bits. torch's fp32 functions need not be: some machines use a vector library, or multiply by a
+    # reciprocal.
     root = v.to(torch.float64).sqrt_().to(torch.float32)
     denominator = root.mul_(scalars.inv_sqrt_bias_correction2).add_(scalars.eps)
     quotient = m.to(torch.float64).div_(denominator.to(torch.float64)).to(torch.float32)
@@ -100,17 +95,15 @@ def adam_reference(
     weight.copy_(p)
 
 
-@triton.jit
-def adam_block(
-    weight: tl.tensor,  # bf16 weights, gradients and moments come as int16: their bits
+@triton.jit(do_not_specialize_on_alignment=["scale"])
+def adam_kernel(
+    weight: tl.tensor,  # bf16 weights, gradients and moments are passed as int16: their bits
     master: tl.tensor,
     exp_avg: tl.tensor,
     exp_avg_sq: tl.tensor,
     grad: tl.tensor,
     scale: tl.tensor,
-    skip: tl.tensor,
-    offsets: tl.tensor,
-    mask: tl.tensor,
+    numel: tl.tensor,
     decay: tl.tensor,
     l2: tl.tensor,
     beta1: tl.tensor,
@@ -124,10 +117,12 @@ def adam_block(
     SPLIT: tl.constexpr,
     OWN_MASTER: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
     HAS_L2: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """Updates the parameters at ``offsets``."""
+    """One program updates BLOCK parameters."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
     g = widen(tl.load(grad + offsets, mask=mask))
     if SPLIT:
         p = join_bits(tl.load(weight + offsets, mask=mask), tl.load(master + offsets, mask=mask))
@@ -137,8 +132,6 @@ def adam_block(
         p = tl.load(master + offsets, mask=mask)
     m = widen(tl.load(exp_avg + offsets, mask=mask))
     v = widen(tl.load(exp_avg_sq + offsets, mask=mask))
-    if HAS_SKIP:
-        mask = tl.where(tl.load(skip) == 0, mask, False)  # of the stores alone: the loads above don't wait for the flag
     if HAS_SCALE:
         g = g * tl.load(scale)
     if HAS_L2:
@@ -166,84 +159,6 @@ def adam_block(
         tl.store(weight + offsets, p.to(tl.float16), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale", "skip"])
-def adam_kernel(
-    weight: tl.tensor,
-    master: tl.tensor,
-    exp_avg: tl.tensor,
-    exp_avg_sq: tl.tensor,
-    grad: tl.tensor,
-    scale: tl.tensor,
-    skip: tl.tensor,
-    numel: tl.tensor,
-    decay: tl.tensor,
-    l2: tl.tensor,
-    beta1: tl.tensor,
-    one_minus_beta1: tl.tensor,
-    beta2: tl.tensor,
-    one_minus_beta2: tl.tensor,
-    inv_sqrt_bias_correction2: tl.tensor,
-    eps: tl.tensor,
-    step_size: tl.tensor,
-    step: tl.tensor,
-    SPLIT: tl.constexpr,
-    OWN_MASTER: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
-    HAS_L2: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program updates BLOCK parameters."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    adam_block(
-        weight,
-        master,
-        exp_avg,
-        exp_avg_sq,
-        grad,
-        scale,
-        skip,
-        offsets,
-        offsets < numel,
-        decay,
-        l2,
-        beta1,
-        one_minus_beta1,
-        beta2,
-        one_minus_beta2,
-        inv_sqrt_bias_correction2,
-        eps,
-        step_size,
-        step,
-        SPLIT,
-        OWN_MASTER,
-        HAS_SCALE,
-        HAS_SKIP,
-        HAS_L2,
-    )
-
-
-def adam_arguments(
-    weight: torch.Tensor,
-    master: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    scalars: AdamScalars,
-    scale: torch.Tensor | None,
-    skip: torch.Tensor | None,
-) -> tuple[tuple[torch.Tensor, ...], int, tuple[float, ...], tuple[bool | int, ...]]:
-    """(tensors, elements, constants, constexpr ones) of the Triton kernel.
-
-    What it doesn't read is another tensor of the right type.
-    """
-    own = weight if master is None else master
-    factor, flag = exp_avg if scale is None else scale, exp_avg if skip is None else skip
-    split, has_l2 = weight.dtype is torch.bfloat16, scalars.l2 != 0.0
-    chosen = (split, master is None, scale is not None, skip is not None, has_l2, BLOCK)
-    return (weight, own, exp_avg, exp_avg_sq, grad, factor, flag), weight.numel(), scalars.values, chosen
-
-
 def launch_adam(
     weight: torch.Tensor,
     master: torch.Tensor | None,
@@ -253,12 +168,22 @@ def launch_adam(
     scalars: AdamScalars,
     *,
     scale: torch.Tensor | None = None,
-    skip: torch.Tensor | None = None,
 ) -> None:
     """Launch the Triton kernel on checked tensors, without a synchronisation."""
-    tensors, numel, floats, constants = adam_arguments(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale, skip)
-    index = weight.get_device()
-    launch(adam_kernel, -(-numel // BLOCK), tensors, numel, floats, constants, LAUNCH_OPTIONS, device_index=index)
+    # Another tensor stands for a master or a scale that is not there: the kernel does not read it.
+    own = weight if master is None else master
+    factor = exp_avg if scale is None else scale
+    numel = weight.numel()
+    launch(
+        adam_kernel,
+        -(-numel // BLOCK),
+        (weight, own, exp_avg, exp_avg_sq, grad, factor),
+        numel,
+        scalars.values,
+        (weight.dtype is torch.bfloat16, master is None, scale is not None, scalars.l2 != 0.0, BLOCK),
+        LAUNCH_OPTIONS,
+        device_index=weight.get_device(),
+    )
 
 
 def check_adam(
@@ -268,16 +193,14 @@ def check_adam(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     scale: torch.Tensor | None,
-    skip: torch.Tensor | None,
     *,
     anywhere: bool = False,
 ) -> None:
-    """ValueError unless ``adam`` can take these tensors, wherever each lies with ``anywhere``."""
+    """ValueError unless ``adam`` can take these tensors. With ``anywhere`` they may lie on any devices."""
     numel = weight.numel()
     tensors = (weight, exp_avg, exp_avg_sq, grad) if master is None else (weight, exp_avg, exp_avg_sq, grad, master)
     types = tuple([tensor.dtype for tensor in tensors])
     check_scalar("scale", scale, dtype=torch.float32, device=weight.device)
-    check_scalar("skip", skip, dtype=torch.int32, device=weight.device)
     if types in _DTYPES and are_aligned_vectors(tensors, weight.device, numel):
         return
     check_vector("weight", weight, dtypes=MASTER_DTYPES, device=weight.device)
@@ -308,7 +231,6 @@ def adam(
     scalars: AdamScalars,
     *,
     scale: torch.Tensor | None = None,  # one float32
-    skip: torch.Tensor | None = None,  # one int32
     threads: int = 0,
 ) -> None:
     """One Adam step in place, on the GPU with Triton or on host memory with C threads.
@@ -317,27 +239,24 @@ def adam(
         weight: [n] bfloat16, float16 or float32; n is a multiple of 128. All tensors are 1-d, contiguous, on one
             device, and start at a multiple of 256 bytes in their storage.
         master: [n] int16 remainders for a bfloat16 weight, [n] float32 for a float16 weight, None for a float32 weight.
-        exp_avg: [n] float32 momentum, or bfloat16, which is rounded at random.
-        exp_avg_sq: [n] variance, of the same type.
+        exp_avg: [n] momentum, float32 or bfloat16. A bfloat16 momentum is rounded at random.
+        exp_avg_sq: [n] variance, of the same type as the momentum.
         grad: [n] of the weight's type or float32; unchanged.
-        scalars: this step's constants.
-        scale: one float32 on the same device that multiplies the gradient (clipping, loss scale), read by the kernel.
-        skip: one int32 on the same device; nothing changes unless it is 0, which the kernel decides.
-        threads: host threads for CPU tensors; 0 is torch.get_num_threads().
+        scalars: the constants of this step.
+        scale: one float32 on the same device that multiplies the gradient (clipping, loss scale). The kernel reads it.
+        threads: the number of host threads for CPU tensors; 0 means torch.get_num_threads().
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length.
     """
-    check_adam(weight, master, exp_avg, exp_avg_sq, grad, scale, skip)
+    check_adam(weight, master, exp_avg, exp_avg_sq, grad, scale)
     numel = weight.numel()
     if numel == 0:
         return
     if weight.is_cuda:
-        launch_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, skip=skip)
+        launch_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale)
         return
-    if skip is not None and skip.item():
-        return
-    if host_adam.host_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, threads=threads):
+    if host_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, threads=threads):
         return
     for first in range(0, numel, REFERENCE_SLICE):
         part = slice(first, first + REFERENCE_SLICE)

@@ -1,4 +1,4 @@
-"""What AdamW takes: the states of a parameter with their types, and the constants of a step."""
+"""What AdamW takes: the states of parameters with their types, and the constants of a step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-STEPS_APART = 1 << 24  # numbers of steps that fp32 tells apart, after which those of the random bits begin anew
-MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}  # by the weight's
+STEPS_APART = 1 << 24  # how many step numbers fp32 represents; the random bits count steps modulo this
+MASTER_DTYPES = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.float32,
+    torch.float32: None,
+}  # by the type of the weight
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class AdamStates(NamedTuple):
-    """What a step reads and writes: 1-d, of one length."""
+    """The tensors that a step reads and writes, 1-d and of one length."""
 
     weight: Tensor  # bfloat16, float16 or float32
-    master: Tensor | None  # int16 remainder, float32, None: see ``adam``
+    master: Tensor | None  # int16 remainder, float32 or None: see ``adam``
     exp_avg: Tensor  # float32 or bfloat16
     exp_avg_sq: Tensor  # of the same type
 
@@ -41,7 +45,7 @@ class AdamScalars:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The constants in order, as the kernels take them."""
+        """The constants in the order in which the kernels take them."""
         return (
             *(self.decay, self.l2, self.beta1, self.one_minus_beta1, self.beta2, self.one_minus_beta2),
             *(self.inv_sqrt_bias_correction2, self.eps, self.step_size, self.step),
@@ -51,7 +55,7 @@ class AdamScalars:
 def adam_scalars(
     *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, decoupled: bool
 ) -> AdamScalars:
-    """The constants of step number ``step`` (the first is 1), computed in double and rounded to fp32 once.
+    """The constants of a step, computed in double and rounded to fp32 once.
 
     Args:
         lr: learning rate, at least 0.
@@ -59,8 +63,8 @@ def adam_scalars(
         beta2: decay of the variance, in [0, 1).
         eps: added to the denominator, at least 0.
         weight_decay: at least 0.
-        step: how many steps this one completes.
-        decoupled: AdamW's decay of the weight (True) or Adam's term in the gradient (False).
+        step: the number of this step; the first is 1.
+        decoupled: True for AdamW's decay of the weight, False for Adam's term in the gradient.
 
     Raises:
         ValueError: a value is out of its range.

@@ -1,7 +1,7 @@
-"""Where ProTrain keeps between runs what it made for this machine: compiled libraries, profiles, calibrations.
+"""Where ProTrain keeps what it made for this machine: compiled libraries, profiles of models and calibrations.
 
-``PROTRAIN_CACHE`` names the folder. "0" leaves the folder where it is, and nothing that was measured is read or kept;
-compiled libraries, named by all that they were made of, stay in use.
+``PROTRAIN_CACHE`` names the folder. With "0" the folder stays where it is, but nothing that was measured is read or
+kept. Compiled libraries, which are named by a hash of all that they were made of, stay in use.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def cache_folder() -> Path:
 
 
 def keeps_measurements() -> bool:
-    """Whether what was measured once may be used again: not with ``PROTRAIN_CACHE=0``."""
+    """Whether measurements may be kept and used again. ``PROTRAIN_CACHE=0`` says no."""
     return os.environ.get("PROTRAIN_CACHE") != "0"
 
 
 @functools.cache
 def say_unwritable(folder: Path, reason: str) -> None:
-    """Warn, once, that nothing can be kept in ``folder`` of the cache."""
+    """Warn once that nothing can be kept in ``folder``."""
     warnings.warn(
-        f"{folder} cannot be written ({reason}), so what is compiled and measured is made anew every time: let "
-        "PROTRAIN_CACHE name a folder that can be",
+        f"{folder} cannot be written ({reason}), so everything is compiled and measured again in every run: let "
+        "PROTRAIN_CACHE name a folder that can be written",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -1,4 +1,4 @@
-"""What the kernels share: tile and padding sizes, launch options, and cheap argument checks that name the remedy."""
+"""What the kernels share: tile and padding sizes, launch options, and argument checks that name the remedy."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ TILE_ROWS = 16
 TILE_LANES = 1024
 TILE = TILE_ROWS * TILE_LANES  # elements under one partial sum of squares
 PADDING = 128  # every length and offset inside a chunk is a multiple of this many elements
-ALIGNMENT_BYTES = 256  # of a slice inside its allocation
-# One rounding per operation (Triton would contract multiplies and adds), and 8 elements a thread of a 1024-wide block:
-# 16 bytes of a 16-bit type.
+ALIGNMENT_BYTES = 256  # where a slice may start inside its allocation
+# Every operation is rounded once, as Triton must not contract multiplies and adds. With four warps a thread has 8
+# elements of a 1024-wide block, which are 16 bytes of a 16-bit type.
 LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-# Eight warps on two tiles: 16 bytes of a 16-bit type a thread as well, and two trees of additions share their barriers.
+# With eight warps on two tiles a thread has 16 bytes of a 16-bit type as well, and two trees of additions share their
+# barriers.
 TILE_OPTIONS: dict[str, Any] = {**LAUNCH_OPTIONS, "num_warps": 8}
-TILE_GROUP = 2  # tiles of one tensor that a program takes
-TILE_UNROLL = 4  # rows whose loads are in flight together: all 16 at once would spill
+TILE_GROUP = 2  # how many tiles of one tensor a program takes
+TILE_UNROLL = 4  # how many rows are loaded together: all 16 at once would spill registers
 TILE_CONSTANTS = (TILE_GROUP, TILE_ROWS, TILE_LANES, TILE_UNROLL)
 PROGRAM_ELEMENTS = TILE_GROUP * TILE
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def tiles(numel: int) -> int:
-    """The number of partial sums of squares for ``numel`` elements: one per started tile of ``TILE`` elements."""
+    """The number of partial sums of squares for ``numel`` elements: one for each started tile of ``TILE`` elements."""
     return -(-numel // TILE)
 
 
@@ -57,13 +58,13 @@ def check_aligned(name: str, tensor: torch.Tensor) -> None:
 
 
 def are_aligned_vectors(tensors: Sequence[torch.Tensor], device: torch.device, numel: int) -> bool:
-    """Whether tensors, of 2 bytes an element and more, pass ``check_vector`` and ``check_aligned``, types aside.
+    """Whether tensors of at least 2 bytes an element pass ``check_vector`` and ``check_aligned``, apart from types.
 
-    It takes a third of their host time. False says no more than that it takes them to tell.
+    This takes a third of the host time of those checks. They decide where the answer is False.
     """
     if numel % PADDING:
         return False
-    for tensor in tensors:  # a stride of (1,) is 1-d and contiguous, since the length isn't 1
+    for tensor in tensors:  # a stride of (1,) means 1-d and contiguous, since the length is not 1
         if tensor.numel() != numel or tensor.stride() != (1,) or tensor.device != device:
             return False
         if tensor.storage_offset() % PADDING:

@@ -1,10 +1,10 @@
-"""Bytes from pinned host memory to the device by a kernel, in its turn among other kernels.
+"""Copies bytes from pinned host memory to the device by a kernel, in its turn among other kernels.
 
-A copy engine takes what it is given first in, first out, whatever stream it comes from. So the few bytes of a batch,
-copied, wait for all weights that go up at the time, and the kernels behind them wait as well. A kernel reads host
-memory over the same link beside those copies.
+A copy engine serves its copies first in, first out, whatever stream they come from. So the few bytes of a batch, copied
+that way, would wait for all weights that are being uploaded, and the kernels behind them would wait as well. A kernel
+reads host memory over the same link beside those copies.
 
-Bytes: each read once over the link and written once.
+Bytes: each is read once over the link and written once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import triton.language as tl
 from protrain_kernels.checks import LAUNCH_OPTIONS, check_vector
 from protrain_kernels.launch import launch
 
-BLOCK = 1024  # words: 16 bytes a load of a thread, four in flight
-PROGRAMS = 128  # 1 MiB in flight, which a 64 GB/s link brings in 16 us: several times its latency
+BLOCK = 1024  # words; a thread has four loads of 16 bytes in flight
+PROGRAMS = 128  # 1 MiB is in flight, which a 64 GB/s link brings in 16 us: several times its latency
 
 
-# The length ends a mask at most, whatever it is a multiple of.
+# No other code depends on the length being a multiple of something, so one kernel serves all lengths.
 @triton.jit(do_not_specialize=["numel"])
 def from_host_kernel(source: tl.tensor, target: tl.tensor, numel: tl.tensor, BLOCK: tl.constexpr) -> None:
     """Every program copies the blocks whose turn is its own."""
     block = tl.program_id(0).to(tl.int64)
-    while (block + 1) * BLOCK <= numel:  # without a mask the loads are wide whatever the length
+    while (block + 1) * BLOCK <= numel:  # loads without a mask are wide whatever the length
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(target + offsets, tl.load(source + offsets))
         block += tl.num_programs(0)
@@ -35,7 +35,7 @@ def from_host_kernel(source: tl.tensor, target: tl.tensor, numel: tl.tensor, BLO
 
 
 def launch_from_host(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Launch the Triton kernel on checked tensors, by words of 8 bytes where they are whole ones."""
+    """Launch the Triton kernel on checked tensors, in words of 8 bytes where the bytes are whole aligned words."""
     words = all(tensor.data_ptr() % 8 == tensor.storage_offset() % 8 == 0 for tensor in (source, target))
     if words and source.numel() % 8 == 0:
         source, target = source.view(torch.int64), target.view(torch.int64)
@@ -60,11 +60,12 @@ def from_host(
     """Copy bytes from pinned host memory to a device, on its current stream.
 
     Args:
-        source: [n] uint8, contiguous. It must stay as it is until the kernel has run: no allocator knows of it.
-        target: [n] uint8, contiguous, on a GPU, or on the CPU, where this is a copy.
+        source: [n] uint8, contiguous. The caller keeps it unchanged until the kernel has run, because no allocator
+            knows that the kernel reads it.
+        target: [n] uint8, contiguous, on a GPU, or on the CPU, where this is a plain copy.
 
     Raises:
-        ValueError: a tensor has the wrong type, device, layout or length, or the host memory isn't pinned.
+        ValueError: a tensor has the wrong type, device, layout or length, or the host memory is not pinned.
     """
     check_vector("source", source, dtypes=(torch.uint8,), device=torch.device("cpu"))
     check_vector("target", target, dtypes=(torch.uint8,), device=target.device, numel=source.numel())

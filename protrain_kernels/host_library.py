@@ -1,8 +1,8 @@
 """Compiles the C of ``host/`` at first use and loads it with ctypes, whose calls release the GIL.
 
-The library lies in ProTrain's cache, named by a hash of source, flags, compiler and CPU, and is moved there atomically:
-many processes may build at once, and a shared home serves unlike machines. Without a working compiler, or with
-``PROTRAIN_HOST_KERNELS=aten``, separate torch operations do the work: the same bits, slower.
+The library lies in ProTrain's cache under a hash of source, flags, compiler and CPU, so that a shared home serves
+unlike machines. It is moved there atomically, so that many processes may build at the same time. Without a working
+compiler, or with ``PROTRAIN_HOST_KERNELS=aten``, separate torch operations do the work, slower but with the same bits.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from protrain_kernels.cache_folder import cache_folder, say_unwritable
 _FILES = sorted((Path(__file__).parent / "host").glob("*.[ch]"))
 SOURCES = tuple(str(path) for path in _FILES if path.suffix == ".c")
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-# No FMA contraction: the Triton kernels and the torch reference round after every operation, and so must these.
-# Copies of a block stay loops: as calls of memmove, gcc's default, they run at half the speed where source and target
+# Multiplies and adds are not contracted, because the Triton kernels and the reference round after every operation.
+# Copies of a block stay loops. As calls of memmove, gcc's default, they run at half the speed where source and target
 # are a multiple of 4 KiB apart, which chunks and gradients often are.
 _LOOPS = "-fno-tree-loop-distribute-patterns"
 FLAGS = ("-O3", _NATIVE, "-ffp-contract=off", "-fno-math-errno", _LOOPS, "-fopenmp", "-shared", "-fPIC")
@@ -45,16 +45,13 @@ _ARGUMENTS = {
         *(_pointer, _pointer, _pointer, _pointer),
     ),
     "protrain_sum_of_squares": (_pointer, _flag, _length, _pointer, _flag),
-    "protrain_flatten": (
-        *(_pointer, _flag, _pointer, _flag, _length, _pointer),
-        *(_flag, _pointer, _pointer, _flag),
-    ),
+    "protrain_flatten": (_pointer, _flag, _pointer, _flag, _length, _pointer, _flag, _flag),
     "protrain_accumulate": (_pointer, _pointer, _flag, _length, _flag, _flag),
 }
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled host kernels, or None where separate torch operations take their place."""
+    """The compiled host kernels, or None where separate torch operations replace them."""
     if os.environ.get("PROTRAIN_HOST_KERNELS", "") == "aten":
         return None
     loaded, notice = _load()
@@ -64,7 +61,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def host_compiler_notice() -> str | None:
-    """Why the host kernels aren't compiled, with the remedy, or None where they are."""
+    """Why the host kernels are not compiled, with the remedy, or None where they are."""
     if os.environ.get("PROTRAIN_HOST_KERNELS", "") == "aten":
         return "host kernels: separate torch operations, because PROTRAIN_HOST_KERNELS=aten"
     loaded, notice = _load()
@@ -92,16 +89,16 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _compilers() -> list[list[str]]:
-    """Command prefixes to try in turn: only ``$CC`` where it is set."""
+    """Command prefixes to try in turn. Where ``$CC`` is set it is the only one."""
     if os.environ.get("CC"):
         return [shlex.split(os.environ["CC"])]
     return [[name] for name in ("cc", "gcc", "clang") if shutil.which(name)]
 
 
 def build(compiler: list[str], flags: tuple[str, ...], folder: Path) -> Path:
-    """Compile ``SOURCES`` into ``folder`` unless it is there. OSError or SubprocessError when that fails.
+    """Compile ``SOURCES`` into ``folder`` unless they are compiled there. OSError or SubprocessError when that fails.
 
-    ``folder`` gives way to the folder for temporary files where it can't be written.
+    Where ``folder`` cannot be written, a folder for temporary files replaces it.
     """
     version = _run([*compiler, "--version"])
     identity = "\0".join((*(path.read_text() for path in _FILES), *compiler, *flags, version, _cpu_model()))
@@ -113,7 +110,7 @@ def build(compiler: list[str], flags: tuple[str, ...], folder: Path) -> Path:
         handle, scratch = tempfile.mkstemp(suffix=".so", prefix=".building-", dir=folder)
     except OSError as error:
         say_unwritable(folder, error.strerror or type(error).__name__)
-        # Never a predictable name in a folder that others write: they could plant a library there.
+        # The name is not predictable, because others who write to that folder could plant a library there.
         folder = Path(tempfile.mkdtemp(prefix="protrain-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         handle, scratch = tempfile.mkstemp(suffix=".so", dir=folder)
@@ -136,7 +133,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def _cpu_model() -> str:
-    """The CPU as far as ``-march=native`` looks at it: its model and its features."""
+    """What ``-march=native`` looks at: the model of the CPU and its features."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,19 +1,20 @@
 """Launches Triton kernels in little host time, and gives them the addresses of many tensors at once.
 
-[Note: launching] ``kernel[grid](...)`` binds, specialises and looks up its arguments in Python on every call. What it
-returns, the compiled kernel, launches without that, the same in Triton 3.6 to 3.9. So the first launch of a
-specialisation goes through Triton, and later ones find its compiled kernel by a key of everything that Triton
-specialises on: types, constants, 16-byte alignment, whether an integer is 1, a multiple of 16 or wide, and, for AMD,
-whether 31 bits address all of a tensor's storage. What ``compiled[grid](...)`` does besides is for profilers that have
-set a hook: without one the launch is its ``run`` alone.
+[Note: launching] ``kernel[grid](...)`` binds its arguments, specialises on them and looks up the result in Python on
+every call. It returns the compiled kernel, whose ``run`` launches without that work, in the same way in Triton 3.6 to
+3.9. So the first launch of a specialisation goes through Triton. Later launches find the compiled kernel by a key of
+everything that Triton specialises on: types, constants, 16-byte alignment, whether an integer is 1, a multiple of 16 or
+wider than 31 bits, and, on AMD, whether 31 bits address all of a tensor's storage.
 
 [Note: addresses] A kernel over many tensors reads their addresses from pinned host memory, which costs no copy and no
-allocation. A call takes the next slots of a ring; a quarter of the ring is reused only after an event that followed the
-launches that read it. A ring belongs to one stream, so one event covers a quarter, and the ring is longer than the
-queue of launches that a device accepts: in the steady state the event is long past and nothing waits.
+allocation. Each call takes the next slots of a ring. A quarter of the ring is reused only after an event that was
+recorded behind the launches that read it. A ring belongs to one stream, so one event covers a quarter. The ring is
+longer than the queue of launches that a device accepts, so in the steady state the event is long past and nothing
+waits.
 
-[Note: host time] Most of a launch's host time is reading facts of tensors, some 50 ns each, so each is read once, by
-``map`` over a method of the class where there are many: that is a fifth faster than a comprehension.
+[Note: host time] Most of the host time of a launch goes into reading attributes of tensors, at about 50 ns each. So
+each is read once, and where there are many tensors by ``map`` over a method of the class, which is a fifth faster than
+a comprehension.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from triton import knobs
 
-SLOT = 16  # addresses: a slot's index is always a multiple of 16, so that Triton specialises on it once
+SLOT = 16  # addresses; the index of a slot is a multiple of 16, so that Triton specialises on it only once
 _SEGMENTS = 4
 _SEGMENT_ADDRESSES = 8192
 _TELLS_SIZE = torch.version.hip is not None
@@ -36,22 +36,21 @@ _dtype_of = attrgetter("dtype")
 
 _compiled: dict[tuple[Any, ...], Compiled] = {}
 _rings: dict[tuple[int, int], AddressRing] = {}
-_compiling = threading.Lock()  # threads may launch at once, and Triton's caches expect one
+_compiling = threading.Lock()  # several threads may launch at the same time, and Triton's caches expect one
 
 
 class Compiled(NamedTuple):
-    """A compiled kernel and what its ``run`` is called with, looked up once."""
+    """The launch function of a compiled kernel and the two arguments that never change."""
 
-    kernel: Any
     run: Any
     function: Any
     metadata: Any
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A bf16 tensor as the int16 bits that the Triton kernels take, anything else as it is.
+    """A bf16 tensor as the int16 bits that the Triton kernels take, and any other tensor unchanged.
 
-    The kernels treat bf16 as integers throughout: Triton's interpreter truncates casts to it and misreads subnormals.
+    The kernels treat bf16 as integers, because Triton's interpreter truncates casts to bf16 and misreads subnormals.
     """
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
@@ -71,16 +70,17 @@ def launch(
     """Run ``programs`` programs of a Triton kernel on the current stream of a device.
 
     Args:
-        kernel: a ``triton.jit`` function, always launched with the same ``options``. Its parameters are pointers, one
-            integer, floats and constexpr ones, in this order.
+        kernel: a ``triton.jit`` function that is always launched with the same ``options``. Its parameters are
+            pointers, one integer, floats and constexpr parameters, in this order.
         programs: at least 1.
         tensors: what the pointers point to, on the device or in pinned host memory.
-        integer: see kernel.
-        floats: see kernel.
-        constants: its constexpr parameters.
-        options: what Triton takes besides (warps, contraction).
-        device_index: of the GPU; -1 for the interpreter, on the CPU.
-        on_host: indices of tensors in host memory, whose address may differ on the device: the launcher looks it up.
+        integer: the integer argument.
+        floats: the float arguments.
+        constants: the constexpr arguments.
+        options: further options of Triton (warps, contraction).
+        device_index: the index of the GPU, or -1 for the interpreter on the CPU.
+        on_host: indices of the tensors in host memory. Their address may differ on the device, and Triton's launcher
+            looks it up.
     """
     if device_index >= 0 and device_index != torch._C._cuda_getDevice():  # Triton launches on the current device
         with torch.cuda.device(device_index):
@@ -114,42 +114,38 @@ def launch(
         typed = [as_bits(tensor) for tensor in tensors]
         with _compiling:
             made = kernel[(programs,)](*typed, integer, *floats, *constants, **options)
-        if made is not None:  # by the interpreter
-            _compiled[key] = Compiled(made, made.run, made.function, made.packed_metadata)
+        if made is not None:  # the interpreter makes nothing
+            _compiled[key] = Compiled(made.run, made.function, made.packed_metadata)
         return
     for index in on_host:
         pointers[index] = tensors[index]
-    runtime = knobs.runtime
-    if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-        compiled.kernel[(programs, 1, 1)](*pointers, integer, *floats, *constants)
-        return
     stream = raw_stream(device_index)
-    _, run, function, metadata = compiled
+    run, function, metadata = compiled
     run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, integer, *floats, *constants)
 
 
 def raw_stream(device_index: int) -> int:
-    """The handle of a GPU's current stream; 0 on the CPU. torch's object for it costs twenty times as much."""
+    """The handle of a GPU's current stream, or 0 on the CPU. Making a torch stream costs twenty times as much."""
     return int(torch._C._cuda_getCurrentRawStream(device_index)) if device_index >= 0 else 0
 
 
 class AddressRing:
-    """Host memory that kernels on one stream read addresses from. See [Note: addresses]."""
+    """Host memory from which the kernels on one stream read addresses. See [Note: addresses]."""
 
     def __init__(self, device: torch.device, segment_addresses: int) -> None:
         self.device = device
         self.on_device = device.type == "cuda"
         self.segment_addresses = segment_addresses
         self.memory = torch.zeros(_SEGMENTS * segment_addresses, dtype=torch.int64, pin_memory=self.on_device)
-        # Its cells as a Python array: writing them through torch would cost more than the launch.
+        # The same cells as a Python array, because writing them through torch would cost more than the launch.
         self._cells = (ctypes.c_int64 * self.memory.numel()).from_address(self.memory.data_ptr())
         self._events: list[Any] = [torch.cuda.Event() if self.on_device else None for _ in range(_SEGMENTS)]
         self._segment = 0
-        self._next = 0  # within the segment
+        self._next = 0  # the next free address within the segment
         self._lock = threading.Lock()
 
     def put(self, addresses: list[int]) -> int:
-        """Write ``addresses`` where no launch still reads. Returns the index of the first within ``memory``."""
+        """Write ``addresses`` where no launch reads any more. Returns the index of the first within ``memory``."""
         room = -(-len(addresses) // SLOT) * SLOT
         assert room <= self.segment_addresses
         with self._lock:
@@ -163,17 +159,17 @@ class AddressRing:
     def _enter_next_segment(self) -> None:
         following = (self._segment + 1) % _SEGMENTS
         if self.on_device:
-            # Of the ring's device, which need not be the current one.
+            # The device of the ring need not be the current device.
             self._events[self._segment].record(torch.cuda.current_stream(self.device))
-            self._events[following].synchronize()  # at once when it was never recorded
+            self._events[following].synchronize()  # returns at once for an event that was never recorded
         self._segment, self._next = following, 0
 
 
 def put_addresses(device_index: int, addresses: list[int]) -> tuple[torch.Tensor, int]:
-    """(host memory, index) where a kernel launched next on the current stream of a GPU finds ``addresses``.
+    """Host memory and the index in it where the next kernel on a GPU's current stream finds ``addresses``.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured; its replays would read addresses that are long overwritten.
+        RuntimeError: a CUDA graph is being captured, whose replays would read addresses that are long overwritten.
     """
     if device_index >= 0 and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a kernel over a list of tensors can't be captured in a CUDA graph: launch it outside")
@@ -183,6 +179,6 @@ def put_addresses(device_index: int, addresses: list[int]) -> tuple[torch.Tensor
         wanted = max(_SEGMENT_ADDRESSES, -(-len(addresses) // SLOT) * SLOT)
         device = torch.device("cuda", device_index) if device_index >= 0 else torch.device("cpu")
         if ring is not None and ring.on_device:
-            torch.cuda.current_stream(device).synchronize()  # the smaller ring may go once nothing reads it
+            torch.cuda.current_stream(device).synchronize()  # the smaller ring goes once nothing reads it
         ring = _rings[place] = AddressRing(device, wanted)
     return ring.memory, ring.put(addresses)

@@ -1,11 +1,12 @@
-"""AdamW on host memory that leaves the states as they are and writes the new ones beside them.
+"""AdamW on host memory that leaves the states as they are and writes the new states beside them.
 
-For a step that may not be wanted: whether gradients must be clipped is known only when all of them are. The new states
-then take the place of the old ones, or are forgotten. The memory traffic is that of ``adam``, 26 bytes a parameter with
-the split master: stores go around the cache, which would first read what they overwrite. So are the bits.
+It serves speculative updates, whose result may not be wanted: whether gradients must be clipped is known only when all
+of them are there. The new states then take the place of the old ones, or are dropped. The bits are those of ``adam``,
+and so is the memory traffic, at 26 bytes a parameter with the split master, because stores go around the cache, which
+would first read what they overwrite.
 
-Where there is no memory for all of the new states ``adam_weight`` makes the weight alone, at 16 bytes a parameter. With
-moments in bf16 these are 18 and 12.
+Where there is no memory for all new states, ``adam_weight`` makes only the new weight, at 16 bytes a parameter. With
+moments in bf16 the two take 18 and 12 bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from protrain_kernels.adam import adam
 from protrain_kernels.adam_types import MASTER_DTYPES, MOMENT_DTYPES, AdamScalars, AdamStates
 from protrain_kernels.checks import FLOATS, check_aligned, check_scalar, check_vector
-from protrain_kernels.host_adam import host_adam_out_of_place
+from protrain_kernels.host_kernels import host_adam_out_of_place
 
 _CPU = torch.device("cpu")
 
@@ -33,12 +34,12 @@ def adam_out_of_place(
     """One AdamW step from ``old`` to ``new``, which must not overlap.
 
     Args:
-        old: [n] each, on the CPU at multiples of 256 bytes, n a multiple of 128; read.
-        new: on the CPU, of the same types and length, written.
+        old: [n] each, on the CPU at multiples of 256 bytes; unchanged. n is a multiple of 128.
+        new: [n] each, on the CPU, of the same types; written.
         grad: [n] bfloat16, float16 or float32.
-        scalars: of ``adam_scalars``.
-        scale: one fp32, multiplied with the gradient.
-        threads: host threads; 0 is torch.get_num_threads().
+        scalars: the constants of this step.
+        scale: one float32 that multiplies the gradient.
+        threads: the number of host threads; 0 means torch.get_num_threads().
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length, or ``new`` overlaps ``old``.
@@ -63,15 +64,15 @@ def adam_weight(
     scale: Tensor | None = None,
     threads: int = 0,
 ) -> None:
-    """The weight that one AdamW step would leave, and no other state.
+    """Write the weight that one AdamW step would leave, and no other state.
 
     Args:
-        old: as ``adam_out_of_place`` takes it; read.
-        new_weight: [n] of the type of ``old.weight``, on the CPU at a multiple of 256 bytes, written.
-        grad: as there.
-        scalars: likewise.
-        scale: likewise.
-        threads: likewise.
+        old: as ``adam_out_of_place`` takes it; unchanged.
+        new_weight: [n] of the type of ``old.weight``, on the CPU at a multiple of 256 bytes; written.
+        grad: [n] bfloat16, float16 or float32.
+        scalars: the constants of this step.
+        scale: one float32 that multiplies the gradient.
+        threads: the number of host threads; 0 means torch.get_num_threads().
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length, or ``new_weight`` overlaps ``old.weight``.
@@ -100,7 +101,7 @@ def _check(old: AdamStates, grad: Tensor, scale: Tensor | None) -> None:
 
 
 def _check_new(name: str, tensor: Tensor | None, old_name: str, old: Tensor | None, weight_dtype: torch.dtype) -> None:
-    """It is like the old one, which is right, and does not overlap that."""
+    """ValueError unless a new state is like the checked old one, and does not overlap it."""
     _check_state(name, tensor, None if old is None else old.dtype, weight_dtype, 0 if old is None else old.numel())
     if tensor is not None and old is not None and _overlap(tensor, old):
         raise ValueError(f"{name} overlaps {old_name}: pass memory of its own")

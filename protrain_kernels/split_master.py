@@ -1,14 +1,15 @@
 """fp32 <-> (bf16 weight, int16 remainder), lossless.
 
-    weight bits = (fp32 bits + 0x8000) >> 16            the upper half, rounded to nearest, ties away from zero
+    weight bits = (fp32 bits + 0x8000) >> 16            the upper half, rounded to nearest, with ties away from zero
     remainder   = fp32 bits - (weight bits << 16)       in [-32768, 32767]
     fp32 bits   = (weight bits << 16) + remainder       32-bit wrapping arithmetic
 
-Every finite value and both infinities come back bit for bit, including values whose weight rounds to infinity (their
-remainder is below zero). Ties to even could not do that: 65,537 fp32 values would share an even weight and its 65,536
-remainders. Every NaN becomes the one NaN (0x7FC0, 0): rounded like a number it could become an infinity or -0.
+Every finite value and both infinities come back bit for bit. This includes values whose weight rounds to infinity,
+where the remainder is below zero. Ties to even would lose values, because 65,537 fp32 values would share an even weight
+and its 65,536 remainders. Every NaN becomes the one NaN (0x7FC0, 0). Rounded like a number, a NaN could become an
+infinity or -0.
 
-Bytes: 4 read and 4 written per element, in either direction.
+Bytes: 4 are read and 4 written per element, in either direction.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import torch
 import triton
 import triton.language as tl
 
-from protrain_kernels import host_adam
 from protrain_kernels.checks import LAUNCH_OPTIONS, check_vector
+from protrain_kernels.host_kernels import host_join, host_split
 from protrain_kernels.launch import launch
 
 BLOCK = 1024
 
 
 def split_reference(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``split`` in plain torch: any shape and device."""
+    """``split`` in plain torch, for any shape and device."""
     bits = master.view(torch.int32)
     upper = (bits + 0x8000) >> 16
     nan = master.isnan()
@@ -35,13 +36,13 @@ def split_reference(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join_reference(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """``join`` in plain torch: any shape and device."""
+    """``join`` in plain torch, for any shape and device."""
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
 
 
 @triton.jit
 def widen(value: tl.tensor) -> tl.tensor:
-    """fp32 of loaded fp16, fp32, or bf16 bits."""
+    """Loaded fp16 values, fp32 values or bf16 bits in fp32."""
     if value.dtype == tl.int16:
         return (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -50,7 +51,7 @@ def widen(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def split_bits(value: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """(weight bits, remainder) of fp32 values, both int16."""
+    """The weight bits and the remainders of fp32 values, both int16."""
     bits = value.to(tl.int32, bitcast=True)
     upper = (bits + 0x8000) >> 16
     nan = value != value
@@ -113,19 +114,16 @@ def split(
     master: torch.Tensor,  # [n] float32
     weight: torch.Tensor | None = None,  # [n] bfloat16, written
     remainder: torch.Tensor | None = None,  # [n] int16, written
-    *,
-    threads: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut an fp32 master into its bf16 weight and the int16 remainder that ``join`` needs.
 
     Args:
         master: [n] float32, contiguous; unchanged.
-        weight: [n] bfloat16 to write into; made when None.
-        remainder: [n] int16 to write into; made when None.
-        threads: host threads for CPU tensors; 0 is torch.get_num_threads().
+        weight: [n] bfloat16 to write into, or None to make it.
+        remainder: [n] int16 to write into, or None to make it.
 
     Returns:
-        (weight, remainder).
+        The weight and the remainder.
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length.
@@ -137,7 +135,7 @@ def split(
         return weight, remainder
     if master.is_cuda:
         launch_split(master, weight, remainder)
-    elif not host_adam.host_split(master, weight, remainder, threads=threads):
+    elif not host_split(master, weight, remainder):
         upper, lower = split_reference(master)
         weight.copy_(upper)
         remainder.copy_(lower)
@@ -148,16 +146,13 @@ def join(
     weight: torch.Tensor,  # [n] bfloat16
     remainder: torch.Tensor,  # [n] int16
     master: torch.Tensor | None = None,  # [n] float32, written
-    *,
-    threads: int = 0,
 ) -> torch.Tensor:
-    """The fp32 master of a bf16 weight and its remainder; the inverse of ``split``.
+    """The fp32 master of a bf16 weight and its remainder: the inverse of ``split``.
 
     Args:
         weight: [n] bfloat16, contiguous; unchanged.
         remainder: [n] int16, contiguous; unchanged.
-        master: [n] float32 to write into; made when None.
-        threads: host threads for CPU tensors; 0 is torch.get_num_threads().
+        master: [n] float32 to write into, or None to make it.
 
     Returns:
         The master.
@@ -171,6 +166,6 @@ def join(
         return master
     if master.is_cuda:
         launch_join(weight, remainder, master)
-    elif not host_adam.host_join(weight, remainder, master, threads=threads):
+    elif not host_join(weight, remainder, master):
         master.copy_(join_reference(weight, remainder))
     return master

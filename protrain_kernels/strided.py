@@ -1,4 +1,4 @@
-"""Addressing of tensors with any strides inside a kernel that walks their elements in row-major order."""
+"""Addresses the elements of tensors with any strides, for a kernel that visits them in row-major order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 def collapsed(shape: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Sizes and strides with as few dimensions as visit the same elements in the same order; none for one element."""
+    """The fewest sizes and strides that visit the same elements in the same order: none for one element."""
     sizes: list[int] = []
     strides: list[int] = []
     for size, step in zip(shape, stride, strict=True):
@@ -30,7 +30,7 @@ def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two positions may share an element: False only where dimensions nest, as all but contrived views do."""
+    """Whether two positions may share an element. False only where dimensions nest, as in all but contrived views."""
     reach = 0
     for step, size in sorted(zip(strides, sizes, strict=True)):
         if step <= reach:
@@ -40,7 +40,7 @@ def overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def row_of(sizes: Sequence[int], strides: Sequence[int], dims: int) -> list[int]:
-    """``dims`` sizes, then strides, for ``strided_offsets``: leading dimensions of size 1 fill up."""
+    """``dims`` sizes, then ``dims`` strides, for ``strided_offsets``. Missing leading dimensions have the size 1."""
     fill = dims - len(sizes)
     return [1] * fill + list(sizes) + [0] * fill + list(strides)
 
@@ -49,19 +49,19 @@ def row_of(sizes: Sequence[int], strides: Sequence[int], dims: int) -> list[int]
 def strided_offsets(row: tl.tensor, index: tl.tensor, DIMS: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
     """Element offsets of the row-major positions ``index`` (int64) in a tensor whose sizes, then strides, are at row.
 
-    Positions below 2^31 are divided as 32-bit integers, several times faster, unless WIDE.
+    Unless WIDE, all positions are below 2^31 and are divided as 32-bit integers, which is several times faster.
     """
     offsets = index * 0
     if WIDE:
         rest = index
-        for back in range(DIMS):  # a loop: 64-bit divisions of every dimension at once don't fit the registers
+        for back in range(DIMS):  # in a loop, as 64-bit divisions of all dimensions at once do not fit the registers
             size = tl.load(row + (DIMS - 1 - back))
             offsets += rest % size * tl.load(row + DIMS + (DIMS - 1 - back))
             rest = rest // size
     else:
         rest = index.to(tl.int32)
         if DIMS > 4:
-            for back in range(DIMS - 1):  # a loop, as above
+            for back in range(DIMS - 1):  # in a loop, as more divisions at once do not fit the registers
                 size = tl.load(row + (DIMS - 1 - back)).to(tl.int32)
                 offsets += (rest % size).to(tl.int64) * tl.load(row + DIMS + (DIMS - 1 - back))
                 rest = rest // size

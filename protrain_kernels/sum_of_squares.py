@@ -1,14 +1,14 @@
 """Partial sums of squares of a gradient, in an order that no plan, thread count or device changes.
 
-A tensor of n elements is cut in tiles of 16 rows x 1024 lanes, counted from its own start. In a tile
+A tensor of n elements is cut in tiles of 16 rows x 1024 lanes, counted from its own start. A tile is summed as follows:
 
     acc[lane] = acc[lane] + x * x       over the 16 rows in turn, multiplied and added separately in fp32
     acc[i] = acc[i] + acc[i + width]    for width = 512, 256, ..., 1; partial = acc[0]
 
-Elements past the end count as zero. One fp32 partial a tile. A parameter's partials are the same wherever its chunk
-lives, so that the norm, and clipping with it, doesn't depend on the plan.
+Elements past the end count as zero, and every tile has one fp32 partial. The partials of a parameter are the same
+wherever its chunk lives, so the norm does not depend on the plan, and neither does clipping.
 
-Bytes: every value read once, 4 bytes written per 16,384 elements.
+Bytes: every value is read once, and 4 bytes are written per 16,384 elements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from protrain_kernels import host_adam
 from protrain_kernels.checks import (
     FLOATS,
     PROGRAM_ELEMENTS,
@@ -29,12 +28,13 @@ from protrain_kernels.checks import (
     check_vector,
     tiles,
 )
+from protrain_kernels.host_kernels import host_sum_of_squares
 from protrain_kernels.launch import launch
 from protrain_kernels.split_master import widen
 
 
 def sum_of_squares_reference(values: torch.Tensor) -> torch.Tensor:
-    """The partials of ``sum_of_squares`` in plain torch: any shape and device."""
+    """The partials of ``sum_of_squares`` in plain torch, for any shape and device."""
     count = tiles(values.numel())
     whole = torch.zeros(count * TILE, dtype=torch.float32, device=values.device)
     whole[: values.numel()] = values.reshape(-1).to(torch.float32)
@@ -50,7 +50,10 @@ def sum_of_squares_reference(values: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def lane_tree(lanes: tl.tensor, GROUP: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """[GROUP] sums of [GROUP, LANES] by pairwise halving: a step sums pairs, whose one order no back end can change."""
+    """[GROUP] sums of [GROUP, LANES] by pairwise halving.
+
+    Each step adds pairs, and an addition of two values has only one order, so no compiler can change the result.
+    """
     width: tl.constexpr = LANES // 2
     if width == 0:
         return tl.sum(lanes, axis=1)
@@ -58,7 +61,7 @@ def lane_tree(lanes: tl.tensor, GROUP: tl.constexpr, LANES: tl.constexpr) -> tl.
         return lane_tree(tl.sum(tl.reshape(lanes, (GROUP, 2, width)), axis=1), GROUP, width)
 
 
-# The length ends a mask at most, whatever it is a multiple of.
+# No other code depends on the length being a multiple of something, so one kernel serves all lengths.
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["partials"])
 def sum_of_squares_kernel(
     values: tl.tensor,
@@ -73,7 +76,7 @@ def sum_of_squares_kernel(
     first = tl.program_id(0).to(tl.int64) * (GROUP * ROWS * LANES)
     place = (tl.arange(0, GROUP) * (ROWS * LANES))[:, None] + tl.arange(0, LANES)[None, :]
     lanes = tl.zeros((GROUP, LANES), dtype=tl.float32)
-    if first + GROUP * ROWS * LANES <= numel:  # without a mask the loads are wide whatever the length
+    if first + GROUP * ROWS * LANES <= numel:  # loads without a mask are wide whatever the length
         for group in range(0, ROWS, UNROLL):
             for row in tl.static_range(UNROLL):
                 value = widen(tl.load(values + first + (group + row) * LANES + place))
@@ -106,15 +109,13 @@ def launch_sum_of_squares(values: torch.Tensor, partials: torch.Tensor) -> None:
 def sum_of_squares(
     values: torch.Tensor,  # [n] bfloat16, float16 or float32
     partials: torch.Tensor,  # [tiles(n)] float32, written
-    *,
-    threads: int = 0,
 ) -> None:
     """Write the fp32 sum of squares of each tile of 16,384 values.
 
     Args:
         values: [n] bfloat16, float16 or float32, contiguous, any n.
-        partials: [tiles(n)] float32 on the same device. Infinities and NaN in a tile make its partial infinite or NaN.
-        threads: host threads for CPU tensors; 0 is torch.get_num_threads().
+        partials: [tiles(n)] float32 on the same device. A tile with an infinity or a NaN has a partial that is infinite
+            or NaN.
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length.
@@ -125,5 +126,5 @@ def sum_of_squares(
         return
     if values.is_cuda:
         launch_sum_of_squares(values, partials)
-    elif not host_adam.host_sum_of_squares(values, partials, threads=threads):
+    elif not host_sum_of_squares(values, partials):
         partials.copy_(sum_of_squares_reference(values))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.kernels.timing import ColdCache, median_seconds
-from protrain.hardware.calibration.host_bandwidth import dram_figures
+from protrain.hardware.calibration.rates import dram_figures
 from protrain.hardware.datasheet import of_card, pcie_gbps
 from protrain.hardware.nvml import gpu_facts
 

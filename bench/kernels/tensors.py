@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.kernels.shapes import tensor_shapes
-from protrain_kernels import FlattenPlan, padded, tiles
+from protrain_kernels import padded, tiles
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Places:
         offsets: of the tensors, in elements.
         starts: of each tensor's partial sums of squares.
         partials: float32.
-        nonfinite: one int32.
     """
 
     tensors: list[Tensor]
@@ -30,7 +29,6 @@ class Places:
     offsets: list[int]
     starts: list[int]
     partials: Tensor
-    nonfinite: Tensor
 
     @classmethod
     def of(cls, name: str, chunk_dtype: torch.dtype, device: torch.device, *, whole: bool) -> Places:
@@ -51,17 +49,12 @@ class Places:
             ends[:-1],
             starts[:-1],
             torch.zeros(starts[-1], device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
         )
 
     @property
     def elements(self) -> int:
         """Of all tensors."""
         return sum(tensor.numel() for tensor in self.tensors)
-
-    def plan(self) -> FlattenPlan:
-        """What ``flatten`` and ``unflatten`` prepare."""
-        return FlattenPlan(self.tensors, self.offsets, self.starts)
 
     def views(self) -> list[Tensor]:
         """The places as views of the chunk, each shaped as its tensor."""

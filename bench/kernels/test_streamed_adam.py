@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -23,7 +22,6 @@ from protrain_kernels import AdamStaging, adam, padded, streamed_adam
 pytestmark = ON_HOST
 
 SHAPES = ("gpt2-10b", "llama2-13b")
-ZERO_COPY = "protrain, zero copy"
 FUSED = "torch.optim fused AdamW and copies"
 HOST_ALONE = "protrain host_adam alone"
 LINK_BYTES = 24  # a parameter: weight, remainder and moments up and down; the gradient is on the GPU
@@ -50,9 +48,9 @@ class Streamed:
         staging = AdamStaging(recorder.device, size_bytes=_STAGING_BYTES[recorder.timed], slots=4)
         return cls(states, staging, arena)
 
-    def step(self, *, zero_copy: bool = False) -> None:
+    def step(self) -> None:
         """Queue an update of all; the current stream waits for its end."""
-        done = streamed_adam(*self.states.tensors, SCALARS, staging=None if zero_copy else self.staging)
+        done = streamed_adam(*self.states.tensors, SCALARS, self.staging)
         if done is not None:
             torch.cuda.current_stream().wait_event(done)
 
@@ -86,19 +84,15 @@ class CopiedStep:
             host.copy_(device, non_blocking=True)
 
 
-@pytest.mark.parametrize("implementation", [OURS, ZERO_COPY, EAGER, FUSED])
+@pytest.mark.parametrize("implementation", [OURS, EAGER, FUSED])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_streamed_adam(recorder: Recorder, shape: str, implementation: str) -> None:
     """States on the host, the gradient on the GPU."""
-    ours = implementation in (OURS, ZERO_COPY)
+    ours = implementation == OURS
     elements = chunk_elements(shape, whole=recorder.timed)
     streamed = Streamed.of(recorder, elements, split_master=ours)
     states = streamed.states
-    run: Callable[[], object]
-    if ours:
-        run = functools.partial(streamed.step, zero_copy=implementation == ZERO_COPY)
-    else:
-        run = CopiedStep(states, recorder.device, fused=implementation == FUSED)
+    run = streamed.step if ours else CopiedStep(states, recorder.device, fused=implementation == FUSED)
 
     def check() -> str:
         if isinstance(run, CopiedStep):

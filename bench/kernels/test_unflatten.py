@@ -14,6 +14,8 @@ from bench.kernels.roofs import DEVICE
 from bench.kernels.rows import COMPILED, EAGER, OURS
 from bench.kernels.shapes import MODELS, SMALL_TENSORS
 from bench.kernels.tensors import Places, views_of
+from protrain_kernels import unflatten
+from protrain_kernels.flatten import plan_for
 
 FOREACH = "torch._foreach_copy_"
 
@@ -54,9 +56,10 @@ def test_unflatten(recorder: Recorder, shape: str, implementation: str) -> None:
 
 def _implementation(recorder: Recorder, places: Places, name: str) -> Callable[[], None]:
     if name == OURS:
-        plan = places.plan()
-        ours = plan.unflatten if recorder.device.type == "cuda" else plan.launch_unflatten  # the CPU runs torch
-        return lambda: ours(places.chunk, places.tensors)
+        if recorder.device.type == "cuda":
+            return lambda: unflatten(places.chunk, places.tensors, places.offsets)
+        plan = plan_for(places.tensors, places.offsets, None)  # unflatten would run torch on the CPU
+        return lambda: plan.launch_unflatten(places.chunk, places.tensors)
     if name == FOREACH:
         views = places.views()
         return lambda: torch._foreach_copy_(places.tensors, views)

@@ -96,7 +96,7 @@ def build_engine(
     worker = HostWorker(threads=host_threads)
     streaming = None
     if streamed:
-        streamer = Streamer(device, memory.streams, staging_bytes=streaming_bytes)
+        streamer = Streamer(memory.streams, staging_bytes=streaming_bytes)
         streaming = Streaming(streamer, HostWorker(threads=1, name="protrain-stream-worker"))
     gradients = Gradients(
         memory,

@@ -1,4 +1,4 @@
-"""What a machine can do: measured by ``calibrate``, shipped for known GPUs, or detected."""
+"""What a machine can do, as measured by ``calibrate``, shipped for known GPUs, or detected."""
 
 from protrain.hardware.calibration import calibrate
 from protrain.hardware.detect import detect

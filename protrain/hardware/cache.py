@@ -1,8 +1,9 @@
-"""The user's calibrated profiles: one file for each machine that was measured, found again by what the machine is.
+"""The user's calibrated profiles: one file for each machine that was measured, named by what the machine is.
 
-They lie in ProTrain's cache, under ``hardware``. A home may serve unlike machines, and a driver may change: a profile
-counts only where GPU, driver, torch, number of processes, processor and cores are those that it was measured with, in
-the way that calibration measures now. A file that can't be read any more, or of an earlier form, counts as absent.
+The files lie in ProTrain's cache, under ``hardware``. A home may serve unlike machines, and a driver may change. So a
+profile counts only where GPU, driver, torch, number of processes, processor and cores are those that it was measured
+with, and where calibration still measures in the same way. A file that cannot be read, or has an earlier form, counts
+as absent.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from protrain.hardware.nvml import driver_version
 from protrain.hardware.profile import HardwareProfile
 from protrain_kernels.cache_folder import cache_folder, keeps_measurements, say_unwritable
 
-# Raised where a figure comes to mean something else, so that older profiles are measured again.
-# 2: streamed updates read their gradients from host memory, as in a step. 3: they are of a whole chunk; and the host
-# updates moments in bf16 by another kernel. 4: what runs beside others goes over more memory than caches hold.
-_METHOD = 4
+# Raised when a figure comes to mean something else, so that older profiles are measured again.
+# 2: streamed updates read their gradients from host memory, as in a step.
+# 3: streamed updates are of a whole chunk, and the host updates moments in bf16 by another kernel.
+# 4: what runs beside other work goes over more memory than caches hold.
+# 5: streamed updates copy the states, and never reach into host memory.
+_METHOD = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a measured profile depends on; fields are named as the profile's."""
+    """What a measured profile depends on. The fields are named as those of the profile."""
 
     name: str
     driver: str
@@ -41,7 +44,7 @@ class Machine:
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:
-        """The machine at hand with ``device``, and the run that this process belongs to."""
+        """This machine with ``device``, in the run that this process belongs to."""
         return cls(
             name=device_name(device),
             driver=driver_version(device),
@@ -54,7 +57,7 @@ class Machine:
 
     @property
     def path(self) -> Path:
-        """Where its profile is kept."""
+        """The file of the machine's profile."""
         digest = hashlib.sha256(repr(self).encode()).hexdigest()[:12]
         slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         return cache_folder() / "hardware" / f"{slug}-x{self.world_size}-{digest}.json"
@@ -67,21 +70,21 @@ class Machine:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a GPU; of a CPU that plays the device, how many cores it has."""
+    """The name of a GPU, or the number of cores of a CPU that plays the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU with {usable_cores()} cores"
 
 
 def world_size() -> int:
-    """Processes of this run: of the process group, or as torchrun says."""
+    """The number of processes of this run, by the process group or by torchrun's environment."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def cached(device: torch.device) -> HardwareProfile | None:
-    """The profile that was measured on this machine; None where there is none, or none that can be read."""
+    """The profile that was measured on this machine, or None where no file can be read."""
     if not keeps_measurements():
         return None
     machine = Machine.of(device)
@@ -93,12 +96,12 @@ def cached(device: torch.device) -> HardwareProfile | None:
 
 
 def store(profile: HardwareProfile, machine: Machine) -> None:
-    """Keep a measured ``profile`` for the next time, where the cache can be written."""
+    """Keep a measured ``profile`` for later runs, where the cache can be written."""
     assert machine.fits(profile)
     if not keeps_measurements():
         return
     try:
         machine.path.parent.mkdir(parents=True, exist_ok=True)
         profile.save(machine.path)
-    except OSError as error:  # a home that is read-only costs another calibration, nothing else
+    except OSError as error:  # with a read-only home the next run calibrates again
         say_unwritable(cache_folder(), error.strerror or type(error).__name__)

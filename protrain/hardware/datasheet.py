@@ -1,4 +1,4 @@
-"""What makers promise: peak rates from datasheets, to set measured ones against.
+"""What makers promise: peak rates from datasheets, for comparison with measured rates.
 
 Sources: NVIDIA's datasheets of H100 (SXM, PCIe), H200, A100 (40 GB, 80 GB; SXM, PCIe) and the GA102 whitepaper. Matmul
 is dense bf16 with fp32 accumulation, without sparsity.
@@ -18,7 +18,7 @@ class Datasheet:
     memory_gbps: float
 
 
-# Every word must be in the name that the driver gives; the first row that fits counts, so special ones come first.
+# Every word must be in the name that the driver gives. The first row that fits counts, so special cards come first.
 _CARDS: tuple[tuple[tuple[str, ...], Datasheet], ...] = (
     (("H100", "PCIe"), Datasheet(matmul_tflops=756, fp32_tflops=51, memory_gbps=2000)),
     (("H100", "NVL"), Datasheet(matmul_tflops=835, fp32_tflops=60, memory_gbps=3900)),
@@ -36,12 +36,12 @@ _LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one di
 
 
 def of_card(name: str) -> Datasheet | None:
-    """The datasheet of the card that the driver calls ``name``; None where it isn't known."""
+    """The datasheet of the card that the driver calls ``name``, or None where it is not known."""
     upper = name.upper()
     return next((sheet for words, sheet in _CARDS if all(word.upper() in upper for word in words)), None)
 
 
 def pcie_gbps(generation: int | None, width: int | None) -> float | None:
-    """What a PCI Express link carries one way; None where either is unknown."""
+    """What a PCI Express link carries one way, or None where generation or width is unknown."""
     lane = None if generation is None else _LANE_GBPS.get(generation)
     return None if lane is None or width is None else lane * width

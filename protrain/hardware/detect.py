@@ -1,4 +1,4 @@
-"""The machine at hand: sizes from the system, rates from its calibration, its GPU's shipped profile, or assumed."""
+"""This machine: sizes from the system, and rates from calibration, from the shipped profile of its GPU, or assumed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from protrain.hardware.memory import available_host_bytes, usable_cores
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import of_gpu
 
-_HOST_SHARE = 0.9  # of the available host memory; the rest stays for the data loader and the page cache
-_DEVICE_RESERVE_BYTES = 384 * 1024**2  # of the card: kernels loaded later, libraries' own allocations
+_HOST_SHARE = 0.9  # of the available host memory; the rest is left to the data loader and the page cache
+_DEVICE_RESERVE_BYTES = 384 * 1024**2  # for kernels that are loaded later and for allocations of libraries
 
 
 def detect(
     device: torch.device | str, *, device_memory: int | str | None = None, host_memory: int | str | None = None
 ) -> HardwareProfile:
-    """Profile of ``device`` and its host; takes no time. Rates are measured ones where the user has calibrated.
+    """The profile of ``device`` and its host, without measuring. Where the user has calibrated, its rates are measured.
 
     Args:
-        device: "cuda", "cuda:1" or "cpu". On a CPU the device is simulated: half of the available memory plays the
-            device's, half the host's.
+        device: "cuda", "cuda:1" or "cpu". On a CPU the device is simulated: one half of the available memory plays the
+            device's memory, the other half the host's.
         device_memory: bytes or "24GiB" in place of what is free on the device.
-        host_memory: likewise for the host.
+        host_memory: bytes or "24GiB" in place of what is available on the host.
 
     Raises:
         ValueError: a size cannot be read, or is more than the GPU has.
@@ -54,7 +54,7 @@ def detect(
 
 
 def assume(device: torch.device) -> HardwareProfile:
-    """Profile of ``device`` and its host without measured rates.
+    """The profile of ``device`` and its host without measured rates.
 
     Raises:
         ValueError: the device is neither a GPU nor the CPU.
@@ -74,10 +74,10 @@ def _gpu(device: torch.device) -> HardwareProfile:
     name = torch.cuda.get_device_name(device)
     shipped = of_gpu(name)
     if shipped is not None:
-        # Rates of another machine with this card; what looked wrong there is no matter here.
+        # These are the rates of another machine with this card, whose warnings do not concern this one.
         return replace(shipped, name=name, device_bytes=usable, source="detected", figures=(), warnings=())
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    # An Ampere to Hopper processor does 1 to 5 dense bf16 TFLOP/s; PCIe 4 x16; memory in proportion.
+    # A multiprocessor of Ampere to Hopper does 1 to 5 dense bf16 TFLOP/s. The link is taken for PCIe 4 x16.
     return HardwareProfile(
         name=name,
         device_type="cuda",

@@ -1,4 +1,4 @@
-"""What NVIDIA's management library says of a card and its link, without touching CUDA; nothing where it is missing."""
+"""What NVIDIA's management library says of a card and its link, without touching CUDA."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _FAULTS = 0x08 | 0x20 | 0x40 | 0x80  # hardware slowdown, software and hardware 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """A card as its driver describes it; None for what the driver does not tell (virtual machines hide much)."""
+    """A card as its driver describes it. A value that the driver does not tell is None; virtual machines hide many."""
 
     driver: str
-    pcie_generation: int | None  # now: an idle link may have slowed down, so read it after a copy
+    pcie_generation: int | None  # at this moment; an idle link may slow down, so it is read after a copy
     pcie_width: int | None
-    pcie_generation_max: int | None  # of card and slot together
+    pcie_generation_max: int | None  # what card and slot allow together
     pcie_width_max: int | None
-    clock_mhz: int | None  # of the multiprocessors, now: read it under load
+    clock_mhz: int | None  # of the multiprocessors at this moment, so it is read under load
     clock_max_mhz: int | None
-    throttled: bool  # now, by heat or by the hardware; a power limit alone is no fault
+    throttled: bool  # at this moment, by heat or by the hardware; a power limit alone is no fault
 
 
 def gpu_facts(device: torch.device) -> GpuFacts | None:
-    """Facts of a CUDA ``device``; None without NVIDIA's library or driver."""
-    # By its identifier: CUDA_VISIBLE_DEVICES renumbers cards for CUDA and not for this library.
+    """Facts of a CUDA ``device``, or None without NVIDIA's library or driver."""
+    # The card is named by its identifier, because CUDA_VISIBLE_DEVICES renumbers cards for CUDA but not for NVML.
     return card_facts(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def card_facts(identifier: str) -> GpuFacts | None:
-    """Facts of the card that NVIDIA's library knows by ``identifier``; None without the library, driver or card."""
+    """Facts of the card with this identifier in NVIDIA's library, or None without the library, driver or card."""
     try:
         import pynvml
     except ImportError:
@@ -61,7 +61,7 @@ def card_facts(identifier: str) -> GpuFacts | None:
 
 
 def driver_version(device: torch.device) -> str:
-    """Version of the driver of a CUDA ``device``; "unknown" where nothing tells, "none" for a CPU."""
+    """Version of the driver of a CUDA ``device``: "unknown" where nothing tells it, and "none" for a CPU."""
     if device.type != "cuda":
         return "none"
     facts = gpu_facts(device)

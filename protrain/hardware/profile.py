@@ -1,4 +1,4 @@
-"""HardwareProfile: what a machine can do, measured or read from a shipped file."""
+"""HardwareProfile: what a machine can do, as measured or as read from a file."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ class Figure(Record):
     """One measured rate, with its spread."""
 
     name: str  # "h2d"
-    at: str  # what tells it from others of its name: size, threads or way; may be empty
+    at: str  # size, number of threads or way, where several figures have the same name; may be empty
     unit: str  # "GB/s", "TFLOP/s", "G param/s"
     median: float
     p20: float
     p80: float
-    datasheet: float | None  # what the maker promises; None where that isn't known
-    mean: float | None = None  # all samples' work over their time; None in older files
+    datasheet: float | None  # what the maker promises; None where that is not known
+    mean: float | None = None  # the work of all samples over their time; None in older files
 
     @property
     def title(self) -> str:
-        """Name and place."""
+        """The name, with the size, number of threads or way."""
         return f"{self.name}, {self.at}" if self.at else self.name
 
     @property
     def long_run(self) -> float:
-        """The rate of many in a row, to which each adds its time."""
+        """The rate over many samples in a row, where slow samples count by their time."""
         return self.median if self.mean is None else self.mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contention(Record):
-    """What is left of the rate of each activity while all of them run: 1 is all, 0.5 half as fast as alone.
+    """What is left of the rate of each activity while all of them run: 1 is all, and 0.5 is half as fast as alone.
 
-    Activities are "h2d" and "d2h" (copies in large pieces), "host_adam", "matmul" and "streamed_adam" (the GPU on
+    Activities are "h2d" and "d2h" (copies in large pieces), "host_adam", "matmul" and "streamed_adam" (the device on
     states in host memory).
     """
 
@@ -62,15 +62,16 @@ _MEASURED_RATES = (
     *("flatten_gbps", "pack_gbps", "all_gather_gbps", "reduce_scatter_gbps"),
 )
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
+_RETIRED = {"streamed_adam_copies", "pinning_gbps"}  # fields of older files that nothing reads any more
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile(Record):
-    """Ceilings of one device and its host; the planner's only knowledge of the machine.
+    """Ceilings of one device and its host: all that the planner knows of the machine.
 
-    ``source`` says where the figures come from: "measured", "shipped" or "detected" (sizes read from the
-    system, rates assumed). On a CPU the device is simulated: ``device_bytes`` is the budget, and the rates are
-    those of host memory. In a run of several processes rates are of one of them while all do the same.
+    ``source`` says where the figures come from: "measured", "shipped" or "detected" (sizes read from the system, rates
+    assumed). On a CPU the device is simulated: ``device_bytes`` is its budget, and the rates are those of host memory.
+    In a run of several processes the rates are those of one process while all of them do the same.
     """
 
     file_kind = "a hardware profile"
@@ -78,42 +79,40 @@ class HardwareProfile(Record):
 
     name: str
     device_type: str  # "cuda" or "cpu"
-    device_bytes: int  # usable device memory: what ProTrain may take
-    host_bytes: int  # usable host memory: what ProTrain may take
+    device_bytes: int  # the device memory that ProTrain may take
+    host_bytes: int  # the host memory that ProTrain may take
     cpu_threads: int
-    matmul_tflops: float  # bf16 (fp32 on a CPU) matmul, dense
-    device_copy_gbps: float  # bytes read + written
+    matmul_tflops: float  # dense matrix products in bf16, or fp32 on a CPU
+    device_copy_gbps: float  # bytes read and written
     h2d_gbps: float
     d2h_gbps: float
-    bidirectional_gbps: float  # both directions at once, in all
-    host_dram_gbps: float  # shared by DMA and the CPU
-    host_adam_gparams: float  # 1e9 parameters a second, all threads
+    bidirectional_gbps: float  # both directions at once, added up
+    host_dram_gbps: float  # which DMA and the CPU share
+    host_adam_gparams: float  # 1e9 parameters a second, with all threads
     device_adam_gparams: float
     source: str
-    # What only calibration knows.
-    host_adam_threads: int | None = None  # the fewest that reach host_adam_gparams
-    host_adam_weight_gparams: float | None = None  # of updates that make the new weight alone
+    # Only calibration knows the following figures.
+    host_adam_threads: int | None = None  # the fewest threads that reach host_adam_gparams
+    host_adam_weight_gparams: float | None = None  # where an update makes only the new weight
     host_adam_narrow_gparams: float | None = None  # with moments in bf16
-    host_adam_p20_gparams: float | None = None  # what host_adam_gparams is at least, four fifths of the time
-    streamed_adam_gparams: float | None = None  # the device on states in host memory, by the better way
-    streamed_adam_copies: bool | None = None  # that way: double-buffered copies, or zero copy
-    flatten_gbps: float | None = None  # bytes read + written
-    pack_gbps: float | None = None  # bytes read + written
-    pinning_gbps: float | None = None  # 0: the driver refuses
-    all_gather_gbps: float | None = None  # received by one of several processes
+    host_adam_p20_gparams: float | None = None  # the rate that host_adam_gparams reaches four fifths of the time
+    streamed_adam_gparams: float | None = None  # the device on states in host memory
+    flatten_gbps: float | None = None  # bytes read and written
+    pack_gbps: float | None = None  # bytes read and written
+    all_gather_gbps: float | None = None  # bytes that one of several processes receives
     reduce_scatter_gbps: float | None = None
     contention: tuple[Contention, ...] = ()
-    figures: tuple[Figure, ...] = ()  # everything measured, by size and by threads
+    figures: tuple[Figure, ...] = ()  # everything that was measured, by size and by number of threads
     warnings: tuple[str, ...] = ()  # what looks wrong with the machine
-    # What it was measured with; empty where it wasn't.
+    # What the profile was measured with. Empty where it was not measured.
     driver: str = ""
     torch_version: str = ""
     processor: str = ""
     world_size: int = 1
-    method: int = 1  # of measuring; see protrain.hardware.cache
+    method: int = 1  # the way of measuring: see protrain.hardware.cache
 
     def __post_init__(self) -> None:
-        """Times are bytes and operations over these figures: an impossible one would make nonsense of every plan."""
+        """Refuse impossible figures: every time in a plan is bytes or operations over one of them."""
         if self.device_type not in ("cuda", "cpu"):
             raise ValueError(f"HardwareProfile.device_type must be cuda or cpu, not {self.device_type!r}")
         for name in _RATES:
@@ -123,8 +122,6 @@ class HardwareProfile(Record):
             rate = getattr(self, name)
             if rate is not None and not 0 < rate < math.inf:
                 raise _impossible(name, "a finite number above 0, or null", rate)
-        if self.pinning_gbps is not None and not 0 <= self.pinning_gbps < math.inf:
-            raise _impossible("pinning_gbps", "a finite number of at least 0, or null", self.pinning_gbps)
         for name in ("cpu_threads", "world_size"):
             if getattr(self, name) < 1:
                 raise _impossible(name, "at least 1", getattr(self, name))
@@ -133,7 +130,9 @@ class HardwareProfile(Record):
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """The profile in ``data``. ValueError also where its machine has no memory: only a search asks about that."""
+        """The profile in ``data``. ValueError also where its machine has no memory, as a profile made in code may."""
+        if isinstance(data, dict):
+            data = {name: value for name, value in data.items() if name not in _RETIRED}
         profile = super().from_dict(data)
         for name in ("device_bytes", "host_bytes"):
             if not 0 < getattr(profile, name) < _MOST_BYTES:
@@ -143,7 +142,8 @@ class HardwareProfile(Record):
     def share(self, activity: str, beside: Collection[str]) -> float:
         """What is left of the rate of ``activity`` while those ``beside`` it run as well: 1 where nothing is known.
 
-        Of measured groups without others the one that leaves least counts: more company makes nothing faster.
+        Of the measured groups that contain only these activities, the one that leaves least counts, because running
+        beside more activities makes nothing faster.
         """
         present = {activity, *beside}
         shares = [
@@ -154,7 +154,7 @@ class HardwareProfile(Record):
         return min(shares, default=1.0)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Rows of the printed table: what the planner reads, known values alone."""
+        """Rows of the printed table: the known values that the planner reads."""
         return [
             (name, value)
             for name, value in super().rows()

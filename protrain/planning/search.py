@@ -38,10 +38,12 @@ from protrain.profiler.model_profile import ModelProfile
 
 # Shares of a step that a mechanism must save: see [Note: what a plan is judged by].
 _MUST_GAIN = {"n_stream": 0.05, "n_weight_only": 0.01, "keep_attention": 0.01}
+_SWITCHED_OFF = ("n_stream", "n_weight_only")
 _PER_CHUNK = {"n_persist": -0.005, "n_speculate": 0.001}  # times the share of all chunks
 _PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # times the share of all blocks
 _PLACEMENTS = 6  # numbers of persistent chunks on the grid
-_STARTS = 3  # of the grid, from where the search goes on
+_SMALL = 16  # chunks and blocks: up to so many, the grid has swapped blocks too
+_STARTS = 3  # places of the grid, from where the search goes on; of a small model four times as many
 _COARSE = 16  # steps from every start are at least this part of all chunks; only the best goes on by single steps
 _GAIN = 1e-4  # what a change must save at least, while steps are longer than 1
 
@@ -62,6 +64,7 @@ _ALONE = [_Move(**{name: sign}) for name in _Move._fields for sign in (1, -1)]
 _TOGETHER = [
     _Move(**{first: sign * way, second: sign})
     for first, second, way in (
+        ("n_persist", "n_buffer", -1),
         ("n_persist", "n_ckpt", 1),
         ("n_persist", "n_ckpt", -1),
         ("n_persist", "n_speculate", -1),
@@ -152,7 +155,9 @@ class _Search:
         if not starts:
             errors = [nothing_fits(self.models(at).memory) for at in range(n_layouts)]
             raise min(errors, key=lambda error: error.needed_bytes - error.available_bytes)
-        best = min(self._descended(start, fine=False) for start in _spread(sorted(starts)))
+        largest = max(self.models(0).n_chunks, self.models(0).n_blocks)
+        n_starts = _STARTS if largest > _SMALL else 4 * _STARTS
+        best = min(self._descended(start, fine=False) for start in _spread(sorted(starts), n_starts))
         for at in range(len(self._kinds)):  # the same with the other order of chunks, or attention kept
             if at != best.at and (other := self._fitted(at, best.counts)):
                 best = min(best, self._descended(self._scored(at, other), fine=False))
@@ -170,12 +175,15 @@ class _Search:
                 return
             n_persist = fitting[place]
             fits = np.flatnonzero(memory.most_buffers(n_persist, kept) >= 0)
-            for n_ckpt in {int(fits[0]) if fits.size else n_blocks, n_blocks}:
+            modes = {(0, int(fits[0]) if fits.size else n_blocks), (0, n_blocks)}
+            if max(n_chunks, n_blocks) <= _SMALL:
+                modes |= {(n_swap, 0) for n_swap in {n_blocks // 3, n_blocks // 2, n_blocks}}
+            for n_swap, n_ckpt in sorted(modes):
                 for n_speculate in (0, n_chunks) if runtime.speculates else (0,):
                     balanced = runtime.balanced(n_persist, 0 if not n_speculate else n_chunks // 4)
                     for n_stream in {0, max(1, balanced)} if runtime.streams else (0,):
                         for n_weight_only in {0, n_speculate}:
-                            wanted = Counts(n_persist, 0, 0, n_ckpt, 0, n_speculate, n_weight_only, n_stream)
+                            wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only, n_stream)
                             if counts := self._fitted(at, wanted):
                                 yield self._scored(at, counts)
 
@@ -186,19 +194,22 @@ class _Search:
                 if same and (counts := self._fitted(at, plan.counts)):
                     yield self._scored(at, counts)
 
-    def _fitted(self, at: int, wanted: Counts) -> Counts | None:
+    def _fitted(self, at: int, wanted: Counts, *, more_ckpt: bool = True) -> Counts | None:
         """``wanted`` as far as there is room for it; None where it does not fit.
 
-        The fewest more blocks are recomputed with which it fits at all. The fewest inputs are offloaded with which as
-        many buffers fit as are wanted, or as many as possible; then all buffers that fit are taken.
+        With ``more_ckpt`` the fewest more blocks are recomputed that make room for the buffers that are wanted. The
+        fewest inputs are offloaded with which as many buffers fit as are wanted, or as many as possible; then all
+        buffers that fit are taken.
         """
         models, wanted = self.models(at), wanted._replace(**self._unused)
         memory, n_persist, n_swap = models.memory, wanted.n_persist, wanted.n_swap
         if not 0 <= n_persist <= models.n_chunks or min(wanted) < 0 or n_swap + wanted.n_ckpt > models.n_blocks:
             return None
         n_speculate = wanted.n_speculate if models.runtime.speculates else 0
-        n_stream = min(wanted.n_stream, models.runtime.streamable(n_persist, min(n_speculate, wanted.n_speculate)))
-        n_ckpt, n_buffer, swapped_bytes = self._roomy(models, wanted, n_stream)
+        n_stream = 0
+        if models.runtime.streams:
+            n_stream = min(wanted.n_stream, models.runtime.streamable(n_persist, n_speculate))
+        n_ckpt, n_buffer, swapped_bytes = self._roomy(models, wanted, n_stream, more_ckpt)
         most = int(n_buffer.max())
         if most < 0:
             return None
@@ -211,7 +222,7 @@ class _Search:
             n_persist, int(n_buffer[n_ckpt_swap]), n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_stream
         )
 
-    def _roomy(self, models: Models, wanted: Counts, n_stream: int) -> tuple[int, Bytes, Bytes]:
+    def _roomy(self, models: Models, wanted: Counts, n_stream: int, more_ckpt: bool) -> tuple[int, Bytes, Bytes]:
         """The fewest recomputed blocks that make room for the buffers that are wanted, or for as many as possible.
 
         Returns:
@@ -221,7 +232,8 @@ class _Search:
         memory, n_persist, n_swap = models.memory, wanted.n_persist, wanted.n_swap
         enough = min(max(wanted.n_buffer, memory.least_buffers(n_persist)), memory.all_buffers(n_persist))
         host_bytes, found = memory.host_bytes_beside(n_persist, 0), []
-        for n_ckpt in range(wanted.n_ckpt, models.n_blocks - n_swap + 1):
+        most_ckpt = models.n_blocks - n_swap if more_ckpt else wanted.n_ckpt
+        for n_ckpt in range(wanted.n_ckpt, most_ckpt + 1):
             margined_bytes, swapped_bytes = memory.offloads(n_swap, n_ckpt)
             fits_host = host_bytes + swapped_bytes <= self._hardware.host_bytes
             if "n_ckpt_swap" in self._without:
@@ -247,22 +259,30 @@ class _Search:
         """The best on the way down from there, in steps that halve, to single ones if ``fine``."""
         models = self.models(best.at)
         largest = max(models.n_chunks, models.n_blocks)
-        least, step = 1 if fine else max(1, largest // _COARSE), max(1, largest // 4)
+        least, step = 1 if fine else max(1, largest // _COARSE), max(2, largest // 4)
         while step >= least:
             moved = False
             for move in (*_ALONE, *_TOGETHER):
                 while (better := self._moved(best, move, step)) is not None:
+                    best, moved = better, True
+            for name in _SWITCHED_OFF:  # one less may gain nothing where none at all does
+                if (better := self._changed(best, best.counts._replace(**{name: 0}), best.score_ms)) is not None:
                     best, moved = better, True
             if not moved:
                 step //= 2
         return best
 
     def _moved(self, best: _Found, move: _Move, step: int) -> _Found | None:
+        """The plan that is ``step`` times ``move`` away, if it is better."""
         changed = {name: getattr(best.counts, name) + step * by for name, by in move._asdict().items() if by}
-        counts = self._fitted(best.at, best.counts._replace(**changed))
+        limit_ms = best.score_ms * (1 - _GAIN * (step > 1))
+        return self._changed(best, best.counts._replace(**changed), limit_ms, more_ckpt=move.n_ckpt >= 0)
+
+    def _changed(self, best: _Found, wanted: Counts, limit_ms: float, *, more_ckpt: bool = True) -> _Found | None:
+        """The plan with ``wanted``, as far as it fits, if it is better than ``limit_ms``."""
+        counts = self._fitted(best.at, wanted, more_ckpt=more_ckpt)
         if counts is None or counts == best.counts:
             return None
-        limit_ms = best.score_ms * (1 - _GAIN * (step > 1))
         found = self._scored(best.at, counts, limit_ms)
         return found if found.score_ms < limit_ms else None
 
@@ -294,9 +314,9 @@ def _share(counts: Counts, models: Models) -> float:
     return share + sum(each * used[name] for name, each in _PER_BLOCK.items()) / max(1, models.n_blocks)
 
 
-def _spread(starts: list[_Found]) -> list[_Found]:
-    """The best of ``starts``, and the best that streams and that does not."""
-    chosen = starts[:_STARTS]
+def _spread(starts: list[_Found], count: int) -> list[_Found]:
+    """The best ``count`` of sorted ``starts``, and the best that streams and that does not."""
+    chosen = starts[:count]
     for streams in (False, True):
         chosen += [start for start in starts if bool(start.counts.n_stream) is streams][:1]
     return list(dict.fromkeys(chosen))

@@ -21,7 +21,8 @@ void protrain_join(const uint16_t *weight, const int16_t *remainder, float *mast
     }
 }
 
-/* master: int16 remainders for a bf16 weight, fp32 for an fp16 weight, unused for an fp32 weight. Moments: FP32, BF16. */
+/* master holds int16 remainders for a bf16 weight and fp32 for an fp16 weight. It is unused for an fp32 weight.
+   moment_dtype is FP32 or BF16. */
 void protrain_adam(void *weight, int weight_dtype, void *master, void *exp_avg, void *exp_avg_sq, int moment_dtype,
                    const void *grad, int grad_dtype, int64_t count, const adam_scalars *scalars, int threads) {
     const adam_scalars s = *scalars;
@@ -64,7 +65,7 @@ void protrain_adam(void *weight, int weight_dtype, void *master, void *exp_avg, 
     }
 }
 
-/* Around the cache, which would read from memory first what is overwritten as a whole. */
+/* Writes around the cache, which would first read from memory what is overwritten as a whole. */
 static inline void write_out(void *target, const void *source, int64_t bytes) {
     int64_t done = 0;
 #if defined(__AVX512F__)
@@ -80,15 +81,15 @@ static inline void write_out(void *target, const void *source, int64_t bytes) {
     memcpy((char *)target + done, (const char *)source + done, (size_t)(bytes - done));
 }
 
-/* Other threads must not see later stores before those of write_out. */
+/* Orders the stores of write_out before later stores, as other threads see them. */
 static inline void written_out(void) {
 #if defined(__AVX__)
     _mm_sfence();
 #endif
 }
 
-/* protrain_adam that leaves its states as they are and writes the new ones elsewhere, where there is anywhere: as much
- * traffic, or that of the weight alone. */
+/* protrain_adam out of place: it leaves the old states as they are and writes the new ones elsewhere. new_master, or
+   both new moments, may be NULL where they are not wanted. */
 void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void *master, const void *exp_avg,
                                 const void *exp_avg_sq, int moment_dtype, const void *grad, int grad_dtype,
                                 int64_t count, const adam_scalars *scalars, int threads, void *new_weight,

@@ -9,7 +9,7 @@ typedef struct {
     float scale;
 } adam_scalars;
 
-/* One element: p in fp32, its gradient, and both moments, which it returns by their pointers. */
+/* Updates one element: returns the new parameter in fp32 and writes both moments through their pointers. */
 static inline float adam_element(float p, float g, float *restrict m, float *restrict v, const adam_scalars s,
                                  const int l2) {
     g = g * s.scale;
@@ -44,7 +44,7 @@ static inline void adam_block_to(const float *restrict weight, const float *rest
 }
 
 static inline uint16_t upper_half(uint32_t bits, uint32_t random) {
-    const uint32_t magnitude = bits & 0x7fffffffu, sum = bits + random; /* added in any case: gcc vectorises that */
+    const uint32_t magnitude = bits & 0x7fffffffu, sum = bits + random; /* always added, as gcc vectorises that */
     const uint32_t special = magnitude > 0x7f800000u ? 0x7fc00000u : bits;
     return (uint16_t)((magnitude < 0x7f7f0000u ? sum : special) >> 16);
 }
@@ -53,7 +53,7 @@ static inline uint32_t zero_for_nan(uint32_t bits) { return (bits & 0x7fffffffu)
 
 static inline uint32_t seed_of(float step) { return bits_of(step) * 0x85ebca6bu; }
 
-/* What two moments are rounded by: 16 random bits for either. The formula of stochastic_rounding.py. */
+/* 16 random bits for the rounding of either moment, by the formula of stochastic_rounding.py. */
 static inline uint32_t random_of(uint32_t exp_avg, uint32_t exp_avg_sq, uint32_t seed) {
     uint32_t x = exp_avg * 0x9e3779b1u + exp_avg_sq + seed;
     x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -61,9 +61,9 @@ static inline uint32_t random_of(uint32_t exp_avg, uint32_t exp_avg_sq, uint32_t
     return x ^ (x >> 16);
 }
 
-/* fp32 moments to bf16, up or down at random. */
-static inline void round_moments(const float *restrict exp_avg, const float *restrict exp_avg_sq, int64_t count, float step,
-                          uint16_t *restrict new_exp_avg, uint16_t *restrict new_exp_avg_sq) {
+/* Rounds fp32 moments to bf16, up or down at random. */
+static inline void round_moments(const float *restrict exp_avg, const float *restrict exp_avg_sq, int64_t count,
+                                 float step, uint16_t *restrict new_exp_avg, uint16_t *restrict new_exp_avg_sq) {
     const uint32_t seed = seed_of(step);
     for (int64_t i = 0; i < count; i++) {
         const uint32_t m = bits_of(exp_avg[i]), v = bits_of(exp_avg_sq[i]);

@@ -1,32 +1,33 @@
 /* Adam where all five arrays have 16 bits an element.
 
-   A 32-bit lane then holds two neighbours of each, which a shift and a mask take apart and put together again; spread
-   over lanes of their own they would take several instructions more, and blocks in fp32 between the steps. NaNs and
-   infinities, which these loops do not treat, are found by the largest result and left to the loops above. */
+   A 32-bit lane then holds two neighbours of each array, which a shift and a mask take apart and put together again.
+   With a lane for each element it would take several instructions more, and blocks in fp32 between the steps. These
+   loops do not treat NaNs and infinities. The largest result shows where there are any, and such blocks are left to the
+   loops of adam.h. */
 
 #pragma once
 
 #include "adam.h"
 
-typedef uint32_t __attribute__((may_alias, aligned(2))) pair; /* of elements, the first in the lower half */
+typedef uint32_t __attribute__((may_alias, aligned(2))) pair; /* two elements, with the first in the lower half */
 
 typedef struct {
     pair weight[BLOCK / 2], remainder[BLOCK / 2], exp_avg[BLOCK / 2], exp_avg_sq[BLOCK / 2];
 } pair_block;
 
 enum { LITTLE_ENDIAN_PAIRS = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ };
-static const uint32_t UPPER = 0xffff0000u, HUGE_BITS = 0x7f7f0000u; /* from there on rounding is not plain addition */
+static const uint32_t UPPER = 0xffff0000u, HUGE_BITS = 0x7f7f0000u; /* from there on rounding is no addition */
 
 static inline uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-/* One element, all of it fp32 bits: the new master, and in place its moments, the upper halves of which count. */
+/* Updates one element in fp32 bits: returns the new master and writes the moments, whose upper halves count. */
 static inline uint32_t adam_lane(uint32_t master, uint32_t grad, uint32_t *restrict exp_avg,
                                  uint32_t *restrict exp_avg_sq, const adam_scalars s, const int l2, uint32_t seed,
                                  uint32_t *restrict largest) {
     float wide_m = float_of(*exp_avg), wide_v = float_of(*exp_avg_sq);
     const uint32_t p = bits_of(adam_element(float_of(master), float_of(grad), &wide_m, &wide_v, s, l2));
     const uint32_t m = bits_of(wide_m), v = bits_of(wide_v), random = random_of(m, v, seed);
-    /* Not the momentum: where it is no number neither is p, and a decayed bf16 is too small to round to infinity. */
+    /* The momentum needs no check: where it is NaN so is p, and a decayed bf16 is too small to round to infinity. */
     *largest = larger(*largest, larger(v, p & 0x7fffffffu));
     *exp_avg = m + (random & 0xffffu);
     *exp_avg_sq = v + (random >> 16);
@@ -54,7 +55,7 @@ static inline uint32_t adam_lanes(const pair *restrict weight, const pair *restr
     return largest;
 }
 
-/* Whether new holds the update of count elements from first on; else they are for the other loops. */
+/* Returns whether new holds the update of count elements from first on. Otherwise the other loops do the work. */
 static inline int adam_pairs(const void *weight, int weight_dtype, const void *master, const void *exp_avg,
                              const void *exp_avg_sq, int moment_dtype, const void *grad, int grad_dtype, int64_t first,
                              int64_t count, const adam_scalars s, pair_block *restrict new) {

@@ -1,9 +1,10 @@
-/* What the host kernels of protrain_kernels share. They have the same arithmetic as the Triton kernels, bit for bit.
+/* What the host kernels of protrain_kernels share. Their arithmetic is that of the Triton kernels, bit for bit.
 
-   Every function cuts its range in blocks that fit the L1 cache, widens a block to fp32, computes in fp32 with separate
-   multiplies and adds (build with -ffp-contract=off, never with -ffast-math), and narrows the result. The loops over a
-   block have no branches and no aliases, so compilers vectorise them. Threads take runs of blocks as they get to them:
-   with equal shares for all, every call would last as long as the thread whose core is also the launching thread's. */
+   Every function cuts its range into blocks that fit the L1 cache. It widens a block to fp32, computes in fp32 with
+   separate multiplies and adds (build with -ffp-contract=off, never with -ffast-math), and narrows the result. The
+   loops over a block have no branches and no aliases, so that compilers vectorise them. A thread takes the next run of
+   blocks whenever it is free. With equal shares for all threads, every call would last as long as the thread that
+   shares its core with the launching thread. */
 
 #pragma once
 
@@ -16,12 +17,13 @@
 
 enum { BF16 = 0, FP16 = 1, FP32 = 2 };
 enum { BLOCK = 512, PART = 128, LANES = 1024, ROWS = 16, TILE = LANES * ROWS, PADDING = 128 };
-/* PART: a block for a loop that also writes around the cache, which takes few streams at once well. */
+/* PART is the block of a loop that also writes around the cache, where only few streams at a time are fast. */
 enum { RUN = 32768, BLOCKS_OF_RUN = RUN / BLOCK, TILES_OF_RUN = RUN / TILE }; /* elements taken at a time */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
-/* What fits one run is done by the calling thread: waking others takes longer, and far longer where other processes
-   have the cores. More runs than that are for all of them, since OpenMP ends and starts threads as a team's size varies. */
+/* The calling thread does what fits one run, because waking other threads takes longer, and far longer where other
+   processes have the cores. All threads share anything larger, because OpenMP ends and starts threads whenever the size
+   of a team changes. */
 static inline int sharing(int64_t count, int threads) { return count > RUN ? threads : 1; }
 
 static inline uint32_t bits_of(float value) {
@@ -37,8 +39,8 @@ static inline float float_of(uint32_t bits) {
 }
 
 /* ---- 16-bit floats ----
-   What goes over a block is static but not inline: with it in their bodies gcc 12 makes AdamW's loops 5% slower (fp32
-   moments, in the caches of a Zen 4). */
+   The functions over a block are static but not inline. When they are inlined, gcc 12 makes AdamW's loops 5% slower
+   (fp32 moments, in the caches of a Zen 4). */
 
 static inline float widen_half(uint16_t half) {
     const uint32_t infinity = 0x7c00u << 13;
@@ -46,7 +48,7 @@ static inline float widen_half(uint16_t half) {
     const uint32_t exponent = bits & infinity;
     bits += (127u - 15u) << 23;
     bits += exponent == infinity ? (128u - 16u) << 23 : 0u;
-    /* A subnormal half is a normal fp32: borrow an exponent and subtract the implicit one, which is exact. */
+    /* A subnormal half is a normal fp32 number. Borrowing an exponent and subtracting the implicit one is exact. */
     const uint32_t subnormal = bits_of(float_of(bits + (1u << 23)) - float_of(113u << 23));
     bits = exponent == 0 ? subnormal : bits;
     return float_of(bits | (uint32_t)(half & 0x8000u) << 16);
@@ -57,7 +59,7 @@ static inline uint16_t narrow_half(float value) {
     const uint32_t sign = bits & 0x80000000u;
     const uint32_t magic = (127u - 15u + 23u - 10u + 1u) << 23;
     bits ^= sign;
-    /* Adding the magic number lets the fp32 adder round to a multiple of the smallest half, ties to even. */
+    /* Adding the magic number makes the fp32 adder round to a multiple of the smallest half, ties to even. */
     const uint32_t small = bits_of(float_of(bits) + float_of(magic)) - magic;
     const uint32_t normal = (bits + ((uint32_t)(15 - 127) << 23) + 0xfffu + ((bits >> 13) & 1u)) >> 13;
     const uint32_t huge = bits > (255u << 23) ? 0x7e00u : 0x7c00u;
@@ -96,7 +98,7 @@ static void widen(const void *restrict source, int dtype, int64_t first, int64_t
     }
 }
 
-/* The block as fp32: in place where it is fp32 already, else in buffer. */
+/* The block in fp32: the source itself where it is fp32 already, or else a copy in buffer. */
 static const float *widened(const void *source, int dtype, int64_t first, int64_t count, float *buffer) {
     if (dtype == FP32) return (const float *)source + first;
     widen(source, dtype, first, count, buffer);

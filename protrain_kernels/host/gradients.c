@@ -1,4 +1,4 @@
-/* Gradients: sums of squares, flattening, accumulation. */
+/* Kernels for gradients: sums of squares, flattening and accumulation. */
 
 #include "floats.h"
 
@@ -18,11 +18,7 @@ static inline void copy_halves(uint16_t *restrict target, const uint16_t *restri
     for (int64_t i = 0; i < count; i++) target[i] = halves[i];
 }
 
-static inline void scale_block(float *restrict target, const float *restrict values, int64_t count, float scale) {
-    for (int64_t i = 0; i < count; i++) target[i] = values[i] * scale;
-}
-
-/* To nearest, ties to even, as torch casts. */
+/* Rounds to nearest, ties to even, as torch casts. */
 static inline void narrow_brains(const float *restrict values, int64_t count, uint16_t *restrict target) {
     for (int64_t i = 0; i < count; i++) {
         const uint32_t bits = bits_of(values[i]);
@@ -31,16 +27,7 @@ static inline void narrow_brains(const float *restrict values, int64_t count, ui
     }
 }
 
-static inline uint32_t largest_bits(const float *restrict values, int64_t count) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < count; i++) {
-        const uint32_t bits = bits_of(values[i]) & 0x7fffffffu;
-        largest = bits > largest ? bits : largest;
-    }
-    return largest;
-}
-
-/* Lane i takes in lane i + 512, then i + 256, ... : an order that no thread count or vector width changes. */
+/* Lane i adds lane i + 512, then lane i + 256, and so on. No number of threads or vector width changes that order. */
 static float lane_tree(float *lanes) {
     for (int width = LANES / 2; width > 0; width /= 2) {
         float *restrict low = lanes;
@@ -64,26 +51,20 @@ void protrain_sum_of_squares(const void *values, int dtype, int64_t count, float
     }
 }
 
-/* chunk: where this tensor starts. Pads with zeros to a multiple of PADDING. partials, scale and nonfinite may be NULL;
-   accumulate needs an fp32 chunk. */
+/* chunk points to where this tensor starts. Zeros pad it to a multiple of PADDING. partials may be NULL, and accumulate
+   needs an fp32 chunk. */
 void protrain_flatten(const void *source, int source_dtype, void *chunk, int chunk_dtype, int64_t count,
-                      float *partials, int accumulate, const float *scale, int32_t *nonfinite, int threads) {
+                      float *partials, int accumulate, int threads) {
     const int64_t tiles = (count + TILE - 1) / TILE;
     const size_t chunk_itemsize = chunk_dtype == FP32 ? 4 : 2;
-    const int copies = source_dtype == chunk_dtype && chunk_dtype != FP32 && !scale;
-    int bad = 0;
-#pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads)) reduction(| : bad)
+    const int copies = source_dtype == chunk_dtype && chunk_dtype != FP32;
+#pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads))
     for (int64_t tile = 0; tile < tiles; tile++) {
         float lanes[LANES] = {0}, row[LANES];
-        uint32_t largest = 0;
         const int64_t end = MIN(count, (tile + 1) * TILE);
         for (int64_t first = tile * TILE; first < end; first += LANES) {
             const int64_t n = MIN(LANES, end - first);
             const float *own = widened(source, source_dtype, first, n, row);
-            if (scale) {
-                scale_block(row, own, n, *scale);
-                own = row;
-            }
             if (chunk_dtype == FP32) {
                 float *target = (float *)chunk + first;
                 if (accumulate)
@@ -102,15 +83,9 @@ void protrain_flatten(const void *source, int source_dtype, void *chunk, int chu
                 own = row;
             }
             if (partials) add_squares(lanes, own, n);
-            if (nonfinite) {
-                const uint32_t most = largest_bits(own, n);
-                largest = most > largest ? most : largest;
-            }
         }
         if (partials) partials[tile] = lane_tree(lanes);
-        bad |= largest >= 0x7f800000u;
     }
-    if (bad) *nonfinite = 1;
     const int64_t padded = (count + PADDING - 1) / PADDING * PADDING;
     memset((char *)chunk + (size_t)count * chunk_itemsize, 0, (size_t)(padded - count) * chunk_itemsize);
 }

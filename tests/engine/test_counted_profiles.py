@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from protrain.cli import plan
 from protrain.cli.main import main
 from protrain.common.errors import PlanError
 from protrain.forward.chunked_loss import is_chunked
@@ -118,14 +119,14 @@ def test_what_cannot_be_counted_either_raises_the_first_error(no_room: None) -> 
 
 
 def test_plans_of_the_command_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = protrain.profile
+    profile = plan.cached_profile
     devices = []
 
     def first_runs_out(*args: Any, **options: Any) -> Any:
         devices.append(str(options["device"]))
         return _runs_out() if devices[-1] == "cpu" else profile(*args, **options)
 
-    monkeypatch.setattr(protrain, "profile", first_runs_out)
+    monkeypatch.setattr(plan, "cached_profile", first_runs_out)
     assert main(["plan", "tiny", "--device", "cpu", "--batch", "2", "--seq", "32"]) == 0
     assert devices == ["cpu", "meta"]
     told = capsys.readouterr()

@@ -136,8 +136,8 @@ def test_bits_where_updates_are_speculative_or_streamed(
     loop = Loop(max_norm=0.5)
     expected, final = plain_run(lambda: make("llama"), data, loop=loop, device=device, dtype=torch.bfloat16)
     profile = traced("llama", make("llama"))
-    if "n_speculate" in counts:
-        counts = counts | {"n_speculate": len(layouts(profile)[0].chunks)}
+    n_chunks = len(layouts(profile)[0].chunks)
+    counts = {name: min(count, n_chunks) for name, count in counts.items()}
     plan = plan_of(profile, 0, CKPT, large_first=large_first, **counts)
     wrapped, optimizer = wrap_with(plan, "llama", device)
     assert loop.run(wrapped, optimizer, data) == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib
 import threading
 import time
 import weakref
@@ -46,20 +45,6 @@ from tests.engine.test_tracing import read
 SPEC = Spec("none", "least", (NONE, CKPT), small=True, stream=True)
 STEPS = 6
 Run = Callable[[nn.Module, Any, list[Batch]], Any]
-wrapping = importlib.import_module("protrain.wrap")
-
-
-@pytest.fixture(params=[False, True], ids=["zero-copy", "copies"])
-def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Either way of streaming, as if calibration had found it the faster."""
-    detect = wrapping.detect
-
-    def found(*args: Any, **options: Any) -> Any:
-        return dataclasses.replace(detect(*args, **options), streamed_adam_copies=request.param)
-
-    monkeypatch.setattr(wrapping, "detect", found)
-    monkeypatch.setattr(protrain.hardware, "detect", found)
-    return bool(request.param)
 
 
 @pytest.fixture
@@ -123,7 +108,6 @@ def check_shared(updates: list[tuple[Chunk, str, str]], optimizer: ProTrainOptim
 @pytest.mark.parametrize("max_norm", [None, 0.05], ids=["no-clipping", "clipped"])
 def test_bits(
     device: torch.device,
-    copies: bool,
     updates: list[tuple[Chunk, str, str]],
     dtype: torch.dtype,
     max_norm: float | None,
@@ -132,7 +116,7 @@ def test_bits(
     check_shared(updates, optimizer, steps=STEPS - optimizer.skipped_steps)
 
 
-def test_skipped_steps_change_nothing(device: torch.device, copies: bool) -> None:
+def test_skipped_steps_change_nothing(device: torch.device) -> None:
     def overflowing(model: nn.Module, batch: Batch) -> torch.Tensor:
         return default_loss(model, batch) * 32
 
@@ -143,7 +127,6 @@ def test_skipped_steps_change_nothing(device: torch.device, copies: bool) -> Non
 @pytest.mark.parametrize("no_sync", [False, True], ids=["backwards", "no-sync"])
 def test_a_gradient_that_the_host_still_adds_to_is_waited_for(
     device: torch.device,
-    copies: bool,
     updates: list[tuple[Chunk, str, str]],
     monkeypatch: pytest.MonkeyPatch,
     no_sync: bool,
@@ -158,16 +141,14 @@ def test_a_gradient_that_the_host_still_adds_to_is_waited_for(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_inside_backward(
-    device: torch.device, copies: bool, updates: list[tuple[Chunk, str, str]], accumulate: int
-) -> None:
+def test_inside_backward(device: torch.device, updates: list[tuple[Chunk, str, str]], accumulate: int) -> None:
     run = looping(accumulate=accumulate, no_sync=accumulate > 1)
     optimizer = trained(run, device, step_during_backward=True)
     check_shared(updates, optimizer, steps=STEPS // accumulate)
 
 
 def test_beside_persistent_chunks_and_speculative_updates(
-    device: torch.device, copies: bool, updates: list[tuple[Chunk, str, str]]
+    device: torch.device, updates: list[tuple[Chunk, str, str]]
 ) -> None:
     spec = Spec("some", "middle", (SWAP, CKPT, NONE), small=True, speculate=True, stream=True)
     plan = trained(looping(max_norm=0.05), device, spec=spec).plan
@@ -178,7 +159,7 @@ def test_beside_persistent_chunks_and_speculative_updates(
     assert streamed == set(streamed_chunks(range(first, plan.n_chunks), plan.n_stream))
 
 
-def test_every_chunk_may_be_streamed(device: torch.device, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_chunk_may_be_streamed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     data, results = residual.batches(3), []
     for n_stream in (0, None):
         model = residual.make()
@@ -288,7 +269,7 @@ def test_threads_end_with_the_model(device: torch.device) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_device_memory_is_as_planned(device: torch.device, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_memory_is_as_planned(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
     class Counted(AdamStaging):
@@ -308,7 +289,7 @@ def test_device_memory_is_as_planned(device: torch.device, copies: bool, monkeyp
         wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
         Loop().run(wrapped, optimizer, data)
         reports.append(optimizer.report().device_bytes)
-    staging = 2 * 18 * streaming.chunk_elements if copies else 0
+    staging = 2 * 18 * streaming.chunk_elements
     assert streaming.device_bytes - without.device_bytes == sum(made) == staging
     if device.type == "cpu":  # a GPU's allocator rounds
         assert reports[0] - reports[1] == staging

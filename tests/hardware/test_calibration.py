@@ -7,31 +7,27 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
 
 import pytest
 import torch
 
 from protrain.hardware import HardwareProfile, calibrate
 from protrain.hardware.calibration import differences
-from protrain.hardware.calibration.contention import Activity, Together, groups_on, portions_of
-from protrain.hardware.calibration.device_rates import Products
-from protrain.hardware.calibration.effort import Effort
-from protrain.hardware.calibration.host_bandwidth import CPU, random_tensor
+from protrain.hardware.calibration.contention import Together, groups_on, portions_of
 from protrain.hardware.calibration.optimizers import (
     AdamChunk,
-    StreamedChunk,
     adam_figure,
     best_threads,
     thread_counts,
 )
-from protrain.hardware.calibration.ranks import ranks_of_this_run
-from protrain.hardware.calibration.run import Calibration, decisive, rate_over_time
-from protrain.hardware.calibration.timing import durations_s, figure_of, spread_of
+from protrain.hardware.calibration.rates import Products
+from protrain.hardware.calibration.run import decisive, rate_over_time
+from protrain.hardware.calibration.tensors import CPU, random_tensor
+from protrain.hardware.calibration.timing import Effort, durations_s, figure_of, spread_of
 from protrain.hardware.calibration.transfers import Transfers
-from protrain.hardware.detect import assume
 from protrain.hardware.memory import usable_cores
 from protrain.hardware.profile import Contention, Figure
 from protrain_kernels import padded
@@ -67,55 +63,8 @@ def test_a_hiccup_at_the_largest_size_does_not_count() -> None:
     """On an H100 one run in ten has 68 GB/s for 256 MiB both ways, after 96 for 64 and 128 MiB."""
     rates = {"1 MiB": 120.0, "64 MiB": 96.3, "128 MiB": 95.4, "256 MiB": 67.8}
     assert decisive([_figure("both ways", at, rate) for at, rate in rates.items()]).median == 96.3
-    ways = {"copies": 3.1, "a": 1.0, "b": 1.0, "zero copy": 2.9}
-    assert decisive([_figure("streamed AdamW", at, rate) for at, rate in ways.items()]).at == "copies"
-
-
-@dataclass
-class _Streaming:
-    """What is done beside streamed updates, by copies and otherwise."""
-
-    by_copies: float
-    by_zero_copy: float
-    streams_by_copies: bool = False
-
-    def streaming_worth(self, *, duration_s: float) -> float:
-        assert duration_s > 0
-        return self.by_copies if self.streams_by_copies else self.by_zero_copy
-
-
-@pytest.mark.parametrize(("by_copies", "rate"), [(7.1, 2.9), (6.9, 3.4)])
-def test_states_are_streamed_in_the_way_that_leaves_most_in_a_step(by_copies: float, rate: float) -> None:
-    """On an H100 zero copy is the faster one alone."""
-    with ranks_of_this_run(CPU) as ranks:
-        calibration = Calibration(CPU, _effort(seconds=0.01), ranks, threads=1, progress=None)
-        calibration.measure_all(torch_threads=1)
-    calibration.figures += [_figure("streamed AdamW", "copies", 2.9), _figure("streamed AdamW", "zero copy", 3.4)]
-    assert calibration.profile(assume(CPU)).streamed_adam_gparams == 3.4, "nothing was compared"
-    together = _Streaming(by_copies=by_copies, by_zero_copy=7.0)
-    calibration.choose_way(cast(Together, together))
-    profile = calibration.profile(assume(CPU))
-    assert (profile.streamed_adam_gparams, profile.streamed_adam_copies) == (rate, rate == 2.9)
-    assert together.streams_by_copies is (rate == 2.9), "the groups are measured in that way"
-
-
-def test_what_streaming_leaves_of_products_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zero copy takes multiprocessors from them."""
-    together = object.__new__(Together)
-    together._portion_elements = 4096
-    together._streamed = StreamedChunk(torch.device("cpu"), 1024)
-    by_way = {True: (5.0, 3.0, 9.0), False: (6.0, 3.0, 5.0)}
-
-    def rates(group: Collection[str], duration_s: float) -> dict[str, float]:
-        assert duration_s == 0.5
-        return dict(zip(("streamed_adam", "host_adam", "matmul"), by_way[together.streams_by_copies], strict=True))
-
-    monkeypatch.setattr(together, "_rates", rates)
-    worth = {}
-    for together.streams_by_copies in by_way:
-        worth[together.streams_by_copies] = together.streaming_worth(duration_s=0.5)
-    assert worth[True] == pytest.approx((5.0 * 1024 + 3.0 * 4096) * 9.0)
-    assert worth[True] > worth[False]
+    ways = {"copy": 3.1, "a": 1.0, "b": 1.0, "kernel": 2.9}
+    assert decisive([_figure("device copy", at, rate) for at, rate in ways.items()]).at == "copy"
 
 
 def test_beside_others_the_host_updates_parts_of_all_its_chunks_at_a_time() -> None:
@@ -139,7 +88,7 @@ def test_what_was_measured_together_leaves_no_memory_behind() -> None:
     effort, chunk = _effort(seconds=0.01), AdamChunk.on(CPU, 4096)
     memory = weakref.ref(chunk.exp_avg)
     together = Together(CPU, effort, Products(CPU, effort), [chunk], threads=1)
-    together._activities["itself"] = Activity(name="itself", run=together.contention)
+    together._activities["itself"] = together.contention
     gc.collect()
     gc.disable()
     try:
@@ -164,7 +113,7 @@ def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
     counts = [f"{count} threads" for count in thread_counts(usable_cores())]
     assert tried == [*counts, "over much memory", "the same later", "and once more"]
     assert all(0 < figure.p20 <= figure.median <= figure.p80 for figure in profile.figures)
-    assert profile.streamed_adam_gparams is profile.pinning_gbps is profile.all_gather_gbps is None
+    assert profile.streamed_adam_gparams is profile.all_gather_gbps is None
     assert HardwareProfile.from_json(profile.to_json()) == profile
 
 
@@ -210,7 +159,7 @@ def test_slow_samples_count_by_their_time() -> None:
 def test_the_weight_alone_is_measured_on_what_an_update_would_leave() -> None:
     chunk = AdamChunk.on(CPU, 1024)
     before, new_weight = dataclasses.astuple(chunk), torch.zeros_like(chunk.weight)
-    adam_figure("", [chunk], CPU, budget_s=0.01, new_weight=new_weight)
+    adam_figure("", [chunk], partial(AdamChunk.make_weight, new_weight=new_weight), CPU, budget_s=0.01)
     assert all(map(torch.equal, dataclasses.astuple(chunk), before))
     assert not torch.equal(chunk.weight, new_weight)
     chunk.update()
@@ -221,7 +170,7 @@ def test_moments_in_bf16_are_measured_on_bf16() -> None:
     chunk = AdamChunk.on(CPU, 1024)
     moments = torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(1024, dtype=torch.bfloat16)
     before = dataclasses.astuple(chunk)
-    adam_figure("", [chunk], CPU, budget_s=0.01, narrow_moments=moments)
+    adam_figure("", [chunk], partial(AdamChunk.update, moments=moments), CPU, budget_s=0.01)
     same = {name: torch.equal(getattr(chunk, name), was) for name, was in zip(vars(chunk), before, strict=True)}
     assert same == {"weight": False, "master": False, "exp_avg": True, "exp_avg_sq": True, "grad": True}
     assert all(moment.count_nonzero() for moment in moments)
@@ -371,7 +320,7 @@ def test_a_rate_counts_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdamChunk, "update", update)
     monkeypatch.setattr("protrain.hardware.calibration.optimizers.durations_s", three_times_30_ms)
     chunks = [AdamChunk.on(CPU, elements) for elements in (128, 256, 128)]
-    figure = adam_figure("host AdamW", chunks, CPU, budget_s=0.1, threads=1)
+    figure = adam_figure("host AdamW", chunks, AdamChunk.update, CPU, budget_s=0.1)
     assert updated == [id(chunk) for chunk in chunks]
     assert figure.median == pytest.approx(512 / 0.03 / 1e9)
 
@@ -412,7 +361,6 @@ def test_a_gpu_is_measured() -> None:
     assert 0.4 < measured.device_adam_gparams * 26 / measured.device_copy_gbps < 2.5
     assert measured.streamed_adam_gparams is not None
     assert 0 < measured.streamed_adam_gparams < measured.device_adam_gparams
-    assert measured.pinning_gbps
     found = {group.activities for group in measured.contention}
     assert found == {group for group in groups_on(torch.device("cuda")) if len(group) > 1}
     assert 0.2 < measured.share("host_adam", ["h2d", "d2h"]) < 1.05

@@ -60,7 +60,6 @@ def test_a_profile_is_loaded_from_a_file_or_refused(tmp_path: Path) -> None:
         ({"device_copy_gbps": float("inf")}, r"device_copy_gbps must be a finite number above 0, not inf"),
         ({"host_adam_gparams": -1.5}, r"host_adam_gparams must be a finite number above 0, not -1\.5"),
         ({"streamed_adam_gparams": 0.0}, r"streamed_adam_gparams must be a finite number above 0, or null, not 0\.0"),
-        ({"pinning_gbps": -1}, r"pinning_gbps must be a finite number of at least 0, or null, not -1\.0"),
         ({"device_bytes": -1}, r"device_bytes must be above 0 and less than 2\*\*63, not -1"),
         ({"host_bytes": 0}, r"host_bytes must be above 0 and less than 2\*\*63, not 0"),
         ({"host_bytes": 10**20}, r"host_bytes must be above 0 and less than 2\*\*63, not 1"),
@@ -84,7 +83,7 @@ def test_an_impossible_figure_is_named_with_its_file(change: dict[str, Any], wor
 
 
 def test_what_may_be_unknown_or_refused_is_possible() -> None:
-    profile = replace(load("h100"), pinning_gbps=0.0, streamed_adam_gparams=None, host_adam_threads=None)
+    profile = replace(load("h100"), streamed_adam_gparams=None, host_adam_threads=None)
     assert HardwareProfile.from_json(profile.to_json()) == profile
     with pytest.raises(ValueError, match="d2h_gbps must be"):
         replace(profile, d2h_gbps=0.0)

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from protrain.hardware.calibration.contention import Activity, best_shares, units_per_second
+from protrain.hardware.calibration.contention import Unit, best_shares, units_per_second
 from protrain.hardware.profile import Contention
 
 
-def _naps(name: str, lock: threading.Lock | None = None) -> Activity:
+def _naps(lock: threading.Lock | None = None) -> Unit:
     """Units of 10 ms that cost no core, so that a busy machine disturbs them little."""
 
     def run() -> None:
@@ -22,16 +22,16 @@ def _naps(name: str, lock: threading.Lock | None = None) -> Activity:
             time.sleep(0.01)
         time.sleep(0.001)  # lets the other have the lock
 
-    return Activity(name=name, run=run)
+    return run
 
 
 def test_what_shares_nothing_keeps_its_rate_and_what_shares_all_has_half() -> None:
     found = []
     for _ in range(10):  # a busy machine may end naps late in one of the three, hardly in all of ten
-        alone = units_per_second([_naps("a")], duration_s=0.4)["a"]
-        apart = units_per_second([_naps("a"), _naps("b")], duration_s=0.4)
+        alone = units_per_second({"a": _naps()}, duration_s=0.4)["a"]
+        apart = units_per_second({"a": _naps(), "b": _naps()}, duration_s=0.4)
         lock = threading.Lock()
-        shared = units_per_second([_naps("a", lock), _naps("b", lock)], duration_s=0.4)
+        shared = units_per_second({"a": _naps(lock), "b": _naps(lock)}, duration_s=0.4)
         found.append((alone, apart, shared))
         if (
             30 < alone < 91
@@ -56,7 +56,7 @@ def test_an_activity_that_fails_ends_all() -> None:
         raise RuntimeError("no such kernel")
 
     with pytest.raises(RuntimeError, match="no such kernel"):
-        units_per_second([_naps("a"), Activity(name="b", run=fail)], duration_s=60.0)
+        units_per_second({"a": _naps(), "b": fail}, duration_s=60.0)
     runs: list[int] = []
 
     def fail_later() -> None:
@@ -65,7 +65,7 @@ def test_an_activity_that_fails_ends_all() -> None:
             raise RuntimeError("later")
 
     with pytest.raises(RuntimeError, match="later"):
-        units_per_second([_naps("a"), Activity(name="b", run=fail_later)], duration_s=60.0)
+        units_per_second({"a": _naps(), "b": fail_later}, duration_s=60.0)
 
 
 def test_an_interruption_ends_all() -> None:
@@ -82,7 +82,7 @@ def test_an_interruption_ends_all() -> None:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
-            units_per_second([_naps("a"), Activity(name="b", run=interrupt)], duration_s=60.0)
+            units_per_second({"a": _naps(), "b": interrupt}, duration_s=60.0)
     finally:
         signal.signal(signal.SIGINT, handler)
     assert threading.enumerate() == before
@@ -100,5 +100,5 @@ def test_a_thread_that_cannot_start_ends_all(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(threading.Thread, "start", refuse_the_second)
     with pytest.raises(RuntimeError, match="new thread"):
-        units_per_second([_naps("a"), _naps("b")], duration_s=60.0)
+        units_per_second({"a": _naps(), "b": _naps()}, duration_s=60.0)
     assert threading.enumerate() == before

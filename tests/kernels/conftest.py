@@ -11,6 +11,7 @@ import torch
 import protrain_kernels as kernels
 from protrain_kernels import host_library
 from protrain_kernels.adam import launch_adam
+from protrain_kernels.flatten import plan_for
 from protrain_kernels.from_host import launch_from_host
 from protrain_kernels.split_master import launch_join, launch_split
 from protrain_kernels.sum_of_squares import launch_sum_of_squares
@@ -34,7 +35,6 @@ class Backend:
         *tensors: torch.Tensor | None,
         scalars: kernels.AdamScalars,
         scale: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
     ) -> None:
         weight, master, exp_avg, exp_avg_sq, grad = tensors
         assert weight is not None
@@ -42,7 +42,7 @@ class Backend:
         assert exp_avg_sq is not None
         assert grad is not None
         step = launch_adam if self.interpreted else kernels.adam
-        step(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, skip=skip)
+        step(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale)
 
     def split(self, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weight = torch.full_like(master, torch.nan, dtype=torch.bfloat16)
@@ -69,29 +69,17 @@ class Backend:
         starts: list[int] | None = None,
         *,
         accumulate: bool = False,
-        scale: torch.Tensor | None = None,
-        nonfinite: torch.Tensor | None = None,
     ) -> None:
         if self.interpreted:
-            plan = kernels.FlattenPlan(tensors, offsets, starts)
-            plan.launch_flatten(tensors, chunk, partials, accumulate=accumulate, scale=scale, nonfinite=nonfinite)
-            return
-        kernels.flatten(
-            tensors, chunk, offsets, partials, starts, accumulate=accumulate, scale=scale, nonfinite=nonfinite
-        )
-
-    def unflatten(
-        self,
-        chunk: torch.Tensor,
-        tensors: list[torch.Tensor],
-        offsets: list[int],
-        *,
-        scale: torch.Tensor | None = None,
-    ) -> None:
-        if self.interpreted:
-            kernels.FlattenPlan(tensors, offsets).launch_unflatten(chunk, tensors, scale=scale)
+            plan_for(tensors, offsets, starts).launch_flatten(tensors, chunk, partials, accumulate=accumulate)
         else:
-            kernels.unflatten(chunk, tensors, offsets, scale=scale)
+            kernels.flatten(tensors, chunk, offsets, partials, starts, accumulate=accumulate)
+
+    def unflatten(self, chunk: torch.Tensor, tensors: list[torch.Tensor], offsets: list[int]) -> None:
+        if self.interpreted:
+            plan_for(tensors, offsets, None).launch_unflatten(chunk, tensors)
+        else:
+            kernels.unflatten(chunk, tensors, offsets)
 
     def from_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         (launch_from_host if self.interpreted else kernels.from_host)(source, target)

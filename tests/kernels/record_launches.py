@@ -7,29 +7,23 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import torch
 
-from protrain_kernels import FlattenPlan, PackPlan, adam_scalars
-from protrain_kernels.adam import adam_arguments, launch_adam
+from protrain_kernels import PackPlan, adam_scalars
+from protrain_kernels.adam import launch_adam
+from protrain_kernels.flatten_plan import FlattenPlan
 from protrain_kernels.from_host import launch_from_host
 from protrain_kernels.split_master import launch_join, launch_split
-from protrain_kernels.streamed_adam import launch_zero_copy
 from protrain_kernels.sum_of_squares import launch_sum_of_squares
-from protrain_kernels.variants import variants
+from tools.kernel_variants import variants
 
-BF16, FP16, FP32, I16, I32, U8 = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.int16,
-    torch.int32,
-    torch.uint8,
-)
-NAMES = {BF16: "*i16", FP16: "*fp16", FP32: "*fp32", I16: "*i16", I32: "*i32", torch.int64: "*i64", U8: "*u8"}
+BF16, FP16, FP32, I16, U8 = torch.bfloat16, torch.float16, torch.float32, torch.int16, torch.uint8
+NAMES = {BF16: "*i16", FP16: "*fp16", FP32: "*fp32", I16: "*i16", U8: "*u8"}
+NAMES |= {torch.int32: "*i32", torch.int64: "*i64"}
 LARGE = 1 << 32
 
 known: dict[Any, set[object]] = defaultdict(set)
@@ -74,47 +68,32 @@ def key(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> ob
     return frozenset(signature.items()), frozenset(constants.items())
 
 
-def maybe(dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Nothing, and a scalar anywhere in its storage."""
-    return None, torch.zeros(8, dtype=dtype)[3:4]
-
-
 def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Of any size: a large one has no memory."""
     return torch.empty(numel, dtype=dtype, device="meta" if numel >= 1 << 20 else "cpu")
 
 
 def flatten_launches() -> None:
-    """Every type, choice and number of dimensions, and more positions than 31 bits count."""
-    shapes: Iterator[tuple[int, ...]] = iter([(256,), (8, 32), (2, 4, 32), (2, 2, 2, 32), (2,) * 8])
-    for shape in shapes:
-        step = [1]
-        for size in reversed(shape[1:]):
-            step.insert(0, step[0] * size + 1)
-        for types, chunk, scale in product(((BF16,), (FP16,), (FP32,), (BF16, FP32)), (BF16, FP16, FP32), maybe(FP32)):
-            tensors = [torch.zeros(5000, dtype=kind).as_strided(shape, step) for kind in types]
-            offsets = [256 * index for index in range(len(tensors))]
-            plan = FlattenPlan(tensors, offsets, offsets)
-            target = torch.zeros(512, dtype=chunk)
-            plan.launch_unflatten(target, tensors, scale=scale)
-            for accumulate, sums, finite in product((False, True), (None, torch.zeros(600)[1:]), maybe(I32)):
-                if not accumulate or chunk == FP32:
-                    plan.launch_flatten(tensors, target, sums, accumulate=accumulate, scale=scale, nonfinite=finite)
-    wide = torch.empty(1 << 16, (1 << 15) + 1, dtype=BF16, device="meta")[:, :-1]
-    FlattenPlan([wide], [0]).launch_flatten([wide], empty(1 << 31, BF16), None)
+    """Every type and choice."""
+    for kind, chunk in product((BF16, FP16, FP32), (BF16, FP16, FP32)):
+        tensors, target = [torch.zeros(256, dtype=kind)], torch.zeros(256, dtype=chunk)
+        plan = FlattenPlan(tensors, [0], [0])
+        plan.launch_unflatten(target, tensors)
+        for accumulate, sums in product((False, True), (None, torch.zeros(600)[1:])):
+            if not accumulate or chunk == FP32:
+                plan.launch_flatten(tensors, target, sums, accumulate=accumulate)
 
 
 def adam_launches() -> None:
     """Every type and choice, below and beyond 2^31 parameters."""
-    for weight, moment, grad_type, scale, skip, l2, numel in product(
-        (BF16, FP16, FP32), (FP32, BF16), (None, FP32), maybe(FP32), maybe(I32), (0.0, 0.1), (128, LARGE)
+    for weight, moment, grad_type, scale, l2, numel in product(
+        (BF16, FP16, FP32), (FP32, BF16), (None, FP32), (None, torch.zeros(8)[3:4]), (0.0, 0.1), (128, LARGE)
     ):
         scalars = adam_scalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=l2, step=3, decoupled=False)
         master = None if weight == FP32 else empty(numel, I16 if weight == BF16 else FP32)
         exp_avg, exp_avg_sq, grad = empty(numel, moment), empty(numel, moment), empty(numel, grad_type or weight)
         states = (empty(numel, weight), master, exp_avg, exp_avg_sq, grad)
-        launch_adam(*states, scalars, scale=scale, skip=skip)
-        launch_zero_copy(*adam_arguments(*states, scalars, scale, skip), programs=64, device=torch.device("cpu"))
+        launch_adam(*states, scalars, scale=scale)
 
 
 def other_launches() -> None:
@@ -135,9 +114,9 @@ def other_launches() -> None:
 
 
 def main() -> None:
-    for variant in variants(every=True):
+    for variant in variants():
         known[variant.kernel].add(key(variant.kernel, variant.signature(), variant.constants))
-    for module in ("adam", "flatten_plan", "from_host", "pack", "split_master", "streamed_adam", "sum_of_squares"):
+    for module in ("adam", "flatten_plan", "from_host", "pack", "split_master", "sum_of_squares"):
         sys.modules[f"protrain_kernels.{module}"].__dict__["launch"] = record
     flatten_launches()
     adam_launches()

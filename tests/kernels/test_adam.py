@@ -245,48 +245,6 @@ def test_slices_of_an_arena_leave_their_neighbours_alone(backend: Any) -> None:
         assert tensor[middle].isfinite().all()
 
 
-@MOMENTS
-@pytest.mark.parametrize(("weight_dtype", "grad_dtype"), TYPES, ids=IDS)
-def test_a_set_flag_leaves_everything_as_it_was(
-    backend: Any,
-    same_bits: Callable[..., None],
-    weight_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
-    moment_dtype: torch.dtype,
-) -> None:
-    generator = torch.Generator().manual_seed(6)
-    values, exp_avg, exp_avg_sq, grad = torch.randn(4, COUNT, generator=generator).unbind()
-    start = _state(weight_dtype, values, exp_avg, exp_avg_sq.square(), moment_dtype)
-    grad = grad.to(grad_dtype)
-    grad[7] = torch.nan
-    found = _moved(start, backend.device)
-    for skip in (1, -1, 1 << 20):
-        flag = torch.tensor([skip], dtype=torch.int32, device=backend.device)
-        backend.adam(*found, grad.to(backend.device), scalars=_scalars(1), skip=flag)
-        for ours, before in zip(found, start, strict=True):
-            if ours is not None and before is not None:
-                same_bits(ours, before)
-    expected = _moved(start, torch.device("cpu"))
-    adam_reference(*expected, grad, _scalars(1), skip=torch.zeros(1, dtype=torch.int32))
-    backend.adam(
-        *found, grad.to(backend.device), scalars=_scalars(1), skip=torch.zeros_like(flag, device=backend.device)
-    )
-    for ours, theirs in zip(found, expected, strict=True):
-        if ours is not None and theirs is not None:
-            same_bits(ours, theirs)
-    assert found[0][7].isnan(), "an unset flag skips nothing"
-
-
-def test_the_reference_skips_too(same_bits: Callable[..., None]) -> None:
-    state = _state(torch.bfloat16, torch.randn(COUNT), torch.zeros(COUNT), torch.zeros(COUNT))
-    before = _moved(state, torch.device("cpu"))
-    adam_reference(*state, torch.ones(COUNT), _scalars(1), skip=torch.ones(1, dtype=torch.int32))
-    for ours, theirs in zip(state, before, strict=True):
-        assert ours is not None
-        assert theirs is not None
-        same_bits(ours, theirs)
-
-
 def _arguments(count: int = 256) -> dict[str, Any]:
     return {
         "weight": torch.zeros(count, dtype=torch.bfloat16),
@@ -310,7 +268,6 @@ def _arguments(count: int = 256) -> dict[str, Any]:
         ({"grad": torch.zeros(256, dtype=torch.float16)}, "grad must be"),
         ({"grad": torch.zeros(384, dtype=torch.bfloat16)[64:320]}, "grad must start at a multiple of 256 bytes"),
         ({"scale": torch.zeros(2)}, "scale must be one float32"),
-        ({"skip": torch.zeros(1)}, "skip must be one int32"),
         ({"threads": -1}, "threads must be 0"),
     ],
 )

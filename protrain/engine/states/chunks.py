@@ -161,16 +161,15 @@ class Chunk:
         pieces: list[Piece],
         gradient: Tensor,
         scale: Tensor | None,
-        device: torch.device,
-        staging: AdamStaging | None,
+        staging: AdamStaging,
     ) -> None:
-        """Have ``device`` do AdamW on ``pieces`` of this chunk in host memory; queued on the current stream.
+        """Have the device do AdamW on ``pieces`` of this chunk in host memory; queued on the current stream.
 
         ``gradient`` is in host memory, and ``scale`` on the device.
         """
         for part, scalars in pieces:
             states = _part(self.states, part)
-            streamed_adam(*states, gradient[part], scalars, scale=scale, staging=staging, device=device)
+            streamed_adam(*states, gradient[part], scalars, staging, scale=scale)
         self.version += 1
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Piece
@@ -31,16 +30,14 @@ class Streamer:
     """Has the device update chunks in host memory, one at a time.
 
     Args:
-        device: of the engine. On the CPU the host's kernel does the work, on the thread that calls.
-        streams: of the engine.
-        staging_bytes: device memory that states are copied through; with 0 a kernel accesses host memory itself.
+        streams: of the engine. On the CPU the host's kernel does the work, on the thread that calls.
+        staging_bytes: device memory that states are copied through.
     """
 
-    def __init__(self, device: torch.device, streams: Streams, *, staging_bytes: int) -> None:
+    def __init__(self, streams: Streams, *, staging_bytes: int) -> None:
         self.staging_bytes = staging_bytes
-        self._device = device
         self._streams = streams
-        self._staging = streams.adam_staging(staging_bytes) if staging_bytes else None
+        self._staging = streams.adam_staging(staging_bytes)
         self._done = streams.mark()
 
     def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None) -> None:
@@ -54,5 +51,5 @@ class Streamer:
         """
         with self._streams.streaming(self._done):
             factor = None if scale is None else scale.on_device
-            chunk.step_streamed(pieces, gradient, factor, self._device, self._staging)
+            chunk.step_streamed(pieces, gradient, factor, self._staging)
         self._done.wait()

@@ -1,15 +1,15 @@
-"""The engine's other kernels, on the tensors of one transformer block: gradients into a chunk, activations packed."""
+"""The kernels that move the tensors of one transformer block: gradients into a chunk, and activations into a buffer."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from protrain.hardware.calibration.host_bandwidth import fill_random
+from protrain.hardware.calibration.tensors import fill_random
 from protrain.hardware.calibration.timing import durations_s, figure_of
 from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.profile import Figure
-from protrain_kernels import FlattenPlan, PackPlan, padded, tiles
+from protrain_kernels import PackPlan, flatten, padded, tiles
 
 
 def _random(device: torch.device, *shape: int) -> Tensor:
@@ -19,7 +19,7 @@ def _random(device: torch.device, *shape: int) -> Tensor:
 
 
 def flatten_gbps(device: torch.device, hidden: int, *, budget_s: float, sheet: Datasheet | None) -> Figure:
-    """Bytes read and written a second by ``flatten`` with norm and finite check: a LLaMA block's bf16 gradients."""
+    """Bytes a second that ``flatten`` with squares reads and writes, on the bf16 gradients of a LLaMA block."""
     wide = hidden * 7 // 2 // 128 * 128
     shapes = [(hidden, hidden)] * 2 + [(hidden // 4, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
     gradients = [_random(device, *shape) for shape in shapes] + [_random(device, hidden) for _ in range(2)]
@@ -31,18 +31,14 @@ def flatten_gbps(device: torch.device, hidden: int, *, budget_s: float, sheet: D
         partials += tiles(gradient.numel())
     chunk = torch.empty(end, dtype=torch.bfloat16, device=device)
     squares = torch.empty(partials, device=device)
-    nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
-    plan = FlattenPlan(gradients, offsets, starts)
-    durations = durations_s(
-        lambda: plan.flatten(gradients, chunk, squares, nonfinite=nonfinite), device, budget_s=budget_s
-    )
+    durations = durations_s(lambda: flatten(gradients, chunk, offsets, squares, starts), device, budget_s=budget_s)
     moved = sum(gradient.nbytes for gradient in gradients) + chunk.nbytes
     promised = None if sheet is None else sheet.memory_gbps
     return figure_of("flatten", durations, moved / 1e9, "GB/s", datasheet=promised)
 
 
 def pack_gbps(device: torch.device, hidden: int, *, budget_s: float, sheet: Datasheet | None) -> Figure:
-    """Bytes read and written a second by ``pack``: what a block of 4096 tokens saves, with views and a mask."""
+    """Bytes a second that ``pack`` reads and writes, on what a block of 4096 tokens saves, with views and a mask."""
     tokens = hidden
     fused = _random(device, tokens, 3 * hidden)
     saved = [

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from protrain.hardware.calibration.host_bandwidth import CPU, pinned, random_tensor
+from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
 from protrain.hardware.calibration.timing import durations_s, figure_of
 from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.profile import Figure
 from protrain_kernels import AdamStaging, AdamStates, adam, adam_scalars, adam_weight, streamed_adam
 
-ADAM_BYTES = 26  # a parameter, bf16 with the split master
-_STREAMED_BYTES = 14  # a parameter to the device, and 2 less back: the gradient stays
+ADAM_BYTES = 26  # read and written a parameter, bf16 with the split master
+_STREAMED_BYTES = 14  # to the device a parameter; 2 fewer come back, because the gradient stays
 _ENOUGH = 0.97  # of the best rate: more threads than reach it are better left to others
-STEP = adam_scalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
+_STEP = adam_scalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class AdamChunk:
 
     @classmethod
     def on(cls, device: torch.device, elements: int) -> AdamChunk:
-        """In memory of ``device``; ``elements`` is a multiple of 128."""
+        """A chunk in memory of ``device``. ``elements`` is a multiple of 128."""
         return cls(
             random_tensor(elements, torch.bfloat16, device),
             random_tensor(elements, torch.int16, device),
@@ -44,49 +44,40 @@ class AdamChunk:
 
     @property
     def elements(self) -> int:
-        """Its parameters."""
+        """How many parameters the chunk has."""
         return self.weight.numel()
 
     def part(self, first: int, elements: int) -> AdamChunk:
-        """``elements`` of it from ``first`` on, both multiples of 128."""
+        """``elements`` of the chunk from ``first`` on. Both are multiples of 128."""
         whole = (self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad)
         return AdamChunk(*(tensor[first : first + elements] for tensor in whole))
 
     def update(self, threads: int = 0, moments: tuple[Tensor, Tensor] | None = None) -> None:
-        """One AdamW step where the chunk lies, with ``moments`` in place of its own where they are given."""
+        """One AdamW step where the chunk lies. ``moments`` take the place of the chunk's own where they are given."""
         exp_avg, exp_avg_sq = moments or (self.exp_avg, self.exp_avg_sq)
-        adam(self.weight, self.master, exp_avg, exp_avg_sq, self.grad, STEP, threads=threads)
+        adam(self.weight, self.master, exp_avg, exp_avg_sq, self.grad, _STEP, threads=threads)
 
     def make_weight(self, new_weight: Tensor, threads: int = 0) -> None:
-        """Of such a step in host memory the weight alone, which comes into ``new_weight``."""
+        """Write the weight that a step in host memory would leave to ``new_weight``, and nothing else."""
         states = AdamStates(self.weight, self.master, self.exp_avg, self.exp_avg_sq)
-        adam_weight(states, new_weight, self.grad, STEP, threads=threads)
+        adam_weight(states, new_weight, self.grad, _STEP, threads=threads)
 
 
 def adam_figure(
     name: str,
     chunks: Sequence[AdamChunk],
+    update: Callable[[AdamChunk], None],
     device: torch.device,
     *,
     budget_s: float,
-    threads: int = 0,
     at: str = "",
     sheet: Datasheet | None = None,
-    new_weight: Tensor | None = None,
-    narrow_moments: tuple[Tensor, Tensor] | None = None,
 ) -> Figure:
-    """The rate of updates of ``chunks`` one after the other, in 1e9 parameters a second.
-
-    Or of what makes their weights alone, each in the place ``new_weight``; or with two ``narrow_moments``, in bf16, for
-    each of them.
-    """
+    """The rate at which ``update`` goes over ``chunks`` one after the other, in 1e9 parameters a second."""
 
     def update_all() -> None:
         for chunk in chunks:
-            if new_weight is not None:
-                chunk.make_weight(new_weight, threads)
-            else:
-                chunk.update(threads, narrow_moments)
+            update(chunk)
 
     return figure_of(
         name,
@@ -99,9 +90,10 @@ def adam_figure(
 
 
 def thread_counts(cores: int, *, taken: int = 0) -> list[int]:
-    """What to try: powers of two, as many as there are cores that are not ``taken``, and one fewer.
+    """The numbers of threads to try: powers of two, as many as there are cores that are not ``taken``, and one fewer.
 
-    No more: of 16 threads one would wait for the 16th core until its owner's time slice is over, and the others for it.
+    More are not tried. Of 16 threads on 15 free cores one would wait until the owner of the 16th core has used up its
+    time slice, and the other threads would wait for that one.
     """
     free = max(1, cores - taken)
     powers = {1 << bit for bit in range(free.bit_length())}
@@ -115,10 +107,10 @@ def best_threads(by_threads: dict[int, Figure]) -> int:
 
 
 class StreamedChunk:
-    """States and gradient in pinned host memory, as in a step, which the device updates over the link in either way.
+    """States and gradient in pinned host memory, as in a step, which the device updates over the link.
 
-    As many of them as a chunk has: by copies they go in pieces of some 5 million parameters, the first of which comes
-    before anything is updated and the last of which goes after, so a few pieces alone are slower.
+    They are as many as a whole chunk has. They go in pieces of about 5 million parameters. The first piece comes before
+    anything is updated and the last one goes after, so a few pieces alone would be slower.
     """
 
     def __init__(self, device: torch.device, elements: int) -> None:
@@ -128,43 +120,27 @@ class StreamedChunk:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[bool]:
-        """Pin both inside the context; whether that was possible."""
+        """Pin states and gradient inside the context. Yields whether that was possible."""
         chunk = self.chunk
-        with pinned(
-            chunk.weight, chunk.master, chunk.exp_avg, chunk.exp_avg_sq, chunk.grad, device=self.device
-        ) as accepted:
+        tensors = (chunk.weight, chunk.master, chunk.exp_avg, chunk.exp_avg_sq, chunk.grad)
+        with pinned(*tensors, device=self.device) as accepted:
             yield accepted
 
-    def update(self, *, copies: bool) -> None:
+    def update(self) -> None:
         """Queue one step on the current stream, which then waits for it."""
         chunk = self.chunk
         done = streamed_adam(
-            chunk.weight,
-            chunk.master,
-            chunk.exp_avg,
-            chunk.exp_avg_sq,
-            chunk.grad,
-            STEP,
-            staging=self._staging if copies else None,
-            device=self.device,
+            chunk.weight, chunk.master, chunk.exp_avg, chunk.exp_avg_sq, chunk.grad, _STEP, self._staging
         )
         if done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
 
-    def figures(self, *, budget_s: float, link_gbps: float | None) -> list[Figure]:
-        """Rates of the two ways, in 1e9 parameters a second."""
-        ways: dict[str, Callable[[], None]] = {
-            "copies": lambda: self.update(copies=True),
-            "zero copy": lambda: self.update(copies=False),
-        }
-        return [
-            figure_of(
-                "streamed AdamW",
-                durations_s(run, self.device, budget_s=budget_s / 2),
-                self.chunk.elements / 1e9,
-                "G param/s",
-                at=way,
-                datasheet=None if link_gbps is None else link_gbps / _STREAMED_BYTES,
-            )
-            for way, run in ways.items()
-        ]
+    def figure(self, *, budget_s: float, link_gbps: float | None) -> Figure:
+        """The rate of the steps, in 1e9 parameters a second."""
+        return figure_of(
+            "streamed AdamW",
+            durations_s(self.update, self.device, budget_s=budget_s),
+            self.chunk.elements / 1e9,
+            "G param/s",
+            datasheet=None if link_gbps is None else link_gbps / _STREAMED_BYTES,
+        )

@@ -1,4 +1,4 @@
-"""``calibrate``: everything that can be measured of this machine, in under a minute."""
+"""``calibrate``: measure everything that the planner and the reader of a report need to know of this machine."""
 
 from __future__ import annotations
 
@@ -7,26 +7,13 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor
 
-from protrain.hardware import cache
-from protrain.hardware.calibration.collectives import collective_figures
+from protrain.hardware.cache import Machine, store
 from protrain.hardware.calibration.contention import Together, groups_on
-from protrain.hardware.calibration.device_rates import Products, copy_figures
-from protrain.hardware.calibration.doubts import (
-    clock_doubts,
-    host_doubts,
-    link_doubts,
-    pinning_doubts,
-    size_doubts,
-    thread_doubts,
-)
-from protrain.hardware.calibration.effort import FULL_SECONDS, Effort
-from protrain.hardware.calibration.host_bandwidth import CPU, dram_figures, pinning_gbps, random_tensor
 from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
-from protrain.hardware.calibration.launching import one_core_taken
 from protrain.hardware.calibration.optimizers import (
     AdamChunk,
     StreamedChunk,
@@ -35,6 +22,17 @@ from protrain.hardware.calibration.optimizers import (
     thread_counts,
 )
 from protrain.hardware.calibration.ranks import Ranks, ranks_of_this_run
+from protrain.hardware.calibration.rates import Products, copy_figures, dram_figures
+from protrain.hardware.calibration.report import (
+    clock_warnings,
+    host_warnings,
+    link_warnings,
+    pinning_warnings,
+    size_warnings,
+    thread_warnings,
+)
+from protrain.hardware.calibration.tensors import CPU, random_tensor
+from protrain.hardware.calibration.timing import FULL_SECONDS, Effort, one_core_taken
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.datasheet import of_card, pcie_gbps
 from protrain.hardware.detect import assume
@@ -43,13 +41,13 @@ from protrain.hardware.nvml import gpu_facts
 from protrain.hardware.profile import Contention, Figure, HardwareProfile
 
 Progress = Callable[[str, float], object]
-_LOADED_S = 0.3  # of queued work under which the card is asked for its clocks and its link
-# Seconds of each stage in a full calibration of FULL_SECONDS; the groups of activities share the last.
-_MATMUL_S, _COPY_S, _TRANSFERS_S, _DRAM_S, _ADAM_S, _STREAMED_S, _KERNEL_S = 2.0, 0.5, 3.0, 1.5, 0.4, 1.5, 0.4
+_LOADED_S = 0.3  # of queued work, during which the card is asked for its clocks and its link
+# Seconds of each stage in a calibration of FULL_SECONDS. The groups of activities share the rest of the time.
+_MATMUL_S, _COPY_S, _TRANSFERS_S, _DRAM_S, _ADAM_S, _STREAMED_S, _KERNEL_S = 2.0, 0.5, 3.0, 1.5, 0.4, 0.75, 0.4
 _GROUP_S, _COLLECTIVE_S = 0.9, 0.4  # a group; a size
 _ROUNDS = 2  # over all groups
-_LARGEST = 3
-_OVER_MEMORY = ("over much memory", "the same later", "and once more")  # figures of the host's AdamW
+_LARGEST = 3  # the sizes that no cache holds
+_MOMENTS = ("over much memory", "the same later", "and once more")  # when the host's AdamW is measured
 _WHOLE, _WEIGHT, _NARROW = "host AdamW", "host AdamW, the weight", "host AdamW, moments in bf16"
 _BY_SIZE = ("h2d", "d2h", "both ways", "all_gather", "reduce_scatter")
 
@@ -61,19 +59,20 @@ def calibrate(
     save: bool = True,
     progress: Progress | None = None,
 ) -> HardwareProfile:
-    """Measure ``device`` and its host; later calls that detect the machine use what was measured.
+    """Measure ``device`` and its host. Later calls that detect the machine use what was measured.
 
-    Takes under a minute, up to 3 GiB of the device's memory and 14 GiB of the host's; the machine should be idle. Under
-    torchrun every process calls it, all measure at once, and each gets the figures of the slowest.
+    A full calibration takes under a minute, up to 3 GiB of the device's memory and 14 GiB of the host's. The machine
+    should be idle. Under torchrun every process calls this function. All of them measure at the same time, and each
+    gets the figures of the slowest.
 
     Args:
-        device: "cuda", "cuda:1" or "cpu"; None is a GPU where there is one.
-        seconds: of measuring. Less than 30 makes sizes smaller as well, and figures rougher: a trial, with save=False.
+        device: "cuda", "cuda:1" or "cpu". None means a GPU where there is one.
+        seconds: how long to measure. Less than 30 makes sizes smaller and figures rougher, for a trial with save=False.
         save: keep the profile in the user's cache (``protrain.hardware.cache``).
-        progress: called with what is measured next, and how much is done, from 0 to 1.
+        progress: called with what is measured next, and with how much is done, from 0 to 1.
 
     Raises:
-        ValueError: ``seconds`` isn't positive, or the device is neither a GPU nor the CPU.
+        ValueError: ``seconds`` is not positive, or the device is neither a GPU nor the CPU.
     """
     if not 0 < seconds < float("inf"):
         raise ValueError(f"seconds must be more than 0, not {seconds!r}")
@@ -83,8 +82,8 @@ def calibrate(
         ranks = stack.enter_context(ranks_of_this_run(target))
         if target.type == "cuda":
             stack.enter_context(torch.cuda.device(target))
-            stack.callback(torch.cuda.empty_cache)  # what comes next may want all of the card
-        machine = cache.Machine.of(target)
+            stack.callback(torch.cuda.empty_cache)  # the caller may want all of the card next
+        machine = Machine.of(target)
         threads = max(1, usable_cores() // ranks.on_this_host)
         before = torch.get_num_threads()
         stack.callback(torch.set_num_threads, before)
@@ -98,26 +97,27 @@ def calibrate(
         measuring.measure_all(torch_threads=before)
         profile = measuring.profile(replace(base, source="measured", **vars(machine)))
         del measuring
-    if save and os.environ.get("LOCAL_RANK", "0") == "0":  # on every host: they may not share a home
-        cache.store(profile, machine)
+    if save and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of every host, as hosts may not share a home
+        store(profile, machine)
     return profile
 
 
 def calibrate_twice(
     device: torch.device | str | None = None, *, seconds: float = FULL_SECONDS, progress: Progress | None = None
 ) -> tuple[HardwareProfile, HardwareProfile]:
-    """Two calibrations in a row, the second of which is kept: ``differences`` says how far they can be trusted.
+    """Calibrate twice in a row and keep the second profile. ``differences`` says how far the two can be trusted.
 
-    The arguments are those of :func:`calibrate`; ``progress`` counts to 1 twice.
+    The arguments are those of :func:`calibrate`. ``progress`` counts to 1 twice.
     """
     target = resolved(device)
-    with ranks_of_this_run(target):  # one process group for both: a second rendezvous would meet what the first left
+    # One process group serves both runs, because a second rendezvous would meet what the first one left.
+    with ranks_of_this_run(target):
         first = calibrate(target, seconds=seconds, save=False, progress=progress)
         return first, calibrate(target, seconds=seconds, progress=progress)
 
 
 def resolved(device: torch.device | str | None) -> torch.device:
-    """``device``, a GPU with its index: that of this process where none is given. None is a GPU where there is one."""
+    """``device`` with its index. A GPU without one is that of this process; None means a GPU where there is one."""
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if target.type != "cuda" or target.index is not None:
         return target
@@ -126,7 +126,7 @@ def resolved(device: torch.device | str | None) -> torch.device:
 
 
 class Calibration:
-    """One run over everything, a stage at a time; what was found lies in its attributes."""
+    """One run over everything, a stage at a time. What was found lies in its attributes."""
 
     def __init__(
         self, device: torch.device, effort: Effort, ranks: Ranks, *, threads: int, progress: Progress | None
@@ -138,10 +138,9 @@ class Calibration:
         self.threads = threads
         self.figures: list[Figure] = []
         self.contention: list[Contention] = []
-        self.warnings = size_doubts(effort)
-        self._thread_counts = thread_counts(threads, taken=int(self.on_gpu))  # as one_core_taken takes it
+        self.warnings = size_warnings(effort)
+        self._thread_counts = thread_counts(threads, taken=int(self.on_gpu))  # one_core_taken takes the one core
         self._adam_threads = threads
-        self._streams_by_copies: bool | None = None  # None: not compared
         self._sheet = of_card(torch.cuda.get_device_name(device)) if self.on_gpu else None
         idle = gpu_facts(device) if self.on_gpu else None
         self._link_gbps = None if idle is None else pcie_gbps(idle.pcie_generation_max, idle.pcie_width_max)
@@ -152,14 +151,14 @@ class Calibration:
 
     def _planned_s(self) -> float:
         alone = _MATMUL_S + _COPY_S + _TRANSFERS_S + _DRAM_S + 2 * _KERNEL_S
-        by_threads = len(self._thread_counts) + 3 * len(_OVER_MEMORY)
-        optimizers = (by_threads + 1) * _ADAM_S + self.on_gpu * _STREAMED_S
+        host_adam = len(self._thread_counts) + 3 * len(_MOMENTS)
+        optimizers = (host_adam + 1) * _ADAM_S + self.on_gpu * _STREAMED_S
         collectives = len(self.effort.transfer_bytes) * _COLLECTIVE_S * (self.ranks.size > 1)
-        return alone + optimizers + (len(groups_on(self.device)) + 2 * self.on_gpu) * _GROUP_S + collectives
+        return alone + optimizers + len(groups_on(self.device)) * _GROUP_S + collectives
 
     @contextlib.contextmanager
     def _stage(self, what: str, full_s: float) -> Iterator[float]:
-        """A stage that takes ``full_s`` in a full calibration; yields the seconds that it has."""
+        """A stage that takes ``full_s`` in a full calibration. Yields the seconds that it has in this one."""
         if self._progress is not None:
             self._progress(what, min(1.0, self._done_s / self._total_s))
         self.ranks.start_together()
@@ -167,23 +166,23 @@ class Calibration:
         self._done_s += full_s
 
     def measure_all(self, *, torch_threads: int) -> None:
-        """Every stage in turn; most buffers of one are gone before the next.
+        """Run every stage in turn. Most buffers of one stage are gone before the next.
 
         Args:
-            torch_threads: what torch was going to use.
+            torch_threads: how many threads torch was going to use.
         """
         self._device_alone()
         pinned = [self._transfers()]
         chunks = [AdamChunk.on(CPU, self.effort.adam_elements) for _ in range(self.effort.host_chunks)]
-        self._host(chunks[0], torch_threads=torch_threads)
-        self._host_over_memory(chunks, _OVER_MEMORY[0])
+        self._host_alone(chunks[0], torch_threads=torch_threads)
+        self._host_adam(chunks, _MOMENTS[0])
         self._optimizers_and_kernels()
-        self._host_over_memory(chunks, _OVER_MEMORY[1])
+        self._host_adam(chunks, _MOMENTS[1])
         pinned.append(self._together(chunks))
-        self._host_over_memory(chunks, _OVER_MEMORY[2])
+        self._host_adam(chunks, _MOMENTS[2])
         del chunks
         self._collectives()
-        self.warnings += [*host_doubts(self._moments(_WHOLE)), *pinning_doubts(pinned)]
+        self.warnings += [*host_warnings(self._at_moments(_WHOLE)), *pinning_warnings(pinned)]
         self.figures = self.ranks.slowest(self.figures)
         self.contention = self.ranks.most_contended(self.contention)
         self.warnings = self.ranks.union(self.warnings)
@@ -195,7 +194,7 @@ class Calibration:
             self._products.settle(time_share=min(1.0, self.effort.time))
             matmul = self._products.figure(budget_s=budget_s / 2, sheet=self._sheet)
             self._products.load(_LOADED_S)
-            self.warnings += clock_doubts(matmul, gpu_facts(self.device) if self.on_gpu else None)
+            self.warnings += clock_warnings(matmul, gpu_facts(self.device) if self.on_gpu else None)
             self.figures.append(matmul)
         with self._stage("device memory", _COPY_S) as budget_s:
             size = self.effort.tensor_bytes
@@ -210,19 +209,21 @@ class Calibration:
                     self.figures += transfers.figures(size, budget_s=budget_s, link_gbps=self._link_gbps)
             if self.on_gpu:
                 transfers.load(_LOADED_S)
-                self.warnings += link_doubts(gpu_facts(self.device))
-        if self.on_gpu:
-            self.figures.append(pinning_gbps(self.effort.tensor_bytes, self.device))
+                self.warnings += link_warnings(gpu_facts(self.device))
         return accepted
 
-    def _host(self, chunk: AdamChunk, *, torch_threads: int) -> None:
+    def _host_alone(self, chunk: AdamChunk, *, torch_threads: int) -> None:
+        """The host's memory, and its AdamW by number of threads."""
         with self._stage("host memory", _DRAM_S) as budget_s:
             dram = dram_figures(self.effort.tensor_bytes, budget_s=budget_s)
-        by_threads = {count: self._on_host([chunk], count, f"{count} threads") for count in self._thread_counts}
+        by_threads = {
+            count: self._on_host(_WHOLE, [chunk], partial(AdamChunk.update, threads=count), f"{count} threads")
+            for count in self._thread_counts
+        }
         self.figures += [*dram, *by_threads.values()]
         slowest = self.ranks.slowest(list(by_threads.values()))  # all processes must choose the same
         self._adam_threads = best_threads(dict(zip(by_threads, slowest, strict=True)))
-        self.warnings += thread_doubts(
+        self.warnings += thread_warnings(
             by_threads,
             max(figure.median for figure in dram),
             torch_threads=torch_threads,
@@ -230,50 +231,35 @@ class Calibration:
             beside_gpu=self.on_gpu,
         )
 
-    def _host_over_memory(self, chunks: Sequence[AdamChunk], when: str) -> None:
-        """The host's AdamW with the best number of threads, at one moment, over more memory than one chunk's.
+    def _host_adam(self, chunks: Sequence[AdamChunk], when: str) -> None:
+        """The host's AdamW with the best number of threads, at one moment, over all ``chunks``.
 
         In steps on the host of a virtual machine some chunks took a third longer than others, always the same ones, and
-        what others do there slows all for seconds. A step updates tens of gigabytes.
+        other users of such a host slow all chunks for seconds. A step updates tens of gigabytes.
         """
-        self.figures.append(self._on_host(chunks, self._adam_threads, when))
-        elements, bf16 = chunks[0].elements, torch.bfloat16
-        new_weight = torch.empty_like(chunks[0].weight)
-        self.figures.append(self._on_host(chunks, self._adam_threads, when, new_weight=new_weight))
-        del new_weight
-        narrow = random_tensor(elements, bf16, CPU), random_tensor(elements, bf16, CPU, positive=True)
-        self.figures.append(self._on_host(chunks, self._adam_threads, when, narrow_moments=narrow))
+        threads, elements, bf16 = self._adam_threads, chunks[0].elements, torch.bfloat16
+        self.figures.append(self._on_host(_WHOLE, chunks, partial(AdamChunk.update, threads=threads), when))
+        weight = torch.empty_like(chunks[0].weight)
+        make_weight = partial(AdamChunk.make_weight, new_weight=weight, threads=threads)
+        self.figures.append(self._on_host(_WEIGHT, chunks, make_weight, when))
+        moments = random_tensor(elements, bf16, CPU), random_tensor(elements, bf16, CPU, positive=True)
+        update_narrow = partial(AdamChunk.update, threads=threads, moments=moments)
+        self.figures.append(self._on_host(_NARROW, chunks, update_narrow, when))
 
-    def _moments(self, name: str) -> list[Figure]:
-        return [figure for figure in self.figures if figure.name == name and figure.at in _OVER_MEMORY]
-
-    def _on_host(
-        self,
-        chunks: Sequence[AdamChunk],
-        threads: int,
-        at: str,
-        *,
-        new_weight: Tensor | None = None,
-        narrow_moments: tuple[Tensor, Tensor] | None = None,
-    ) -> Figure:
-        name = _NARROW if narrow_moments is not None else _WHOLE if new_weight is None else _WEIGHT
-        # On a GPU a step's launching thread takes a core; on a CPU that thread does the updates.
+    def _on_host(self, name: str, chunks: Sequence[AdamChunk], update: Callable[[AdamChunk], None], at: str) -> Figure:
+        # In a step on a GPU the launching thread takes a core. On a CPU that thread does the updates itself.
         with self._stage("AdamW on the host", _ADAM_S) as budget_s, one_core_taken(wanted=self.on_gpu):
-            return adam_figure(
-                name,
-                chunks,
-                CPU,
-                budget_s=budget_s,
-                threads=threads,
-                at=at,
-                new_weight=new_weight,
-                narrow_moments=narrow_moments,
-            )
+            return adam_figure(name, chunks, update, CPU, budget_s=budget_s, at=at)
+
+    def _at_moments(self, name: str) -> list[Figure]:
+        return [figure for figure in self.figures if figure.name == name and figure.at in _MOMENTS]
 
     def _optimizers_and_kernels(self) -> None:
         with self._stage("AdamW on the device", _ADAM_S) as budget_s:
             chunk = AdamChunk.on(self.device, self.effort.adam_elements)
-            figure = adam_figure("device AdamW", [chunk], self.device, budget_s=budget_s, sheet=self._sheet)
+            figure = adam_figure(
+                "device AdamW", [chunk], AdamChunk.update, self.device, budget_s=budget_s, sheet=self._sheet
+            )
             self.figures.append(figure)
             del chunk
         if self.on_gpu:
@@ -281,7 +267,7 @@ class Calibration:
                 streamed = StreamedChunk(self.device, self.effort.adam_elements)
                 with streamed.ready() as accepted:
                     if self.ranks.agree(accepted):
-                        self.figures += streamed.figures(budget_s=budget_s, link_gbps=self._link_gbps)
+                        self.figures.append(streamed.figure(budget_s=budget_s, link_gbps=self._link_gbps))
                 del streamed
         for kernel in (flatten_gbps, pack_gbps):
             with self._stage("flatten and pack", _KERNEL_S) as budget_s:
@@ -290,44 +276,24 @@ class Calibration:
     def _together(self, chunks: Sequence[AdamChunk]) -> bool:
         together = Together(self.device, self.effort, self._products, chunks, threads=self._adam_threads)
         with together.ready() as accepted:
-            all_accepted = self.ranks.agree(accepted)
-            if all_accepted and self.on_gpu:
-                self.choose_way(together)
-            for group in groups_on(self.device) * _ROUNDS if all_accepted else ():
+            for group in groups_on(self.device) * _ROUNDS if self.ranks.agree(accepted) else ():
                 with self._stage(" + ".join(group), _GROUP_S / _ROUNDS) as budget_s, one_core_taken(wanted=self.on_gpu):
                     together.measure(group, duration_s=budget_s)
         self.contention = together.contention()
         return accepted
 
-    def choose_way(self, together: Together) -> None:
-        """The groups are measured with the way of streaming that leaves most in a step; all ranks take the same.
-
-        On H100s zero copy is faster alone. In steps uploads took 38 ms and more beside it, and 15 beside copies, and
-        products ran at half their rate on one of them.
-        """
-        worth = []
-        for together.streams_by_copies in (False, True):
-            with self._stage("streamed updates beside others", _GROUP_S) as budget_s, one_core_taken(wanted=True):
-                worth.append(together.streaming_worth(duration_s=budget_s))
-        zero_copy, copies = self.ranks.least(worth)
-        self._streams_by_copies = together.streams_by_copies = copies > zero_copy
-
     def _collectives(self) -> None:
         for size in self.effort.transfer_bytes if self.ranks.size > 1 else ():
             with self._stage("collectives", _COLLECTIVE_S) as budget_s:
-                self.figures += collective_figures(self.ranks, size, budget_s=budget_s)
+                self.figures += self.ranks.collective_figures(size, budget_s=budget_s)
 
     def profile(self, base: HardwareProfile) -> HardwareProfile:
-        """What was found, in place of the rates of ``base``."""
+        """``base`` with the rates that were found."""
         names = dict.fromkeys(figure.name for figure in self.figures)
         best = {name: decisive([figure for figure in self.figures if figure.name == name]) for name in names}
         rates = {name: figure.median for name, figure in best.items()}
         for name in (_WHOLE, _WEIGHT, _NARROW):
-            rates[name] = rate_over_time(self._moments(name))
-        streamed = best.get("streamed AdamW")
-        if self._streams_by_copies is not None:
-            way = "copies" if self._streams_by_copies else "zero copy"
-            [streamed] = [figure for figure in self.figures if (figure.name, figure.at) == ("streamed AdamW", way)]
+            rates[name] = rate_over_time(self._at_moments(name))
         return replace(
             base,
             matmul_tflops=rates["matmul"],
@@ -341,12 +307,10 @@ class Calibration:
             host_adam_threads=self._adam_threads,
             host_adam_weight_gparams=rates[_WEIGHT],
             host_adam_narrow_gparams=rates[_NARROW],
-            host_adam_p20_gparams=statistics.harmonic_mean(each.p20 for each in self._moments(_WHOLE)),
-            streamed_adam_gparams=None if streamed is None else streamed.median,
-            streamed_adam_copies=None if streamed is None else streamed.at == "copies",
+            host_adam_p20_gparams=statistics.harmonic_mean(each.p20 for each in self._at_moments(_WHOLE)),
+            streamed_adam_gparams=rates.get("streamed AdamW"),
             flatten_gbps=rates["flatten"],
             pack_gbps=rates["pack"],
-            pinning_gbps=rates.get("pinning"),
             all_gather_gbps=rates.get("all_gather"),
             reduce_scatter_gbps=rates.get("reduce_scatter"),
             contention=tuple(self.contention),
@@ -356,16 +320,16 @@ class Calibration:
 
 
 def rate_over_time(moments: Sequence[Figure]) -> float:
-    """The rate of a long run of what was measured at several moments.
+    """The rate of a long run of work that was measured at several moments.
 
-    A step has the host update dozens of chunks, and takes as long as all of them together: where a third of them take
-    half as long again, as on a host with neighbours, the median says nothing of that.
+    In a step the host updates dozens of chunks, and the step takes as long as all of them together. Where a third of
+    them take half as long again, as on a host with neighbours, the median does not show it.
     """
     return statistics.harmonic_mean(figure.long_run for figure in moments)
 
 
 def decisive(figures: Sequence[Figure]) -> Figure:
-    """The one of ``figures`` that counts: the best, by size of the three largest, which no cache holds.
+    """The one of ``figures`` that counts: the best, or, by size, the best of the three largest, which no cache holds.
 
     Whatever else a machine does in between can only make it slower.
     """

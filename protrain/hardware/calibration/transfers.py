@@ -1,4 +1,4 @@
-"""Copies between host and device: up, down and both at once, by size. On a CPU both sides are host memory."""
+"""Copies between host and device: up, down and both ways at once, by size. On a CPU both sides are host memory."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from collections.abc import Callable, Iterator
 import torch
 
 from protrain.common.quantities import format_bytes
-from protrain.hardware.calibration.host_bandwidth import CPU, pinned, random_tensor
+from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
 from protrain.hardware.calibration.timing import durations_s, figure_of
 from protrain.hardware.profile import Figure
 
-_STREAMED_BYTES = 64 * 1024**2  # of small copies in a row, so that starting and joining two streams costs nothing
+_IN_A_ROW_BYTES = 64 * 1024**2  # small copies follow each other, so that starting and joining two streams costs nothing
 
 
 class Transfers:
-    """A buffer on the device for each way, and a stream.
+    """A buffer on the device and a stream for each way, with the host memory on the other side.
 
     Args:
-        device: the one side.
-        size_bytes: of a buffer, and of the largest copy.
-        regions: of the host's memory, for each way, which copies take in turn. One alone may stay in the caches.
+        device: the device that is copied to and from.
+        size_bytes: the size of a buffer, and of the largest copy.
+        regions: how many regions of host memory there are for each way. Copies take them in turn, because a single
+            region may stay in the caches.
     """
 
     def __init__(self, device: torch.device, size_bytes: int, *, regions: int = 1) -> None:
@@ -36,7 +37,7 @@ class Transfers:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[bool]:
-        """Pin the host's side inside the context; whether that was possible."""
+        """Pin the host memory inside the context. Yields whether that was possible."""
         with pinned(*itertools.chain(*self._host), device=self.device) as accepted:
             yield accepted
 
@@ -49,7 +50,7 @@ class Transfers:
         next(self._targets)[:size_bytes].copy_(self._far[1][:size_bytes], non_blocking=True)
 
     def both(self, size_bytes: int, count: int) -> None:
-        """Queue ``count`` copies each way, at once on a GPU."""
+        """Queue ``count`` copies each way. On a GPU both ways run at the same time."""
         for stream, copy in zip(self._streams, (self.up, self.down), strict=True):
             if stream is None:
                 for _ in range(count):
@@ -64,14 +65,14 @@ class Transfers:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def figures(self, size_bytes: int, *, budget_s: float, link_gbps: float | None) -> list[Figure]:
-        """Rates of the three ways at one size.
+        """The rates up, down and both ways at one size.
 
         Args:
-            size_bytes: of one copy.
-            budget_s: of all three.
+            size_bytes: the size of one copy.
+            budget_s: the time for all three rates.
             link_gbps: what the link carries one way by its specification.
         """
-        count = max(1, min(_STREAMED_BYTES, self.size_bytes) // size_bytes)
+        count = max(1, min(_IN_A_ROW_BYTES, self.size_bytes) // size_bytes)
         twice = None if link_gbps is None else 2 * link_gbps
         ways: list[tuple[str, Callable[[], None], int, float | None]] = [
             ("h2d", lambda: self.up(size_bytes), size_bytes, link_gbps),
@@ -91,6 +92,6 @@ class Transfers:
         ]
 
     def load(self, seconds: float) -> None:
-        """Queue about ``seconds`` of copies to a GPU, without waiting, at no more than 64 GB/s."""
+        """Queue copies to a GPU that take about ``seconds`` at 64 GB/s, without waiting for them."""
         for _ in range(int(seconds * 64e9 / self.size_bytes) if self.device.type == "cuda" else 0):
             self.up()

@@ -123,7 +123,7 @@ class MemoryModel:
         self._large_bytes = [n * large * element for (_, n), (_, large) in zip(self._held, sizes, strict=True)]
         sizes = [layout.gradient_elements(n_persist) for n_persist in placements]
         self._staging_bytes = [(STAGING_BUFFERS * usual + large) * element for usual, large in sizes]
-        self.streaming_bytes = staging_bytes(hardware, layout.chunk_elements)  # where the device updates host chunks
+        self.streaming_bytes = staging_bytes(layout.chunk_elements)  # where the device updates host chunks
         self._persistent = [0]  # by n_persist
         for chunk in layout.chunks:
             self._persistent.append(self._persistent[-1] + self.chunk_bytes(chunk))

@@ -15,10 +15,8 @@ _UNREAD = {"bfloat16": 0, "float16": 2, "float32": 0}  # bytes a parameter of th
 _STATE_BYTES = 18  # a parameter at most: a float16 weight and everything else in float32
 
 
-def staging_bytes(hardware: HardwareProfile, chunk_elements: int) -> int:
-    """Device memory that streamed states pass through: none where a kernel reaches into host memory."""
-    if not hardware.streamed_adam_copies:
-        return 0
+def staging_bytes(chunk_elements: int) -> int:
+    """Device memory that streamed states pass through."""
     return min(_STAGING_BYTES, _STAGING_SLOTS * _STATE_BYTES * chunk_elements)
 
 

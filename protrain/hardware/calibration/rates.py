@@ -1,4 +1,4 @@
-"""What a device computes and moves by itself: matrix products and copies, once its clocks have settled."""
+"""The rates of device and host by themselves: matrix products, device memory and host memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import time
 
 import torch
 
-from protrain.hardware.calibration.effort import Effort
-from protrain.hardware.calibration.host_bandwidth import random_tensor
-from protrain.hardware.calibration.timing import durations_s, figure_of, spread_of
+from protrain.hardware.calibration.tensors import CPU, random_tensor
+from protrain.hardware.calibration.timing import Effort, durations_s, figure_of, spread_of
 from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.profile import Figure
 
-_SETTLED = 0.02  # two windows that agree this well
+_SETTLED = 0.02  # the relative difference of two windows that agree
 _WINDOW_S = 0.25
 _MOST_WINDOWS = 12
 
@@ -38,10 +37,10 @@ class Products:
             torch.mm(self._left, self._right, out=self._out)
 
     def settle(self, *, time_share: float) -> None:
-        """Compute until two windows in turn agree: a cold card clocks higher than it does in a long run.
+        """Compute until two windows in a row agree, because a cold card clocks higher than it does in a long run.
 
         Args:
-            time_share: of the usual window of a quarter of a second.
+            time_share: the share of the usual window of a quarter of a second.
         """
         before = 0.0
         for _ in range(_MOST_WINDOWS):
@@ -51,7 +50,7 @@ class Products:
             before = now
 
     def figure(self, *, budget_s: float, sheet: Datasheet | None) -> Figure:
-        """Their rate, in TFLOP/s."""
+        """The rate of the products, in TFLOP/s."""
         durations = durations_s(self.run, self.device, budget_s=budget_s)
         promised = None if sheet is None else sheet.matmul_tflops
         return figure_of("matmul", durations, 2 * self.width**3 / 1e12, "TFLOP/s", datasheet=promised)
@@ -67,7 +66,7 @@ class Products:
 
 
 def copy_figures(device: torch.device, size_bytes: int, *, budget_s: float, sheet: Datasheet | None) -> list[Figure]:
-    """Bytes read and written a second by a copy and by an elementwise kernel: the better one is the roof."""
+    """Bytes a second that a copy and an elementwise kernel read and write. The better figure is the roof."""
     source = random_tensor(size_bytes // 4, torch.float32, device)
     target = (
         torch.empty_like(source) if device.type == "cuda" else random_tensor(size_bytes // 4, torch.float32, device)
@@ -84,4 +83,19 @@ def copy_figures(device: torch.device, size_bytes: int, *, budget_s: float, shee
             datasheet=promised,
         )
         for way, run in ways.items()
+    ]
+
+
+def dram_figures(size_bytes: int, *, budget_s: float) -> list[Figure]:
+    """What torch's threads move through the host's memory, with tensors of ``size_bytes``, far beyond the caches.
+
+    One figure is of an update in place, which is what AdamW does. The other is of a triad, whose written lines are read
+    first.
+    """
+    one, other, third = (random_tensor(size_bytes // 4, torch.float32, CPU) for _ in range(3))
+    update = durations_s(lambda: one.mul_(1.0), CPU, budget_s=budget_s / 2)
+    triad = durations_s(lambda: torch.add(third, one, alpha=0.5, out=other), CPU, budget_s=budget_s / 2)
+    return [
+        figure_of("host DRAM", update, 2 * size_bytes / 1e9, "GB/s", at="update in place"),
+        figure_of("host DRAM", triad, 4 * size_bytes / 1e9, "GB/s", at="triad"),
     ]

@@ -1,11 +1,11 @@
 """The host side of every kernel: multi-threaded C on CPU memory, called without the GIL.
 
-A ``host_*`` function takes arguments that its public counterpart has checked, and returns False, having done nothing,
-where there is no compiled library (see ``host_library``); its caller then runs the torch reference, with the same bits.
+A ``host_*`` function takes arguments that its public counterpart has checked. Where there is no compiled library (see
+``host_library``) it does nothing and returns False, and its caller runs the torch reference, with the same bits.
 ``host_accumulate`` has no counterpart: it is public, checks its arguments and always does its work.
 
-AdamW with the split master moves 26 bytes a parameter: weight, remainder, momentum and variance read and written (24),
-gradient read (2). With moments in bf16 it is 18. The gradient's kernels move each byte once.
+AdamW with the split master moves 26 bytes a parameter: weight, remainder, momentum and variance are read and written
+(24), and the gradient is read (2). With moments in bf16 it moves 18. The gradient's kernels move each byte once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _adam_arguments(
     scale: torch.Tensor | None,
     threads: int,
 ) -> tuple[object, ...]:
-    """What both C functions take first."""
+    """The first arguments of both C functions of AdamW."""
     return (
         weight.data_ptr(),
         _DTYPE_CODES[weight.dtype],
@@ -66,7 +66,7 @@ def host_adam(
     scale: torch.Tensor | None = None,
     threads: int = 0,
 ) -> bool:
-    """``adam`` on CPU tensors that ``adam`` has checked. False, having done nothing, without a compiled library."""
+    """``adam`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
     compiled = library()
     if compiled is None:
         return False
@@ -83,9 +83,9 @@ def host_adam_out_of_place(
     scale: torch.Tensor | None = None,
     threads: int = 0,
 ) -> bool:
-    """``adam_out_of_place`` on checked tensors, or of ``new`` those alone that there are.
+    """``adam_out_of_place`` on checked tensors. It writes those of ``new`` that are not None.
 
-    False, having done nothing, without a compiled library.
+    Returns False, and does nothing, without a compiled library.
     """
     compiled = library()
     if compiled is None:
@@ -103,8 +103,8 @@ def host_accumulate(acc: torch.Tensor, grad: torch.Tensor, *, initialise: bool, 
     Args:
         acc: [n] float32, written.
         grad: [n] bfloat16, float16 or float32.
-        initialise: whether what acc holds is to be ignored (it may be uninitialised memory).
-        threads: host threads; 0 is torch.get_num_threads().
+        initialise: whether to ignore what acc holds, which may be uninitialised memory.
+        threads: the number of host threads; 0 means torch.get_num_threads().
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length.
@@ -123,13 +123,13 @@ def host_accumulate(acc: torch.Tensor, grad: torch.Tensor, *, initialise: bool, 
         acc.add_(grad)  # torch promotes the gradient to fp32 before it adds
 
 
-def host_sum_of_squares(values: torch.Tensor, partials: torch.Tensor, *, threads: int = 0) -> bool:
-    """``sum_of_squares`` on checked CPU tensors. False, having done nothing, without a compiled library."""
+def host_sum_of_squares(values: torch.Tensor, partials: torch.Tensor) -> bool:
+    """``sum_of_squares`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
     compiled = library()
     if compiled is None:
         return False
     compiled.protrain_sum_of_squares(
-        values.data_ptr(), _DTYPE_CODES[values.dtype], values.numel(), partials.data_ptr(), _threads(threads)
+        values.data_ptr(), _DTYPE_CODES[values.dtype], values.numel(), partials.data_ptr(), torch.get_num_threads()
     )
     return True
 
@@ -140,13 +140,10 @@ def host_flatten(
     partials: torch.Tensor | None,
     *,
     accumulate: bool,
-    scale: torch.Tensor | None,
-    nonfinite: torch.Tensor | None,
-    threads: int = 0,
 ) -> bool:
-    """One contiguous tensor of ``flatten`` on checked CPU tensors; ``target`` and ``partials`` start at its place.
+    """One tensor of ``flatten`` on checked CPU tensors. ``target`` and ``partials`` start at its place.
 
-    False, having done nothing, without a compiled library.
+    Returns False, and does nothing, without a compiled library.
     """
     compiled = library()
     if compiled is None:
@@ -159,30 +156,28 @@ def host_flatten(
         tensor.numel(),
         None if partials is None else partials.data_ptr(),
         int(accumulate),
-        None if scale is None else scale.data_ptr(),
-        None if nonfinite is None else nonfinite.data_ptr(),
-        _threads(threads),
+        torch.get_num_threads(),
     )
     return True
 
 
-def host_split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor, *, threads: int = 0) -> bool:
-    """``split`` on checked CPU tensors. False, having done nothing, without a compiled library."""
+def host_split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> bool:
+    """``split`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
     compiled = library()
     if compiled is None:
         return False
     compiled.protrain_split(
-        master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel(), _threads(threads)
+        master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel(), torch.get_num_threads()
     )
     return True
 
 
-def host_join(weight: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor, *, threads: int = 0) -> bool:
-    """``join`` on checked CPU tensors. False, having done nothing, without a compiled library."""
+def host_join(weight: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor) -> bool:
+    """``join`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
     compiled = library()
     if compiled is None:
         return False
     compiled.protrain_join(
-        weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), master.numel(), _threads(threads)
+        weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), master.numel(), torch.get_num_threads()
     )
     return True

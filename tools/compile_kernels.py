@@ -1,12 +1,11 @@
-"""Compiles the Triton kernels' variants ahead of time, for GPUs that this machine need not have, and inspects the code.
+"""Compile every Triton kernel ahead of time, for GPUs that this machine need not have, and inspect the code.
 
-    python -m protrain_kernels.compile                  every target, on all cores
-    python -m protrain_kernels.compile --target sm_90   one of them
-    python -m protrain_kernels.compile --every          every combination of a launch's choices, in minutes a target
+    python -m tools.compile_kernels                  every target, on all cores
+    python -m tools.compile_kernels --target sm_90   one of them
 
-What the launchers rely on is checked in the machine code: no fused multiply-add, no flush of subnormals, no
-approximate division and no fp64 (the numerics), wide loads and no spills (the speed). Prints a table; the exit
-status is 1 when a variant fails.
+The machine code must keep what the launchers rely on. For the numerics it holds no fused multiply-add, no flush of
+subnormals, no approximate division and no fp64; for the speed it has wide loads and no spills. The tool prints a table,
+and its exit status is 1 when a variant fails.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from itertools import groupby, islice
+from itertools import groupby
 from multiprocessing import get_context
 from typing import Any
 
@@ -29,7 +28,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from protrain_kernels.variants import Variant, variants
+from tools.kernel_variants import Variant, variants
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -38,7 +37,7 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-STACK_BYTES = 16  # an address or two set aside before a loop costs nothing; values spilled within one take more
+STACK_BYTES = 16  # an address or two that is set aside before a loop costs nothing; values spilled in a loop take more
 _ACCESS = re.compile(r"\b(ld|st)\.global\S*?(?:\.v(\d+))?\.[bfus](\d+)\b")
 _FORBIDDEN_PTX = {
     "fused multiply-add": re.compile(r"\bfma\.\S*f32"),
@@ -65,7 +64,7 @@ _FORBIDDEN_LLIR = {
 
 
 def defects(variant: Variant, compiled: Any) -> list[str]:
-    """What is wrong with the machine code of ``variant``; nothing is the good answer."""
+    """What is wrong with the machine code of ``variant``. An empty list means that the code is sound."""
     assembly = compiled.asm
     if "ptx" in assembly:
         code = assembly["ptx"]
@@ -82,9 +81,9 @@ def defects(variant: Variant, compiled: Any) -> list[str]:
         if int(usage.get("LOCAL", "0")) or int(usage.get("STACK", "0")) > STACK_BYTES:
             found.append(f"spills: {usage}")
         return found
-    # Nothing may be fused in what Triton hands to AMD's back end, which fuses on permission alone: neither by its own
-    # hand, roots aside, nor by such a permission. Its expansions of division come after that, and can't be told from
-    # fused arithmetic in the machine code.
+    # AMD's back end fuses only where the LLVM code that it gets from Triton fuses already (as roots do) or permits it,
+    # so that code is inspected. The back end expands divisions later, and in the machine code such an expansion looks
+    # like fused arithmetic.
     found = [what for what, pattern in _FORBIDDEN_AMD.items() if pattern.search(assembly["amdgcn"])]
     if variant.divides:
         found = [what for what in found if what != "fused multiply-add"]
@@ -97,50 +96,49 @@ def defects(variant: Variant, compiled: Any) -> list[str]:
 
 
 def _resource_usage(cubin: bytes) -> dict[str, str]:
-    """What the assembler spent on the kernel: REG, STACK, LOCAL, SHARED."""
+    """How much of REG, STACK, LOCAL and SHARED the assembler spent on the kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    # The program's own line comes before the kernel's: the last value of each counts.
+    # The line of the whole program comes before the kernel's line, so the last value of each counts.
     return dict(re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text))
 
 
-def compile_all(targets: Iterable[str], *, only: Sequence[str] = ("",), every: bool = False, jobs: int = 1) -> bool:
-    """Compile and inspect the variants that ``only`` names, printing a row each. Whether all are sound.
+def compile_all(targets: Iterable[str], *, only: Sequence[str] = ("",), jobs: int = 1) -> bool:
+    """Compile and inspect variants, printing a row for each. Returns whether all are sound.
 
     Args:
-        targets: Names out of :data:`TARGETS`.
-        only: What a variant's name may start with.
-        every: Every combination of a launch's choices.
-        jobs: Processes beside each other.
+        targets: names out of :data:`TARGETS`.
+        only: what the name of a variant must start with; one of these is enough.
+        jobs: how many processes compile at the same time.
     """
     sound = True
-    chosen = [number for number, variant in enumerate(variants(every=every)) if variant.name.startswith(tuple(only))]
-    names = [variant.name for variant in variants(every=every)]
+    names = [variant.name for variant in variants()]
+    chosen = [number for number, name in enumerate(names) if name.startswith(tuple(only))]
     width = max(len(names[number]) for number in chosen)
-    tasks = [(target, number, every) for target in targets for number in chosen]
+    tasks = [(target, number) for target in targets for number in chosen]
     print(f"triton {triton.__version__}")
     print(f"{'kernel':<{width}}  target  seconds  verdict")
-    # Started anew, not forked: torch and LLVM have threads by now.
+    # Processes are spawned, not forked, because torch and LLVM have threads by now.
     with ProcessPoolExecutor(jobs, get_context("spawn")) if jobs > 1 else nullcontext() as pool:
         verdicts = pool.map(_inspected, tasks) if pool else map(_inspected, tasks)
-        for (target, number, _), (found, seconds) in zip(tasks, verdicts, strict=True):
+        for (target, number), (found, seconds) in zip(tasks, verdicts, strict=True):
             print(f"{names[number]:<{width}}  {target:<6}  {seconds:7.2f}  {'; '.join(found) or 'ok'}", flush=True)
             sound = sound and not found
     return sound
 
 
-def _inspected(task: tuple[str, int, bool]) -> tuple[list[str], float]:
-    """The defects of a target's variant, by its number, and the seconds that it took."""
-    target, number, every = task
-    variant = next(islice(variants(every=every), number, None))
+def _inspected(task: tuple[str, int]) -> tuple[list[str], float]:
+    """The defects of the variant with this number for this target, and the seconds that it took to compile."""
+    target, number = task
+    variant = [*variants()][number]
     start = time.perf_counter()
     try:
         source = variant.source(TARGETS[target].backend)
         found = defects(variant, triton.compile(source, target=TARGETS[target], options=variant.options))
-    except Exception as error:  # whatever a compiler raises is this row's verdict, and the next row still runs
+    except Exception as error:  # the verdict of this row, whatever the compiler raises; the next row still runs
         found = [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
     return found, time.perf_counter() - start
 
@@ -148,25 +146,24 @@ def _inspected(task: tuple[str, int, bool]) -> tuple[list[str], float]:
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m protrain_kernels.compile",
+        prog="python -m tools.compile_kernels",
         description="Compile and inspect every Triton kernel, without a GPU.",
-        epilog="example: python -m protrain_kernels.compile --target sm_90 --only adam",
+        epilog="example: python -m tools.compile_kernels --target sm_90 --only adam",
     )
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="one target; may be repeated")
     parser.add_argument(
         "--only", action="append", metavar="PREFIX", help="only variants whose name starts so; may be repeated"
     )
-    parser.add_argument("--every", action="store_true", help="every combination, not a choice: minutes a target")
     parser.add_argument("--jobs", type=_jobs, default=os.cpu_count() or 1, help="processes (one a core)")
     options = parser.parse_args(arguments)
-    names = [variant.name for variant in variants(every=options.every)]
+    names = [variant.name for variant in variants()]
     for prefix in options.only or ():
         if not any(name.startswith(prefix) for name in names):
             parser.error(f"no variant starts with {prefix!r}")
     if knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set, and the interpreter has no machine code: unset it")
     targets = options.target or TARGETS
-    return 0 if compile_all(targets, only=options.only or [""], every=options.every, jobs=options.jobs) else 1
+    return 0 if compile_all(targets, only=options.only or [""], jobs=options.jobs) else 1
 
 
 def _jobs(text: str) -> int:

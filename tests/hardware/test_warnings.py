@@ -1,4 +1,4 @@
-"""What calibration warns about: the link, clocks, threads, and memory that can't be pinned."""
+"""What calibration warns about: the link, clocks, threads, and memory that cannot be pinned."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from protrain.hardware.calibration.doubts import (
-    clock_doubts,
-    host_doubts,
-    link_doubts,
-    pinning_doubts,
-    thread_doubts,
+from protrain.hardware.calibration.report import (
+    clock_warnings,
+    host_warnings,
+    link_warnings,
+    pinning_warnings,
+    thread_warnings,
 )
-from protrain.hardware.calibration.host_bandwidth import pinned
+from protrain.hardware.calibration.tensors import pinned
 from protrain.hardware.nvml import GpuFacts, card_facts
 from protrain.hardware.profile import Figure
 
@@ -69,7 +69,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GpuFacts | None]:
     return facts
 
 
-def test_a_healthy_card_raises_no_doubt(library: Callable[..., GpuFacts]) -> None:
+def test_a_healthy_card_raises_no_warning(library: Callable[..., GpuFacts]) -> None:
     facts = library()
     assert facts == GpuFacts(
         driver="580.1",
@@ -81,28 +81,28 @@ def test_a_healthy_card_raises_no_doubt(library: Callable[..., GpuFacts]) -> Non
         clock_max_mhz=1980,
         throttled=False,
     )
-    assert link_doubts(facts) == clock_doubts(STEADY, facts) == []
+    assert link_warnings(facts) == clock_warnings(STEADY, facts) == []
 
 
 def test_a_narrow_or_slow_link_is_told(library: Callable[..., GpuFacts]) -> None:
-    narrow = link_doubts(library(nvmlDeviceGetCurrPcieLinkWidth=lambda card: 8))
+    narrow = link_warnings(library(nvmlDeviceGetCurrPcieLinkWidth=lambda card: 8))
     assert len(narrow) == 1
     assert "runs at width x8 while it copies, and card and slot allow x16: check slot" in narrow[0]
-    slow = link_doubts(
+    slow = link_warnings(
         library(nvmlDeviceGetCurrPcieLinkGeneration=lambda card: 3, nvmlDeviceGetCurrPcieLinkWidth=lambda card: 4)
     )
     assert len(slow) == 2
     assert "runs at generation 3" in slow[0]
 
 
-def test_what_a_virtual_machine_hides_raises_no_doubt(library: Callable[..., GpuFacts]) -> None:
+def test_what_a_virtual_machine_hides_raises_no_warning(library: Callable[..., GpuFacts]) -> None:
     facts = library(
         nvmlDeviceGetCurrPcieLinkWidth=_refuse,
         nvmlDeviceGetMaxPcieLinkGeneration=_refuse,
         nvmlDeviceGetCurrentClocksThrottleReasons=_refuse,
     )
     assert facts.pcie_width is facts.pcie_generation_max is None
-    assert link_doubts(facts) == clock_doubts(STEADY, facts) == []
+    assert link_warnings(facts) == clock_warnings(STEADY, facts) == []
 
 
 def test_without_the_library_its_driver_or_the_card_nothing_is_known(
@@ -112,7 +112,7 @@ def test_without_the_library_its_driver_or_the_card_nothing_is_known(
     assert library(nvmlDeviceGetHandleByUUID=_refuse) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert card_facts(UUID) is None
-    assert link_doubts(None) == clock_doubts(STEADY, None) == []
+    assert link_warnings(None) == clock_warnings(STEADY, None) == []
 
 
 def _rate(median: float, p20: float | None = None, p80: float | None = None) -> Figure:
@@ -130,40 +130,40 @@ def test_a_card_that_slows_itself_down_is_told(library: Callable[..., GpuFacts])
             nvmlDeviceGetCurrentClocksThrottleReasons=lambda card, fault=fault: fault,
             nvmlDeviceGetClockInfo=lambda card, kind: 900,
         )
-        (line,) = clock_doubts(STEADY, facts)
+        (line,) = clock_warnings(STEADY, facts)
         assert "slows itself down at 900 of 1980 MHz" in line
     unknown = replace(facts, clock_mhz=None)
-    assert "slows itself down, by heat" in clock_doubts(STEADY, unknown)[0]
+    assert "slows itself down, by heat" in clock_warnings(STEADY, unknown)[0]
 
 
 def test_unstable_clocks_are_told() -> None:
-    (line,) = clock_doubts(_rate(700.0, 600.0, 710.0), None)
+    (line,) = clock_warnings(_rate(700.0, 600.0, 710.0), None)
     assert "clocks are unstable: matrix products ran at 600 to 710 TFLOP/s" in line
 
 
 def test_too_few_threads_are_told() -> None:
     growing = {1: _rate(1.0), 2: _rate(2.0), 4: _rate(4.0)}
-    (line,) = thread_doubts(growing, 400.0, torch_threads=4, cores=4, beside_gpu=True)
+    (line,) = thread_warnings(growing, 400.0, torch_threads=4, cores=4, beside_gpu=True)
     assert "too few cores: AdamW on the host takes 104 of 400 GB/s of memory with all 4" in line
     full = {1: _rate(3.0), 2: _rate(6.0), 4: _rate(6.1)}
     for rates, dram, beside_gpu in ((full, 165.0, True), (growing, 110.0, True), (growing, 400.0, False)):
-        assert thread_doubts(rates, dram, torch_threads=4, cores=4, beside_gpu=beside_gpu) == []
-    (line,) = thread_doubts(full, 165.0, torch_threads=1, cores=4, beside_gpu=True)
+        assert thread_warnings(rates, dram, torch_threads=4, cores=4, beside_gpu=beside_gpu) == []
+    (line,) = thread_warnings(full, 165.0, torch_threads=1, cores=4, beside_gpu=True)
     assert "torch uses 1 of the 4 cores of this process: unset OMP_NUM_THREADS" in line
 
 
 def test_a_host_that_others_use_is_told() -> None:
     """Rates of an H100's host on which steps took up to 1.3 times as long as predicted."""
     quiet = _rate(4.96, 4.93, 5.19)
-    (line,) = host_doubts([_rate(4.89, 3.65, 5.37), quiet, _rate(4.47, 3.77, 4.71)])
+    (line,) = host_warnings([_rate(4.89, 3.65, 5.37), quiet, _rate(4.47, 3.77, 4.71)])
     assert "AdamW on the host ran at 3.65 to 5.37 TFLOP/s: something else uses its cores or memory" in line
-    assert host_doubts([quiet, _rate(4.8, 4.6, 5.0)]) == []
-    assert len(host_doubts([quiet, _rate(4.0, 3.9, 4.1)])) == 1  # steady, but not the same later
+    assert host_warnings([quiet, _rate(4.8, 4.6, 5.0)]) == []
+    assert len(host_warnings([quiet, _rate(4.0, 3.9, 4.1)])) == 1  # steady, but not the same later
 
 
 def test_memory_that_cannot_be_pinned_is_told() -> None:
-    assert pinning_doubts([True, True]) == []
-    (line,) = pinning_doubts([True, False])
+    assert pinning_warnings([True, True]) == []
+    (line,) = pinning_warnings([True, False])
     assert "raise the limit of locked memory (ulimit -l" in line
 
 

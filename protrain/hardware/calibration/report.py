@@ -1,0 +1,175 @@
+"""What people read of a calibration: the printed profile, its warnings, and the differences of two calibrations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from protrain.common.quantities import format_bytes
+from protrain.hardware.calibration.optimizers import ADAM_BYTES
+from protrain.hardware.calibration.timing import MIB, Effort
+from protrain.hardware.nvml import GpuFacts
+from protrain.hardware.profile import Contention, Figure, HardwareProfile
+
+_HEAD = ("", "at", "median", "p20", "p80", "", "of datasheet")
+_STARVED = 0.6  # of the host's memory bandwidth, which should limit AdamW
+_STILL_GROWING = 1.15  # the rate with all threads over the rate with half as many
+_UNSTABLE = 1.10  # p80 over p20
+_HOST_UNSTABLE = 1.25  # p80 over p20 of the host's AdamW at several moments, which a quiet host keeps at 1.1
+_LARGE_ENOUGH = 0.25  # of full sizes: 256 MiB, more than nearly every cache
+
+
+def report(profile: HardwareProfile) -> str:
+    """The printed form of a profile that ``calibrate`` returned."""
+    parts = [_machine(profile), *_figures(profile.figures), *_contention(profile.contention)]
+    parts += ["", *(f"warning: {line}" for line in profile.warnings)] if profile.warnings else []
+    return "\n".join(parts)
+
+
+def _machine(profile: HardwareProfile) -> str:
+    driver = "" if profile.driver == "none" else f", driver {profile.driver}"
+    memory = f"{format_bytes(profile.device_bytes)} on the device, {format_bytes(profile.host_bytes)} on the host"
+    processes = f", {profile.world_size} processes" if profile.world_size > 1 else ""
+    return (
+        f"{profile.name}{driver}, torch {profile.torch_version}{processes}\n"
+        f"{profile.processor}, {profile.cpu_threads} cores; usable memory: {memory}\n"
+        f"AdamW on the host is best with {profile.host_adam_threads} threads\n"
+    )
+
+
+def _figures(figures: Sequence[Figure]) -> list[str]:
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for figure in figures:
+        rates = (f"{rate:,.4g}" for rate in (figure.median, figure.p20, figure.p80))
+        promised = f"{100 * figure.median / figure.datasheet:.1f}%" if figure.datasheet else ""
+        rows.append((figure.name, figure.at, *rates, figure.unit, promised))
+    return _aligned(rows)
+
+
+def _contention(groups: Sequence[Contention]) -> list[str]:
+    if not groups:
+        return []
+    rows = [("together", "what is left of each one's rate")]
+    for group in groups:
+        shares = zip(group.activities, group.shares, strict=True)
+        rows.append((" + ".join(group.activities), ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares)))
+    return ["", *_aligned(rows)]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def size_warnings(effort: Effort) -> list[str]:
+    """Warns of sizes that fit in caches because time or memory was short."""
+    if effort.size >= _LARGE_ENOUGH:
+        return []
+    why = "so little time" if effort.time < _LARGE_ENOUGH else "so little free memory"
+    return [
+        f"there was {why} that tensors of {effort.tensor_bytes // MIB} MiB were measured in place of larger ones. "
+        "Caches may hold them, and the rates of memory are then too high: calibrate an idle machine for 30 s"
+    ]
+
+
+def link_warnings(loaded: GpuFacts | None) -> list[str]:
+    """Warns of a PCI Express link below its width or generation. The facts were read while the card copied."""
+    if loaded is None:
+        return []
+    found = []
+    for what, now, most in (
+        ("generation", loaded.pcie_generation, loaded.pcie_generation_max),
+        ("width", loaded.pcie_width, loaded.pcie_width_max),
+    ):
+        if now is not None and most is not None and now < most:
+            shown = [f"x{value}" if what == "width" else str(value) for value in (now, most)]
+            found.append(
+                f"the PCI Express link runs at {what} {shown[0]} while it copies, and card and slot allow {shown[1]}: "
+                "check slot, riser, firmware settings and other cards on its lanes"
+            )
+    return found
+
+
+def clock_warnings(matmul: Figure, loaded: GpuFacts | None) -> list[str]:
+    """Warns of slow or unstable clocks. The facts were read during matrix products, whose rate is ``matmul``."""
+    found = []
+    if loaded is not None and loaded.throttled:
+        clocks = f" at {loaded.clock_mhz} of {loaded.clock_max_mhz} MHz" if loaded.clock_mhz else ""
+        found.append(f"the card slows itself down{clocks}, by heat or a fault of its supply: check its cooling")
+    if matmul.p80 > _UNSTABLE * matmul.p20:
+        found.append(
+            f"clocks are unstable: matrix products ran at {matmul.p20:.3g} to {matmul.p80:.3g} {matmul.unit}; "
+            "check cooling and power limit, and that nothing else runs"
+        )
+    return found
+
+
+def thread_warnings(
+    by_threads: dict[int, Figure], dram_gbps: float, *, torch_threads: int, cores: int, beside_gpu: bool
+) -> list[str]:
+    """Warns of too few threads for the host's AdamW.
+
+    Args:
+        by_threads: the rate by number of threads.
+        dram_gbps: what the host's memory carries.
+        torch_threads: how many threads torch was going to use.
+        cores: how many cores this process may use.
+        beside_gpu: whether the host updates for a GPU, so that its memory should be the limit.
+    """
+    found = []
+    if torch_threads < cores:
+        found.append(
+            f"torch uses {torch_threads} of the {cores} cores of this process: unset OMP_NUM_THREADS (torchrun sets it "
+            f"to 1) or set it to {cores}"
+        )
+    half = min(by_threads, key=lambda count: abs(2 * count - max(by_threads)))
+    full_rate, half_rate = by_threads[max(by_threads)].median, by_threads[half].median
+    if beside_gpu and full_rate * ADAM_BYTES < _STARVED * dram_gbps and full_rate > _STILL_GROWING * half_rate:
+        found.append(
+            f"too few cores: AdamW on the host takes {full_rate * ADAM_BYTES:.0f} of {dram_gbps:.0f} GB/s of memory "
+            f"with all {max(by_threads)}, and would be faster with more"
+        )
+    return found
+
+
+def host_warnings(moments: Sequence[Figure]) -> list[str]:
+    """Warns of a host that others use too, by the rates of its AdamW at several moments of one calibration."""
+    slowest = min(figure.p20 for figure in moments)
+    fastest = max(figure.p80 for figure in moments)
+    if fastest <= _HOST_UNSTABLE * slowest:
+        return []
+    return [
+        f"AdamW on the host ran at {slowest:.3g} to {fastest:.3g} {moments[0].unit}: something else uses its cores or "
+        "memory, as neighbours on a shared host do; steps that wait for the host will vary as much"
+    ]
+
+
+def pinning_warnings(pinned: Iterable[bool]) -> list[str]:
+    """Warns of host memory that the driver refused to pin."""
+    if all(pinned):
+        return []
+    return [
+        "host memory cannot be pinned, so that copies are slow and nothing overlaps them: raise the limit of locked "
+        "memory (ulimit -l, or --ulimit memlock=-1 of a container)"
+    ]
+
+
+def differences(first: HardwareProfile, again: HardwareProfile, *, tolerance: float = 0.05) -> list[str]:
+    """A line for every figure in which two calibrations of one machine differ by more than ``tolerance``."""
+    values = [_values(profile) for profile in (first, again)]
+    lines = []
+    for title, before in values[0].items():
+        after = values[1].get(title, 0.0)
+        change = abs(after - before) / max(min(before, after), 1e-12)
+        if change > tolerance:
+            lines.append(f"{title}: {before:.4g}, then {after:.4g} ({100 * (after / max(before, 1e-12) - 1):+.1f}%)")
+    return lines
+
+
+def _values(profile: HardwareProfile) -> dict[str, float]:
+    figures: Sequence[tuple[str, float]] = [(figure.title, figure.median) for figure in profile.figures]
+    shares = [
+        (f"share of {name} in {' + '.join(group.activities)}", share)
+        for group in profile.contention
+        for name, share in zip(group.activities, group.shares, strict=True)
+    ]
+    return dict([*figures, *shares])

@@ -1,0 +1,66 @@
+"""The tensors that calibration works on: random values, in host memory as the engine maps it or on the device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from protrain.common.host_memory import map_host_memory, register
+
+CPU = torch.device("cpu")
+_RANDOM_BLOCK = 1 << 20  # elements that repeat, because drawing gigabytes of random numbers takes longer than measuring
+
+
+def fill_random(tensor: Tensor, *, positive: bool = False) -> Tensor:
+    """Fill a 1-d ``tensor`` in place with normal floats or uniform integers. Returns it.
+
+    Zeros would cost less power and let the device clock higher, and a memory controller may treat them specially.
+    """
+    size = min(tensor.numel(), _RANDOM_BLOCK)
+    if tensor.dtype.is_floating_point:
+        block = torch.randn(size, device=tensor.device)
+        block = (block.abs() if positive else block).to(tensor.dtype)
+    else:
+        limits = torch.iinfo(tensor.dtype)
+        block = torch.randint(limits.min, limits.max + 1, (size,), dtype=tensor.dtype, device=tensor.device)
+    for first in range(0, tensor.numel(), _RANDOM_BLOCK):
+        piece = tensor[first : first + _RANDOM_BLOCK]
+        piece.copy_(block[: piece.numel()])
+    return tensor
+
+
+def random_tensor(elements: int, dtype: torch.dtype, device: torch.device, *, positive: bool = False) -> Tensor:
+    """A random 1-d tensor. On the host it lies in memory of :func:`protrain.common.host_memory.map_host_memory`."""
+    empty = (
+        map_host_memory(elements * dtype.itemsize).view(dtype)
+        if device.type == "cpu"
+        else torch.empty(elements, dtype=dtype, device=device)
+    )
+    return fill_random(empty, positive=positive)
+
+
+@contextlib.contextmanager
+def pinned(*tensors: Tensor, device: torch.device) -> Iterator[bool]:
+    """Register host ``tensors`` with the driver of ``device`` inside the context. Yields whether it accepted all.
+
+    On a CPU there is nothing to do.
+    """
+    if device.type != "cuda":
+        yield True
+        return
+    registered: list[int] = []
+    accepted = True
+    try:
+        for tensor in tensors:
+            if register(tensor, device) != 0:
+                accepted = False
+                break
+            registered.append(tensor.data_ptr())
+        yield accepted
+    finally:
+        torch.cuda.synchronize(device)
+        for address in registered:
+            torch.cuda.cudart().cudaHostUnregister(address)

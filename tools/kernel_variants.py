@@ -1,0 +1,239 @@
+"""Every specialisation of every Triton kernel that the launchers compile, for ``compile_kernels`` to build."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from triton.compiler import ASTSource
+
+from protrain_kernels.adam import BLOCK, adam_kernel
+from protrain_kernels.adam_types import AdamScalars
+from protrain_kernels.checks import (
+    LAUNCH_OPTIONS,
+    TILE_GROUP,
+    TILE_LANES,
+    TILE_OPTIONS,
+    TILE_ROWS,
+    TILE_UNROLL,
+)
+from protrain_kernels.flatten_kernels import BF16, FP16, FP32, flatten_kernel, unflatten_kernel
+from protrain_kernels.from_host import BLOCK as FROM_HOST_BLOCK
+from protrain_kernels.from_host import from_host_kernel
+from protrain_kernels.pack import PACK_OPTIONS, PACK_STEPS
+from protrain_kernels.pack_kernels import pack_kernel, unpack_kernel
+from protrain_kernels.pack_layout import BITS, FP8, GATHER, MASK, RAW, TILE
+from protrain_kernels.split_master import BLOCK as SPLIT_BLOCK
+from protrain_kernels.split_master import join_kernel, split_kernel
+from protrain_kernels.sum_of_squares import sum_of_squares_kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel: what a launch with arguments like these compiles."""
+
+    name: str
+    kernel: Any
+    pointers: dict[str, str]  # argument -> element type
+    integers: dict[str, int]  # argument -> a value: Triton treats 1, multiples of 16 and values beyond 31 bits apart
+    constants: dict[str, Any]
+    floats: tuple[str, ...] = ()
+    unaligned: tuple[str, ...] = ()  # pointers that are no multiples of 16 bytes
+    options: dict[str, Any] = dataclasses.field(default_factory=lambda: LAUNCH_OPTIONS)
+    wide_loads: int = 0  # the least number of loads of 16 bytes
+    wide_stores: int = 0  # the least number of stores of 16 bytes
+    loads_together: int = 0  # the least number of wide loads in a row without a wide store between them
+    # Why AMD's code may hold fused multiply-adds: a correctly rounded "root" and division, or an "integer division".
+    divides: str = ""
+
+    def source(self, backend: str) -> ASTSource:
+        """What ``triton.compile`` takes."""
+        names = list(self.kernel.arg_names)
+        signature = self.signature()
+        ones = {name: 1 for name in self.integers if signature[name] == "constexpr"}
+        attributes: dict[tuple[int], list[list[str | int]]] = {}
+        for name, kind in signature.items():
+            if kind.endswith(":16"):
+                attributes[(names.index(name),)] = [["tt.divisibility", 16]]
+        if backend == "hip":  # a launch on AMD says so of tensors of up to 2 GiB
+            for name in self.pointers:
+                attributes.setdefault((names.index(name),), []).append(["tt.pointer_range", 32])
+        return ASTSource(
+            self.kernel,
+            {name: signature[name].removesuffix(":16") for name in names},
+            constexprs=self.constants | ones,
+            attrs=attributes,
+        )
+
+    def signature(self) -> dict[str, str]:
+        """The type of each argument as Triton names it, with ":16" where the code relies on a multiple of 16."""
+        kinds = {name: f"*{kind.replace('bf16', 'i16')}" for name, kind in self.pointers.items()}  # see as_bits
+        for name in kinds:
+            parameter = self.kernel.params[self.kernel.arg_names.index(name)]
+            if name not in self.unaligned and not parameter.do_not_specialize_on_alignment:
+                kinds[name] += ":16"
+        for name, value in self.integers.items():
+            kinds[name] = "i64" if value >= 1 << 31 else "i32"
+            if not self.kernel.params[self.kernel.arg_names.index(name)].do_not_specialize:
+                kinds[name] = "constexpr" if value == 1 else kinds[name] + ":16" * (value % 16 == 0)
+        return kinds | dict.fromkeys(self.floats, "fp32") | dict.fromkeys(self.constants, "constexpr")
+
+
+_SMALL, _LARGE = 4096, 1 << 32  # lengths that are multiples of 16
+_TYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
+_TILES = {"GROUP": TILE_GROUP, "ROWS": TILE_ROWS, "LANES": TILE_LANES, "UNROLL": TILE_UNROLL}
+_TABLES = {"tensor_of": "i32", "rows": "i64", "addresses": "i64"}
+
+
+def variants() -> Iterator[Variant]:
+    """What the launchers compile.
+
+    The list of ``pack`` is a choice: its constants describe the activations of a block, in too many ways to list.
+    """
+    yield from _adam_variants()
+    yield from _sum_variants()
+    yield from _flatten_variants()
+    yield from _split_variants()
+    yield from _from_host_variants()
+    yield from _pack_variants()
+
+
+def _adam_variants() -> Iterator[Variant]:
+    scalars = tuple(field.name for field in dataclasses.fields(AdamScalars))
+    for weight, master, grads in (
+        ("bf16", "i16", ("bf16", "fp32")),
+        ("fp16", "fp32", ("fp16", "fp32")),
+        ("fp32", "fp32", ("fp32",)),
+    ):
+        for moment, grad, (scale, l2, large) in product(("fp32", "bf16"), grads, product((False, True), repeat=3)):
+            flags = f"{', scale' * scale}{', l2' * l2}{', large' * large}"
+            yield Variant(
+                name=f"adam {weight}, {grad} gradient{f', {moment} moments' * (moment != 'fp32')}{flags}",
+                kernel=adam_kernel,
+                pointers={
+                    "weight": weight,
+                    "master": master,
+                    "exp_avg": moment,
+                    "exp_avg_sq": moment,
+                    "grad": grad,
+                    "scale": "fp32" if scale else moment,  # another tensor stands for a scale that is not there
+                },
+                integers={"numel": _LARGE if large else _SMALL},
+                floats=scalars,
+                constants={
+                    "SPLIT": weight == "bf16",
+                    "OWN_MASTER": weight == "fp32",
+                    "HAS_SCALE": scale,
+                    "HAS_L2": l2,
+                    "BLOCK": BLOCK,
+                },
+                wide_loads=5 if weight == "bf16" else 4,
+                wide_stores=4 if weight == "bf16" else 3,
+                divides="root",
+            )
+
+
+def _sum_variants() -> Iterator[Variant]:
+    for kind, aligned, large in product(_TYPES, (False, True), (True, False)):
+        yield Variant(
+            name=f"sum_of_squares {kind}{', unaligned' * (not aligned)}{', large' * large}",
+            kernel=sum_of_squares_kernel,
+            pointers={"values": kind, "partials": "fp32"},
+            integers={"numel": _LARGE if large else _SMALL},
+            unaligned=() if aligned else ("values",),
+            constants=_TILES,
+            options=TILE_OPTIONS,
+            wide_loads=TILE_UNROLL if aligned else 0,
+        )
+
+
+def _flatten_variants() -> Iterator[Variant]:
+    for kind, chunk, accumulate, squares in product(_TYPES, _TYPES, (False, True), (False, True)):
+        if accumulate and chunk != "fp32":
+            continue
+        told = f"{', accumulate' * accumulate}{', no squares' * (not squares)}"
+        yield Variant(
+            name=f"flatten {kind} into {chunk}{told}",
+            kernel=flatten_kernel,
+            # The chunk stands for partials that are not there.
+            pointers={**_TABLES, "chunk": chunk, "partials": "fp32" if squares else chunk},
+            integers={"slot": 0},
+            constants={"TYPE": _TYPES[kind], "ACCUMULATE": accumulate, "SQUARES": squares, **_TILES},
+            options=TILE_OPTIONS,
+            wide_loads=TILE_UNROLL,
+            loads_together=TILE_UNROLL,
+            wide_stores=TILE_UNROLL // (2 if accumulate else 1),
+        )
+    for kind, chunk in product(_TYPES, _TYPES):
+        yield Variant(
+            name=f"unflatten {chunk} into {kind}",
+            kernel=unflatten_kernel,
+            pointers={**_TABLES, "chunk": chunk},
+            integers={"slot": 0},
+            constants={"TYPE": _TYPES[kind], **_TILES},
+            options=TILE_OPTIONS,
+            wide_loads=TILE_UNROLL,
+            loads_together=TILE_UNROLL,
+            wide_stores=TILE_UNROLL,
+        )
+
+
+def _split_variants() -> Iterator[Variant]:
+    for (name, kernel), numel in product((("split", split_kernel), ("join", join_kernel)), (1, 17, _LARGE, _SMALL)):
+        multiple = numel % 16 == 0
+        yield Variant(
+            name=f"{name}{', large' * (numel == _LARGE)}{f', {numel}' * (not multiple)}",
+            kernel=kernel,
+            pointers={"master": "fp32", "weight": "bf16", "remainder": "i16"},
+            integers={"numel": numel},
+            constants={"BLOCK": SPLIT_BLOCK},
+            wide_loads=2 if multiple else 0,
+            wide_stores=2 if multiple else 0,
+        )
+
+
+def _from_host_variants() -> Iterator[Variant]:
+    for kind, large in product(("u8", "i64"), (False, True)):
+        yield Variant(
+            name=f"from_host {kind}{', large' * large}",
+            kernel=from_host_kernel,
+            pointers={"source": kind, "target": kind},
+            integers={"numel": _LARGE if large else _SMALL},
+            constants={"BLOCK": FROM_HOST_BLOCK},
+            wide_loads=4 if kind == "i64" else 0,
+            wide_stores=4 if kind == "i64" else 0,
+        )
+
+
+def _pack_variants() -> Iterator[Variant]:
+    bits = {"raw": 1 << RAW, "gather": 1 << GATHER, "bits": 1 << BITS, "mask": 1 << MASK, "fp8": 1 << FP8}
+    for name, kernel in (("pack", pack_kernel), ("unpack", unpack_kernel)):
+        for kinds, widths, types, dims, loads, stores in (
+            (("raw",), 0, 0, 0, 1, 1),
+            (("bits",), 0, 0, 0, name == "pack", name == "unpack"),
+            (("mask",), 0, 7, 0, 3 * (name == "pack"), 3 * (name == "unpack")),
+            (("fp8",), 0, 7, 0, 3 * (name == "pack"), 3 * (name == "unpack")),
+            (("raw", "gather", "bits"), 15, 0, 4, 1 + (name == "pack"), 1 + (name == "unpack")),
+            (tuple(bits), 15, 7, 8, 1, 1),
+        ):
+            yield Variant(
+                name=f"{name} {', '.join(kinds)}{', strided' * (dims > 0)}",
+                kernel=kernel,
+                pointers={"piece_of": "i32", "rows": "i64", "addresses": "i64", "packed": "u8"},
+                integers={"slot": 0},
+                constants={
+                    "KINDS": sum(bits[kind] for kind in kinds),
+                    "WIDTHS": widths,
+                    "TYPES": types,
+                    "DIMS": dims,
+                    "WIDE": dims > 4,
+                    "TILE": TILE,
+                    "STEPS": PACK_STEPS,
+                },
+                options=PACK_OPTIONS,
+                divides="integer division" if dims > 4 else "",
+                wide_loads=loads,
+                wide_stores=stores,
+            )
