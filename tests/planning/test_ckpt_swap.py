@@ -14,8 +14,8 @@ from protrain.hardware import detect
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, check, choose_chunk_elements, evaluate, pack
 from protrain.planning.runtime.paper import paper_step_ms
 from protrain.profiler import ModelProfile
-from tests.planning.counts import placed
 from tests.engine import residual
+from tests.planning.counts import placed
 
 ROWS, WIDTH, DEPTH = 256, 32, 8
 INPUT_BYTES = ROWS * WIDTH * 4

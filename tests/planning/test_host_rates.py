@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protrain.planning import Plan, check, explain, search
-from protrain.planning.rates.host_rates import UNKNOWN, cautious, likely_machines, host_shares
+from protrain.planning.rates.host_rates import UNKNOWN, cautious, host_shares, likely_machines
 from protrain.profiler import ModelProfile
 from tests.planning.machines import H100
 from tests.planning.test_search import make_profile

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from protrain.planning.rates.kept_attention import least_ms
 
 from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, block_modes, check, evaluate, pack, search
 from protrain.planning.plan import as_planned
-from protrain.planning.rates.kept_attention import least_ms
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.test_brute_force import MIB, N, as_measured, every_plan, kinds_of, random_machine, random_profile
 

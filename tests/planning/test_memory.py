@@ -156,7 +156,9 @@ def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_b
     for n_persist in range(n_chunks + 1):
         parts = memory.static_parts(n_persist, 0)
         assert parts["persistent chunks"] == sum(state_bytes(chunk, traced) for chunk in layout.chunks[:n_persist])
-        host = memory.host_bytes(placed(n_persist, 1), activations) - memory.host_bytes(placed(n_chunks, 0), activations)
+        host = memory.host_bytes(placed(n_persist, 1), activations) - memory.host_bytes(
+            placed(n_chunks, 0), activations
+        )
         assert host == total - parts["persistent chunks"]
     several = _model(replace(traced, accumulation=2))
     for n_persist in range(n_chunks):

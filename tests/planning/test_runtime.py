@@ -258,7 +258,9 @@ def test_speculative_updates_are_named_in_the_timeline() -> None:
     assert {"speculative update 2", "speculative update 1", "update 3"} <= set(updates)
     assert updates["speculative update 2"].start_ms < found.backward_end_ms <= updates["update 3"].start_ms
     inside = model_of(make_profile(6.0, 6.0), MACHINE, update_in_backward=True).timeline((NONE,) * 4, placed(1, 3))
-    assert {one.name for one in inside.operations if one.lane == HOST} == {f"speculative update {at}" for at in (1, 2, 3)}
+    assert {one.name for one in inside.operations if one.lane == HOST} == {
+        f"speculative update {at}" for at in (1, 2, 3)
+    }
 
 
 def test_a_timeline_does_one_thing_at_a_time_on_every_lane() -> None:
@@ -365,7 +367,9 @@ def test_a_step_of_several_batches_updates_once() -> None:
     add = (2 + 8) / 26 * 100.0
     assert 2 * 3 * add + last <= step_ms(three, (NONE,) * 4, 1, 2, **slow) <= 2 * (3 * add + 4 * 9.0) + last
     inside = model_of(three, replace(MACHINE, **slow), update_in_backward=True)
-    assert inside.step_ms((NONE,) * 4, placed(1, 2)) == pytest.approx(2 * 3 * add + 3 * (add + 28 / 26 * 100.0), rel=0.1)
+    assert inside.step_ms((NONE,) * 4, placed(1, 2)) == pytest.approx(
+        2 * 3 * add + 3 * (add + 28 / 26 * 100.0), rel=0.1
+    )
 
 
 def test_the_papers_formula() -> None:
