@@ -11,8 +11,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "bench").rglob("*.md"))]
-# Exists once the pattern search has replaced the package planning/search/. Delete this line then.
-TO_COME = {"protrain/planning/search.py"}
 
 
 def names(page: Path) -> str:
@@ -50,8 +48,6 @@ def anchors(page: Path) -> set[str]:
 def test_files_and_functions_that_a_page_names_exist(page: Path) -> None:
     wrong = []
     for file, name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|json|md))(?::([\w.]+))?`", page.read_text()):
-        if file in TO_COME and not (ROOT / file).is_file():
-            continue
         # Records are named as seen from the folder of all results, or from the page's own.
         places = [folder / file for folder in (ROOT, ROOT / "bench" / "results", page.parent)]
         found = next((place for place in places if place.is_file()), None)

@@ -1,10 +1,10 @@
-"""What the planner predicts, against what the machine does: ``python -m bench.planner``.
+"""Compares predictions of the planner with measurements on the machine: ``python -m bench.planner``.
 
-cases     models, batches and limits; those that the models were tuned on and those held out
+cases     models, batches and limits: those that the predictions were tuned on, and those that were held out
 draw      plans drawn at random from all that fit
 worker    one process per case: wraps, trains a few steps under each plan, measures
 beside    several processes at once, for limits, where nothing is timed
-accuracy  predictions made anew from the recorded profiles, beside what was measured
+accuracy  predictions of today's models from the recorded profiles, compared with what was measured
 regret    the chosen plan against others on the same machine
 largest   the largest models of four families on the paper's machines, simulated: python -m bench.planner.largest
 layerwise what hooks on layers miss of a step's peak memory: python -m bench.planner.layerwise

@@ -1,4 +1,4 @@
-"""What the planner says against what the machine does.
+"""Compares predictions of the planner with measurements on the machine.
 
 python -m bench.planner --out bench/results/h100      predicted against measured, for plans drawn at random
 python -m bench.planner --kind regret --out ...       the chosen plan against others, on the machine
@@ -75,21 +75,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--read", type=Path, metavar="FOLDER", help="measure nothing: judge what lies in FOLDER")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases by name")
     parser.add_argument("--part", choices=("tuned", "held-out", "both"), default="both", help="(default: both)")
-    parser.add_argument("--host-memory", help="of each case, for a machine whose free memory is not all there is")
+    parser.add_argument("--host-memory", help="limit of each case, for a machine whose memory is not all free")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a plan (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the plans and limits drawn")
     parser.add_argument(
         "--traces", type=Path, metavar="FOLDER", help="for a trace of every plan, measured and predicted"
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="cases at once, for --kind limits alone: it times nothing"
+        "--jobs", type=int, default=1, metavar="N", help="cases at once; only with --kind limits, which times nothing"
     )
     parser.add_argument(
         "--time-limit",
         type=float,
         default=float("inf"),
         metavar="SECONDS",
-        help="begin no plan after; of --kind regret each case has its share",
+        help="start no plan after this time; with --kind regret each case has its share of it",
     )
     return parser
 
@@ -111,7 +111,7 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
     with tempfile.TemporaryDirectory() as folder:
 
         def run(case: Case) -> tuple[CaseResult | None, str]:
-            # A descent may go on and on: each gets its share of what is left.
+            # A descent has no fixed length, so each case gets its share of the time that is left.
             share = 1 / next(left) if args.kind == "regret" else 1.0
             own_until = time.time() + (until - time.time()) * share
             return _run(case, Path(tempfile.mkdtemp(dir=folder)), args, own_until)
@@ -120,15 +120,15 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
             found += [] if result is None else [result]
             failed += [failure] if failure else []
             results = replace(results, cases=tuple(found))
-            if args.out is not None:  # after every case, so that a run that is cut off leaves what it has
+            if args.out is not None:  # after every case, so that a run that is stopped keeps its results
                 results.save(args.out / FILES[args.kind])
     return results, failed
 
 
 def _run(case: Case, folder: Path, args: argparse.Namespace, until: float) -> tuple[CaseResult | None, str]:
-    """What a process of its own found out about ``case``, and why it did not find out everything."""
+    """Measure ``case`` in a process of its own. Returns its results, and an error if they are not complete."""
     if time.time() > until:
-        return None, f"{case.name}: not begun in time"
+        return None, f"{case.name}: not started in time"
     source, out = folder / "case.json", folder / "result.json"
     case.save(source)
     worker = [sys.executable, "-m", "bench.planner.worker", str(source), str(out), "--kind", args.kind]

@@ -11,12 +11,12 @@ from bench.planner.measure import Point
 from bench.planner.results import CaseResult
 from protrain.common.records import Record
 
-_LEAST_HOST_BYTES = 256 * 1024**2  # that errors are shares of: a plan that needs no host memory still has some pages
+_LEAST_HOST_BYTES = 256 * 1024**2  # errors are shares of at least this, as a plan without host memory has some pages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errors(Record):
-    """Signed relative errors of predictions: 0.05 is 5% too much."""
+    """Signed relative errors of predictions. 0.05 means that 5% too much was predicted."""
 
     points: int
     time_within_5: float  # share of points
@@ -33,7 +33,7 @@ class Errors(Record):
 
 
 def errors_of(results: Iterable[CaseResult]) -> Errors | None:
-    """Over all points of ``results`` without an error; None when there is none."""
+    """The errors over all points of ``results`` that ran, None if none did."""
     time, paper, device, host = [], [], [], []
     for result in results:
         for point in result.points:
@@ -63,7 +63,7 @@ def errors_of(results: Iterable[CaseResult]) -> Errors | None:
 
 
 def table(results: Sequence[CaseResult]) -> str:
-    """Every point, then the quantiles."""
+    """A line for every point, then the quantiles."""
     lines = [f"{result.case.name}  {result.row(point)}" for result in results for point in result.points]
     for title, held_out in (("tuned", False), ("held out", True)):
         found = errors_of(result for result in results if result.case.held_out is held_out)
@@ -73,7 +73,7 @@ def table(results: Sequence[CaseResult]) -> str:
 
 
 def regret_table(results: Sequence[CaseResult]) -> str:
-    """The chosen plan of each case beside the fastest that was found."""
+    """For each case the chosen plan and the fastest plan that was found."""
     lines = []
     for result in results:
         lines += [f"{result.case.name}  {result.row(point)}" for point in result.points]
@@ -106,7 +106,7 @@ def regret(result: CaseResult) -> tuple[float, str] | None:
 
 
 def limits_table(results: Sequence[CaseResult]) -> str:
-    """Chosen plans under limits, and how many ran out of memory."""
+    """The chosen plans under limits, and how many of them ran out of memory."""
     points = [(result, point) for result in results for point in result.points]
     failed = sum(bool(point.error) for _, point in points)
     lines = [f"{result.case.name}  {result.row(point)}" for result, point in points]

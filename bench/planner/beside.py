@@ -1,4 +1,4 @@
-"""Cases beside each other on one device, as far as their memory limits fit together: for what is not timed."""
+"""Runs several cases at once on one device, if their memory limits allow. This is for runs that are not timed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from protrain.common.quantities import parse_bytes
 
 Result = TypeVar("Result")
 
-_PROCESS_BYTES = 2**30  # of device memory: what a context and its kernels take beside the limit of a case
+_PROCESS_BYTES = 2**30  # device memory of a context and its kernels, beside the limit of a case
 
 
 def beside_each_other(
     cases: Sequence[Case], run: Callable[[Case], Result], *, jobs: int, device_bytes: int
 ) -> Iterator[tuple[Case, Result]]:
-    """What ``run`` says of each case, in the order in which they end; each in a thread, ``jobs`` at most.
+    """Yield the result of ``run`` for each case, in the order in which they end. At most ``jobs`` run at once.
 
     A case begins when its limit, and a process's own needs, fit beside those that run, or when none runs.
     """
@@ -35,7 +35,7 @@ def beside_each_other(
 
 
 def _bytes(case: Case, device_bytes: int) -> int:
-    """That ``case`` may take of the device."""
+    """The device memory that ``case`` may take."""
     if case.device_memory is None:
         return device_bytes
     return min(device_bytes, parse_bytes(case.device_memory, name="device_memory") + _PROCESS_BYTES)

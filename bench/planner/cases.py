@@ -16,11 +16,11 @@ class Case(Record):
     layers: int
     batch: int
     sequence: int
-    n_plans: int = 4  # drawn at random
-    held_out: bool = False  # its points were not looked at while the models were tuned
+    n_plans: int = 4  # the number of plans drawn at random
+    held_out: bool = False  # whether the models were tuned without its points
     compile: bool = False
     clip: bool = True  # False: updates inside backward
-    device_memory: str | None = None  # None: all there is
+    device_memory: str | None = None  # the limit; None: all there is
     host_memory: str | None = None
 
     @property
@@ -31,7 +31,7 @@ class Case(Record):
         return f"{self.shape}-{self.layers}x{self.batch}x{self.sequence}{marks}{limit}"
 
     def with_host_memory(self, host_memory: str) -> Case:
-        """The same on a host that is told how much it has."""
+        """This case with a limit of host memory."""
         return replace(self, host_memory=host_memory)
 
 
@@ -55,13 +55,13 @@ CASES = (
     replace(_held("mistral-7b", 12, 1, 8192), clip=False),
     replace(_held("gpt2-10b", 16, 16, 1024), compile=True),
     _held("llama3-8b", 8, 4, 2048),  # whose embedding and head are larger than a block
-    # whole models last: a minute each is for placing 100 GiB
+    # whole models come last: each takes a minute to place 100 GiB
     _held("llama-7b", 32, 8, 2048, 2),
     _tuned("gpt2-10b", 48, 8, 1024, 2),
     _held("opt-13b", 40, 4, 2048, 2),
     _held("llama2-13b", 40, 4, 1024, 2),
 )
-# What the machine must grant or refuse: small models under limits from tight to roomy, so that many are measured soon.
+# Small models under limits from tight to roomy, of which many can be measured in a short time.
 REGRET = (
     Case(shape="llama-7b", layers=4, batch=4, sequence=2048, n_plans=20, device_memory="12GiB"),
     Case(shape="llama-7b", layers=6, batch=2, sequence=4096, n_plans=20, device_memory="24GiB"),

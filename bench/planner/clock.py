@@ -1,4 +1,4 @@
-"""Moments of a run by the device's own clock, and what lies between them."""
+"""Moments of a run by the device's own clock, and the times between them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def now(device: torch.device) -> Any:
-    """This moment of what ``device`` has been given to do."""
+    """A mark after everything that ``device`` has been given to do so far."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -20,7 +20,7 @@ def now(device: torch.device) -> Any:
 
 
 def durations_ms(moments: Sequence[Any], device: torch.device) -> tuple[float, ...]:
-    """From each of ``moments`` to the next; waits for the last."""
+    """The times from each of ``moments`` to the next. Waits for the last moment."""
     if device.type == "cpu":
         return tuple((second - first) * 1e3 for first, second in pairwise(moments))
     torch.cuda.synchronize(device)

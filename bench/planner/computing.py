@@ -1,10 +1,10 @@
-"""The times of a profile beside those of plain steps: what a plan says of computing, apart from all that it moves.
+"""Compares the computing times of a profile with those of plain steps, in which nothing is transferred.
 
 python -m bench.planner.computing --out bench/results/h100
 
 Each case's model is profiled, as wrapping does, and then trained without ProTrain and without an optimizer: weights and
-gradients on the device, every block keeping what it saves or every block recomputed. Both in one process of its own.
-Where a step computes longer than its profile says, so does every plan's.
+gradients are on the device, and either no block or every block is recomputed. Each case has a process of its own. If a
+plain step computes longer than its profile says, so does a step under any plan.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from protrain.planning.rates.compute_times import ComputeTimes, compute_times
 from protrain.planning.tables import aligned
 
 FILE = "computing.json"
-_WARM_UP = 3  # steps: a GPU that was idle clocks higher at first
+_WARM_UP = 3  # steps; a GPU that was idle has a higher clock rate at first
 _KINDS = ("kept", "recomputed")
 SMOKE = (Case(shape="tiny", layers=2, batch=2, sequence=64),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Record):
-    """One case with every block in one mode. Times of forward and of backward, by the device's own clock."""
+    """One case with every block in one mode: times of forward and backward by the device's own clock."""
 
     case: Case
     blocks: str  # one of _KINDS
@@ -84,7 +84,7 @@ def _beside(profiled_ms: float, measured_ms: float) -> str:
 
 
 def measured(case: Case, repeat: int) -> list[Row]:
-    """Profile, then run ``repeat`` plain steps in either mode, in this process."""
+    """Profile, then run ``repeat`` plain steps in each of both modes, in this process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     times = compute_times(profiled(case, device), protrain.hardware.detect(device))
     rows = []
@@ -114,8 +114,8 @@ def _of_profile(times: ComputeTimes, *, recomputed: bool) -> tuple[float, float]
 
 
 def _plain_steps(case: Case, device: torch.device, *, recomputed: bool, repeat: int) -> list[tuple[float, float]]:
-    """Milliseconds of forward and of backward of each."""
-    gc.collect()  # the model before is a ring of references
+    """Milliseconds of forward and of backward, of each step."""
+    gc.collect()  # frees the previous model, which has reference cycles
     if device.type == "cuda":
         torch.cuda.empty_cache()
     model, _, batch = build(case)
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None, cases: tuple[Case, ...] | None = None) -
             measured=tuple(rows),
         )
 
-    whole = [case for case in CASES if case.layers <= 16]  # whole models and their gradients do not fit
+    whole = [case for case in CASES if case.layers <= 16]  # whole models do not fit with their gradients
     for case in cases or (whole if device.type == "cuda" else SMOKE):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
             found = process.submit(measured, case, args.repeat).result()

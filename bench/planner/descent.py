@@ -1,7 +1,7 @@
-"""Is there a faster plan than the chosen one? Others drawn at random, then coordinate descent from the best.
+"""Looks for a faster plan than the chosen one: plans drawn at random, then coordinate descent from the fastest.
 
-The fastest of thirty is also the luckiest of them, on a machine whose host is slower in one minute than in the next. So
-the chosen plan and the fastest others are measured again, in turn, and those times count.
+A host may be slower in one minute than in the next, so the fastest of thirty plans is also the luckiest. So the chosen
+plan and the fastest others are measured again, in alternation, and only those times count.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from protrain.planning.plan import Counts
 from protrain.planning.predict import Models
 from protrain.profiler import ModelProfile
 
-_BETTER = 0.995  # of the step time: less is noise
-_RIVALS = 2  # of the chosen plan, measured again with it
+_BETTER = 0.995  # a plan is faster if it takes less than this share of the step time; smaller gains are noise
+_RIVALS = 2  # how many of the fastest other plans are measured again with the chosen plan
 _ROUNDS = 3
 
 
@@ -33,7 +33,7 @@ def descend(
     step_during_backward: bool,
     in_time: Callable[[], bool],
 ) -> Iterator[Point]:
-    """The chosen plan, ``others`` spread over what fits, and every neighbour on the way down from the fastest of them.
+    """Measure the chosen plan, ``others`` drawn from all that fit, and the neighbours on a descent from the fastest.
 
     A neighbour differs by one in one integer, or in whether it keeps attention.
     """
@@ -73,7 +73,7 @@ def _faster(best: Point, point: Point) -> Point:
 def again(
     points: Sequence[Point], measure: Callable[[Plan | None], Point], in_time: Callable[[], bool]
 ) -> Iterator[Point]:
-    """The chosen plan, first of ``points``, and the fastest others, in turn and more than once each."""
+    """Measure the chosen plan, which is the first of ``points``, and the fastest others again, in alternation."""
     ran = sorted((point for point in points[1:] if not point.error), key=lambda point: point.median_ms)
     if not ran or points[0].error:
         return
@@ -85,14 +85,14 @@ def again(
 
 
 def plan_key(plan: Plan) -> tuple[int, ...]:
-    """What tells plans for one case apart."""
+    """A key that is different for different plans of one case."""
     return (*plan.counts, plan.keep_attention)
 
 
 def _neighbours(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool
 ) -> Iterator[Plan]:
-    """Those of the what-if table. Where one does not fit, buffers or speculative updates give way."""
+    """The plans of the what-if table. One that does not fit gets fewer buffers or speculative updates until it does."""
     for switched in (plan, replace(plan, keep_attention=not plan.keep_attention)):
         models = Models.of(switched, profile, hardware, step_during_backward=step_during_backward)
         counts = [one.counts for one in neighbours(plan.counts, models) if not one.impossible]
@@ -114,7 +114,7 @@ def _neighbours(
 
 
 def _over(counts: Counts, models: Models) -> str:
-    """Which memory these counts do not fit: "host", "device", or "" where they fit."""
+    """The memory that ``counts`` do not fit: "host" or "device", or "" if they fit."""
     modes = models.modes(counts)
     if models.host_bytes(modes, counts) > models.hardware.host_bytes:
         return "host"

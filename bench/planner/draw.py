@@ -1,4 +1,4 @@
-"""Plans drawn at random from all that fit, not only good ones: what is predicted must hold everywhere."""
+"""Plans drawn at random from all that fit, not only good ones, as predictions must hold for every plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRIES = 20_000
 def draw(
     profile: ModelProfile, hardware: HardwareProfile, count: int, *, seed: int, step_during_backward: bool = False
 ) -> list[Plan]:
-    """``count`` different plans, fewer where fewer fit. The same for the same seed, profile and limits.
+    """``count`` different plans, or all if fewer fit. The same seed, profile and limits give the same plans.
 
     Activations are chosen first, one kind of mode as likely as another, then the placement among what they leave room
     for, so that small models do not yield everything persistent every time.

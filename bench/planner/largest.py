@@ -2,10 +2,10 @@
 
 python -m bench.planner.largest --out bench/results/simulated
 
-Nothing is run: these are depths that the memory model finds room for, and times that follow from counted operations.
-The paper's figures (arXiv 2406.08334, the largest model on one GPU of each kind) are sizes of whole models that were
-trained; which family they are of is not known here, so that one figure stands beside every family. Its rows of four
-GPUs are left out: plans are for one.
+Nothing is run. Depths are those that fit by the memory model, and times are estimated from counted operations. The
+paper's figures (arXiv 2406.08334, the largest model on one GPU of each kind) are sizes of whole models that were
+trained. The paper does not say of which family, so its figure is shown for every family. Its rows of four GPUs are left
+out, as plans are for one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from protrain.profiler import ModelProfile
 
 FILES = {"float32": "largest.json", "bfloat16": "largest-bf16-moments.json"}
 GIB = 1024**3
-HOST_SHARE = 0.9  # what a plan may take of the host's memory, as where nothing is said about it
+HOST_SHARE = 0.9  # the share of the host's memory that a plan may take by default
 ASSUMPTIONS = (
     "{states} bytes a parameter: bfloat16 weight, 16 bits more of the fp32 master, two moments in {moments}; with "
     "clipping 2 more, of the gradient, with updates inside backward a few regions that gradients share",
@@ -49,10 +49,10 @@ ASSUMPTIONS = (
 class Machine(Record):
     """One row of the paper's table."""
 
-    profile: str  # shipped
+    profile: str  # name of a shipped profile
     gpu: str
     host_gib: int
-    paper_billions: float  # its largest model
+    paper_billions: float  # parameters of the paper's largest model
 
     def hardware(self) -> HardwareProfile:
         """The shipped profile with this host."""
@@ -64,19 +64,19 @@ class Row(Record):
     """One family on one machine."""
 
     machine: Machine
-    shape: str  # whose width it has
-    step_during_backward: bool  # as in the paper; otherwise with exact clipping
+    shape: str  # the model whose width the family has
+    step_during_backward: bool  # updates inside backward, as in the paper; otherwise with exact clipping
     found: Largest
 
     @property
     def updates(self) -> str:
-        """When they are made."""
+        """When updates are made."""
         return "inside backward" if self.step_during_backward else "with clipping"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Record):
-    """All of it, with what it rests on."""
+    """The whole table, with its assumptions."""
 
     command: str
     versions: dict[str, str]
@@ -86,7 +86,7 @@ class Table(Record):
     rows_found: tuple[Row, ...]
 
     def table(self) -> str:
-        """As text."""
+        """The table as text."""
         titles = "machine", "width of", "updates", "layers", "parameters", "paper", "step", "tokens/s", "device", "host"
         rows = [[*titles, "plan"]]
         for row in self.rows_found:

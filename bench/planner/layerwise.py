@@ -1,15 +1,15 @@
-"""What a profiler that looks only at layers misses of a step's peak memory, beside ours.
+"""How much of a step's peak memory a profiler misses that looks only at layers, compared with ours.
 
 python -m bench.planner.layerwise --out bench/results/simulated         GPT-2 10B, on the meta device
 python -m bench.planner.layerwise --device cuda --out bench/results/h100
 
-The paper (arXiv 2406.08334, section 4) says that memory which no layer's hook sees is 17.2% of the peak of a 10 B
-GPT-2: that of operations between layers. Here one plain step runs, with hooks before and after every layer (module
-without children), forward and backward, in two modes: every block recomputed, and none. Three views of it:
+The paper (arXiv 2406.08334, section 4) says that operations between layers, whose memory no layer's hook sees, have
+17.2% of the peak of a 10 B GPT-2. Here one plain step runs with hooks before and after every layer (a module without
+children), forward and backward, in two modes: every block recomputed, and none. Three views are compared:
 
 layers' ends   what is allocated when a layer begins or ends, forward or backward
-in layers      the same and the most that is allocated while a layer runs
-ours           the memory model's peak, without its margin, from the profile that wrapping makes
+in layers      what the view before sees, and the most that is allocated while a layer runs
+ours           the memory model's peak, without its margin, from the profile that wrap makes
 
 and the truth: the most that is ever allocated. Weights aside; gradients are dropped as they come. The meta device
 counts storages that operations return; a GPU what its allocator hands out, operations' own workspace included.
@@ -51,7 +51,7 @@ _DTYPE = torch.bfloat16
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Record):
-    """One mode of one model. Bytes beside weights, at the peak."""
+    """One mode of one model: bytes at the peak, without weights."""
 
     mode: str
     true_bytes: int
@@ -60,13 +60,13 @@ class Row(Record):
     ours_bytes: int
 
     def missed(self, seen_bytes: int) -> str:
-        """The part of the peak that a view lacks; negative where it says too much."""
+        """The share of the peak that ``seen_bytes`` lack; negative if they are too many."""
         return f"{1 - seen_bytes / self.true_bytes:.1%}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Record):
-    """All of it."""
+    """The whole table."""
 
     command: str
     device: str
@@ -78,7 +78,7 @@ class Table(Record):
     modes: tuple[Row, ...]
 
     def table(self) -> str:
-        """As text."""
+        """The table as text."""
         rows = [["blocks", "true peak", "missed at layers' ends", "in layers", "by ours"]]
         for row in self.modes:
             seen = (row.ends_bytes, row.in_layers_bytes, row.ours_bytes)
@@ -88,7 +88,7 @@ class Table(Record):
 
 
 class LayerView:
-    """What hooks on layers see of a meter."""
+    """The memory that hooks on layers read from a meter."""
 
     def __init__(self, meter: Meter) -> None:
         self.ends_bytes = self.in_layers_bytes = self.true_bytes = 0
@@ -110,7 +110,7 @@ class LayerView:
         self.in_layers_bytes = max(self.in_layers_bytes, self.ends_bytes)
 
     def end(self) -> None:
-        """The step has."""
+        """The step has ended."""
         self.true_bytes = max(self.true_bytes, self._meter.peak_bytes)
 
 
@@ -159,7 +159,7 @@ def view_step(model: nn.Module, batch: dict[str, Tensor], *, recompute: bool) ->
     view = LayerView(meter)
     on_meta = as_if_on_gpu() if device.type == "meta" else nullcontext()
     arguments = batches.training_arguments(model, batch)
-    with on_meta, meter, set_checkpoint_early_stop(False), warnings.catch_warnings():  # to each layer's end
+    with on_meta, meter, set_checkpoint_early_stop(False), warnings.catch_warnings():  # recompute each layer to its end
         warnings.filterwarnings("ignore", message="Full backward hook")  # of the embedding, whose inputs are words
         with torch.no_grad():
             output = model(**arguments)
@@ -172,7 +172,7 @@ def view_step(model: nn.Module, batch: dict[str, Tensor], *, recompute: bool) ->
 
 
 def measure(name: str, *, layers: int | None, batch: int, sequence: int, device: torch.device) -> tuple[int, list[Row]]:
-    """Depth and rows of one model."""
+    """The depth and the rows of one model."""
     loaded = load_model(name, layers=layers)
     with protrain.empty_parameters():  # the model has no values, only the record of how they are made
         model = loaded.model.to(_DTYPE).train()

@@ -23,33 +23,33 @@ from protrain.planning import Plan
 from protrain.profiler import ModelProfile
 from protrain.profiler.cache import cached_profile
 
-_CLIP_NORM = 1e6  # gradients are never that long: predictions are about steps that are not clipped
-_WARM_UP = 2  # steps: the first has nothing to overlap with
+_CLIP_NORM = 1e6  # larger than any gradient's norm, as predictions are for steps that are not clipped
+_WARM_UP = 2  # steps; the first step has nothing to overlap with
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point(Record):
-    """A plan, and what it did. Bytes are 0 and times empty where the run failed."""
+    """A plan and its measurements. If the run failed, bytes are 0 and times empty."""
 
     plan: Plan
     step_ms: tuple[float, ...]  # of every timed step
     allocated_bytes: int  # the allocator's peak
-    reserved_bytes: int  # the same with what fragmentation lost
+    reserved_bytes: int  # the allocator's peak with fragmentation
     host_bytes: int  # of the host arena
-    host_gparams: float  # of the report: all updates over all time (the earliest records: of the middle update)
+    host_gparams: float  # the rate in the report, over all updates (in the earliest records the median update's)
     wrap_s: float
-    early_updates: int = 0  # of all steps, those before the timed ones included
-    redone_updates: int = 0  # of these
+    early_updates: int = 0  # speculative updates in all steps, with those before the timed ones
+    redone_updates: int = 0  # how many of them were redone
     error: str = ""
 
     @property
     def median_ms(self) -> float:
-        """Of the timed steps."""
+        """The median time of the timed steps."""
         return statistics.median(self.step_ms)
 
 
 def build(case: Case) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
-    """Model without memory, optimizer, and a batch of random tokens."""
+    """A model on the meta device, its optimizer, and a batch of random tokens."""
     loaded = load_model(case.shape, layers=case.layers)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(loaded.config.vocab_size, (case.batch, case.sequence), generator=generator)
@@ -58,7 +58,7 @@ def build(case: Case) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tenso
 
 
 def profiled(case: Case, device: torch.device) -> ModelProfile:
-    """The profile that wrapping makes its plan from: where the model does not even run, one that is counted."""
+    """The profile that wrap plans from. If the model is too large to run, it is one that is counted and not run."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def taken(*, on_meta: bool) -> ModelProfile:
@@ -73,7 +73,7 @@ def profiled(case: Case, device: torch.device) -> ModelProfile:
 
 
 def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, traced: Path | None = None) -> Point:
-    """Wrap under ``plan`` (None: the planner's), train, and say what it took.
+    """Wrap under ``plan`` (None: the planner's own), train, and return the measurements.
 
     With ``traced`` two more steps are written there, measured beside predicted.
     """
@@ -107,7 +107,7 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
     except (torch.OutOfMemoryError, BudgetError) as failure:
         error = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
     if not error:
-        trainer._engine.wait_for_updates()  # or the last step's early ones may be missing in the report
+        trainer._engine.wait_for_updates()  # otherwise the report may lack the last step's speculative updates
     report = trainer.report()
     return Point(
         plan=trainer.plan,
@@ -126,13 +126,13 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
 def _train(
     model: Any, optimizer: Any, batch: dict[str, torch.Tensor], device: torch.device, *, clip: bool, steps: int
 ) -> tuple[float, ...]:
-    """Milliseconds between the beginnings of steps, by the device's own clock."""
+    """Milliseconds from the begin of each step to the begin of the next, by the device's own clock."""
     starts: list[Any] = []
     for _ in range(steps + 1):
         starts.append(now(device))
         if len(starts) == steps + 1:
             break
-        output = model(**batch)  # held until the next, as plans allow for
+        output = model(**batch)  # held until the next output, as plans assume
         output.loss.backward()
         if clip:
             optimizer.clip_grad_norm_(_CLIP_NORM)

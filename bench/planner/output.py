@@ -1,4 +1,4 @@
-"""What the planner's commands that write a single table begin and end with."""
+"""Arguments and output that are common to the planner's commands that write a single table."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from protrain.common.records import Record
 
 
 def put_out(table: Record, folder: Path | None, file: str) -> None:
-    """Print ``table``, and write its JSON to ``file`` in ``folder`` where one is given."""
+    """Print ``table``, and write its JSON to ``file`` in ``folder`` if a folder is given."""
     print(table.table())
     write_out(table, folder, file)
 
 
 def write_out(table: Record, folder: Path | None, file: str) -> None:
-    """Write the JSON alone, by a command that may be ended before it has measured everything."""
+    """Write only the JSON. A command does so early if it may be stopped before it has measured everything."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         table.save(folder / file)
@@ -24,7 +24,7 @@ def write_out(table: Record, folder: Path | None, file: str) -> None:
 def repeating(
     arguments: list[str], *, prog: str, about: str | None, file: str, what: str, default: int
 ) -> argparse.Namespace:
-    """``out`` and ``repeat`` of a command that does ``what`` of each case several times."""
+    """The arguments ``out`` and ``repeat`` of a command that repeats ``what`` for each case."""
     parser = argparse.ArgumentParser(prog=prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help=f"folder for {file}")
     parser.add_argument("--repeat", type=int, default=default, help=f"{what} of each (default: {default})")

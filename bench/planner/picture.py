@@ -9,7 +9,7 @@ from bench.planner.results import GIB, CaseResult
 
 
 def draw_scatter(results: Sequence[CaseResult], path: Path) -> None:
-    """A PNG with two panels. ImportError when matplotlib is not installed."""
+    """A PNG with two panels. Raises ImportError if matplotlib is not installed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

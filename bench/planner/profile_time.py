@@ -1,9 +1,9 @@
-"""How long the profile takes that a plan is made from, of models larger than the device too.
+"""How long it takes to profile a model, also one that is larger than the device.
 
 python -m bench.planner.profile_time --out bench/results/h100
 
-Each model is profiled ``--repeat`` times in a process of its own. The first time counts, as a user waits for it once:
-kernels are loaded, libraries make their handles, and the allocator has nothing yet. Blocks are not compiled.
+Each model is profiled ``--repeat`` times in a process of its own. The first time is the one that a user waits for:
+kernels are loaded, libraries create their handles, and the allocator is empty. Blocks are not compiled.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _PIECE_ELEMENTS = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class Asked(Record):
-    """A model and what it is profiled with."""
+    """A model and the batch that it is profiled with."""
 
     shape: str
     batch: int
     sequence: int
-    on_host: bool  # weights in bf16 in ordinary host memory; otherwise there are none yet
+    on_host: bool  # whether its weights are in host memory, in bf16; otherwise it has no weights yet
 
 
 PROFILES = tuple(
@@ -50,7 +50,7 @@ SMOKE = (Asked(shape="tiny", batch=2, sequence=64, on_host=True),)
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Record):
-    """What one model's profiles took."""
+    """How long the profiles of one model took."""
 
     asked: Asked
     parameters: int
@@ -104,9 +104,9 @@ def profiled(asked: Asked, repeat: int) -> Row:
 
 
 def _fill(model: nn.Module) -> None:
-    """Give the parameters memory and random values, the same few over and over: drawing billions takes minutes."""
+    """Give the parameters memory and random values. They repeat a short sequence, as drawing billions takes minutes."""
     piece = torch.randn(_PIECE_ELEMENTS).mul_(0.02).bfloat16()
-    filled: dict[int, nn.Parameter] = {}  # tied ones are one
+    filled: dict[int, nn.Parameter] = {}  # tied parameters are filled once
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:

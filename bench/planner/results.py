@@ -1,7 +1,7 @@
-"""What was measured, and the predictions of today's models for it.
+"""Recorded measurements, and what today's models predict for them.
 
-A result holds the profile and the machine that plans were made from, so that a changed cost model is judged on recorded
-measurements without measuring again.
+A result holds the profile and the machine that plans were made from. So a changed model can be judged by recorded
+measurements, without measuring again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult(Record):
-    """All points of one case; the first is the plan that the planner chose."""
+    """All points of one case. The first is the plan that the planner chose."""
 
     case: Case
     hardware: HardwareProfile
@@ -30,11 +30,11 @@ class CaseResult(Record):
     points: tuple[Point, ...]
 
     def with_point(self, point: Point) -> CaseResult:
-        """One more."""
+        """These results with one more point."""
         return replace(self, points=(*self.points, point))
 
     def predict(self, plan: Plan) -> Prediction:
-        """Time and memory of ``plan`` by the models as they are now."""
+        """Time and memory of ``plan`` as today's models predict them."""
         inside = not self.case.clip
         found = predict(self.profile, self.hardware, plan, step_during_backward=inside)
         profile, layout = as_planned(self.profile, plan), layout_of(self.profile, plan)

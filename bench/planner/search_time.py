@@ -2,9 +2,9 @@
 
 python -m bench.planner.search_time --out bench/results/simulated
 
-Profiles are made on the meta device and times estimated, as for ``protrain plan --hardware``; then every case is
-searched ``--repeat`` times. Times are the process's own, so that they do not count what others do, though others slow
-the core down: how long a loop of ten million additions takes there stands beside them.
+Profiles are made on the meta device with estimated times, as for ``protrain plan --hardware``. Every case is searched
+``--repeat`` times. Times are processor seconds of this process. Other processes may slow the core down all the same, so
+the time of a loop of ten million additions is recorded with them.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Search(Record):
-    """One question to the planner."""
+    """One search that is timed."""
 
     shape: str
     batch: int
     sequence: int
-    hardware: str  # shipped
+    hardware: str  # name of a shipped profile
     host_gib: int
-    inside: bool = False  # updates inside backward; otherwise with clipping
+    inside: bool = False  # whether updates run inside backward; otherwise steps may be clipped
 
     def profile(self) -> ModelProfile:
-        """Of the whole shape."""
+        """The profile of the whole model."""
         return _profile(self.shape, self.batch, self.sequence)
 
 
@@ -79,7 +79,7 @@ SEARCHES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Record):
-    """What one search took, and what it found."""
+    """How long one search took, and the plan that it found."""
 
     search: Search
     process_s: tuple[float, ...]
@@ -94,7 +94,7 @@ class Table(Record):
     command: str
     versions: dict[str, str]
     processor: str
-    loop_s: float  # of ten million additions in plain Python, the faster of before and after
+    loop_s: float  # seconds of ten million additions in plain Python; the faster of two runs, before and after
     searched: tuple[Row, ...]
 
     def table(self) -> str:
@@ -120,7 +120,7 @@ class Table(Record):
 
 
 def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """Seconds of this process that ``work`` takes, and what it returns."""
+    """The processor seconds that ``work`` takes, and what it returns."""
     begin = time.process_time()
     result = work()
     return time.process_time() - begin, result
@@ -133,7 +133,7 @@ def _add() -> None:
 
 
 def searched(asked: Search, *, repeat: int) -> Row:
-    """Search ``repeat`` times."""
+    """Time ``repeat`` searches."""
     profile = asked.profile()
     hardware = replace(load(asked.hardware), host_bytes=asked.host_gib * GIB)
     taken, plans = zip(

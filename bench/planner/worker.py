@@ -1,4 +1,4 @@
-"""One case in a process of its own: a CUDA context, an allocator and host memory that nothing was done with before.
+"""Measures one case in a process of its own, with a fresh CUDA context, allocator and host memory.
 
 python -m bench.planner.worker CASE.json OUT.json --seed 0 --steps 5
 """
@@ -26,11 +26,11 @@ from protrain.hardware import HardwareProfile, detect
 from protrain.planning import Plan
 from protrain.profiler import ModelProfile
 
-_DESCENT = 0.7  # of the time of a case; in the rest the fastest plans are measured again
+_DESCENT = 0.7  # share of a case's time; in the rest of the time the fastest plans are measured again
 
 
 def main() -> None:
-    """Measure the planner's plan and, by ``--kind``, others; what is done stays when the time is up."""
+    """Measure the planner's plan and, depending on ``--kind``, other plans. Results are kept when time is up."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("case", type=Path)
     parser.add_argument("out", type=Path)
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--traces", type=Path, help="folder for a trace of every plan")
-    parser.add_argument("--until", type=float, default=float("inf"), help="no plan is begun after this time.time()")
+    parser.add_argument("--until", type=float, default=float("inf"), help="start no plan after this time.time()")
     args = parser.parse_args()
     begin = time.time()
     case = Case.load(args.case)
@@ -47,7 +47,7 @@ def main() -> None:
         forbid_more(case.device_memory, device)
     profile = profiled(case, device)
     hardware = detect(device, device_memory=case.device_memory, host_memory=case.host_memory)
-    hardware = replace(hardware, figures=())  # which no prediction needs, and a record would hold once for every case
+    hardware = replace(hardware, figures=())  # no prediction needs them, and a record would repeat them for every case
     result = CaseResult(case=case, hardware=hardware, profile=profile, points=())
 
     def in_time(share: float = 1.0) -> bool:

@@ -1,6 +1,6 @@
-"""The neighbours of a plan: every integer changed by one, all others as they are.
+"""The neighbours of a plan: plans with one integer changed by one.
 
-The what-if table shows them, and the search ends with them, so that it leaves no better one behind.
+The what-if table shows them. The search ends by trying them, so that no neighbour of its plan is better.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ class Neighbour(NamedTuple):
     knob: str
     step: int  # 1 or -1
     counts: Counts
-    impossible: str  # why there is no such plan; "" where there is
+    impossible: str  # the reason if there is no such plan, else ""
 
 
 def neighbours(counts: Counts, models: Models) -> Iterator[Neighbour]:
-    """All of ``counts``, whether they fit the memory or not, and those that make no sense with the reason.
+    """All neighbours of ``counts``, whether they fit the memory or not, with a reason if there is no such plan.
 
-    A number that makes no sense beside the changed one is brought to the nearest that does: buffers, speculative and
-    streamed updates beside another number of persistent chunks, offloaded inputs beside fewer recomputed blocks.
+    If the changed integer puts another one out of its range, that one takes the nearest value in the range: buffers,
+    speculative and streamed updates with another number of persistent chunks, offloaded inputs with fewer recomputed
+    blocks.
     """
     for knob in KNOBS:
         for step in (1, -1):
@@ -49,7 +50,7 @@ def neighbours(counts: Counts, models: Models) -> Iterator[Neighbour]:
 
 
 def within(wanted: Counts, models: Models) -> Counts:
-    """``wanted`` with every number brought to within what the layout and the other numbers allow."""
+    """``wanted`` with every integer in the range that the layout and the other integers allow."""
     memory, n_persist = models.memory, wanted.n_persist
     n_buffer = min(max(wanted.n_buffer, memory.least_buffers(n_persist)), memory.all_buffers(n_persist))
     n_speculate = min(wanted.n_speculate, models.n_chunks - n_persist)
@@ -65,7 +66,7 @@ def within(wanted: Counts, models: Models) -> Counts:
 
 
 def _impossible(counts: Counts, knob: str, models: Models) -> str:
-    """Why there is no such number; "" when there is."""
+    """The reason if ``knob`` cannot have its value in ``counts``, else ""."""
     runtime, n_chunks = models.runtime, models.n_chunks
     if getattr(counts, knob) < 0:
         return "there is none to give up"

@@ -1,4 +1,4 @@
-"""Choices of block modes as arrays: one column per choice, so that the memory model works all of them out at once."""
+"""Choices of block modes as arrays, one column per choice, so that the memory model computes many at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protrain.planning.plan import BlockMode
 
 
 class Choices(NamedTuple):
-    """Some choices of block modes. Arrays are [block, choice]: what is looked at is one block of all choices."""
+    """Some choices of block modes. Arrays are [block, choice], as the memory model reads one block of all choices."""
 
     ckpt: NDArray[np.bool_]  # recomputed, whether its inputs are offloaded or not
     swap: NDArray[np.bool_]
@@ -24,10 +24,10 @@ class Choices(NamedTuple):
         modes = np.array([mode for of_choice in choices for mode in of_choice], dtype=np.object_)
         columns = modes.reshape(len(choices), -1).T
         is_mode = {mode: np.ascontiguousarray(columns == mode) for mode in BlockMode}
-        inputs_leave = is_mode[BlockMode.CKPT_SWAP]
-        return cls(is_mode[BlockMode.CKPT] | inputs_leave, is_mode[BlockMode.SWAP], inputs_leave)
+        offloads_inputs = is_mode[BlockMode.CKPT_SWAP]
+        return cls(is_mode[BlockMode.CKPT] | offloads_inputs, is_mode[BlockMode.SWAP], offloads_inputs)
 
     @property
     def n_choices(self) -> int:
-        """How many there are."""
+        """The number of choices."""
         return self.ckpt.shape[1]

@@ -1,4 +1,4 @@
-"""Plans that are given: by their integers, or from a file."""
+"""Plans that the caller gives, by their integers or from a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def evaluate(
     large_first: bool = False,
     step_during_backward: bool = False,
 ) -> Plan:
-    """The plan of these integers, with its predictions: how to make a plan by hand.
+    """Make a plan by hand: the plan of these integers, with its predictions.
 
     Raises:
         ValueError: a count is out of range; the message says the range.
@@ -44,11 +44,11 @@ def evaluate(
 
 
 def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False) -> Plan:
-    """``plan``, which may come from a file, with its predictions made anew for ``profile`` and ``hardware``.
+    """``plan``, from a file for instance, with new predictions for ``profile`` and ``hardware``.
 
     Raises:
         ValueError: the plan was made for another model or optimizer grouping, or contradicts itself.
-        PlanError: it does not fit ``hardware``, or the batch of ``profile``.
+        PlanError: the plan does not fit ``hardware`` with the batch of ``profile``.
     """
     expected = fingerprint(profile)
     if plan.model != expected:
@@ -59,13 +59,13 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
     models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
     if plan.n_chunks != len(models.layout.chunks):
         raise ValueError(f"the plan says n_chunks={plan.n_chunks}, but the model has {len(models.layout.chunks)}")
-    n_swap, n_moved = (plan.block_modes.count(kind) for kind in (BlockMode.SWAP, BlockMode.CKPT_SWAP))
+    n_swap, n_offload = (plan.block_modes.count(kind) for kind in (BlockMode.SWAP, BlockMode.CKPT_SWAP))
     n_ckpt = sum(mode.recomputes for mode in plan.block_modes)
     modes = (plan.n_swap, plan.n_ckpt, plan.n_ckpt_swap)
-    if len(plan.block_modes) != len(profile.blocks) or (n_swap, n_ckpt, n_moved) != modes:
+    if len(plan.block_modes) != len(profile.blocks) or (n_swap, n_ckpt, n_offload) != modes:
         raise ValueError(
             f"the plan's block_modes name {len(plan.block_modes)} blocks, {n_swap} swapped and {n_ckpt} checkpointed, "
-            f"{n_moved} of these with offloaded inputs; the model has {len(profile.blocks)} blocks and the plan says "
+            f"{n_offload} of these with offloaded inputs; the model has {len(profile.blocks)} blocks and the plan says "
             f"n_swap={plan.n_swap}, n_ckpt={plan.n_ckpt}, n_ckpt_swap={plan.n_ckpt_swap}"
         )
     _check_counts(models, plan.counts)
@@ -75,7 +75,7 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
 
 
 def _check_counts(models: Models, counts: Counts) -> None:
-    """ValueError for a count out of range."""
+    """Raise ValueError for a count out of range."""
     n_chunks, n_persist = models.n_chunks, counts.n_persist
     if not 0 <= n_persist <= n_chunks:
         raise ValueError(f"n_persist must be 0 to {n_chunks}, the number of chunks, not {n_persist}")
@@ -107,7 +107,7 @@ def _check_counts(models: Models, counts: Counts) -> None:
 
 
 def _check_fits(models: Models, plan: Plan) -> None:
-    """PlanError when ``plan`` needs more than there is."""
+    """Raise PlanError if ``plan`` needs more memory than there is."""
     activations = models.memory.activations(plan.block_modes)
     if plan.device_bytes > models.hardware.device_bytes:
         raise device_error(

@@ -1,4 +1,4 @@
-"""What a plan is valid for, in few characters."""
+"""A fingerprint of what a plan is valid for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from protrain.profiler.model_profile import ModelProfile, ParameterRecord
 
 
 def fingerprint(profile: ModelProfile) -> str:
-    """What a plan is valid for: parameters, their shapes and optimizer groups, units, blocks, dtype; not the batch.
+    """A hash of parameters, their shapes and optimizer groups, units, blocks and dtype. The batch is not part of it.
 
-    Two parts: what is known without a profile, and the rest.
+    It has two parts: a hash of what is known without a profile, and a hash of the rest.
     """
     units = [(unit.name, unit.block, unit.parameters) for unit in profile.units]
     rest = _digest([units, [block.name for block in profile.blocks]])

@@ -1,4 +1,4 @@
-"""Throughput against device memory: the fastest plan under every limit, from the least that works to all there is."""
+"""Throughput by device memory: the fastest plan under each of several limits, from the least that works to all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N_LIMITS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPoint(Record):
-    """The fastest plan under one limit."""
+    """The fastest plan under one limit of device memory."""
 
     device_limit_bytes: int
     tokens_per_s: float
@@ -39,7 +39,7 @@ class Frontier(Record):
     points: tuple[FrontierPoint, ...]
 
     def table(self) -> str:
-        """One line a limit."""
+        """A table with one line for each limit."""
         rows = [["device memory", "used", "host memory", "step time", "tokens/s", "plan"]]
         for point in self.points:
             plan = point.plan
@@ -51,10 +51,11 @@ class Frontier(Record):
 def frontier(
     profile: ModelProfile, hardware: HardwareProfile, *, n_limits: int = N_LIMITS, step_during_backward: bool = False
 ) -> Frontier:
-    """The fastest plans for ``profile`` under ``n_limits`` device limits in even ratios, the last of them all there is.
+    """The fastest plans for ``profile`` under ``n_limits`` limits of device memory, in even ratios.
 
-    Where much of that would stay unused, the limits end with what the fastest plan uses, and all there is comes extra.
-    More memory never makes a step slower: where a larger limit brings nothing faster, the smaller one's plan stays.
+    The last limit is all the device memory there is. If the fastest plan leaves much of that unused, the last limit is
+    what that plan uses, and all there is is one more limit. More memory never makes a step slower: if the search finds
+    nothing faster under a larger limit, the plan of the smaller limit stays.
 
     Raises:
         PlanError: nothing fits ``hardware``.
@@ -79,7 +80,7 @@ def frontier(
 def least_device_bytes(
     profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
 ) -> int | None:
-    """The least device memory of any plan that stays within the machine's host memory; None when none does."""
+    """The least device memory of any plan that fits the machine's host memory, None if no plan does."""
     found = []
     for layout in layouts(profile):
         memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)

@@ -1,4 +1,4 @@
-"""Says why a plan does not fit, and the smallest change that makes it fit."""
+"""Errors for plans that do not fit, which say why, and the smallest change that makes one fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 
 from protrain.common.errors import PlanError
 from protrain.common.quantities import format_bytes
-from protrain.planning.memory.model import Activations, Bytes, MemoryModel
+from protrain.planning.memory.model import Activations, MemoryModel
+from protrain.planning.memory.segments import Bytes
 from protrain.planning.plan import Counts, block_modes
 
 _SEARCH = "leave the plan out, and one is searched"
@@ -25,9 +26,16 @@ def device_error(
     given: bool = False,
     narrow_moments: bool = False,
 ) -> PlanError:
-    """PlanError of a plan that needs more device memory than there is; ``given``, where others may fit.
+    """The PlanError of a plan that needs more device memory than there is.
 
-    With ``narrow_moments`` one fits whose moments are in bf16.
+    Args:
+        memory: the memory model.
+        n_persist: of the plan.
+        n_buffer: of the plan.
+        activations: of the plan.
+        n_stream: of the plan.
+        given: whether the caller gave the plan, so that another plan may fit.
+        narrow_moments: whether a plan with moments in bf16 fits.
     """
     hardware, profile = memory.hardware, memory.profile
     needed = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
@@ -64,9 +72,10 @@ def host_error(
     narrow_moments: bool = False,
     on_device: int = 0,
 ) -> PlanError:
-    """PlanError of a plan that needs more host memory than there is; the rest as for :func:`device_error`.
+    """The PlanError of a plan that needs more host memory than there is.
 
-    ``on_device`` is the device memory with which one would fit; 0: none would, or a plan was given.
+    ``on_device`` is the device memory with which a plan fits, 0 if it is not known or none does. The other arguments
+    are those of :func:`device_error`.
     """
     hardware = memory.hardware
     counts = Counts(n_persist, 0, 0, 0, n_speculate=n_speculate, n_weight_only=n_weight_only)
@@ -100,10 +109,10 @@ def host_error(
 
 
 def least_bytes(memory: MemoryModel) -> tuple[Bytes, Bytes]:
-    """Device and host bytes of the plans that leave most room, both [n_persist, n_ckpt_swap].
+    """Device and host bytes of the plans that need the least memory, both as [n_persist, n_ckpt_swap].
 
-    Every block is recomputed, since whatever else is done with one adds to what the trace measured with all of them
-    checkpointed, and there are no more chunk buffers than must be.
+    These plans recompute every block, since any other mode of a block adds to what the trace measured with all of them
+    checkpointed. They have the fewest chunk buffers.
     """
     placements = range(len(memory.layout.chunks) + 1)
     static = np.array([memory.static_bytes(n, memory.least_buffers(n)) for n in placements])
@@ -113,7 +122,7 @@ def least_bytes(memory: MemoryModel) -> tuple[Bytes, Bytes]:
 
 
 def nothing_fits(memory: MemoryModel) -> PlanError:
-    """Why no plan at all fits: the device cannot hold the smallest one, or the host what the device leaves over."""
+    """Why no plan fits: the device cannot hold the smallest, or the host cannot hold what the device does not."""
     device_bytes, host_bytes = least_bytes(memory)
     fits = device_bytes <= memory.hardware.device_bytes
     needed = np.where(fits, host_bytes, host_bytes.max() + 1) if fits.any() else device_bytes
@@ -130,7 +139,7 @@ def nothing_fits(memory: MemoryModel) -> PlanError:
 
 
 def _fits_with_narrow_moments(memory: MemoryModel) -> bool:
-    """Whether any plan does where moments are in bf16 and are not yet."""
+    """Whether moments are not in bf16, and a plan would fit if they were."""
     hardware, inside = memory.hardware, memory.update_in_backward
     if memory.profile.moment_dtype == "bfloat16":
         return False
@@ -141,7 +150,7 @@ def _fits_with_narrow_moments(memory: MemoryModel) -> bool:
 
 
 def _smaller_batch(batch: int, share: float) -> int:
-    """The batch whose activations take at most ``share`` of what ``batch`` takes; 0 when none does."""
+    """The batch whose activations take at most ``share`` of those of ``batch``, 0 if there is none."""
     return min(batch - 1, int(batch * share)) if batch > 1 and share > 0 else 0
 
 

@@ -1,9 +1,9 @@
-"""The deepest model of a family that trains on a machine: which depth still has a plan, found in a handful of profiles.
+"""The deepest model of a family that has a plan on a machine, found with a handful of profiles.
 
-Whether anything fits is a question for the memory model alone: checkpointing every block leaves most room, and then
-only the numbers of persistent chunks and of offloaded inputs are open. What is needed grows evenly with depth, so a
-straight line through two depths nearly hits the last that fits; the depths around it are tried until one fits and the
-next does not.
+Whether any plan fits depends on the memory model alone. The plans that need the least memory checkpoint every block,
+and differ only in the numbers of persistent chunks and of offloaded inputs. Memory grows evenly with depth, so a
+straight line through two depths almost hits the deepest model that fits. The depths around it are tried until one fits
+and the next does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from protrain.planning.tables import aligned, format_ms
 from protrain.profiler.model_profile import ModelProfile
 
 MOST_LAYERS = 512
-_GUESSES = 8  # tries by a straight line before plain bisection takes over
+_GUESSES = 8  # the number of tries by a straight line, before bisection takes over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Largest(Record):
     parameters: int
     tokens_per_s: float
     plan: Plan
-    one_more: str  # what stops one layer more; "" when the search stopped before anything did
+    one_more: str  # why one layer more does not fit; "" if the search ended at its own limit
 
     def table(self) -> str:
         """The result as text."""
@@ -80,7 +80,7 @@ def largest(
             known[layers] = _need(profile_of(layers), hardware, step_during_backward)
         return known[layers]
 
-    low, high = 1, most_layers + 1  # high is taken not to fit
+    low, high = 1, most_layers + 1  # low fits, and high is assumed not to
     if not need(low).fits:
         raise need(low).error
     guess = 4
@@ -104,18 +104,18 @@ def largest(
 
 @dataclass(frozen=True, kw_only=True)
 class _Need:
-    """What one depth needs at least."""
+    """The least memory that one depth needs."""
 
     profile: ModelProfile
     layout: Layout
     device_bytes: int  # the least of any plan
-    host_bytes: int  # with all chunks and all moved inputs there
+    host_bytes: int  # with all chunks and all offloaded inputs in host memory
     fits: bool
-    error: PlanError  # what to say when it does not
+    error: PlanError  # the error to raise if it does not fit
 
 
 def _need(profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Need:
-    """In the order of chunks in which it fits; where it does not, in that in which least is missing."""
+    """The need in the order of chunks in which it fits, or in which the least memory is missing."""
     needs = [_need_with(layout, profile, hardware, step_during_backward) for layout in layouts(profile)]
     return min(needs, key=lambda need: (not need.fits, need.error.needed_bytes - need.error.available_bytes))
 
@@ -134,11 +134,11 @@ def _need_with(layout: Layout, profile: ModelProfile, hardware: HardwareProfile,
 
 
 def _guess(known: dict[int, _Need], hardware: HardwareProfile) -> int:
-    """The last depth that fits, by straight lines through the two deepest of those that were tried."""
+    """The deepest model that fits, by straight lines through the two deepest that were tried."""
     first, second = sorted(known)[-2:]
     room = {
         "device": hardware.device_bytes,
-        "both": hardware.device_bytes + hardware.host_bytes,  # what one does not hold the other must
+        "both": hardware.device_bytes + hardware.host_bytes,  # states and activations are in one or the other
     }
     found = float(MOST_LAYERS)
     for name, limit in room.items():

@@ -1,30 +1,32 @@
 """Which parameter lies in which chunk: execution order, one unit together, frozen and trainable apart.
 
-A chunk is the piece in which model states move. Parameters go into chunks in the order in which the forward first needs
-them (paper section 3), so that the next chunk to fetch is always the next in line. A tied parameter lies where it is
-first used. Frozen parameters have chunks of their own: those have no optimizer states and no gradient, so LoRA costs
+A chunk is the piece in which model states are transferred. Parameters go into chunks in the order in which the forward
+first needs them (paper section 3), so that the next chunk to fetch is always the next in line. A tied parameter lies
+where it is first used. Frozen parameters have chunks of their own, without optimizer states and gradient, so LoRA costs
 what it should.
 
-[Note: how large a chunk is] About a block, or several where blocks are so small that transfers of one would not reach
-the link's full rate. Capacity that chunks leave unused costs nothing but in buffers, which are of full size, two of
-them for gradients: of four blocks a chunk those of a 40 B GPT-2 take 13 GiB more than of one, and steps (4 x 1024) are
-predicted to take 9% longer on an A100, those of LLaMA-2 13 B (8 x 2048) 28% on an H100. Less than a block gains hardly
-any memory, since the chunks of a block are needed together, and loses 3% to 11% for most models: what parts of a block
-leave unused is in every chunk. Of few blocks parts may be chunks all the same, so that placement has something to
-choose from.
+[Note: how large a chunk is] A chunk is about as large as a block, or as several blocks if blocks are so small that the
+transfer of one would not reach the link's full rate. Capacity that chunks leave unused costs memory only in buffers,
+which have the full size of a chunk, two of them for gradients. Larger chunks make buffers larger: with four blocks a
+chunk, the buffers of a 40 B GPT-2 take 13 GiB more than with one, and its steps (4 x 1024) are predicted to take 9%
+longer on an A100; steps of LLaMA-2 13 B (8 x 2048) 28% longer on an H100. Chunks smaller than a block gain hardly any
+memory, since the chunks of a block are needed together, and every chunk has some capacity that its part of a block
+leaves unused. They make steps 3% to 11% longer for most models. A model of few blocks may still have parts of blocks as
+chunks, so that placement has something to choose from.
 
 [Note: large parameters] The embedding of a large vocabulary, and the head, may be as large as several blocks, and a
-parameter lies in one chunk. Were all chunks as large, so would be all buffers, and placement would have little to
-choose from. So chunks are of about a block, and every larger parameter has one of its own, a large chunk. These have
-buffers of their own, no more than the units active at one time need (one, where embedding and head are two units),
-staging of their own for gradients, and in host memory room for these that no other chunk takes turns in. All that is
-needed only while not all of them persist, and the head is the last chunk. So there are two orders to choose from: large
-chunks where they are first used, or before all others, so that they persist first, or else are updated first: the
-gradient of the head is the first to come. The search tries both.
+parameter lies in one chunk. If all chunks were as large, all buffers would be, and placement would have little to
+choose from. So chunks have about the size of a block, and every larger parameter has a chunk of its own, a large chunk.
+Large chunks have buffers of their own, no more than are held at one time (one, if embedding and head are two units).
+They have staging of their own for gradients, and a region of host memory each for gradients. All that is needed only
+while not all large chunks persist, and the head is the last chunk in execution order. So there are two orders to choose
+from: large chunks where they are first used, or large chunks before all others. In the second order they persist first.
+If they do not persist they are the first with speculative updates, since the gradient of the head arrives first. The
+search tries both orders.
 
-[Note: which chunks are streamed] The next forward needs chunks in order, so both must come along in that order: of
-every k chunks the device gets the last, which has to be there when the host is done with the k - 1 before it. Chunks
-that are updated early stay with the host, which does that while backward has the link.
+[Note: which chunks are streamed] The next forward needs chunks in order, so the updates of host and GPU must both
+progress in that order. The GPU updates the last of every k chunks, which must be ready when the host has updated the
+k - 1 before it. Chunks with speculative updates stay with the host, which makes these while backward uses the link.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ from protrain.common.records import Record
 from protrain.profiler.model_profile import ModelProfile, UnitRecord
 
 ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every length that a kernel sees
-# Gradients are flattened into one while the other is offloaded; those of large chunks into one more.
+# Gradients are flattened into one buffer while the other is offloaded. Those of large chunks have one buffer more.
 STAGING_BUFFERS = 2
-LARGE_CHUNK = 8 * 1024**2  # elements: 16 MiB of 16-bit weights, from where transfers reach the link's full rate
+LARGE_CHUNK = 8 * 1024**2  # elements: 16 MiB of 16-bit weights, large enough for the link's full rate
 _GRID_STEPS = 32
-_LARGE = 1.5  # as large as a chunk of blocks: the largest parameter from where such have chunks of their own
-_MOST_CHUNKS = 256  # blocks far smaller than the rest of a model do not make thousands of chunks
+_LARGE = 1.5  # parameters have chunks of their own only if that makes usual chunks smaller by at least this factor
+_MOST_CHUNKS = 256  # and only if there are no more chunks than this, as there would be if blocks were tiny
 _WANTED_CHUNKS = 8  # a small model still gets about this many, so that placement has something to choose from
 
 
@@ -71,11 +73,11 @@ class ChunkRecord(Record):
 class Layout(Record):
     """Every parameter's place. Chunks are in execution order of their first use, or large ones first."""
 
-    chunk_elements: int  # capacity of every chunk but those of one larger parameter
+    chunk_elements: int  # capacity of every chunk that is not large
     chunks: tuple[ChunkRecord, ...]
     slots: tuple[Slot, ...]  # one per parameter of the profile, in its order
     unit_chunks: tuple[tuple[int, ...], ...]  # per unit of the profile: the chunks that hold what it uses
-    large_first: bool = False  # before chunks that are needed earlier
+    large_first: bool = False  # large chunks come before all others
 
     @property
     def wasted_elements(self) -> int:
@@ -83,24 +85,25 @@ class Layout(Record):
         return sum(max(0, self.chunk_elements - chunk.elements) for chunk in self.chunks)
 
     def is_large(self, chunk: ChunkRecord) -> bool:
-        """Whether it is of one larger parameter: see [Note: large parameters]."""
+        """Whether ``chunk`` holds one parameter that is larger than other chunks: see [Note: large parameters]."""
         return chunk.elements > self.chunk_elements
 
     def buffer_elements(self, n_persist: int) -> tuple[int, int]:
-        """Of a chunk buffer, and of one for large chunks: the largest chunk that passes through one; 0: none does."""
+        """The size of a chunk buffer, and of a buffer for large chunks; 0 if no chunk needs one."""
         return _largest(self, self.chunks[n_persist:])
 
     def gradient_elements(self, n_persist: int) -> tuple[int, int]:
-        """Of the largest gradient of a chunk that does not persist, and of a large one."""
+        """The size of the largest gradient that is offloaded, among usual chunks and among large chunks."""
         return _largest(self, [chunk for chunk in self.chunks[n_persist:] if chunk.trainable])
 
     def region_elements(self, n_persist: int) -> tuple[int, int]:
-        """Of a region that gradients of persistent chunks share, and of one for those of others but large ones."""
+        """The size of a region that gradients share, on the device, and in host memory (not for large chunks)."""
         here = max((chunk.elements for chunk in self.chunks[:n_persist] if chunk.trainable), default=0)
         return here, self.gradient_elements(n_persist)[0]
 
 
 def _largest(layout: Layout, chunks: Iterable[ChunkRecord]) -> tuple[int, int]:
+    """Elements of the largest usual chunk and of the largest large chunk, 0 if there is none."""
     sizes = {False: 0, True: 0}
     for chunk in chunks:
         sizes[layout.is_large(chunk)] = max(sizes[layout.is_large(chunk)], chunk.elements)
@@ -115,13 +118,13 @@ def align(elements: int) -> int:
 def pack(profile: ModelProfile, chunk_elements: int, *, large_first: bool = False) -> Layout:
     """The layout of ``profile``'s parameters in chunks of ``chunk_elements``.
 
-    A unit's parameters stay together: they go into the current chunk when all of them fit, else into a new one; a unit
-    larger than a chunk spreads over several. Inside a unit they are sorted by optimizer group, otherwise as defined.
-    A parameter larger than a chunk has one of its own, with ``large_first`` before all others: see [Note: large
-    parameters].
+    A unit's parameters stay together. They go into the current chunk if all of them fit, else into a new one, and a
+    unit larger than a chunk spreads over several. Inside a unit, parameters are sorted by optimizer group and then by
+    definition. A parameter larger than a chunk has a large chunk of its own. With ``large_first`` large chunks come
+    before all others: see [Note: large parameters].
 
     Raises:
-        ValueError: ``chunk_elements`` is no multiple of 128, or none at all.
+        ValueError: ``chunk_elements`` is not a positive multiple of 128.
     """
     if chunk_elements % ALIGNMENT or chunk_elements < ALIGNMENT:
         raise ValueError(f"chunk_elements must be a multiple of {ALIGNMENT} above 0, not {chunk_elements}")
@@ -146,36 +149,32 @@ def pack(profile: ModelProfile, chunk_elements: int, *, large_first: bool = Fals
 
 
 def layouts(profile: ModelProfile, chunk_elements: int | None = None) -> tuple[Layout, ...]:
-    """What there is to choose from: in execution order, and where that is something else with large chunks first.
+    """The layouts to choose from: in execution order, and with large chunks first if that order differs.
 
-    ``chunk_elements`` is by default the one of :func:`choose_chunk_elements`.
+    ``chunk_elements`` is by default chosen by :func:`choose_chunk_elements`.
     """
     size = chunk_elements or choose_chunk_elements(profile)
     in_order, large_first = (pack(profile, size, large_first=first) for first in (False, True))
     return (in_order,) if in_order.slots == large_first.slots else (in_order, large_first)
 
 
-def _blocks_alone(profile: ModelProfile) -> int:
-    """The largest parameter of a block; of any where there are no blocks."""
-    blocks = [unit for unit in profile.units if unit.block is not None] or profile.units
-    return max((align(profile.parameters[index].numel) for unit in blocks for index in unit.parameters), default=0)
-
-
 def choose_chunk_elements(profile: ModelProfile) -> int:
-    """The chunk size that wastes least capacity, by packing over a grid (paper section 3); ties go to the smaller.
+    """The chunk size that wastes the least capacity, by packing over a grid (paper section 3); ties go to the smaller.
 
     The grid holds the sizes of units, their simple multiples and fractions, each also with room for the small units
-    between blocks, and even steps, from about a block on: see [Note: how large a chunk is]. Parameters that are much
-    larger than such a chunk have no say in it: see [Note: large parameters].
+    between blocks, and even steps. It begins at about the size of a block: see [Note: how large a chunk is].
+    Parameters that are much larger than such a chunk do not count: see [Note: large parameters].
     """
     usual = _choose(profile, large=max((align(parameter.numel) for parameter in profile.parameters), default=0))
-    small = _choose(profile, large=_blocks_alone(profile))
+    in_blocks = [unit for unit in profile.units if unit.block is not None] or profile.units
+    sizes = (align(profile.parameters[index].numel) for unit in in_blocks for index in unit.parameters)
+    small = _choose(profile, large=max(sizes, default=0))
     is_better = small * _LARGE <= usual and small * _MOST_CHUNKS >= profile.n_parameters
     return small if is_better else usual
 
 
 def _choose(profile: ModelProfile, *, large: int) -> int:
-    """Where parameters of more than ``large`` elements have chunks of their own and are no concern here."""
+    """The best chunk size for the parameters of up to ``large`` elements. Larger ones have chunks of their own."""
     by_unit = [[group.some(lambda size: size <= large) for group in of_unit] for of_unit in _groups(profile)]
     groups = list(chain.from_iterable(by_unit))
     sizes = [sum(group.size for group in of_unit) for of_unit in by_unit]
@@ -195,7 +194,7 @@ def _choose(profile: ModelProfile, *, large: int) -> int:
             part = align(-(-size * numerator // denominator))
             candidates.update((part, part + small))
     candidates.update(align(lower + (upper - lower) * step // _GRID_STEPS) for step in range(_GRID_STEPS + 1))
-    # What the last chunk wastes when all before it are full; no packing needs fewer chunks.
+    # The least waste: every chunk but the last is full. No packing needs fewer chunks.
     least = [(elements * -(-total // elements) - total, elements) for elements in candidates]
     best = (float("inf"), 0)
     for waste, elements in sorted(pair for pair in least if lower <= pair[1] <= upper):
@@ -207,23 +206,23 @@ def _choose(profile: ModelProfile, *, large: int) -> int:
 
 
 class _Group(NamedTuple):
-    """Parameters that one unit uses before any other does, trainable or frozen all of them."""
+    """Parameters that one unit is the first to use. All of them are trainable, or all are frozen."""
 
     trainable: bool
-    members: list[tuple[int, int]]  # parameter and its aligned size, sorted by optimizer group
+    members: list[tuple[int, int]]  # (parameter, aligned size), sorted by optimizer group
 
     @property
     def size(self) -> int:
-        """Of all of them."""
+        """Elements of all members."""
         return sum(size for _, size in self.members)
 
-    def some(self, have: Callable[[int], bool]) -> _Group:
-        """Those of such a size."""
-        return _Group(self.trainable, [member for member in self.members if have(member[1])])
+    def some(self, is_wanted: Callable[[int], bool]) -> _Group:
+        """The group of the members whose size is wanted."""
+        return _Group(self.trainable, [member for member in self.members if is_wanted(member[1])])
 
 
 def _groups(profile: ModelProfile) -> list[list[_Group]]:
-    """Per unit; kinds by first use inside it, so that chunks stay in execution order whichever kind comes first."""
+    """The groups of every unit. The group whose parameters are used first comes first, to keep execution order."""
     taken: set[int] = set()
     result = []
     for unit in profile.units:
@@ -246,7 +245,7 @@ def _groups(profile: ModelProfile) -> list[list[_Group]]:
 def _place(
     groups: Iterable[_Group], n_parameters: int, chunk_elements: int
 ) -> tuple[list[tuple[int, int]], list[int], list[bool]]:
-    """(chunk, offset) per parameter; per chunk its used elements and whether it is trainable."""
+    """(chunk, offset) of every parameter, and the used elements of every chunk and whether it is trainable."""
     places = [(-1, -1)] * n_parameters
     used: list[int] = []
     trainable: list[bool] = []
@@ -269,35 +268,36 @@ def _place(
 
 
 def _prefix(unit: UnitRecord) -> str:
-    """Of the names of all modules in that of ``unit``, a dot behind each."""
+    """What the names of all modules inside ``unit`` begin with."""
     return f"{unit.name}." if unit.name else ""
 
 
 def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
-    """By n_persist: the most other chunks that the units active at one time hold, and of large ones.
+    """By n_persist: the most non-persistent chunks that are held at one time, usual ones and large ones.
 
-    Where a unit would be called that the trace did not call, all whose modules enclose its own are taken to be active.
+    A unit holds its own chunks, and those of the units that enclose it are held as well. For a unit that the trace did
+    not call, these are all units whose module contains its module.
     """
     called = set(profile.calls)
-    chains = set()
+    held_sets = set()
     for index, unit in enumerate(profile.units):
         active = (index, *unit.within)
         if index not in called:
             active = tuple(at for at, other in enumerate(profile.units) if f"{unit.name}.".startswith(_prefix(other)))
-        chains.add(tuple(sorted({chunk for member in active for chunk in layout.unit_chunks[member]})))
+        held_sets.add(tuple(sorted({chunk for member in active for chunk in layout.unit_chunks[member]})))
     usual, large = (
-        [[chunk for chunk in chain if layout.is_large(layout.chunks[chunk]) is kind] for chain in chains]
+        [[chunk for chunk in held if layout.is_large(layout.chunks[chunk]) is kind] for held in held_sets]
         for kind in (False, True)
     )
 
-    def most(held: list[list[int]], n_persist: int) -> int:
-        return max((len(chain) - bisect_left(chain, n_persist) for chain in held), default=0)
+    def most(kind: list[list[int]], n_persist: int) -> int:
+        return max((len(held) - bisect_left(held, n_persist) for held in kind), default=0)
 
     return [(most(usual, n_persist), most(large, n_persist)) for n_persist in range(len(layout.chunks) + 1)]
 
 
 def updated_chunks(profile: ModelProfile, layout: Layout) -> list[int]:
-    """Chunks that a step updates: trainable ones that a unit uses, for no gradient comes otherwise."""
+    """The chunks that a step updates: trainable ones that a unit uses. Others get no gradient."""
     used = {
         chunk
         for unit in profile.calls
@@ -308,5 +308,5 @@ def updated_chunks(profile: ModelProfile, layout: Layout) -> list[int]:
 
 
 def streamed_chunks(candidates: Sequence[int], n_stream: int) -> list[int]:
-    """``n_stream`` of ``candidates``, evenly. See [Note: which chunks are streamed]."""
+    """``n_stream`` of ``candidates``, evenly spaced. See [Note: which chunks are streamed]."""
     return [candidates[-(-nth * len(candidates) // n_stream) - 1] for nth in range(1, n_stream + 1)]

@@ -1,4 +1,4 @@
-"""Names what a plan was made for, where that is something else than what is at hand."""
+"""Errors for a plan that was made for another model, or for other options, which name the difference."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _REMEDY = "make a new plan, or leave plan= out to have one searched"
 def refuse_other_parameters(
     plan: Plan, model: str, parameters: tuple[ParameterRecord, ...], dtype: str, *, n_blocks: int
 ) -> None:
-    """ValueError, naming the difference, when ``plan`` was made for other parameters, dtype or optimizer groups.
+    """Raise ValueError if ``plan`` was made for other parameters, dtype or optimizer groups. It names the difference.
 
-    It needs no profile. A plan holds a fingerprint, from which nothing can be read back: what differs is found by
-    trying.
+    This needs no profile. A plan holds a hash of what it was made for, so the difference is found by trying.
     """
     made_for = plan.model.partition("-")[0]
     if made_for == parameters_fingerprint(parameters, dtype):
@@ -38,7 +37,7 @@ def refuse_other_parameters(
 
 
 def refuse_other_model(plan: Plan, profile: ModelProfile) -> None:
-    """ValueError when ``plan`` was made for another model, also one of the same parameters."""
+    """Raise ValueError if ``plan`` was made for another model, even for one of the same parameters."""
     n_blocks = len(profile.blocks)
     refuse_other_parameters(plan, profile.model, profile.parameters, profile.dtype, n_blocks=n_blocks)
     if plan.model != fingerprint(profile):
@@ -50,7 +49,7 @@ def _other_model(model: str, difference: str) -> ValueError:
 
 
 def name_other_use(error: PlanError, plan: Plan, profile: ModelProfile) -> PlanError:
-    """``error`` of a plan that does not fit, naming what ``plan`` was made for that takes less."""
+    """``error`` of a ``plan`` that does not fit, which also names the option that the plan was made for, if any."""
     planned_bytes = plan.host_bytes if error.where == "host" else plan.device_bytes
     if plan.accumulation == 1 < profile.accumulation:
         made_for = f"accumulation=1, and here it is {profile.accumulation}: make"

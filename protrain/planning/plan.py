@@ -1,11 +1,11 @@
-"""Plan: the integers, and what they were chosen for.
+"""Plan: the integers, and the model, batch and limits that they were chosen for.
 
 [Note: whose inputs are offloaded] Input offload begins with the first recomputed block in execution order. A block's
-input is away from when the next block's forward is done until that block's backward begins. The earlier the block, the
-longer that is: the stretch of an earlier block contains the stretch of a later one. So where inputs are of one size, no
-other choice of as many blocks leaves more memory at any moment. It also costs the least time: an early input has most
-of the step between its way out and its way back, and both fall where the link has least to do, because the first chunks
-are the persistent ones.
+input is in host memory from the end of the next block's forward until the begin of that block's backward. For an
+earlier block this time is longer, and it contains the time of any later block. So if inputs have one size, no other
+choice of as many blocks leaves more memory at any moment. It also costs the least time: an early input has most of the
+step between its two copies, and both copies run when the link has least to do, because the first chunks are the
+persistent ones.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from protrain.planning.layout import Layout, pack
 from protrain.profiler.model_profile import BlockRecord, ModelProfile
 
 MOMENT_DTYPES = ("float32", "bfloat16")
-SWAP_ALIGNMENT_BYTES = 256  # of every storage, on the device and in host memory
-_INPUT_ALIGNMENT_BYTES = 64 * 256  # of up to 64 tensors in a step, more than any block keeps
+SWAP_ALIGNMENT_BYTES = 256  # every swapped storage is aligned to this, on the device and in host memory
+_INPUT_ALIGNMENT_BYTES = 64 * 256  # aligning up to 64 offloaded tensors of a block, which are more than any block has
 
 
 class BlockMode(enum.Enum):
@@ -44,10 +44,10 @@ class Counts(NamedTuple):
     n_buffer: int  # chunk buffers, without those for large chunks
     n_swap: int  # blocks whose saved activations are offloaded
     n_ckpt: int  # blocks that are recomputed
-    n_ckpt_swap: int = 0  # of n_ckpt, blocks whose inputs are offloaded
-    n_speculate: int = 0  # chunks after the persistent ones that are updated inside backward, into second copies
-    n_weight_only: int = 0  # of n_speculate, the first: only their weight is computed, the states follow after the step
-    n_stream: int = 0  # of the other chunks in host memory, those that the device updates
+    n_ckpt_swap: int = 0  # blocks among n_ckpt whose inputs are offloaded
+    n_speculate: int = 0  # chunks with speculative updates: the first after the persistent ones
+    n_weight_only: int = 0  # the first of n_speculate, whose speculative update computes only the weight
+    n_stream: int = 0  # chunks in host memory that the device updates, none of them with a speculative update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +69,10 @@ class Plan(Record):
     large_first: bool = False  # chunks of one large parameter come before all others
     n_chunks: int
     block_modes: tuple[BlockMode, ...]
-    model: str  # fingerprint of the ModelProfile it was made for: planning.fingerprint
+    model: str  # the fingerprint of the ModelProfile that the plan was made for: planning.fingerprint
     tokens: int  # of the planned batch
     accumulation: int = 1  # batches of a step, whose gradients are summed in fp32
-    moment_dtype: str = "float32"  # or "bfloat16": of Adam's two moments
+    moment_dtype: str = "float32"  # type of Adam's two moments, one of MOMENT_DTYPES
     chunked_loss: bool = False  # predicted for the loss that never holds all logits
     device_bytes: int  # predicted peak
     host_bytes: int  # predicted, all host memory of the engine
@@ -82,11 +82,11 @@ class Plan(Record):
     n_speculate: int = 0
     n_weight_only: int = 0
     n_stream: int = 0
-    # Gradients of persistent chunks (of chunks in host memory) share so many regions while updates run inside backward.
-    # 0: each chunk has a region of its own.
+    # How many regions the gradients of persistent chunks share, and those of chunks in host memory. 0: every chunk has
+    # a region of its own.
     n_device_gradient: int = 0
     n_host_gradient: int = 0
-    pack_swaps: tuple[bool, ...] = ()  # by block: if it is swapped, what it saves is packed; empty: no block's is
+    pack_swaps: tuple[bool, ...] = ()  # by block: whether what it saves is packed if it is swapped; empty: none is
     transient_bytes: int  # the part of device_bytes that is neither chunks, buffers, staging nor saved activations
 
     def __post_init__(self) -> None:
@@ -117,38 +117,38 @@ class Plan(Record):
         )
 
     def packs(self, block: int) -> bool:
-        """Whether what the block of this index saves is swapped as one packed buffer."""
+        """Whether ``block`` is swapped, as one packed buffer."""
         packed = bool(self.pack_swaps) and self.pack_swaps[block]
         return packed and self.block_modes[block] is BlockMode.SWAP
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted."""
+        """Predicted tokens a second."""
         return self.tokens * self.accumulation / self.step_ms * 1e3
 
     @property
     def counts(self) -> Counts:
-        """Its integers."""
+        """The plan's integers."""
         return Counts(*(getattr(self, name) for name in Counts._fields))
 
 
 def layout_of(profile: ModelProfile, plan: Plan) -> Layout:
-    """Where ``plan`` has every parameter."""
+    """The place of every parameter under ``plan``."""
     return pack(profile, plan.chunk_elements, large_first=plan.large_first)
 
 
 def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """``profile`` as the models of time and memory have to see it under ``plan``."""
+    """``profile`` as the models of time and memory need it under ``plan``."""
     return profile.keeping_attention() if plan.keep_attention else profile
 
 
 def swapped_block_bytes(record: BlockRecord, *, packed: bool) -> int:
-    """Host memory that what a swapped block saves takes in one step."""
+    """Host memory of what a swapped block saves in one step."""
     return (record.packed_bytes if packed else record.saved_bytes) + SWAP_ALIGNMENT_BYTES * record.saved_tensors
 
 
 def offloaded_input_bytes(record: BlockRecord) -> int:
-    """Host memory that one CKPT_SWAP block takes in a step: for its inputs, and for what it keeps with them."""
+    """Host memory of the offloaded inputs of one block in a step, and of kept attention, which goes with them."""
     return record.input_bytes + _INPUT_ALIGNMENT_BYTES if record.input_bytes else 0
 
 

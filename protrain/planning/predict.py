@@ -1,7 +1,7 @@
-"""From a profile, a machine and a plan to time, memory and timeline: one pure function, and the models behind it.
+"""Predictions: one pure function from a profile, a machine and a plan to time, memory and timeline.
 
 :func:`predict` is for one plan. :class:`Models` keeps what the plans of one layout have in common, for callers who ask
-about many of them: the search, the what-if table.
+about many plans: the search and the what-if table.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from protrain.profiler.model_profile import ModelProfile
 
 Modes = tuple[BlockMode, ...]
 
-_ROUNDING = 1e-9  # what a limit loses on its way through a mean, and more
+_ROUNDING = 1e-9  # the rounding error of a limit that goes through a mean is a smaller share than this
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a plan takes."""
+    """The time and memory that a plan takes."""
 
     step_ms: float
     device_bytes: int  # peak
@@ -58,7 +58,7 @@ class Models:
         layout: of the model.
         step_during_backward: whether updates run inside backward.
         keep_attention: whether recomputed blocks keep the outputs of attention.
-        pack_swaps: by block, whether what it saves is packed where it is swapped; by default what takes less time.
+        pack_swaps: by block, whether what it saves is packed if it is swapped. By default the faster way is chosen.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Models:
     def of(
         cls, plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
     ) -> Models:
-        """The models of ``plan``'s layout."""
+        """The models of ``plan``'s layout and options."""
         return cls(
             profile,
             hardware,
@@ -132,7 +132,7 @@ class Models:
         return self.memory.host_bytes(counts, self.memory.activations(modes))
 
     def plan(self, counts: Counts, modes: Modes | None = None) -> Plan:
-        """The plan of these integers with its predictions; ``modes`` where they differ from the usual order."""
+        """The plan of ``counts`` with its predictions. ``modes`` are given if they differ from the usual order."""
         profile, memory = self.profile, self.memory
         modes = self.modes(counts) if modes is None else modes
         activations = memory.activations(modes)

@@ -1,9 +1,9 @@
-"""Who needs a chunk next: the order of one training step, from the profile's trace.
+"""When each chunk is needed next, from the order of visits in the profile's trace.
 
-Eviction and prefetch are decided by one rule, Belady's: give up the buffer whose content is needed last, and fetch
-ahead only what is needed before that. Applied to forward followed by backward it yields the paper's buffer reuse
-(buffers full at the end of forward serve the start of backward) without a case of its own. A wrong guess costs a
-fetch, never a result.
+Eviction and prefetch follow one rule, Belady's: give up the buffer whose content is needed last, and fetch ahead only
+chunks that are needed before that content. Applied to forward followed by backward, the rule yields the paper's buffer
+reuse (buffers full at the end of forward serve the start of backward) without a case of its own. If a step follows
+another order than the traced one, that costs a fetch and never changes a result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ FAR = 1 << 60
 
 
 class Schedule:
-    """A cyclic sequence of unit visits and the position in it."""
+    """A cyclic sequence of visits, given by their units, and the position in it.
+
+    A visit is one call of a unit in forward, or the backward of that call.
+    """
 
     def __init__(self, visits: Sequence[int], unit_chunks: Sequence[Sequence[int]]) -> None:
         self._visits = list(visits)
@@ -36,7 +39,7 @@ class Schedule:
         self.position = -1
 
     def enter(self, unit: int, *, start: int = 0) -> None:
-        """Move to the next visit of ``unit``, or its first one from ``start`` when the order is not the traced one."""
+        """Go on to the next visit of ``unit``, or to its first from ``start`` if the order is not the traced one."""
         positions = self._of_unit.get(unit)
         if positions is None:
             return
@@ -46,7 +49,7 @@ class Schedule:
         self.position = positions[at]
 
     def next_use(self, chunk: int) -> int:
-        """Visits until ``chunk`` is needed after the current visit; FAR when it never is."""
+        """Visits from the current one until ``chunk`` is needed again; FAR if it never is."""
         positions = self._of_chunk.get(chunk)
         if not positions:
             return FAR

@@ -1,21 +1,21 @@
 """The search: the integers that make a step fastest within the memory there is (paper section 4).
 
-It is a pattern search from several starts. A coarse grid over placements finds where to begin; from the best of these
-every integer is changed by a step, alone or together with one that trades against it, and a change that makes the step
-faster is kept; steps halve until they are 1. The last steps are those of the what-if table
-(:mod:`protrain.planning.changes`), so that no plan leaves a better neighbour in its own table. Everything is worked out
-by the models of :mod:`protrain.planning.predict`, in a fixed order: the same question has the same answer.
+It is a pattern search from several starts. A coarse grid over placements finds where to begin. From the best of these
+starts, every integer is changed by a step, alone or together with an integer that trades against it, and a change that
+makes the step faster is kept. Steps halve until they are 1. The last changes are those of the what-if table
+(:mod:`protrain.planning.changes`), so no plan has a better neighbour in its own table. Every time and size comes from
+the models of :mod:`protrain.planning.predict`, in a fixed order, so the search is deterministic.
 
-Some integers follow from others. Offloading inputs only makes a step longer; what it gains is room for buffers, so the
-fewest inputs are offloaded that make room for as many buffers as the search asks for. More buffers never make a step
-slower, so a plan has all that fit. Speculative updates compute their weight alone where host memory has no room for
+Some integers follow from others. Offloading inputs only makes a step longer, and what it gains is memory for buffers.
+So a plan offloads the fewest inputs with which as many buffers fit as the search asks for. More buffers never make a
+step slower, so a plan has all that fit. Speculative updates compute only the weight if host memory has no room for
 more.
 
-[Note: what a plan is judged by] The mean step time over the host-rate scenarios
-(:mod:`protrain.planning.rates.host_rates`), plus a share of it for every mechanism whose gain is less certain than the
-rest of the prediction, or costs memory: :data:`_MUST_GAIN`. What streamed updates and copies take from each other is
-worked out and not measured, and on H100s predicted gains of 5% and 11% were none and 3%. The small shares break ties:
-among plans that are as fast, the one wins that moves least, for what is not moved cannot be late.
+[Note: what a plan is judged by] A plan's score is its mean step time over the host-rate scenarios
+(:mod:`protrain.planning.rates.host_rates`), plus a share of that time for every mechanism that costs memory, or whose
+gain is less certain than the rest of the prediction: :data:`_MUST_GAIN`. How much streamed updates and copies slow each
+other down is derived and not measured, and on H100s predicted gains of 5% and 11% were none and 3%. The small shares
+break ties. Among plans that are as fast, the plan with the fewest transfers wins, since a transfer may be late.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.changes import neighbours
 from protrain.planning.infeasible import nothing_fits
 from protrain.planning.layout import layouts
-from protrain.planning.memory.model import Bytes
+from protrain.planning.memory.segments import Bytes
 from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
 from protrain.profiler.model_profile import ModelProfile
 
 # Shares of a step that a mechanism must save: see [Note: what a plan is judged by].
 _MUST_GAIN = {"n_stream": 0.05, "n_weight_only": 0.01, "keep_attention": 0.01}
-_SWITCHED_OFF = ("n_stream", "n_weight_only")
-_PER_CHUNK = {"n_persist": -0.005, "n_speculate": 0.001}  # times the share of all chunks
-_PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # times the share of all blocks
+_SWITCHED_OFF = ("n_stream", "n_weight_only")  # integers that the search also tries to set to 0 at once
+_PER_CHUNK = {"n_persist": -0.005, "n_speculate": 0.001}  # shares of a step if the integer counts all chunks
+_PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # shares of a step if the integer counts all blocks
 _PLACEMENTS = 6  # numbers of persistent chunks on the grid
-_SMALL = 16  # chunks and blocks: up to so many, the grid has swapped blocks too
-_STARTS = 3  # places of the grid, from where the search goes on; of a small model four times as many
-_COARSE = 16  # steps from every start are at least this part of all chunks; only the best goes on by single steps
-_GAIN = 1e-4  # what a change must save at least, while steps are longer than 1
+_SMALL = 16  # up to so many chunks and blocks a model is small, and the grid has plans with swapped blocks
+_STARTS = 3  # plans of the grid from which the search goes on; for a small model four times as many
+_COARSE = 16  # steps from every start are at least a 16th of all chunks; only from the best do they get down to 1
+_GAIN = 1e-4  # the least share of a step that a change must save, while steps are longer than 1
 
 
-class _Move(NamedTuple):
-    """A change of the integers that do not follow from others, in units of the step."""
+class _Direction(NamedTuple):
+    """By how many steps each integer changes. n_ckpt_swap is not among them, as it follows from the others."""
 
     n_persist: int = 0
     n_buffer: int = 0
@@ -60,9 +60,9 @@ class _Move(NamedTuple):
     n_stream: int = 0
 
 
-_ALONE = [_Move(**{name: sign}) for name in _Move._fields for sign in (1, -1)]
+_ALONE = [_Direction(**{name: sign}) for name in _Direction._fields for sign in (1, -1)]
 _TOGETHER = [
-    _Move(**{first: sign * way, second: sign})
+    _Direction(**{first: sign * way, second: sign})
     for first, second, way in (
         ("n_persist", "n_buffer", -1),
         ("n_persist", "n_ckpt", 1),
@@ -80,10 +80,10 @@ _TOGETHER = [
 
 
 class _Found(NamedTuple):
-    """A plan that fits, and what it is judged by."""
+    """A plan that fits, and its score: see [Note: what a plan is judged by]."""
 
     score_ms: float
-    at: int  # whose models: index into _Search.models
+    at: int  # the models of its layout and options: index into _Search.models
     counts: Counts
 
 
@@ -105,11 +105,11 @@ def search(
         hardware: the machine; its ``device_bytes`` and ``host_bytes`` are the limits.
         chunk_elements: size of a chunk; default: :func:`protrain.planning.layout.choose_chunk_elements`.
         step_during_backward: plan for updates inside backward.
-        known: plans of the same model that the search also begins with, as far as they fit.
+        known: plans of the same model. Those that fit are additional starts.
         without: mechanisms that the plan must not use, by the name of its field: "n_swap", "n_stream", ...
 
     Raises:
-        PlanError: nothing fits; it says what is needed, what is there, and the smallest change that fits.
+        PlanError: nothing fits. The error says what is needed, what there is, and the smallest change that fits.
         ValueError: ``chunk_elements`` does not suit the model.
     """
     return _Search(profile, hardware, chunk_elements, step_during_backward, without).run(known)
@@ -135,7 +135,7 @@ class _Search:
         self._scores: dict[tuple[int, Counts], float] = {}
 
     def models(self, at: int) -> Models:
-        """Of one choice of layout and of whether attention is kept; those without kept attention come first."""
+        """The models of one layout, with or without kept attention. Those without kept attention come first."""
         if at not in self._models:
             keep, layout = self._kinds[at]
             self._models[at] = Models(
@@ -148,7 +148,7 @@ class _Search:
         return self._models[at]
 
     def run(self, known: Sequence[Plan]) -> Plan:
-        """The best plan."""
+        """The best plan that is found."""
         n_layouts = len(self._layouts)
         starts = [start for at in range(n_layouts) for start in self._grid(at)]
         starts += self._given(known)
@@ -158,14 +158,14 @@ class _Search:
         largest = max(self.models(0).n_chunks, self.models(0).n_blocks)
         n_starts = _STARTS if largest > _SMALL else 4 * _STARTS
         best = min(self._descended(start, fine=False) for start in _spread(sorted(starts), n_starts))
-        for at in range(len(self._kinds)):  # the same with the other order of chunks, or attention kept
+        for at in range(len(self._kinds)):  # also try the other order of chunks, and kept attention
             if at != best.at and (other := self._fitted(at, best.counts)):
                 best = min(best, self._descended(self._scored(at, other), fine=False))
         best = self._settled(self._descended(best, fine=True))
         return self.models(best.at).plan(best.counts)
 
     def _grid(self, at: int) -> Iterator[_Found]:
-        """Placements from the fewest persistent chunks to the most, with the fewest and with all blocks recomputed."""
+        """Plans from the fewest persistent chunks to the most, with the fewest and with all blocks recomputed."""
         models = self.models(at)
         memory, runtime, n_chunks, n_blocks = models.memory, models.runtime, models.n_chunks, models.n_blocks
         fitting = [n for n in range(n_chunks + 1) if self._fitted(at, Counts(n, 0, 0, n_blocks))]
@@ -195,11 +195,10 @@ class _Search:
                     yield self._scored(at, counts)
 
     def _fitted(self, at: int, wanted: Counts, *, more_ckpt: bool = True) -> Counts | None:
-        """``wanted`` as far as there is room for it; None where it does not fit.
+        """The plan nearest to ``wanted`` that fits the memory, None if there is none.
 
-        With ``more_ckpt`` the fewest more blocks are recomputed that make room for the buffers that are wanted. The
-        fewest inputs are offloaded with which as many buffers fit as are wanted, or as many as possible; then all
-        buffers that fit are taken.
+        With ``more_ckpt`` it recomputes as few more blocks as make room for the wanted number of buffers, or for as
+        many as possible. Then it offloads as few inputs as make room for them, and takes all buffers that fit.
         """
         models, wanted = self.models(at), wanted._replace(**self._unused)
         memory, n_persist, n_swap = models.memory, wanted.n_persist, wanted.n_swap
@@ -213,7 +212,7 @@ class _Search:
         most = int(n_buffer.max())
         if most < 0:
             return None
-        n_ckpt_swap = int(np.argmax(n_buffer >= min(wanted.n_buffer, most)))  # the first
+        n_ckpt_swap = int(np.argmax(n_buffer >= min(wanted.n_buffer, most)))  # the fewest
         whole = "n_weight_only" in self._without
         n_speculate, least = memory.speculation(n_persist, n_speculate, int(swapped_bytes[n_ckpt_swap]), whole=whole)
         n_weight_only = min(max(wanted.n_weight_only, least), n_speculate)
@@ -223,11 +222,11 @@ class _Search:
         )
 
     def _roomy(self, models: Models, wanted: Counts, n_stream: int, more_ckpt: bool) -> tuple[int, Bytes, Bytes]:
-        """The fewest recomputed blocks that make room for the buffers that are wanted, or for as many as possible.
+        """The fewest recomputed blocks that make room for the wanted number of buffers, or for as many as possible.
 
         Returns:
-            n_ckpt; then by the number of offloaded inputs the buffers that fit, -1 where the plan does not fit, and
-            the host memory of what is offloaded.
+            n_ckpt, and two arrays by the number of offloaded inputs: the number of buffers that fit (-1 if the plan
+            does not fit), and the host memory of offloaded inputs and swapped activations.
         """
         memory, n_persist, n_swap = models.memory, wanted.n_persist, wanted.n_swap
         enough = min(max(wanted.n_buffer, memory.least_buffers(n_persist)), memory.all_buffers(n_persist))
@@ -245,7 +244,7 @@ class _Search:
         return max(found, key=lambda room: int(room[1].max()))
 
     def _scored(self, at: int, counts: Counts, limit_ms: float = inf) -> _Found:
-        """With what it is judged by; infinite where that is not less than ``limit_ms``."""
+        """``counts`` with their score, which is infinite if it is not less than ``limit_ms``."""
         score_ms = self._scores.get((at, counts))
         if score_ms is None:
             models = self.models(at)
@@ -256,30 +255,30 @@ class _Search:
         return _Found(score_ms, at, counts)
 
     def _descended(self, best: _Found, *, fine: bool) -> _Found:
-        """The best on the way down from there, in steps that halve, to single ones if ``fine``."""
+        """The plan to which ``best`` improves, in steps that halve. With ``fine`` they get down to 1."""
         models = self.models(best.at)
         largest = max(models.n_chunks, models.n_blocks)
         least, step = 1 if fine else max(1, largest // _COARSE), max(2, largest // 4)
         while step >= least:
-            moved = False
-            for move in (*_ALONE, *_TOGETHER):
-                while (better := self._moved(best, move, step)) is not None:
-                    best, moved = better, True
-            for name in _SWITCHED_OFF:  # one less may gain nothing where none at all does
+            improved = False
+            for direction in (*_ALONE, *_TOGETHER):
+                while (better := self._stepped(best, direction, step)) is not None:
+                    best, improved = better, True
+            for name in _SWITCHED_OFF:  # setting it to 0 may gain where one less gains nothing
                 if (better := self._changed(best, best.counts._replace(**{name: 0}), best.score_ms)) is not None:
-                    best, moved = better, True
-            if not moved:
+                    best, improved = better, True
+            if not improved:
                 step //= 2
         return best
 
-    def _moved(self, best: _Found, move: _Move, step: int) -> _Found | None:
-        """The plan that is ``step`` times ``move`` away, if it is better."""
-        changed = {name: getattr(best.counts, name) + step * by for name, by in move._asdict().items() if by}
+    def _stepped(self, best: _Found, direction: _Direction, step: int) -> _Found | None:
+        """The plan that is ``step`` steps from ``best`` in ``direction``, if it is better."""
+        changed = {name: getattr(best.counts, name) + step * by for name, by in direction._asdict().items() if by}
         limit_ms = best.score_ms * (1 - _GAIN * (step > 1))
-        return self._changed(best, best.counts._replace(**changed), limit_ms, more_ckpt=move.n_ckpt >= 0)
+        return self._changed(best, best.counts._replace(**changed), limit_ms, more_ckpt=direction.n_ckpt >= 0)
 
     def _changed(self, best: _Found, wanted: Counts, limit_ms: float, *, more_ckpt: bool = True) -> _Found | None:
-        """The plan with ``wanted``, as far as it fits, if it is better than ``limit_ms``."""
+        """The plan nearest to ``wanted`` that fits, if its score is less than ``limit_ms``."""
         counts = self._fitted(best.at, wanted, more_ckpt=more_ckpt)
         if counts is None or counts == best.counts:
             return None
@@ -287,7 +286,7 @@ class _Search:
         return found if found.score_ms < limit_ms else None
 
     def _settled(self, best: _Found) -> _Found:
-        """The best of its own neighbours, as the what-if table has them."""
+        """The plan to which ``best`` improves until no neighbour of the what-if table is better."""
         improved = True
         while improved:
             improved = False
@@ -307,7 +306,7 @@ class _Search:
 
 
 def _share(counts: Counts, models: Models) -> float:
-    """What the mean step time is multiplied by: see [Note: what a plan is judged by]."""
+    """The factor on the mean step time: see [Note: what a plan is judged by]."""
     used = {**counts._asdict(), "keep_attention": models.keep_attention}
     share = 1.0 + sum(gain for name, gain in _MUST_GAIN.items() if used[name])
     share += sum(each * used[name] for name, each in _PER_CHUNK.items()) / models.n_chunks
@@ -315,7 +314,7 @@ def _share(counts: Counts, models: Models) -> float:
 
 
 def _spread(starts: list[_Found], count: int) -> list[_Found]:
-    """The best ``count`` of sorted ``starts``, and the best that streams and that does not."""
+    """The best ``count`` of sorted ``starts``, the best with streamed updates, and the best without."""
     chosen = starts[:count]
     for streams in (False, True):
         chosen += [start for start in starts if bool(start.counts.n_stream) is streams][:1]

@@ -1,4 +1,4 @@
-"""Numbers as people read them, in columns."""
+"""Text tables: numbers as people read them, in aligned columns."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def format_ms(milliseconds: float) -> str:
 
 
 def format_change(value: float, before: float) -> str:
-    """How much ``value`` is more than ``before``, with its sign: "-4.1%"."""
+    """The change from ``before`` to ``value`` in percent, with its sign: "-4.1%"."""
     return f"{value / before - 1:+.1%}"

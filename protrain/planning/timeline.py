@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from protrain.common.records import Record
 
-# The last, where the device updates what lies in host memory, comes last as most plans leave it idle.
+# The lane of updates that the GPU makes in host memory comes last, as most plans leave it idle.
 LANES = ("GPU", "host to device", "device to host", "host optimizer", "streamed updates")
 GPU, UP, DOWN, HOST, STREAM = range(5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation(Record):
-    """Something that a lane does without a break."""
+    """Something that a lane does without interruption."""
 
     lane: int  # index into LANES
     name: str
-    start_ms: float  # from the start of the step's forward; negative: begun by the step before
+    start_ms: float  # from the start of the step's forward; negative if the step before began it
     end_ms: float
 
 
@@ -32,9 +32,9 @@ class Timeline(Record):
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Names of the lanes, without the last when nothing is streamed."""
+        """Names of the lanes, without the last if nothing is streamed."""
         return LANES if any(operation.lane == STREAM for operation in self.operations) else LANES[:STREAM]
 
     def busy_ms(self, lane: int) -> float:
-        """How long ``lane`` works."""
+        """How long ``lane`` is busy."""
         return sum(operation.end_ms - operation.start_ms for operation in self.operations if operation.lane == lane)

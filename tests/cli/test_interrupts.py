@@ -76,7 +76,8 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         words = [word.format(folder=tmp_path) for word in program]
         return subprocess.run(
             [sys.executable, *words, *argv],
-            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+            # no cached profile, so that there is one to interrupt
+            env={**os.environ, "PROTRAIN_CACHE": "0", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
             capture_output=True,
             text=True,
             timeout=120,

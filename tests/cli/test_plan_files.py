@@ -89,7 +89,7 @@ def test_a_plan_that_is_from_no_file_names_none() -> None:
 
 def test_an_optimizer_explains_its_own_way_of_updating(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(Plan, "explain", lambda plan, *args, **options: asked.append(options))
+    monkeypatch.setattr("protrain.optim.optimizer.explain", lambda plan, *args, **options: asked.append(options))
     for inside in (False, True):
         _wrap(None, step_during_backward=inside).explain()
     assert asked == [{"step_during_backward": False}, {"step_during_backward": True}]

@@ -1,6 +1,6 @@
-"""Why a plan takes the time it takes: what each phase waits for, what each knob would do, what more memory would buy.
+"""Why a plan takes the time it takes: what each phase waits for, what each knob does, and what more memory would gain.
 
-All of it comes from the models that the search uses. What a phase waits for is read from the simulated timeline.
+All numbers come from the models that the search uses. What a phase waits for is read from the simulated timeline.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from protrain.planning.search import search
 from protrain.planning.tables import aligned, format_change, format_ms
 from protrain.profiler.model_profile import ModelProfile
 
-MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # shares of the memory there is, on top of it
-_SHOWN = 0.0005  # shares that are written as 0.1% and more
-_SAME = 0.005  # times this close are the same: the search itself prefers by other grounds within it
+MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # how much more memory is tried, as shares of what there is
+_SHOWN = 0.0005  # the smallest share that is printed as 0.1%
+_SAME = 0.005  # times within this share count as the same, since the search has other criteria for plans so close
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Explanation(Record):
 
     file_kind = "the explanation of a plan"
 
-    plan: Plan  # with the predictions that all of this is about
+    plan: Plan  # with new predictions for this profile and machine
     slowest_share: float  # of the host's calibrated rate, in the slowest host-rate scenario
     slowest_ms: float  # of a step in that scenario
     expected_ms: float  # the mean over the host-rate scenarios
@@ -55,9 +55,9 @@ class Explanation(Record):
     host_parts: dict[str, int]
     phases: tuple[Phase, ...]
     changes: tuple[Change, ...]
-    here: Plan | None  # one that a search finds on this machine, and that is faster
+    here: Plan | None  # a faster plan that the search finds on this machine
     better: tuple[Better, ...]
-    searched: bool  # whether machines with more memory were looked at
+    searched: bool  # whether plans for more memory were searched
 
     def table(self) -> str:
         """Everything as text."""
@@ -68,20 +68,20 @@ class Explanation(Record):
         return "\n\n".join((step, *tables))
 
     def on_slower_host(self) -> str:
-        """The step time in the slowest host-rate scenario; "" where its host is as calibrated."""
+        """The step time in the slowest host-rate scenario, as text; "" if its host is as fast as calibrated."""
         if not self._host_is_slower:
             return ""
         return f"{format_ms(self.slowest_ms)} should the host update {1 - self.slowest_share:.0%} more slowly"
 
     @property
     def _host_is_slower(self) -> bool:
-        return self.slowest_share < 0.995  # by 1% and more, as it is written
+        return self.slowest_share < 0.995  # by at least what is printed as 1%
 
     def __str__(self) -> str:
         return self.table()
 
     def memory_table(self) -> str:
-        """Bytes by kind."""
+        """Device and host memory by part."""
         rows = []
         for name, total, limit, parts in (
             ("device memory", self.plan.device_bytes, self.device_limit_bytes, self.device_parts),
@@ -92,7 +92,7 @@ class Explanation(Record):
         return aligned(rows)
 
     def phase_table(self) -> str:
-        """The phases, and what each waits for."""
+        """The phases, and what each of them waits for."""
         waits = [name for name in WAITS.values() if any(phase.waits_ms[name] > 0 for phase in self.phases)]
         rows = [["phase", "time", "computing", *(f"waiting for {name}" for name in waits), "limited by"]]
         for phase in self.phases:
@@ -102,7 +102,7 @@ class Explanation(Record):
         return aligned(rows)
 
     def knob_table(self) -> str:
-        """One step of each knob."""
+        """The effect of each knob, one more and one less."""
         slower = [f"host {1 - self.slowest_share:.0%} slower"] if self._host_is_slower else []
         rows = [["one more or less", "step time", *slower, "device memory", "host memory", ""]]
         for change in self.changes:
@@ -129,12 +129,12 @@ class Explanation(Record):
         return aligned(rows)
 
     def _not_taken(self, change: Change) -> str:
-        """Why the plan is not the one with ``change``, where that saves time in the mean over the scenarios."""
+        """Why the search does not make ``change`` although it saves time in the mean over the scenarios, else ""."""
         saved = 1 - (change.expected_ms or self.expected_ms) / self.expected_ms
         return f"saves {saved:.1%} on average, less than is asked of it" if saved >= _SHOWN else ""
 
     def better_table(self) -> str:
-        """What more memory would buy."""
+        """The faster plans that more memory would allow."""
         lines = []
         if self.here is not None:
             lines.append(f"as it is: {self._compared(self.here)}")
@@ -161,7 +161,7 @@ def explain(
 ) -> Explanation:
     """What limits ``plan`` for ``profile`` on ``hardware``, and what would change that.
 
-    With ``more_memory`` it also searches the plans of machines with more memory, which takes some seconds.
+    With ``more_memory`` it also searches plans for machines with more memory, which takes some seconds.
 
     Raises:
         ValueError: the plan was made for another model, or contradicts itself.
@@ -194,7 +194,7 @@ def explain(
 
 
 def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
-    """The device memory of ``plan`` by kind."""
+    """The parts of the device memory of ``plan``."""
     static = memory.static_parts(plan.n_persist, plan.n_buffer, plan.n_stream)
     activations = memory.activations(plan.block_modes)
     parts = {**static, "activations": activations.peak_bytes}
@@ -203,7 +203,7 @@ def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
 
 
 def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
-    """The host memory of ``plan`` by kind."""
+    """The parts of the host memory of ``plan``."""
     away = memory.layout.chunks[plan.n_persist :]
     element = memory.profile.element_bytes
     weights = sum(chunk.elements * element for chunk in away)
@@ -239,7 +239,7 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
 def _with_more(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool
 ) -> tuple[Plan | None, list[Better]]:
-    """A faster plan that fits as it is, and the fastest ones with more memory, each faster than the one before."""
+    """A faster plan for the memory there is, and the fastest plans with more and more memory, if they are faster."""
 
     def fastest(device_bytes: int, host_bytes: int) -> Plan:
         machine = replace(hardware, device_bytes=device_bytes, host_bytes=host_bytes)
@@ -254,7 +254,7 @@ def _with_more(
         most_ms = _grown(fastest, memory, device, host, MORE[-1]).step_ms
         for share in MORE:
             if most_ms >= known_ms * (1 - _SAME):
-                break  # nothing more to gain
+                break  # no amount of memory gains more
             better = _grown(fastest, memory, device, host, share)
             if better.step_ms < known_ms * (1 - _SAME):
                 known_ms = better.step_ms

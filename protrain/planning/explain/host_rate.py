@@ -1,4 +1,4 @@
-"""How fast the host updates in a step, beside all else that runs in it: what a report holds its own against."""
+"""The predicted rate of the host's updates in a step, with which a report compares the measured rate."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _WHOLE = ("update", "speculative update", "deferred update")
 def host_gparams(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
 ) -> float:
-    """Predicted 1e9 parameters a second of the host's whole updates under ``plan``; 0 where it makes none."""
+    """Predicted 1e9 parameters a second of the host's whole updates under ``plan``, 0 if it makes none."""
     layout = layout_of(profile, plan)
-    if hardware.device_type == "cpu":  # nothing runs beside them
+    if hardware.device_type == "cpu":  # on a CPU nothing runs beside the updates
         n_away = sum(chunk >= plan.n_persist for chunk in updated_chunks(profile, layout))
         return host_update_gparams(profile, hardware) if n_away > plan.n_stream else 0.0
     elements, milliseconds = 0, 0.0

@@ -1,4 +1,4 @@
-"""What changing each integer of a plan by one would do, to time and memory."""
+"""The what-if table: how time and memory change if an integer of a plan changes by one, or a switch is flipped."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ SWITCHES = ("keep_attention", "large_first")
 
 @dataclass(frozen=True, kw_only=True)
 class Change(Record):
-    """One knob turned by one, or switched: :func:`protrain.planning.changes.neighbours` says what else changes."""
+    """One integer changed by one, or one switch flipped.
+
+    :func:`protrain.planning.changes.neighbours` says which other integers change with it.
+    """
 
     knob: str
     step: int  # 1 or -1
     counts: tuple[int, ...]  # in the order of Counts
-    impossible: str = ""  # why there is no such plan; then all that follows is missing
+    impossible: str = ""  # the reason if there is no such plan; then no field below is set
     step_ms: float | None = None
     expected_ms: float | None = None  # the mean over the host-rate scenarios
     slowest_ms: float | None = None  # of a step in the slowest host-rate scenario
     device_bytes: int = 0
     host_bytes: int = 0
-    device_over_bytes: int = 0  # more than there is; 0: fits
+    device_over_bytes: int = 0  # how much more than there is; 0 if it fits
     host_over_bytes: int = 0
 
 
 def changes_of(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, models: Models, *, step_during_backward: bool
 ) -> Iterator[Change]:
-    """Every integer of ``plan`` changed by one either way, and each switch."""
+    """The effect of every integer of ``plan``, one more and one less, and of each switch."""
     for neighbour in neighbours(plan.counts, models):
         same_modes = neighbour.knob not in ("n_swap", "n_ckpt", "n_ckpt_swap")
         yield _effect(neighbour, models, plan if same_modes else None)
@@ -60,7 +63,7 @@ def changes_of(
 
 
 def _effect(neighbour: Neighbour, models: Models, same_modes: Plan | None) -> Change:
-    """``same_modes`` is the plan whose block modes stay as they are."""
+    """The effect of ``neighbour``. Block modes are those of the plan ``same_modes`` if it is given."""
     counts: Counts = neighbour.counts
     change = Change(knob=neighbour.knob, step=neighbour.step, counts=counts, impossible=neighbour.impossible)
     if neighbour.impossible:

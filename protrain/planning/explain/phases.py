@@ -1,9 +1,10 @@
 """What each phase of a step is spent on, read from its simulated timeline.
 
-An operation starts when the last thing that it needs is there, so one that ends at that moment set it off, and was
-itself set off by another. A wait of the device is blamed on the lanes of this chain, back to the device's own operation
-that it began with, by their time in it: a layer waits for an upload, but when uploads wait for updates, the host
-optimizer is to blame. What limits a phase is the lane with most of the chain that its end hangs on.
+An operation starts when the last thing that it needs is ready. So an operation that ends at that moment set it off, and
+was itself set off by another one. The device waits at the end of such a chain, which goes back to an operation of the
+device itself. A wait is blamed on the lanes of its chain, in proportion to their time in the chain. If a layer waits
+for an upload and the upload waits for an update, the host optimizer gets its part of the blame. What limits a phase is
+the lane with the most time in the chain that ends with the phase.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ WAITS = {
     HOST: "host optimizer",
     STREAM: "streamed updates",
     GPU: "nothing",
-}  # by lane; GPU: none is to blame
+}  # by lane; a wait that no other lane is to blame for is under GPU
 LIMITS = {**WAITS, GPU: "compute"}
-_SAME_MS = 1e-6  # moments this close are one
+_SAME_MS = 1e-6  # moments this close count as the same
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase(Record):
-    """One part of the step. All it takes is computing, or waiting for something."""
+    """One part of the step. The device is either computing or waiting for something."""
 
     name: str
     length_ms: float
-    compute_ms: float  # the device works: layers, flattening of gradients, its own updates
+    compute_ms: float  # the device is busy with layers, flattening of gradients, or updates of persistent chunks
     waits_ms: dict[str, float]  # by what is waited for: the values of WAITS
-    limit: str  # the critical resource: what must become faster for the phase to become shorter
+    limit: str  # the critical resource, which must become faster for the phase to become shorter
 
 
 def phases(timeline: Timeline) -> tuple[Phase, ...]:
-    """Forward, backward and what follows, each with what the device does and waits for."""
+    """Forward, backward and the time after it, each with what the device does and waits for."""
     chains = _Chains(timeline)
     waits = list(chains.waits())
     bounds = (0.0, timeline.forward_end_ms, timeline.backward_end_ms, timeline.step_ms)
@@ -64,7 +65,7 @@ def phases(timeline: Timeline) -> tuple[Phase, ...]:
 
 
 class _Chains:
-    """Operations that set each other off, followed back in time: see the module's first lines."""
+    """Chains of operations that set each other off, followed back in time: see the module's docstring."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._step_ms = timeline.step_ms
@@ -73,7 +74,7 @@ class _Chains:
         self._ends = [operation.end_ms for operation in self._by_end]
 
     def waits(self) -> Iterator[tuple[float, float, dict[int, float]]]:
-        """Every stretch in which the device does nothing: start, end, and the share of each lane in the blame."""
+        """Every time in which the device is idle: its start, its end, and the share of each lane in the blame."""
         free = 0.0
         ends = [(operation.start_ms, operation.end_ms) for operation in self._device]
         for start, end in (*ends, (self._step_ms, self._step_ms)):
@@ -81,14 +82,14 @@ class _Chains:
                 spent = dict.fromkeys(WAITS, 0.0)
                 for operation in self._back(start, GPU):
                     if operation.lane == GPU:
-                        break  # the device set it off
+                        break  # the chain begins with the device's own operation
                     spent[operation.lane] += operation.end_ms - operation.start_ms
                 total = sum(spent.values())
                 yield free, start, {lane: ms / total for lane, ms in spent.items()} if total else {GPU: 1.0}
             free = max(free, end)
 
     def critical(self, begin: float, end: float) -> dict[int, float]:
-        """Milliseconds of each lane on the chain that ends at ``end``, back to ``begin``."""
+        """Milliseconds of each lane in the chain that ends at ``end``, followed back to ``begin``."""
         spent = dict.fromkeys(WAITS, 0.0)
         for operation in self._back(end, GPU):
             spent[operation.lane] += _common(operation.start_ms, operation.end_ms, begin, end)
@@ -97,18 +98,19 @@ class _Chains:
         return spent
 
     def _back(self, until: float, lane: int) -> Iterator[Operation]:
-        """The operation on whose end at ``until`` something on ``lane`` waited, the one that that waited for, ..."""
+        """The chain that ends at ``until`` on ``lane``, its last operation first."""
         while True:
             first = bisect_left(self._ends, until - _SAME_MS)
             last = bisect_right(self._ends, until + _SAME_MS)
             found = [op for op in self._by_end[first:last] if op.start_ms < until - _SAME_MS]
             if not found:
                 return
-            # Of two that end together the one on the same lane: an operation waits for its lane at least.
+            # If several operations end together, the one on the same lane is taken: an operation always waits for it.
             operation = min(found, key=lambda op: (op.lane != lane, op.lane))
             yield operation
             until, lane = operation.start_ms, operation.lane
 
 
 def _common(start: float, end: float, begin: float, stop: float) -> float:
+    """How long two spans of time overlap."""
     return max(0.0, min(end, stop) - max(start, begin))

@@ -1,4 +1,4 @@
-"""Milliseconds of computing in one step, per block and between blocks: measured by the trace, or estimated."""
+"""Milliseconds of computing in one step, per block and between blocks, as the trace measured them or as estimated."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from protrain.hardware.profile import HardwareProfile
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord
 
-# Fitted to blocks of LLaMA-7B and 13B, GPT-2 10B and 15B, OPT-13B and Mistral-7B, most of them eager, on an H100, where
-# they are within -2% and +11%; attention to sequences of 32k and 64k tokens there.
-_PRODUCTS = 0.86  # of the time of products by the matmul ceiling: they are faster than the one that was calibrated
-_ATTENTION = 1.36  # of attention's, where a causal mask counts half
-_TRAFFIC = 1.37  # of the time of all other bytes by the copy ceiling
-_BACKWARD = 1.1  # of the forward's time for either kind of gradient
-_HEAD = 1.6  # of the same of the head's products, with the loss: 1.45 to 1.9 of these models
-_ODD_HEAD = 6.0  # where a row of logits is no multiple of 16 bytes: GPT-2's 50,257 words
-_RECOMPUTED = 0.85  # of the forward's time, until the last saved tensor is there; a compiled graph runs to its end
+# Factors for estimates. They were fitted on an H100 to blocks of LLaMA-7B and 13B, GPT-2 10B and 15B, OPT-13B and
+# Mistral-7B, most of them eager; estimates of these blocks are 2% too short to 11% too long. The factor for attention
+# was fitted to sequences of 32k and 64k tokens.
+_PRODUCTS = 0.86  # on the time of products by the matmul ceiling: they run faster than the calibrated product
+_ATTENTION = 1.36  # on the time of attention's products by that ceiling, with half of them under a causal mask
+_TRAFFIC = 1.37  # on the time of all other bytes by the copy ceiling
+_BACKWARD = 1.1  # on the forward's time, for each of the two kinds of gradient
+_HEAD = 1.6  # on the time of the head's products by the matmul ceiling, with the loss; these models have 1.45 to 1.9
+_ODD_HEAD = 6.0  # in place of _HEAD if a row of logits is no multiple of 16 bytes, as GPT-2's 50,257 are
+_RECOMPUTED = 0.85  # on the forward's time: recomputation stops at the last saved tensor, unless the graph is compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +26,17 @@ class ComputeTimes:
     forward: tuple[float, ...]  # per block
     backward: tuple[float, ...]  # per block, without recomputation
     recompute: tuple[float, ...]  # per block
-    gap_forward: tuple[float, ...]  # before every block, and after the last
-    gap_backward: tuple[float, ...]  # the same places
+    gap_forward: tuple[float, ...]  # of what runs before every block, and after the last
+    gap_backward: tuple[float, ...]  # by the same places in forward order
 
     @property
     def total(self) -> float:
-        """Without recomputation."""
+        """Milliseconds of forward and backward without recomputation."""
         return sum(self.forward) + sum(self.backward) + sum(self.gap_forward) + sum(self.gap_backward)
 
 
 def compute_times(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes:
-    """As the trace measured them when it ran on such a device; otherwise estimated from operations and bytes."""
+    """The times that the trace measured if it ran on this type of device, else estimates from operations and bytes."""
     if profile.device == hardware.device_type:
         return _measured(profile)
     return _estimated(profile, hardware)
@@ -48,8 +49,7 @@ def _measured(profile: ModelProfile) -> ComputeTimes:
         for segment in profile.segments:
             gaps[segment.phase][0] += segment.duration_ms
     for phase in gaps if calls else ():
-        # Backward runs the other way, so that a gap is named by the block before it in time there and after it in
-        # forward.
+        # A gap's place is that of the block that follows it in forward. In backward that block runs before the gap.
         segments = [segment for segment in profile.segments if segment.phase == phase]
         ordered = segments if phase == "forward" else segments[::-1]
         place = len(profile.blocks)
@@ -76,15 +76,18 @@ def _estimated(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes
     def estimated(block: BlockRecord, *, attention: bool = True) -> float:
         flops = _PRODUCTS * (block.forward_flops - block.attention_flops)
         flops += _ATTENTION * block.attention_flops * attention
-        return flops / flops_per_ms + _TRAFFIC * _ms(block.forward_traffic_bytes, hardware.device_copy_gbps)
+        return flops / flops_per_ms + _TRAFFIC * bytes_ms(block.forward_traffic_bytes, hardware.device_copy_gbps)
 
     forward = tuple(estimated(block) for block in profile.blocks)
     recomputed = 1.0 if profile.compiled else _RECOMPUTED
     recompute = tuple(recomputed * estimated(block, attention=block.recomputes_attention) for block in profile.blocks)
-    head = sum(
-        2 * profile.tokens * record.numel * (_ODD_HEAD if _is_odd(record, profile) else _HEAD)
-        for record in _heads(profile)
-    ) / (hardware.matmul_tflops * 1e9)
+    head = (
+        sum(
+            2 * profile.tokens * record.numel * (_ODD_HEAD if _is_odd(record, profile) else _HEAD)
+            for record in _heads(profile)
+        )
+        / flops_per_ms
+    )
     gradients = head * (1 + share)
     return ComputeTimes(
         forward=forward,
@@ -96,10 +99,11 @@ def _estimated(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes
 
 
 def _heads(profile: ModelProfile) -> list[ParameterRecord]:
-    """Matrices outside blocks that multiply every token.
+    """The matrices outside blocks by which every token is multiplied.
 
-    The first is the embedding, which is looked up. The head has as many rows; where no other has, the two are tied, if
-    the embedding is the largest: others are tables of positions.
+    The first matrix outside blocks is the embedding, in which tokens are looked up. A head has as many rows as the
+    embedding. If no other matrix has, and the embedding is the largest, the head is tied to the embedding, and the
+    other matrices are tables of positions.
     """
     outside = {index for unit in profile.units if unit.block is None for index in unit.parameters}
     matrices = [profile.parameters[index] for index in sorted(outside) if len(profile.parameters[index].shape) > 1]
@@ -113,9 +117,10 @@ def _heads(profile: ModelProfile) -> list[ParameterRecord]:
 
 
 def _is_odd(head: ParameterRecord, profile: ModelProfile) -> bool:
-    """Whether rows of its logits are no multiple of 16 bytes, which the chunked loss widens."""
+    """Whether a row of its logits is no multiple of 16 bytes. The chunked loss pads rows, so there none is odd."""
     return bool(head.shape[0] % 8) and not profile.chunked_loss
 
 
-def _ms(size_bytes: float, gbps: float) -> float:
+def bytes_ms(size_bytes: float, gbps: float) -> float:
+    """Milliseconds that ``size_bytes`` take at ``gbps`` GB/s."""
     return size_bytes / gbps / 1e6

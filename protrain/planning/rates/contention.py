@@ -1,4 +1,4 @@
-"""How much of its rate each lane keeps while others run: measured by calibration, or from shared ceilings."""
+"""The share of its rate that each lane keeps while others run, as calibrated or derived from shared ceilings."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP
 _ACTIVITIES = {GPU: "matmul", UP: "h2d", DOWN: "d2h", HOST: "host_adam", STREAM: "streamed_adam"}
 OTHERS = [[other for other in range(len(LANES)) if other != lane] for lane in range(len(LANES))]
 _OTHER_WAY = {UP: DOWN, DOWN: UP}
-_LEAST = 0.25  # of a rate, which something always gets
+_LEAST = 0.25  # no lane keeps less than this share of its rate
 
-# By lane, then by which of OTHERS[lane] run: what is left of the lane's rate, at most 1.
+# By lane, then by which of OTHERS[lane] run: the share of its rate that the lane keeps, at most 1.
 Rates = list[dict[tuple[bool, ...], float]]
 
 
 def rates(hardware: HardwareProfile, host_adam_gbps: float, streamed_gbps: tuple[float, float] = (0.0, 0.0)) -> Rates:
-    """For every lane and company.
+    """The share that every lane keeps beside every set of other lanes.
 
     Args:
         hardware: the machine.
-        host_adam_gbps: what the host optimizer alone moves in DRAM.
-        streamed_gbps: what updates by the device of states in host memory alone move to the device, and back.
+        host_adam_gbps: the DRAM traffic of the host optimizer when nothing runs beside it.
+        streamed_gbps: the link traffic of streamed updates, to the device and back, when nothing runs beside them.
     """
     return [
         {
-            present: max(_LEAST, min(1.0, _left(hardware, host_adam_gbps, streamed_gbps, lane, others, present)))
+            present: max(_LEAST, min(1.0, _kept(hardware, host_adam_gbps, streamed_gbps, lane, others, present)))
             for present in product((False, True), repeat=len(others))
         }
         for lane, others in enumerate(OTHERS)
     ]
 
 
-def _left(
+def _kept(
     hardware: HardwareProfile,
     host_adam_gbps: float,
     streamed_gbps: tuple[float, float],
@@ -41,31 +41,34 @@ def _left(
     others: list[int],
     present: tuple[bool, ...],
 ) -> float:
+    """The share that ``lane`` keeps beside those of ``others`` that are ``present``, without limits."""
     known = _measured if hardware.contention else _shared
     beside = list(compress(others, present))
     if STREAM not in (lane, *beside):
         return known(hardware, host_adam_gbps, lane, beside)
-    # Calibration measures it beside the host optimizer and products. Beside copies the link is full in both directions,
-    # and what it does then is shared in the ratio of what is wanted.
+    # Calibration measures streamed updates beside the host optimizer and beside matrix products. Beside copies, the
+    # link is full in both directions, and each gets a share of it in proportion to what it would transfer alone.
     measured = any(_ACTIVITIES[STREAM] in group.activities for group in hardware.contention)
     without = [other for other in beside if other != STREAM]
     copies = [other for other in without if other in _OTHER_WAY]
-    apart = [other for other in without if other not in copies]
-    busy = [*apart, *(way for way in _OTHER_WAY if way != lane)]
+    no_copies = [other for other in without if other not in copies]
+    busy = [*no_copies, *(way for way in _OTHER_WAY if way != lane)]
     if lane == STREAM:
         beside_host = 1.0
         if HOST in beside:
             beside_host = hardware.host_dram_gbps / (host_adam_gbps + sum(streamed_gbps))
-        left = _measured(hardware, host_adam_gbps, lane, without) if measured else beside_host
-        shares = [_of_link(hardware, host_adam_gbps, way, [*apart, _OTHER_WAY[way]], streamed_gbps) for way in copies]
-        return min([left, *shares])
+        kept = _measured(hardware, host_adam_gbps, lane, without) if measured else beside_host
+        shares = [
+            _of_link(hardware, host_adam_gbps, way, [*no_copies, _OTHER_WAY[way]], streamed_gbps) for way in copies
+        ]
+        return min([kept, *shares])
     if lane in _OTHER_WAY:
         return _of_link(hardware, host_adam_gbps, lane, busy, streamed_gbps)
     with_copies = known(hardware, host_adam_gbps, lane, busy)
     if not measured:
         return with_copies
-    left = known(hardware, host_adam_gbps, lane, beside)
-    return min(left, with_copies) if copies else left
+    kept = known(hardware, host_adam_gbps, lane, beside)
+    return min(kept, with_copies) if copies else kept
 
 
 def _of_link(
@@ -75,7 +78,10 @@ def _of_link(
     beside: list[int],
     streamed_gbps: tuple[float, float],
 ) -> float:
-    """What copies in one direction and streamed updates both keep when they share it; ``beside`` has the other one."""
+    """The share that copies in one direction and streamed updates both keep when they share that direction.
+
+    ``beside`` are the other lanes that run, the copies in the other direction among them.
+    """
     known = _measured if hardware.contention else _shared
     alone = {UP: hardware.h2d_gbps, DOWN: hardware.d2h_gbps}
     ceiling = min(known(hardware, host_adam_gbps, way, beside), hardware.bidirectional_gbps / sum(alone.values()))

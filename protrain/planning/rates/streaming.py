@@ -1,7 +1,7 @@
-"""Host chunks that the device updates, their states streamed through it, while the host updates the others.
+"""Streamed updates: the GPU updates some chunks in host memory while the host updates the others (not in the paper).
 
-Not in the paper. The host's memory is the limit of both, and yet together they do more than the host does alone.
-:func:`protrain.planning.layout.streamed_chunks` says which.
+Their states are streamed through the GPU. Host memory limits both kinds of update, and yet the two together update more
+parameters a second than the host does alone. :func:`protrain.planning.layout.streamed_chunks` chooses the chunks.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.rates.update_rates import CALIBRATED_DTYPE, moved_bytes, read_bytes, written_bytes
 
-_STAGING_SLOTS = 2  # of AdamStaging: one is copied in while the other is copied out
-_STAGING_BYTES = 128 * 1024**2  # pieces of a state are some 20 MiB then, which reach the full rate of a copy engine
-_UNREAD = {"bfloat16": 0, "float16": 2, "float32": 0}  # bytes a parameter of the weight: it is copied all the same
-_STATE_BYTES = 18  # a parameter at most: a float16 weight and everything else in float32
+_STAGING_SLOTS = 2  # slots of the engine's AdamStaging: one is copied in while the other is copied out
+_STAGING_BYTES = 128 * 1024**2  # makes pieces of a state about 20 MiB, which reach the full rate of a copy engine
+_UNREAD = {"bfloat16": 0, "float16": 2, "float32": 0}  # bytes a parameter that are copied in, though never read
+_STATE_BYTES = 18  # the most bytes a parameter: a float16 weight and everything else in float32
 
 
 def staging_bytes(chunk_elements: int) -> int:
-    """Device memory that streamed states pass through."""
+    """Device memory of the staging for streamed states."""
     return min(_STAGING_BYTES, _STAGING_SLOTS * _STATE_BYTES * chunk_elements)
 
 
 def streamed_rates(hardware: HardwareProfile, dtype: str, moment_bytes: int) -> tuple[float, tuple[float, float]]:
-    """1e9 parameters a second that the device alone updates in host memory, and GB/s to it and back.
+    """1e9 parameters a second that the GPU updates in host memory with nothing beside it, and GB/s to the GPU and back.
 
-    Where calibration does not know, what the link allows. Other dtypes than calibration's move more bytes, or fewer,
-    and take as much longer.
+    If calibration did not measure it, the rate is what the link allows. With other dtypes than calibration's, the time
+    grows with the bytes that are transferred.
     """
     there, back = read_bytes(dtype, moment_bytes) + _UNREAD[dtype], written_bytes(dtype, moment_bytes)
     gbps, calibrated = hardware.bidirectional_gbps, hardware.streamed_adam_gparams

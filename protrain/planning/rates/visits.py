@@ -1,19 +1,22 @@
-"""What every turn of a unit computes, and which gradients it yields."""
+"""How long every visit computes, and which gradients it yields.
+
+A visit is one call of a unit in forward, or the backward of that call.
+"""
 
 from __future__ import annotations
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout
-from protrain.planning.rates.compute_times import ComputeTimes
+from protrain.planning.rates.compute_times import ComputeTimes, bytes_ms
 from protrain.profiler.model_profile import ModelProfile
 
 
 def computing_by_visit(profile: ModelProfile, times: ComputeTimes) -> tuple[list[float], list[float]]:
-    """Milliseconds per visit, forward and backward, both in forward order, without recomputation.
+    """Milliseconds per visit, of forward and of backward, both in forward order, without recomputation.
 
-    A block's share is its time over its calls. What runs between blocks goes to the outer units visited there, by the
-    size of their parameters (an embedding, a norm and the head take very different times), or where there are none to
-    the block that follows.
+    The time of a block is divided evenly among its calls. The time between blocks is divided among the units outside
+    blocks that are called there, by the size of their parameters, as an embedding, a norm and the head take very
+    different times. If no such unit is called there, the block that follows has that time.
     """
     blocks = [profile.units[unit].block for unit in profile.calls]
     n_calls = {block: blocks.count(block) for block in blocks}
@@ -41,11 +44,11 @@ def computing_by_visit(profile: ModelProfile, times: ComputeTimes) -> tuple[list
 def gradients_by_visit(
     profile: ModelProfile, hardware: HardwareProfile, layout: Layout
 ) -> tuple[list[tuple[int, float, float]], list[list[int]]]:
-    """(chunk, flatten ms, offload ms), and which of them each visit of backward yields.
+    """The gradients as (chunk, flatten ms, offload ms), and by visit of backward the indices of those it yields.
 
-    A parameter's gradient is whole when backward leaves the unit that used it first.
+    A parameter's gradient is complete when backward leaves the unit that used the parameter first.
     """
-    left: dict[int, int] = {}  # parameter -> last visit in backward
+    left: dict[int, int] = {}  # by parameter: its last visit in backward
     for at, unit in enumerate(reversed(profile.calls)):
         for parameter in profile.units[unit].parameters:
             left[parameter] = at
@@ -60,9 +63,5 @@ def gradients_by_visit(
     for (at, chunk), count in sorted(elements.items()):
         size = count * profile.element_bytes
         of_visit[at].append(len(gradients))
-        gradients.append((chunk, _ms(2 * size, flatten_gbps), _ms(size, hardware.d2h_gbps)))
+        gradients.append((chunk, bytes_ms(2 * size, flatten_gbps), bytes_ms(size, hardware.d2h_gbps)))
     return gradients, of_visit
-
-
-def _ms(size_bytes: float, gbps: float) -> float:
-    return size_bytes / gbps / 1e6

@@ -1,4 +1,4 @@
-"""What every operation of a step takes by itself, and which turns of which units there are."""
+"""How long every operation of a step takes at full rate, and which visits a step has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import chain, cycle
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import STAGING_BUFFERS, updated_chunks
 from protrain.planning.memory.model import MemoryModel
-from protrain.planning.rates.compute_times import compute_times
+from protrain.planning.rates.compute_times import bytes_ms, compute_times
 from protrain.planning.rates.contention import OTHERS, rates
 from protrain.planning.rates.streaming import streamed_rates
 from protrain.planning.rates.swap_copies import SwapCopies, swap_copies
@@ -24,15 +24,16 @@ from protrain.planning.runtime.fetches import Fetches
 from protrain.planning.runtime.step import Visit
 from protrain.planning.timeline import GPU, HOST, STREAM
 
-_ACCUMULATOR_BYTES = 4  # of a parameter; an addition reads and writes it
+_ACCUMULATOR_BYTES = 4  # a parameter in fp32; adding a gradient reads and writes it
 
 
 class Durations:
-    """In milliseconds at full rate, for the model, layout and machine of ``memory``.
+    """Durations in milliseconds at full rate, for the model, layout and machine of ``memory``.
 
     Args:
         memory: the memory model.
-        only_adds: of a forward and backward whose gradients are added to others, without updates.
+        only_adds: the durations are for a forward and backward without updates, whose gradients are only added to the
+            accumulators.
     """
 
     def __init__(self, memory: MemoryModel, *, only_adds: bool = False) -> None:
@@ -49,12 +50,12 @@ class Durations:
         self._updated = updated_chunks(profile, layout)
         updated = [chunk.index in self._updated for chunk in layout.chunks]
         self._trainable = [chunk.elements if updated[chunk.index] else 0 for chunk in layout.chunks]
-        self._upload = [_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
+        self._upload = [bytes_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
         device_gparams = device_update_gparams(profile, hardware)
         self._device_update = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._trainable]
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = computing_by_visit(profile, self.times)
-        # By unit, of one call: out and back of its saved activations, and packing them; out and back of its inputs;
+        # By unit, for one call: the copies of its saved activations, the copies of its inputs out and back, and its
         # recomputation.
         self._swap_copies = [SwapCopies(0.0, 0.0)] * len(profile.units)
         self._inputs_ms = [(0.0, 0.0)] * len(profile.units)
@@ -64,17 +65,17 @@ class Durations:
                 packed = bool(memory.pack_swaps) and memory.pack_swaps[block]
                 self._swap_copies[unit] = swap_copies(profile.blocks[block], n_calls, hardware, packed=packed)
                 size_in = profile.blocks[block].input_bytes / n_calls
-                self._inputs_ms[unit] = _ms(size_in, hardware.d2h_gbps), _ms(size_in, hardware.h2d_gbps)
+                self._inputs_ms[unit] = bytes_ms(size_in, hardware.d2h_gbps), bytes_ms(size_in, hardware.h2d_gbps)
                 self._recompute_ms[unit] = self.times.recompute[block] / n_calls
-        self._n_large = [memory.large_buffers(n_persist) for n_persist in range(len(layout.chunks) + 1)]
-        self._fetches = Fetches(self._visits, layout.unit_chunks, held, layout, self._n_large)
+        n_large = [memory.large_buffers(n_persist) for n_persist in range(len(layout.chunks) + 1)]
+        self._fetches = Fetches(self._visits, layout.unit_chunks, held, layout, n_large)
         self._needed = held
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
         self._visits_of: dict[int, list[Visit]] = {}  # by n_persist
         self._set_host(hardware)
 
     def _set_host(self, hardware: HardwareProfile) -> None:
-        """Work out what depends on how fast the host updates."""
+        """Compute the durations and rates that depend on how fast the host of ``hardware`` updates."""
         self._hardware = hardware
         profile, accumulates = self._profile, self._memory.accumulates
         element, dtype, moment_bytes = profile.element_bytes, profile.dtype, profile.moment_bytes
@@ -90,15 +91,14 @@ class Durations:
         self._host_update = self._host_add if self._only_adds else update_ms
         streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
         self._rates = rates(hardware, host_gparams * moved_bytes(dtype, moment_bytes), streamed_gbps)
-        self._streamed_ms = host_gparams / streamed_gparams  # by the device, of a millisecond of the host
-        # An update of the weight alone reads as much and writes no other state. How long that takes beside a whole
-        # update is calibrated in bf16: arithmetic may be what limits it, not memory.
-        self._weight_share = _for_weight(adam_bytes, written_bytes(dtype, moment_bytes), element)
+        self._streamed_ms = host_gparams / streamed_gparams  # for an update that takes the host 1 ms
+        # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
+        # beside a whole update is calibrated in bf16, since arithmetic may be what limits it, not memory.
+        self._weight_share = _weight_bytes_share(adam_bytes, written_bytes(dtype, moment_bytes), element)
         if hardware.host_adam_weight_gparams is not None:
             measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
-            counted = _for_weight(moved_bytes(CALIBRATED_DTYPE), written_bytes(CALIBRATED_DTYPE), 2)
-            self._weight_share *= measured / counted
-            self._weight_share = min(1.0, self._weight_share)
+            counted = _weight_bytes_share(moved_bytes(CALIBRATED_DTYPE), written_bytes(CALIBRATED_DTYPE), 2)
+            self._weight_share = min(1.0, self._weight_share * (measured / counted))
 
     def streamable(self, n_persist: int, n_speculate: int) -> int:
         """The number of chunks in host memory that the device may update: those without a speculative update."""
@@ -122,22 +122,26 @@ class Durations:
         return not self._in_backward and self._hardware.device_type != "cpu"
 
     def _held(self, unit: int) -> tuple[int, ...]:
+        """The chunks of ``unit`` and of the units that enclose it."""
         chunks = self._layout.unit_chunks
         around = (unit, *self._profile.units[unit].within)
         return tuple(sorted({chunk for member in around for chunk in chunks[member]}))
 
     def _staging(self, n_persist: int) -> dict[int, int]:
-        """By gradient which buffer it passes through: usual ones take turns, the last is for large ones; -1: none."""
-        turns, found = cycle(range(STAGING_BUFFERS)), {}
+        """By gradient, the staging buffer that it passes through; -1 for persistent chunks, which need none.
+
+        Gradients take the usual buffers in rotation. Those of large chunks take the last buffer.
+        """
+        usual, found = cycle(range(STAGING_BUFFERS)), {}
         for index in chain.from_iterable(self._gradients_of_visit):
             chunk = self._layout.chunks[self._gradients[index][0]]
             found[index] = -1
             if chunk.index >= n_persist:
-                found[index] = STAGING_BUFFERS if self._layout.is_large(chunk) else next(turns)
+                found[index] = STAGING_BUFFERS if self._layout.is_large(chunk) else next(usual)
         return found
 
     def _placed(self, n_persist: int) -> list[Visit]:
-        """The turns of forward and backward where so many chunks are persistent."""
+        """The visits of forward and backward under ``n_persist`` persistent chunks."""
         known = self._visits_of.get(n_persist)
         if known is not None:
             return known
@@ -157,10 +161,6 @@ class Durations:
         return visits
 
 
-def _for_weight(adam_bytes: int, written: int, element_bytes: int) -> float:
+def _weight_bytes_share(adam_bytes: int, written: int, element_bytes: int) -> float:
     """The share of an update's bytes that an update of the weight alone moves."""
     return (adam_bytes - written + element_bytes) / adam_bytes
-
-
-def _ms(size_bytes: float, gbps: float) -> float:
-    return size_bytes / gbps / 1e6

@@ -1,12 +1,13 @@
 """The runtime model: how long a step takes under a plan (paper section 4, and beyond).
 
-[Note: several batches] A step of several batches is as many forwards and backwards, of which the last is followed by
-the updates. In all of them the host adds the gradients that arrive to fp32 accumulators. Those before the last are
-worked out as a step whose updates are these additions, inside backward; in the last one they are part of early updates,
-and of other chunks they are over by the time the norm is known. For that the host goes through all it has added.
+From the memory model of a profile, a machine and a layout it makes the :class:`~protrain.planning.runtime.step.Step` of
+any plan, whose time the simulation works out. On a CPU nothing overlaps, and the operations add up.
 
-From the memory model of a profile, a machine and a layout to the :class:`~protrain.planning.runtime.step.Step` of any
-plan. On a CPU, where nothing overlaps, the operations add up.
+[Note: several batches] A step of several batches is as many forwards and backwards, and updates follow the last of
+them. In all of them the host adds gradients that arrive to fp32 accumulators. A forward and backward before the last is
+predicted as a step with ``step_during_backward`` whose updates are these additions. In the last one, an addition is
+part of the chunk's speculative update. For the other chunks additions are over by the time the norm is known, and to
+know the norm the host reads all accumulators once more.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from protrain.planning.layout import streamed_chunks
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Counts
 from protrain.planning.runtime.durations import Durations
-from protrain.planning.runtime.passes import Begun, begin
+from protrain.planning.runtime.run import FirstPasses
 from protrain.planning.runtime.simulate import simulate, stages, stages_ms, timeline
-from protrain.planning.runtime.step import Step, Update, Work
-from protrain.planning.runtime.stretches import Stretches
-from protrain.planning.runtime.updating import Queue
+from protrain.planning.runtime.slowdowns import Slowdowns
+from protrain.planning.runtime.step import AwaitedUpdate, Step, Work
+from protrain.planning.runtime.update_queue import UpdateQueue
 from protrain.planning.timeline import HOST, STREAM, Timeline
 
 Modes = tuple[BlockMode, ...]
 
 _T = TypeVar("_T")
-_BEGUN = 100  # steps of which the beginning is kept: neighbours in a search come soon after each other
-_WORK = 200  # choices of block modes of which the work is
+# Sizes of caches, by number of entries. They may be small, as a search asks about similar plans soon after each other.
+_KEPT_FIRST_PASSES = 100
+_KEPT_WORK = 200
 
 
 class RuntimeModel(Durations):
@@ -42,7 +44,7 @@ class RuntimeModel(Durations):
 
     Args:
         memory: the memory model.
-        only_adds: of a forward and backward whose gradients are added to others, without updates.
+        only_adds: predict a forward and backward without updates, whose gradients are only added to the accumulators.
     """
 
     def __init__(self, memory: MemoryModel, *, only_adds: bool = False) -> None:
@@ -52,14 +54,15 @@ class RuntimeModel(Durations):
         self._before = RuntimeModel(memory, only_adds=True) if self._n_before else None
         starts = list(accumulate(self._forward_ms, initial=0.0))
         first_use = {chunk: at for at in range(len(self._needed) - 1, -1, -1) for chunk in self._needed[at]}
-        # By chunk, from its update to the end of forward: it goes up, and all that is computed from its first use on.
+        # By chunk, the least time from its update to the end of forward: its upload, and all computing from its first
+        # use on.
         self._after_ms = [
             upload + (starts[-1] - starts[min(first_use.get(chunk, 0), len(self._forward_ms))])
             for chunk, upload in enumerate(self._upload or [0.0])
         ]
         self._work: dict[Modes, tuple[list[Work], list[float]]] = {}
-        self._begun: dict[tuple[Modes, int, int], Begun] = {}
-        # By turn, where nothing is swapped: its work in forward, and in backward without and with recomputation.
+        self._first_passes: dict[tuple[Modes, int, int], FirstPasses] = {}
+        # By visit, if nothing is swapped: its work in forward, and in backward without and with recomputation.
         calls, units = memory.profile.calls, enumerate(memory.profile.units)
         self._unit_blocks = [(unit, record.block) for unit, record in units if record.block is not None]
         self._forward_work: list[Work] = [(compute_ms, 0.0, ()) for compute_ms in self._forward_ms]
@@ -71,19 +74,19 @@ class RuntimeModel(Durations):
     @override
     def _set_host(self, hardware: HardwareProfile) -> None:
         super()._set_host(hardware)
-        self._stretches = Stretches(self._rates)
+        self._slowdowns = Slowdowns(self._rates)
 
     def on_host(self, hardware: HardwareProfile) -> RuntimeModel:
-        """A copy for ``hardware``, which differs only in how fast its host updates; the two share their caches."""
+        """A copy for ``hardware``, which differs only in how fast its host updates. The copies share their caches."""
         other = copy.copy(self)
         other._set_host(hardware)
         other._before = self._before.on_host(hardware) if self._before else None
         return other
 
     def step_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
-        """Predicted milliseconds of one step in steady state; above ``limit_ms`` any number above it.
+        """Predicted milliseconds of one step in steady state, or some number of at least ``limit_ms`` if it is no less.
 
-        No gradient of it is clipped: then no update is made twice.
+        The step's gradients are not clipped, so no speculative update is redone.
         """
         before_ms = 0.0
         if self._before is not None:
@@ -93,25 +96,25 @@ class RuntimeModel(Durations):
             if before_ms >= limit_ms:
                 return before_ms
         step = self._step(modes, counts)
-        if self._hardware.device_type == "cpu":  # where the device is the host as well
+        if self._hardware.device_type == "cpu":
             return before_ms + sum(stages_ms(step))
-        begun = None
-        if not step.making_room:
+        first_passes = None
+        if not step.awaited_updates:
             placed = modes, counts.n_persist, counts.n_buffer
-            begun = self._begun.get(placed)
-            if begun is None:
-                begun = _remember(self._begun, placed, begin(step), _BEGUN)
-        return before_ms + simulate(step, self._stretches, limit_ms=limit_ms - before_ms, begun=begun)
+            first_passes = self._first_passes.get(placed)
+            if first_passes is None:
+                first_passes = _remember(self._first_passes, placed, FirstPasses.of(step), _KEPT_FIRST_PASSES)
+        return before_ms + simulate(step, self._slowdowns, limit_ms=limit_ms - before_ms, first_passes=first_passes)
 
     def timeline(self, modes: Modes, counts: Counts) -> Timeline:
-        """What runs where and when in that step. Of several batches it is the last one."""
+        """What runs where and when in that step, or in its last forward and backward if it has several batches."""
         step = self._step(modes, counts)
-        return stages(step) if self._hardware.device_type == "cpu" else timeline(step, self._stretches)
+        return stages(step) if self._hardware.device_type == "cpu" else timeline(step, self._slowdowns)
 
     def _step(self, modes: Modes, counts: Counts) -> Step:
         n_persist = counts.n_persist
         n_visits, last = len(self._profile.calls), n_persist + counts.n_speculate
-        work, swap_in = self._work_for(modes)
+        work, swap_in_ms = self._work_for(modes)
         visits, fetches = self._placed(n_persist), self._fetches.of(n_persist, counts.n_buffer)
         on_cpu = self._hardware.device_type == "cpu"
         by_device = streamed_chunks(
@@ -122,20 +125,22 @@ class RuntimeModel(Durations):
             adds_all = self._in_backward or on_cpu
             host = [(c, t + self._host_add[c] * (adds_all or c < last)) for c, t in host]
             if not self._in_backward:
-                compute_ms, swap_ms, swap_back = work[-1]
-                work = [*work[:-1], (compute_ms + sum(self._host_norm[n_persist:]), swap_ms, swap_back)]
+                compute_ms, swap_ms, swap_in = work[-1]
+                work = [*work[:-1], (compute_ms + sum(self._host_norm[n_persist:]), swap_ms, swap_in)]
         streamed = [(chunk, self._host_update[chunk] * self._streamed_ms) for chunk in by_device]
-        making_room: dict[int, Update] = {}
+        awaited_updates: dict[int, AwaitedUpdate] = {}
         if self._in_backward:
             n_regions = self._memory.host_regions(n_persist, self._memory.swapped_bytes(modes))
             if handed_on := self._memory.gradients.handed_on(n_persist, n_regions):
-                updates = {chunk: Update(HOST, chunk, ms) for chunk, ms in host}
-                updates.update({chunk: Update(STREAM, chunk, ms) for chunk, ms in streamed})
-                making_room = {index: updates[chunk] for index, chunk in handed_on}
-                first = {chunk for _, chunk in handed_on}
-                host, streamed = ([pair for pair in one if pair[0] not in first] for one in (host, streamed))
-        n_early = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
-        n_alone = sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host) if counts.n_weight_only else 0
+                updates = {chunk: AwaitedUpdate(HOST, chunk, ms) for chunk, ms in host}
+                updates.update({chunk: AwaitedUpdate(STREAM, chunk, ms) for chunk, ms in streamed})
+                awaited_updates = {index: updates[chunk] for index, chunk in handed_on}
+                awaited = {chunk for _, chunk in handed_on}
+                host, streamed = ([pair for pair in queue if pair[0] not in awaited] for queue in (host, streamed))
+        n_in_backward = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
+        n_weight_only = (
+            sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host) if counts.n_weight_only else 0
+        )
         return Step(
             forward=visits[:n_visits],
             backward=visits[n_visits:],
@@ -144,22 +149,22 @@ class RuntimeModel(Durations):
             forward_work=work[:n_visits],
             backward_work=work[n_visits:],
             upload_ms=self._upload,
-            swap_ms=swap_in,
+            swap_in_ms=swap_in_ms,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
-            host=Queue(host, n_early, n_alone, self._weight_share),
-            streamed=Queue(streamed, len(streamed) if self._in_backward else 0),
+            host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
+            streamed=UpdateQueue(streamed, len(streamed) if self._in_backward else 0),
             after_ms=self._after_ms,
-            making_room=making_room,
+            awaited_updates=awaited_updates,
         )
 
     def _work_for(self, modes: Modes) -> tuple[list[Work], list[float]]:
         known = self._work.get(modes)
         if known is None:
-            known = _remember(self._work, modes, self._work_of(modes), _WORK)
+            known = _remember(self._work, modes, self._work_of(modes), _KEPT_WORK)
         return known
 
     def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
-        """Work of every turn, and the time to fetch each unit's activations or inputs back."""
+        """The work of every visit, and by unit the time to fetch its activations or offloaded inputs back."""
         profile = self._profile
         nothing = (0.0, 0.0)
         swap = [nothing] * len(profile.units)
@@ -179,22 +184,22 @@ class RuntimeModel(Durations):
         for at, unit in enumerate(calls):
             if out_ms := swap[unit][0]:
                 work[at] = self._forward_ms[at] + packing[unit][0], out_ms, ()
-        fetched = -1  # ahead, by the visit before
+        fetched = -1  # the unit whose activations the visit before fetched ahead
         for at in range(len(calls) - 1, -1, -1):
             unit, earlier = calls[at], calls[at - 1] if at else -1
             of_unit = self._backward_work[at][recomputes[unit]]
             swap_ms, ahead = swap[unit][0], earlier >= 0 and swap[earlier][0] and earlier != unit
             if swap_ms or ahead:
-                swap_back = (unit,) if swap_ms and fetched != unit else ()
+                swap_in = (unit,) if swap_ms and fetched != unit else ()
                 compute_ms = of_unit[0] + packing[unit][1]
-                of_unit = compute_ms, swap_ms, (*swap_back, earlier) if ahead else swap_back
+                of_unit = compute_ms, swap_ms, (*swap_in, earlier) if ahead else swap_in
             fetched = earlier if ahead else -1
             work.append(of_unit)
         return work, [back for _, back in swap]
 
 
 def _remember(known: dict[Any, Any], key: object, value: _T, most: int) -> _T:
-    """``value``, which is ``known`` from now on, in place of what has been for the longest time."""
+    """Add ``value`` to the cache ``known``, in place of its oldest entry if it has ``most`` entries already."""
     if len(known) >= most:
         del known[next(iter(known))]
     known[key] = value

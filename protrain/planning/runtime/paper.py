@@ -4,8 +4,8 @@
     T_backward = sum over chunks of max(compute + recomputation, upload + offload)
     T          = T_forward + max(T_backward + T_device_update, T_host_update)
 
-A persistent chunk moves nothing, and a chunk still in a buffer at the end of forward isn't uploaded for backward. A
-swapped block's activations count as communication of its chunks.
+A persistent chunk is neither uploaded nor offloaded, and a chunk that is still in a buffer at the end of forward is not
+uploaded for backward. The activations of a swapped block count as uploads and offloads of its first chunk.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode, Plan
-from protrain.planning.rates.compute_times import compute_times
+from protrain.planning.rates.compute_times import bytes_ms, compute_times
 from protrain.planning.rates.update_rates import device_update_gparams, host_update_gparams
 from protrain.profiler.model_profile import ModelProfile
 
@@ -32,8 +32,8 @@ def paper_step_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, 
         forward[at] += times.forward[index]
         backward[at] += times.backward[index] + (times.recompute[index] if mode.recomputes else 0.0)
         if mode is BlockMode.SWAP:
-            out[at] += block.saved_bytes / hardware.d2h_gbps / 1e6
-            back[at] += block.saved_bytes / hardware.h2d_gbps / 1e6
+            out[at] += bytes_ms(block.saved_bytes, hardware.d2h_gbps)
+            back[at] += bytes_ms(block.saved_bytes, hardware.h2d_gbps)
     for gap, (ahead, behind) in enumerate(zip(times.gap_forward, times.gap_backward, strict=True)):
         beside = place[gap] if gap < len(place) else n_chunks - 1
         forward[beside] += ahead
@@ -43,13 +43,14 @@ def paper_step_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, 
     for chunk in layout.chunks:
         at, size = chunk.index, chunk.elements * profile.element_bytes
         trained = chunk.elements if chunk.trainable else 0
-        upload, offload = size / hardware.h2d_gbps / 1e6, trained * profile.element_bytes / hardware.d2h_gbps / 1e6
+        upload = bytes_ms(size, hardware.h2d_gbps)
+        offload = bytes_ms(trained * profile.element_bytes, hardware.d2h_gbps)
         if at < plan.n_persist:
             upload = offload = 0.0
             device_update += trained / on_device / 1e6
         else:
             host_update += trained / on_host / 1e6
-        again = 0.0 if at >= n_chunks - plan.n_buffer else upload
+        second_upload = 0.0 if at >= n_chunks - plan.n_buffer else upload
         total_forward += max(forward[at], upload + out[at])
-        total_backward += max(backward[at], again + back[at] + offload)
+        total_backward += max(backward[at], second_upload + back[at] + offload)
     return total_forward + max(total_backward + device_update, host_update)

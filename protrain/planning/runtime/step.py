@@ -1,4 +1,4 @@
-"""What a step does under one plan; :mod:`protrain.planning.runtime.simulate` works out when."""
+"""What a step does under one plan. :mod:`protrain.planning.runtime.simulate` works out when."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from protrain.planning.runtime.fetches import Fetch
-from protrain.planning.runtime.updating import Queue
+from protrain.planning.runtime.update_queue import UpdateQueue
 
-# What the simulation takes apart again and again is plain tuples: of named ones that takes three times as long.
+# The simulation unpacks Work, Gradient and Fetch in its inner loop. They are plain tuples because unpacking a named
+# tuple field by field takes three times as long.
 
-# Under one choice of block modes what a turn takes: milliseconds of computing; of swapping, saved activations out after
-# a forward, in before a backward (0: not swapped); in backward units whose activations it fetches when it begins, its
-# own or ahead.
+# What a visit takes under one choice of block modes:
+#   milliseconds of computing;
+#   milliseconds of its swap (0: not swapped): saved activations go out after a forward, and come in before a backward;
+#   in backward, the units whose activations are fetched when the visit begins: its own, the next visit's, or both.
 Work = tuple[float, float, tuple[int, ...]]
 
-# Its index, chunk, ms to flatten it, ms to offload it, the staging buffer that it passes through (-1: none).
+# Index, chunk, ms to flatten it, ms to offload it, the staging buffer that it passes through (-1: none).
 Gradient = tuple[int, int, float, float, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A unit's turn in forward or backward, under one number of persistent chunks."""
+    """One call of a unit in forward, or the backward of that call, under one number of persistent chunks."""
 
     name: str
     unit: int
-    chunks: tuple[int, ...]  # in buffers, that it waits for
-    gradients: tuple[Gradient, ...]  # backward
+    chunks: tuple[int, ...]  # chunks in buffers that the visit waits for
+    gradients: tuple[Gradient, ...]  # the gradients that it yields; in forward none
 
 
-class Update(NamedTuple):
-    """One that others wait for; see [Note: waiting for regions] in :mod:`protrain.planning.runtime.passes`."""
+class AwaitedUpdate(NamedTuple):
+    """An update that a gradient waits for: see [Note: waiting for regions] in :mod:`protrain.planning.runtime.run`."""
 
     lane: int  # HOST or STREAM
     chunk: int
@@ -39,7 +41,7 @@ class Update(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Everything that a step does; times in milliseconds at full rate."""
+    """Everything that a step does. Times are in milliseconds at full rate."""
 
     forward: Sequence[Visit]
     backward: Sequence[Visit]
@@ -48,9 +50,9 @@ class Step(NamedTuple):
     forward_work: Sequence[Work]
     backward_work: Sequence[Work]
     upload_ms: Sequence[float]  # by chunk
-    swap_ms: Sequence[float]  # by unit: its saved activations to the device
+    swap_in_ms: Sequence[float]  # by unit: its saved activations, or its offloaded inputs, back to the device
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
-    host: Queue  # of the others, but for those that make room
-    streamed: Queue  # likewise, by the device
-    after_ms: Sequence[float]  # by chunk: at least, from its update to the end of the next forward
-    making_room: Mapping[int, Update]  # by gradient that has no room until one is over
+    host: UpdateQueue  # updates by the host, without those in awaited_updates
+    streamed: UpdateQueue  # updates by the GPU of chunks in host memory, without those in awaited_updates
+    after_ms: Sequence[float]  # by chunk: the least time from its update to the end of the next forward
+    awaited_updates: Mapping[int, AwaitedUpdate]  # by gradient: the update whose region of host memory it waits for

@@ -1,9 +1,10 @@
-"""How much longer operations take beside those of other lanes.
+"""Slowdowns: the factors by which operations take longer beside the operations of other lanes.
 
-[Note: contention] What runs at the same time shares the link, the root complex, the host's DRAM and the card's power
-(not in the paper). Every operation is stretched by what is left of its rate beside the others
-(:mod:`protrain.planning.rates.contention`), for the part of its time in which they would run at their full rates, as if
-lanes were busy independently of each other within that time.
+[Note: contention] Operations that run at the same time share the link, the root complex, the host's DRAM and the card's
+power (not in the paper). Beside other lanes an operation keeps a share of its rate
+(:mod:`protrain.planning.rates.contention`). How long it runs beside which lanes is read from a run at full rates. Each
+lane is busy for some part of the operation's time there, and lanes are taken to be busy independently of each other
+within that time.
 """
 
 from __future__ import annotations
@@ -17,31 +18,31 @@ from protrain.planning.rates.contention import Rates
 from protrain.planning.timeline import LANES, STREAM
 
 Times = NDArray[np.float64]
-_BEFORE = -1.0  # milliseconds: before the first operation
+_BEFORE = -1.0  # milliseconds: a moment before the first operation
 
 
-class Stretches:
-    """For one machine.
+class Slowdowns:
+    """The slowdowns of operations on one machine.
 
     Args:
-        rates: by lane, what is left of its rate beside others.
+        rates: by lane, the share of its rate that it keeps beside others.
     """
 
     def __init__(self, rates: Rates) -> None:
-        # [company, lane], by the number of lanes that are looked at. A company says of the others which work.
-        self._left = {n_lanes: _left(rates, n_lanes) for n_lanes in (STREAM, len(LANES))}
+        # By the number of lanes that are looked at: shares of a lane's rate, as [set of other lanes that run, lane].
+        self._kept = {n_lanes: _kept(rates, n_lanes) for n_lanes in (STREAM, len(LANES))}
 
     def of(self, lane_starts: list[list[float]], lane_ends: list[list[float]]) -> list[list[float]]:
-        """By lane, per operation the factor on its duration. See [Note: contention].
+        """By lane, the factor on the duration of each of its operations. See [Note: contention].
 
-        The last lane, which most plans leave idle, costs nothing then.
+        The last lane, which most plans leave idle, costs no time here when it is idle.
 
         Args:
-            lane_starts: by lane, when its operations start at full rate, in milliseconds, from 0 on.
-            lane_ends: and when they end.
+            lane_starts: by lane, when its operations start in a run at full rates, in milliseconds from 0 on.
+            lane_ends: by lane, when they end in that run.
         """
         n_lanes = len(LANES) if lane_starts[STREAM] else STREAM
-        # Every lane begins with an operation of no length before all others.
+        # Every lane begins with an additional operation of no length, before all others.
         counts = [len(starts) + 1 for starts in lane_starts[:n_lanes]]
         lanes = [slice(first, last) for first, last in pairwise((0, *accumulate(counts)))]
         starts, ends = (
@@ -49,7 +50,7 @@ class Stretches:
             for of_lanes in (lane_starts, lane_ends)
         )
         lengths = ends - starts
-        # Per operation, of its time the part that each other lane works, between 0 and 1; others in the order of lanes.
+        # Per operation, the part of its time in which each other lane is busy, from 0 to 1. Rows are in lane order.
         beside = np.empty((n_lanes - 1, len(starts)))
         for at, lane in enumerate(lanes):
             busy_starts, busy_ends, (before, after) = (
@@ -58,35 +59,35 @@ class Stretches:
                 (slice(lane.start), slice(lane.stop, None)),
             )
             moments = np.concatenate((starts[before], starts[after], ends[before], ends[after]))
-            last = busy_starts.searchsorted(moments, "right") - 1  # that has begun
+            last = busy_starts.searchsorted(moments, "right") - 1  # the last operation that has begun
             busy = np.minimum(moments, busy_ends.take(last))
             busy -= busy_starts.take(last)
-            done = np.zeros(len(busy_starts))  # when an operation starts, by those before it
+            done = np.zeros(len(busy_starts))  # by operation: how long the lane has been busy when it starts
             lengths[lane][:-1].cumsum(out=done[1:])
             busy += done.take(last)
             half = len(busy) // 2
             part = busy[half:] - busy[:half]
-            # A lane is one row higher for those behind it than for those before it.
+            # Rows leave out the operation's own lane, so this lane's row is one less for operations of earlier lanes.
             if at:
                 beside[at - 1, before] = part[: lane.start]
             if at < n_lanes - 1:
                 beside[at, after] = part[lane.start :]
         beside /= np.maximum(lengths, 1e-9)
         beside = np.minimum(np.maximum(beside, 0.0), 1.0)
-        # For every company how much of its time an operation has that.
+        # Per operation and set of other lanes, the part of its time in which exactly these lanes are busy.
         weights = np.ones((1, len(starts)))
         for share, alone in zip(beside, 1.0 - beside, strict=True):
             more = np.empty((2 * len(weights), len(starts)))
             np.multiply(weights, alone, out=more[0::2])
             np.multiply(weights, share, out=more[1::2])
             weights = more
-        weights *= np.repeat(self._left[n_lanes], counts, axis=1)
+        weights *= np.repeat(self._kept[n_lanes], counts, axis=1)
         factors: list[float] = (1.0 / weights.sum(axis=0)).tolist()
         return [*(factors[lane.start + 1 : lane.stop] for lane in lanes), *([[]] * (len(LANES) - n_lanes))]
 
 
-def _left(rates: Rates, n_lanes: int) -> Times:
-    """By company, of the other of the first ``n_lanes`` lanes, and by lane what is left of its rate."""
+def _kept(rates: Rates, n_lanes: int) -> Times:
+    """The share of its rate that a lane keeps, as [set of the other lanes that run, lane], for ``n_lanes`` lanes."""
     idle = (False,) * (len(LANES) - n_lanes)
-    companies = product((False, True), repeat=n_lanes - 1)
-    return np.array([[of_lane[*present, *idle] for of_lane in rates[:n_lanes]] for present in companies])
+    sets = product((False, True), repeat=n_lanes - 1)
+    return np.array([[of_lane[*present, *idle] for of_lane in rates[:n_lanes]] for present in sets])

@@ -1,0 +1,340 @@
+"""A simulated run: two steps in order of issue on five lanes. The second step is in steady state.
+
+[Note: waiting for regions] Gradients of chunks in host memory may share regions of it
+(:mod:`protrain.planning.memory.gradient_regions`). Where no region is free, the engine issues nothing until an update
+ends that frees one: the update of the chunk whose gradient has been complete for the longest time. Until then the GPU
+runs what was issued, which ends with the gradient that needs the region, and is idle after that. Which updates are
+awaited does not depend on how long anything takes. So awaited updates are in no :class:`UpdateQueue`, and each lane
+makes them before the updates of its queue.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, repeat
+from math import inf
+from operator import mul, sub
+
+from protrain.planning.layout import STAGING_BUFFERS
+from protrain.planning.runtime.fetches import Fetch
+from protrain.planning.runtime.step import Step
+from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP
+
+ROUNDED = 1 + 1e-9  # sums of the same times in another order differ by less than this factor
+_BY_CHUNK_OR_UNIT = ("_updated", "_deferred", "_released", "_loaded", "offloaded", "_drained", "_swapped_out", "_back")
+
+
+class FirstPasses:
+    """The first forward and backward of a run at full rates, which wait for no update. Many steps share them.
+
+    They depend neither on how many updates are speculative or streamed nor on how fast the host is, as long as no
+    gradient waits for an update.
+    """
+
+    def __init__(self, run: Run, n_forward: list[int]) -> None:
+        self.run = run
+        self.n_forward = n_forward  # by lane: the number of its operations in forward
+        starts, ends = (times[GPU][n_forward[GPU] :] for times in (run.starts, run.ends))
+        self.computing = list(map(sub, ends, starts))  # milliseconds of each operation of the GPU in backward
+        self.computing_ms = sum(self.computing)
+
+    @classmethod
+    def of(cls, step: Step) -> FirstPasses:
+        """The first forward and backward of ``step``."""
+        run = Run(step, [repeat(1.0)] * len(LANES), 0.0)
+        run.forward()
+        n_forward = list(map(len, run.starts))
+        run.backward()
+        return cls(run, n_forward)
+
+
+class Run:
+    """Two steps, the second of them in steady state.
+
+    The search spends most of its time here. So the inner loops work on local variables and call no function for an
+    operation.
+
+    Args:
+        step: what each of the two steps does.
+        factors: by lane, the factor on the duration of one operation after the other.
+        start_ms: when all lanes are free, and all that was issued before the run is done.
+    """
+
+    def __init__(self, step: Step, factors: list[Iterator[float]], start_ms: float) -> None:
+        self.step = step
+        self._factors = factors
+        # How many updates inside backward begin in time, on the host and on the GPU. The first step finds out.
+        self.in_time: tuple[int, int] | None = None
+        self.uploads: list[Fetch] = []  # in forward, in the order in which they went
+        self.beyond_ms = 0.0  # how long updates inside backward of the first step go on after backward
+        self.reordered = False  # whether an upload went before one that was issued earlier
+        self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
+        self.starts: list[list[float]] = [[] for _ in LANES]
+        self.ends: list[list[float]] = [[] for _ in LANES]
+        self.free = [start_ms] * len(LANES)
+        n_chunks = len(step.upload_ms)
+        self._updated = [start_ms] * n_chunks  # by chunk: when its weight in host memory is updated
+        self._all_updated = start_ms  # when all weights are, deferred updates of states aside
+        self._deferred = [start_ms] * n_chunks  # by chunk: when its deferred update is done
+        # By chunk: when the GPU has read its buffer. The last (index -1) is an empty buffer, which always is free.
+        self._released = [start_ms] * (n_chunks + 1)
+        self._loaded = [start_ms] * n_chunks  # by chunk: when its upload is done; a frozen chunk may never need one
+        self.offloaded = [start_ms] * n_chunks  # by chunk: when its gradient is in host memory
+        self._drained = [start_ms] * (STAGING_BUFFERS + 1)  # by staging buffer: when its gradient has been offloaded
+        self._swapped_out = [start_ms] * len(step.swap_in_ms)  # by unit: when its activations are in host memory
+        self._back = [start_ms] * len(step.swap_in_ms)  # by unit: when its activations are on the device again
+        self._last_swap_out = start_ms  # when the last swap out ends, whose device memory the next visit gives up
+
+    @classmethod
+    def of(
+        cls,
+        step: Step,
+        factors: list[list[float]] | None = None,
+        in_time: tuple[int, int] | None = None,
+        *,
+        first_passes: FirstPasses | None = None,
+        limit_ms: float = inf,
+    ) -> Run:
+        """The run of ``step``. It ends early once it shows that a step takes at least ``limit_ms``.
+
+        ``factors`` are by lane and operation, in the order of the full-rate run that they were made from; ``in_time``
+        is that run's. Without ``factors`` this is a full-rate run.
+        """
+        first_passes = first_passes or FirstPasses.of(step)
+        if factors is None:
+            run, backward_ms = first_passes.run._continued(step), first_passes.computing_ms
+        else:
+            run = cls(step, [iter(of_lane) for of_lane in factors], 0.0)
+            run.in_time = in_time
+            run.forward()
+            run.backward()
+            in_backward = islice(factors[GPU], len(factors[GPU]) // 2 + first_passes.n_forward[GPU], None)
+            backward_ms = sum(map(mul, first_passes.computing, in_backward))
+        run.update()
+        run.begin_ms = run.free[GPU]
+        run.forward()
+        run.forward_end_ms = run.free[GPU]
+        run.step_ms = run.forward_end_ms + backward_ms - run.begin_ms  # at least: as if backward waited for nothing
+        if run.step_ms >= limit_ms * ROUNDED and (factors is not None or run.is_at_least(limit_ms * ROUNDED)):
+            return run
+        run.backward()
+        run.backward_end_ms = run.free[GPU]
+        run.update()
+        run.step_ms = run.free[GPU] - run.begin_ms
+        if run.step.host.n_weight_only:  # deferred updates may pile up from step to step
+            half = len(run.starts[HOST]) // 2
+            run.step_ms = max(run.step_ms, sum(run.ends[HOST][half:]) - sum(run.starts[HOST][half:]))
+        return run
+
+    def is_at_least(self, limit_ms: float) -> bool:
+        """Whether this full-rate run shows that a step takes ``limit_ms`` with contention. See :func:`simulate`."""
+        return self.step_ms - self.beyond_ms >= limit_ms and not self.reordered
+
+    def _continued(self, step: Step) -> Run:
+        """A copy with lists of its own, which goes on with ``step``."""
+        run = copy.copy(self)
+        run.step = step
+        run.starts, run.ends = [times.copy() for times in self.starts], [times.copy() for times in self.ends]
+        for name in ("free", *_BY_CHUNK_OR_UNIT):
+            setattr(run, name, getattr(self, name).copy())
+        return run
+
+    @classmethod
+    def backward_ms(
+        cls, step: Step, first_passes: FirstPasses, factors: list[list[float]], deferred: Mapping[int, float]
+    ) -> float:
+        """How long the second backward takes if only deferred updates are still to be done when it begins.
+
+        ``deferred`` says by chunk when its deferred update ends, in milliseconds from the begin of backward.
+        """
+        at = [len(of_lane) // 2 + before for of_lane, before in zip(factors, first_passes.n_forward, strict=True)]
+        run = cls(step, [islice(of_lane, first, None) for of_lane, first in zip(factors, at, strict=True)], -inf)
+        run.free[GPU] = 0.0
+        for chunk, done in deferred.items():
+            run._deferred[chunk] = done
+        run.backward()
+        return run.free[GPU]
+
+    @property
+    def is_gpu_alone(self) -> bool:
+        """Whether no lane but the GPU's does anything."""
+        return not any(self.starts[lane] for lane in (UP, DOWN, HOST, STREAM))
+
+    def _do(self, lane: int, earliest: float, duration: float) -> float:
+        """Run one operation on ``lane``, from ``earliest`` on. Returns its end."""
+        free = self.free[lane]
+        start = free if free > earliest else earliest
+        end = self.free[lane] = start + duration * next(self._factors[lane])
+        self.starts[lane].append(start)
+        self.ends[lane].append(end)
+        return end
+
+    def _do_all(self, lane: int, operations: Iterable[tuple[float, float]]) -> float:
+        """Run (earliest start, duration) of each, one after the other. Returns the end of the last."""
+        free, factors, starts, ends = self.free[lane], self._factors[lane], self.starts[lane], self.ends[lane]
+        for earliest, duration in operations:
+            if earliest > free:
+                free = earliest
+            starts.append(free)
+            free += duration * next(factors)
+            ends.append(free)
+        self.free[lane] = free
+        return free
+
+    def _fetch(self, fetches: Sequence[Fetch]) -> None:
+        """Upload weights, each as soon as it is updated and its buffer is given up."""
+        up, factors, starts, ends = self.free[UP], self._factors[UP], self.starts[UP], self.ends[UP]
+        updated, released, loaded, upload_ms = self._updated, self._released, self._loaded, self.step.upload_ms
+        for chunk, victim in fetches:
+            start = up
+            if updated[chunk] > start:
+                start = updated[chunk]
+            if released[victim] > start:
+                start = released[victim]
+            up = loaded[chunk] = start + upload_ms[chunk] * next(factors)
+            starts.append(start)
+            ends.append(up)
+        self.free[UP] = up
+
+    def _fetch_updated(self, fetches: Sequence[Fetch]) -> Sequence[Fetch]:
+        """Upload weights that forward fetches at its begin. No updated chunk waits for one that is not updated yet.
+
+        Returns the fetches in the order in which they went.
+        """
+        updated, left, gone = self._updated, list(fetches), []
+        while left:
+            free = self.free[UP]
+            first = next((fetch for fetch in left if updated[fetch[0]] <= free), None)  # the nearest use comes first
+            if first is None:
+                first = min(left, key=lambda fetch: updated[fetch[0]])
+            left.remove(first)
+            gone.append(first)
+            self._fetch((first,))
+        self.reordered = self.reordered or gone != list(fetches)
+        return gone
+
+    def forward(self) -> None:
+        """The GPU computes, weights are uploaded, and activations of swapped blocks and inputs are offloaded."""
+        gpu, factors, starts, ends = self.free[GPU], self._factors[GPU], self.starts[GPU], self.ends[GPU]
+        released, loaded, last_swap_out = self._released, self._loaded, self._last_swap_out
+        step, self.uploads = self.step, []
+        for visit, (compute_ms, swap_ms, _), fetches in zip(
+            step.forward, step.forward_work, step.forward_fetches, strict=True
+        ):
+            if fetches:
+                if len(fetches) > 1 and self._all_updated > self.free[UP]:
+                    fetches = self._fetch_updated(fetches)
+                else:
+                    self._fetch(fetches)
+                self.uploads += fetches
+            start = gpu
+            chunks = visit.chunks
+            for chunk in chunks:
+                if loaded[chunk] > start:
+                    start = loaded[chunk]
+            gpu = start + compute_ms * next(factors)
+            starts.append(start)
+            ends.append(gpu)
+            for chunk in chunks:
+                released[chunk] = gpu
+            # The device memory of the last swapped block is given up here, and the GPU waits for its copy first.
+            if last_swap_out > gpu:
+                gpu = last_swap_out
+            if swap_ms:
+                last_swap_out = self._swapped_out[visit.unit] = self._do(DOWN, gpu, swap_ms)
+        self.free[GPU] = gpu
+        self._last_swap_out = last_swap_out
+
+    def backward(self) -> None:
+        """The GPU computes and flattens beside uploads and offloads, and updates that gradients wait for are made."""
+        gpu, factors, starts, ends = self.free[GPU], self._factors[GPU], self.starts[GPU], self.ends[GPU]
+        down, factors_down = self.free[DOWN], self._factors[DOWN]
+        starts_down, ends_down = self.starts[DOWN], self.ends[DOWN]
+        up, factors_up, starts_up, ends_up = self.free[UP], self._factors[UP], self.starts[UP], self.ends[UP]
+        updated, released, loaded = self._updated, self._released, self._loaded
+        swapped_out, back = self._swapped_out, self._back
+        drained, all_offloaded, deferred, step = self._drained, self.offloaded, self._deferred, self.step
+        upload_ms, swap_in_ms, awaited_updates = step.upload_ms, step.swap_in_ms, step.awaited_updates
+        if self._last_swap_out > gpu:
+            gpu = self._last_swap_out
+        for visit, (compute_ms, swap_ms, swap_in), fetches in zip(
+            step.backward, step.backward_work, step.backward_fetches, strict=True
+        ):
+            for chunk, victim in fetches:  # as in _fetch
+                start = up
+                if updated[chunk] > start:
+                    start = updated[chunk]
+                if released[victim] > start:
+                    start = released[victim]
+                up = loaded[chunk] = start + upload_ms[chunk] * next(factors_up)
+                starts_up.append(start)
+                ends_up.append(up)
+            for unit in swap_in:
+                start = max(up, gpu, swapped_out[unit])  # device memory is allocated when the visit begins
+                up = back[unit] = start + swap_in_ms[unit] * next(factors_up)
+                starts_up.append(start)
+                ends_up.append(up)
+            start = gpu
+            chunks = visit.chunks
+            for chunk in chunks:
+                if loaded[chunk] > start:
+                    start = loaded[chunk]
+            if swap_ms and back[visit.unit] > start:
+                start = back[visit.unit]
+            gpu = start + compute_ms * next(factors)
+            starts.append(start)
+            ends.append(gpu)
+            for chunk in chunks:
+                released[chunk] = gpu
+            for index, chunk, flatten_ms, offload_ms, staging in visit.gradients:
+                start = gpu
+                if staging >= 0 and drained[staging] > start:
+                    start = drained[staging]
+                gpu = start + flatten_ms * next(factors)
+                starts.append(start)
+                ends.append(gpu)
+                if staging >= 0:
+                    ready = deferred[chunk]
+                    if index in awaited_updates:
+                        lane, before, duration = awaited_updates[index]
+                        ready = self._do(lane, all_offloaded[before], duration)
+                    if ready > up:
+                        up = ready  # until then the engine issues no upload
+                    if ready > gpu:
+                        gpu = ready
+                    start = down if down > gpu else gpu
+                    down = start + offload_ms * next(factors_down)
+                    starts_down.append(start)
+                    ends_down.append(down)
+                    drained[staging] = all_offloaded[chunk] = down
+        self.free[GPU], self.free[UP], self.free[DOWN] = gpu, up, down
+
+    def update(self) -> None:
+        """Make all updates that no gradient waited for. In the first step, find out which of them begin in backward."""
+        over = self.free[GPU]  # backward is over, and the norm is known
+        if self.in_time is None:
+            self.in_time = (
+                self.step.host.in_time(self.free[HOST], self.offloaded, over),
+                self.step.streamed.in_time(self.free[STREAM], self.offloaded, over),
+            )
+        updated, offloaded = self._updated, self.offloaded
+        queues = (self.step.host, self.step.streamed)
+        for lane, queue, in_time in zip((HOST, STREAM), queues, self.in_time, strict=True):
+            updates = queue.ordered(in_time)
+            in_backward, after = updates[:in_time], updates[in_time:]
+            # Updates inside backward take effect when the norm is known and none of them runs any more.
+            settled = max(over, self._do_all(lane, [(offloaded[chunk], duration) for chunk, duration in in_backward]))
+            self.beyond_ms = self.beyond_ms or (settled - over)
+            for chunk, _ in in_backward:
+                updated[chunk] = settled
+            for update in self.step.awaited_updates.values():
+                if update.lane == lane:
+                    updated[update.chunk] = settled
+            self._do_all(lane, [(max(over, offloaded[chunk]), duration) for chunk, duration in after])
+            for (chunk, _), end in zip(after, self.ends[lane][-len(after) :] if after else (), strict=True):
+                updated[chunk] = end
+        self._all_updated = max(over, self.free[HOST], self.free[STREAM])
+        for chunk, duration in self.step.host.deferred(self.in_time[0]):
+            self._deferred[chunk] = self._do(HOST, over, duration)
+        self._do_all(GPU, [(0.0, duration) for _, duration in self.step.device_update_ms])
