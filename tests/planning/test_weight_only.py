@@ -1,6 +1,6 @@
 """Speculative updates of the weight alone: the memory that they take, and steps that can be worked out by hand.
 
-See [Note: weight-only updates] in :mod:`protrain.planning.runtime.updating`.
+See [Note: weight-only updates] in :mod:`protrain.planning.runtime.update_queue`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 from protrain.common.errors import PlanError
 from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, explain, pack, predict
-from protrain.planning.runtime.passes import Run
-from protrain.planning.runtime.updating import Queue
+from protrain.planning.runtime.run import Run
+from protrain.planning.runtime.update_queue import UpdateQueue
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import N as CHUNK
@@ -157,7 +157,7 @@ def test_one_more_or_less_of_them_does_what_the_plan_with_it_does() -> None:
 
 
 def test_the_last_are_whole_and_their_gradients_come_first() -> None:
-    queue = Queue([(chunk, 10.0) for chunk in range(5)], 4, 2, 0.5)
+    queue = UpdateQueue([(chunk, 10.0) for chunk in range(5)], 4, 2, 0.5)
     assert queue.ordered(4) == [(3, 10.0), (2, 10.0), (1, 5.0), (0, 5.0), (4, 10.0)]
     assert queue.deferred(4) == [(1, 10.0), (0, 10.0)]
     assert queue.ordered(3) == [(3, 10.0), (2, 10.0), (1, 5.0), (0, 10.0), (4, 10.0)]
