@@ -126,6 +126,12 @@ def random_machine(draw: random.Random) -> HardwareProfile:
     )
 
 
+def that_streams(machine: HardwareProfile) -> HardwareProfile:
+    """``machine`` with streamed updates that are as fast as the link allows."""
+    draw = random.Random(machine.host_bytes)
+    return replace(machine, streamed_adam_gparams=machine.h2d_gbps * draw.uniform(0.04, 0.06))
+
+
 class Faster(NamedTuple):
     """A plan that the search should have found."""
 

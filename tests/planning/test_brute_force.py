@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, pack, search
 from tests.planning.brute_force import (
     CLOSE,
@@ -18,6 +17,7 @@ from tests.planning.brute_force import (
     margin,
     random_machine,
     random_profile,
+    that_streams,
 )
 
 pytestmark = pytest.mark.usefixtures("one_scenario")
@@ -80,12 +80,6 @@ def test_no_plan_is_better_where_a_step_has_several_batches(seed: int) -> None:
     profile = replace(profile, accumulation=draw.choice([2, 3, 8]))
     hardware, inside = random_machine(draw), draw.random() < 0.25
     check_search(profile, replace(hardware, host_bytes=2 * hardware.host_bytes), inside=inside)
-
-
-def that_streams(machine: HardwareProfile) -> HardwareProfile:
-    """``machine`` with streamed updates that are as fast as the link allows."""
-    draw = random.Random(machine.host_bytes)
-    return replace(machine, streamed_adam_gparams=machine.h2d_gbps * draw.uniform(0.04, 0.06))
 
 
 @pytest.mark.parametrize(("seed", "share"), STREAMING)

@@ -150,11 +150,13 @@ def test_the_critical_resource_is_the_one_that_is_slow() -> None:
 
 def test_on_a_cpu_nothing_overlaps() -> None:
     traced = make_profile(device="cpu")
-    hardware = machine(8192, device_type="cpu", host_adam_gparams=1.0, device_adam_gparams=1.0)
+    rates: dict[str, Any] = {"host_adam_gparams": 1.0, "device_adam_gparams": 1.0, "flatten_gbps": 3000.0}
+    hardware = machine(8192, device_type="cpu", **rates)
     plan = hand_made(traced, hardware)
     timeline = predict(traced, hardware, plan).timeline
     assert timeline.step_ms == plan.step_ms
-    assert timeline.busy_ms(GPU) == pytest.approx(sum(segment.duration_ms for segment in traced.segments))
+    compute_ms, flatten_ms = sum(segment.duration_ms for segment in traced.segments), 2 * 2 * 6 * N / 3000e6
+    assert timeline.busy_ms(GPU) == pytest.approx(compute_ms + flatten_ms)
     assert timeline.busy_ms(HOST) == pytest.approx(6 * N / 1e6)
     assert sum(timeline.busy_ms(lane) for lane in range(4)) == pytest.approx(plan.step_ms)
     after = explain(plan, traced, hardware).phases[2]
