@@ -298,15 +298,18 @@ class _Search:
         while improved:
             improved = False
             for change in neighbours(best.counts, self.models(best.at)):
-                if change.impossible or not self._fits(best.at, change.counts):
+                if change.impossible or not self._allowed(best.at, change.counts):
                     continue
                 found = self._scored(best.at, change.counts, best.score_ms)
                 if found.score_ms < best.score_ms:
                     best, improved = found, True
         return best
 
-    def _fits(self, at: int, counts: Counts) -> bool:
+    def _allowed(self, at: int, counts: Counts) -> bool:
+        """Whether a plan of ``counts`` fits the memory, and uses nothing that is switched off or not calibrated."""
         models, hardware = self.models(at), self._hardware
+        if any(getattr(counts, name) for name in self._unused) or (counts.n_stream and not models.runtime.streams):
+            return False
         modes = models.modes(counts)
         on_device = models.device_bytes(modes, counts) <= hardware.device_bytes
         return on_device and models.host_bytes(modes, counts) <= hardware.host_bytes

@@ -6,6 +6,6 @@ import pytest
 
 
 @pytest.fixture
-def no_caution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made for the machine as it is, so that none that fits is predicted to be faster."""
-    monkeypatch.setattr("protrain.planning.rates.host_rates.likely_shares", lambda hardware: ((1.0, 1.0),))
+def one_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has its calibrated rate in every step, so that the mean over the scenarios is the predicted time."""
+    monkeypatch.setattr("protrain.planning.rates.host_rates.host_shares", lambda hardware: ((1.0, 1.0),))

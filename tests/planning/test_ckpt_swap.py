@@ -1,8 +1,8 @@
-"""A plan with CKPT_SWAP made by hand: what it takes on the device, on the host and in time."""
+"""A plan with input offload, made by hand: what it takes on the device, on the host and in time."""
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +15,7 @@ from protrain.planning import BlockMode, MemoryModel, RuntimeModel, check, choos
 from protrain.planning.runtime.paper import paper_step_ms
 from protrain.profiler import ModelProfile
 from tests.engine import residual
+from tests.planning.counts import placed
 
 ROWS, WIDTH, DEPTH = 256, 32, 8
 INPUT_BYTES = ROWS * WIDTH * 4
@@ -51,7 +52,7 @@ def test_each_input_counts_for_itself(traced: ModelProfile, away: int) -> None:
     assert fell == (INPUT_BYTES if away < DEPTH - 2 else 0)
 
 
-def test_an_input_that_needs_no_gradient_does_not_move() -> None:
+def test_an_input_that_needs_no_gradient_is_not_offloaded() -> None:
     model = residual.make(WIDTH, DEPTH)
     model.get_submodule("enter").requires_grad_(False)
     found = profiler.profile(model, (torch.randn(ROWS, 8),), device="cpu")
@@ -63,22 +64,23 @@ def test_an_input_that_needs_no_gradient_does_not_move() -> None:
 
 def test_time_is_that_of_recomputation_and_of_the_way_out_and_back(traced: ModelProfile) -> None:
     hardware = host()
-    runtime = RuntimeModel(MemoryModel(traced, hardware, pack(traced, choose_chunk_elements(traced))))
-    n_chunks = len(pack(traced, choose_chunk_elements(traced)).chunks)
-    step_ms = {mode: runtime.step_ms((mode,) * DEPTH, n_chunks, 0) for mode in (NONE, CKPT, CKPT_SWAP)}
+    layout = pack(traced, choose_chunk_elements(traced))
+    runtime, n_chunks = RuntimeModel(MemoryModel(traced, hardware, layout)), len(layout.chunks)
+    step_ms = {mode: runtime.step_ms((mode,) * DEPTH, placed(n_chunks, 0)) for mode in (NONE, CKPT, CKPT_SWAP)}
     way_ms = DEPTH * INPUT_BYTES * (1 / hardware.d2h_gbps + 1 / hardware.h2d_gbps) / 1e6
     assert step_ms[CKPT] > step_ms[NONE]
     assert step_ms[CKPT_SWAP] == pytest.approx(step_ms[CKPT] + way_ms)  # a CPU does one thing after the other
-    timeline = runtime.timeline((CKPT_SWAP,) * DEPTH, n_chunks, 0)
-    fetched = [operation for operation in timeline.operations if operation.name.startswith("activations")]
-    assert len(fetched) == 2 * DEPTH
+    gpu = replace(hardware, device_type="cuda")
+    timeline = RuntimeModel(MemoryModel(traced, gpu, layout)).timeline((CKPT_SWAP,) * DEPTH, placed(n_chunks, 0))
+    copies = [operation for operation in timeline.operations if operation.name.startswith("activations")]
+    assert len(copies) == 2 * DEPTH
 
 
 def test_a_plan_made_by_hand_is_checked(traced: ModelProfile) -> None:
     hardware = host()
     base = evaluate(traced, hardware, n_persist=0, n_buffer=1, n_swap=0, n_ckpt=DEPTH)
     modes = (CKPT_SWAP,) * (DEPTH - 1) + (CKPT,)
-    plan = check(dataclasses.replace(base, n_ckpt_swap=DEPTH - 1, block_modes=modes), traced, hardware)
+    plan = check(replace(base, n_ckpt_swap=DEPTH - 1, block_modes=modes), traced, hardware)
     assert plan.block_modes == modes
     assert plan.device_bytes < base.device_bytes - (DEPTH - 3) * INPUT_BYTES
     assert plan.host_bytes >= base.host_bytes + (DEPTH - 1) * INPUT_BYTES
@@ -86,6 +88,6 @@ def test_a_plan_made_by_hand_is_checked(traced: ModelProfile) -> None:
     layout = pack(traced, plan.chunk_elements)
     assert paper_step_ms(plan, traced, hardware, layout) == paper_step_ms(base, traced, hardware, layout)
     with pytest.raises(
-        ValueError, match=rf"{DEPTH} checkpointed, {DEPTH - 1} of these with moved inputs; .* n_ckpt_swap=0"
+        ValueError, match=rf"{DEPTH} checkpointed, {DEPTH - 1} of these with offloaded inputs; .* n_ckpt_swap=0"
     ):
-        check(dataclasses.replace(base, block_modes=modes), traced, hardware)
+        check(replace(base, block_modes=modes), traced, hardware)

@@ -9,11 +9,11 @@ import pytest
 
 from protrain.common.errors import PlanError
 from protrain.hardware import HardwareProfile
-from protrain.planning import Plan, evaluate, explain, search
-from protrain.planning.explain.explanation import timeline_of
-from protrain.planning.explain.knobs import KNOBS, Change
+from protrain.planning import Plan, evaluate, explain, predict, search
+from protrain.planning.changes import KNOBS
+from protrain.planning.explain.knobs import Change
 from protrain.planning.explain.phases import WAITS, phases
-from protrain.planning.rates.host_rates import cautious
+from protrain.planning.rates.host_rates import scenarios, slowest
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.machines import H100
@@ -150,11 +150,13 @@ def test_the_critical_resource_is_the_one_that_is_slow() -> None:
 
 def test_on_a_cpu_nothing_overlaps() -> None:
     traced = make_profile(device="cpu")
-    hardware = machine(8192, device_type="cpu", host_adam_gparams=1.0, device_adam_gparams=1.0)
+    rates: dict[str, Any] = {"host_adam_gparams": 1.0, "device_adam_gparams": 1.0, "flatten_gbps": 3000.0}
+    hardware = machine(8192, device_type="cpu", **rates)
     plan = hand_made(traced, hardware)
-    timeline = timeline_of(plan, traced, hardware)
+    timeline = predict(traced, hardware, plan).timeline
     assert timeline.step_ms == plan.step_ms
-    assert timeline.busy_ms(GPU) == pytest.approx(sum(segment.duration_ms for segment in traced.segments))
+    compute_ms, flatten_ms = sum(segment.duration_ms for segment in traced.segments), 2 * 2 * 6 * N / 3000e6
+    assert timeline.busy_ms(GPU) == pytest.approx(compute_ms + flatten_ms)
     assert timeline.busy_ms(HOST) == pytest.approx(6 * N / 1e6)
     assert sum(timeline.busy_ms(lane) for lane in range(4)) == pytest.approx(plan.step_ms)
     after = explain(plan, traced, hardware).phases[2]
@@ -169,22 +171,24 @@ def test_a_knob_does_what_the_plan_with_it_does() -> None:
     traced, hardware = make_profile(), machine(16384, **SLOW_HOST)
     blocks = tuple(replace(block, attention_bytes=8 * MIB, attention_ms=5.0) for block in traced.blocks)
     traced = replace(traced, blocks=blocks)
-    plan = hand_made(traced, hardware, n_persist=2, n_swap=1, n_ckpt=2, n_ckpt_swap=1, n_speculate=1, n_stream=1)
+    counts = {"n_persist": 2, "n_swap": 1, "n_ckpt": 2, "n_ckpt_swap": 1, "n_speculate": 2, "n_weight_only": 1}
+    plan = hand_made(traced, hardware, **counts, n_stream=1)
     changes = explain(plan, traced, hardware).changes
     knobs = [(knob, step) for knob in KNOBS for step in (1, -1)]
-    switches = ("keep_attention", "early_weights")
-    assert [(change.knob, change.step) for change in changes] == [*knobs, *((switch, 1) for switch in switches)]
+    assert [(change.knob, change.step) for change in changes] == [*knobs, ("keep_attention", 1)]
     for change in changes:
-        if change.knob == "n_whole":
-            assert change.impossible
-            continue
         counts = dict(zip(KNOBS, change.counts, strict=True))
-        other = hand_made(traced, hardware, **counts, **{switch: change.knob == switch for switch in switches})
+        keep = change.knob == "keep_attention"
+        other = hand_made(traced, hardware, **counts, keep_attention=keep)
         assert change.impossible == ""
         assert getattr(other, change.knob) == getattr(plan, change.knob) + change.step
         assert change.step_ms == pytest.approx(other.step_ms)
-        late = hand_made(traced, cautious(hardware), **counts, **{switch: change.knob == switch for switch in switches})
-        assert change.cautious_ms == pytest.approx(late.step_ms)
+        late = hand_made(traced, slowest(hardware), **counts, keep_attention=keep)
+        assert change.slowest_ms == pytest.approx(late.step_ms)
+        likely = sum(
+            p * hand_made(traced, one, **counts, keep_attention=keep).step_ms for one, p in scenarios(hardware)
+        )
+        assert change.expected_ms == pytest.approx(likely)
         assert late.step_ms >= other.step_ms
         assert (change.device_bytes, change.host_bytes) == (other.device_bytes, other.host_bytes)
         assert (change.device_over_bytes, change.host_over_bytes) == (0, 0)
@@ -219,20 +223,19 @@ def test_impossible_knobs_say_why() -> None:
     assert found(changes, "n_persist", -1).counts == (5, 1, 0, 6, 0, 0, 0, 0)  # with the buffer that it then needs
     assert found(changes, "n_ckpt_swap", -1).impossible == "there is none to give up"
     assert found(changes, "keep_attention", 1).impossible == "no block has a fused attention"
-    assert found(changes, "early_weights", 1).impossible == "no update is early"
-    assert found(changes, "n_whole", 1).impossible == "no update is early"
+    assert found(changes, "n_weight_only", 1).impossible == "no other update is speculative"
     kept = explain(hand_made(traced, hardware, n_ckpt=0), traced, hardware).changes
     assert found(kept, "n_ckpt_swap", 1).impossible == "no block is recomputed"
     moved = explain(hand_made(traced, hardware, n_ckpt=3, n_ckpt_swap=3), traced, hardware).changes
-    assert found(moved, "n_ckpt_swap", 1).impossible == "the inputs of every recomputed block move"
+    assert found(moved, "n_ckpt_swap", 1).impossible == "the inputs of every recomputed block are offloaded"
     assert found(moved, "n_ckpt", -1).counts == (0, 2, 0, 2, 2, 0, 0, 0)  # with as many inputs as it then has
-    assert found(changes, "n_speculate", 1).impossible == "every chunk in host memory is updated early"
-    all_streamed = "the device updates every chunk in host memory that is not updated early"
+    assert found(changes, "n_speculate", 1).impossible == "every chunk in host memory has a speculative update"
+    all_streamed = "the device updates every chunk in host memory that has no speculative update"
     assert found(changes, "n_stream", 1).impossible == all_streamed
     streamed = explain(hand_made(traced, hardware, n_persist=2, n_speculate=1, n_stream=3), traced, hardware).changes
     assert found(streamed, "n_stream", 1).impossible == all_streamed
-    assert found(streamed, "n_speculate", 1).counts[-3:] == (2, 2, 0)  # with what is left
-    assert found(streamed, "n_persist", 1).counts[-3:] == (1, 2, 0)
+    assert found(streamed, "n_speculate", 1).counts[-3:] == (2, 0, 2)  # with what is left
+    assert found(streamed, "n_persist", 1).counts[-3:] == (1, 0, 2)
     one = explain(hand_made(traced, hardware, n_persist=0, n_buffer=1), traced, hardware).changes
     assert found(one, "n_buffer", -1).impossible == "a unit holds up to 1 non-persistent chunks at once"
     plan = hand_made(traced, hardware, n_persist=0, n_buffer=1)
@@ -292,7 +295,7 @@ def test_a_plan_by_hand_learns_of_the_better_one() -> None:
 def test_bytes_by_kind_add_up() -> None:
     traced, hardware = make_profile(), machine(8192)
     plan = hand_made(traced, hardware, n_persist=2, n_swap=2, n_ckpt=2)
-    why = plan.explain(traced, hardware)
+    why = explain(plan, traced, hardware)
     assert sum(why.device_parts.values()) == plan.device_bytes
     assert sum(why.host_parts.values()) == plan.host_bytes
     assert why.device_parts["persistent chunks"] == 2 * N * 14
@@ -305,7 +308,7 @@ def test_frozen_chunks_have_weights_alone() -> None:
     traced, hardware = make_profile(), machine(8192)
     frozen = tuple(replace(record, group=-1) for record in traced.parameters[:4])
     traced = replace(traced, parameters=(*frozen, *traced.parameters[4:]))
-    parts = hand_made(traced, hardware).explain(traced, hardware).host_parts
+    parts = explain(hand_made(traced, hardware), traced, hardware).host_parts
     assert (parts["weights"], parts["gradients"]) == (6 * N * 2, 2 * N * 2)
     assert parts["optimizer states"] == 2 * N * 10
 

@@ -19,6 +19,7 @@ from protrain.planning import (
     RuntimeModel,
     block_modes,
     check,
+    explain,
     frontier,
     largest,
     pack,
@@ -27,6 +28,7 @@ from protrain.planning import (
 from protrain.planning.memory.gradient_regions import GradientRegions
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, Timeline
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord
+from tests.planning.counts import placed
 from tests.planning.machines import H100
 from tests.planning.test_runtime import MOVE, N
 from tests.planning.test_runtime import make_profile as blocks_of
@@ -135,7 +137,7 @@ def test_gradients_take_two_bytes_a_parameter_only_while_there_is_room() -> None
         activations = memory.activations(block_modes(50, 0, 50))
         beside = memory.host_bytes_beside(50, 0)
         assert (memory.host_bytes_beside(0, 0) - beside) / 50 / N == pytest.approx(least)
-        assert (memory.host_bytes(0, activations) - beside) / 50 / N == pytest.approx(taken)
+        assert (memory.host_bytes(placed(0, 1), activations) - beside) / 50 / N == pytest.approx(taken)
         # On the device they share one, wherever there are more.
         device = memory.static_bytes(50, 0) - memory.static_bytes(0, 0) + memory.static_parts(0, 0)["gradient staging"]
         device -= memory.partial_bytes
@@ -220,12 +222,12 @@ def test_refusals_and_explanations_count_what_is_really_taken() -> None:
     assert plan.host_bytes == enough
     with pytest.raises(PlanError):
         search(profile, replace(tight, host_bytes=enough - 1), step_during_backward=True)
-    why = plan.explain(profile, tight, step_during_backward=True)
+    why = explain(plan, profile, tight, step_during_backward=True)
     assert sum(why.host_parts.values()) == plan.host_bytes
     assert why.host_parts["gradients"] == plan.n_host_gradient * plan.chunk_elements * 2
     device = replace(tight, device_bytes=600 * 1024**2)
     plan = search(profile, device, step_during_backward=True)
-    parts = plan.explain(profile, device, step_during_backward=True).device_parts
+    parts = explain(plan, profile, device, step_during_backward=True).device_parts
     assert plan.n_device_gradient == 1 < plan.n_persist
     assert sum(parts.values()) == plan.device_bytes
     assert parts["gradients of persistent chunks"] == plan.chunk_elements * 2
@@ -250,7 +252,7 @@ def test_the_frontier_begins_with_the_least_that_works_inside_backward() -> None
 
 def test_two_regions_make_backward_wait_as_worked_out_by_hand() -> None:
     profile, modes = make_profile(4), (NONE,) * 4
-    shared = RuntimeModel(with_regions(profile, 1, 2)).timeline(modes, 1, 3)
+    shared = RuntimeModel(with_regions(profile, 1, 2)).timeline(modes, placed(1, 3))
     # The third gradient waits for the first one's update; after backward two more, the upload of the last of them and
     # the forward of three blocks.
     assert shared.backward_end_ms - shared.forward_end_ms == pytest.approx(6.0 + MOVE + UPDATE + 6.0, abs=1e-3)
@@ -258,14 +260,14 @@ def test_two_regions_make_backward_wait_as_worked_out_by_hand() -> None:
     offloads = {one.name: one.start_ms for one in shared.operations if one.lane == DOWN}
     assert offloads["gradients 1"] - shared.forward_end_ms == pytest.approx(6.0 + MOVE + UPDATE, abs=1e-3)
     # Each with its own: nothing waits, and the host updates what forward needs first one update earlier.
-    own = RuntimeModel(with_regions(profile, 1, 0)).timeline(modes, 1, 3)
+    own = RuntimeModel(with_regions(profile, 1, 0)).timeline(modes, placed(1, 3))
     assert own.backward_end_ms - own.forward_end_ms == pytest.approx(24.0, abs=1e-3)
     assert own.step_ms == pytest.approx(6.0 + MOVE + 3 * UPDATE + MOVE + 2 * 6.0, abs=1e-3)
 
 
 def test_nothing_is_issued_while_the_engine_waits() -> None:
     profile = make_profile(4)
-    found = RuntimeModel(with_regions(profile, 0, 2)).timeline((NONE,) * 4, 0, 1)
+    found = RuntimeModel(with_regions(profile, 0, 2)).timeline((NONE,) * 4, placed(0, 1))
     # With a single buffer every upload is issued when its block's turn comes.
     waited = 6.0 + MOVE + UPDATE
     uploads = [one for one in found.operations if one.name == "weights 0" and one.start_ms > found.forward_end_ms]
@@ -275,8 +277,8 @@ def test_nothing_is_issued_while_the_engine_waits() -> None:
 def test_a_streamed_update_makes_room_as_well() -> None:
     profile = make_profile(4)
     memory = with_regions(profile, 0, 2, streamed_adam_gparams=0.05)
-    found = RuntimeModel(memory).timeline((NONE,) * 4, 0, 4, n_stream=2)  # chunks 1 and 3
-    update = next(one for one in found.operations if one.lane == STREAM and one.name == "early update 3")
+    found = RuntimeModel(memory).timeline((NONE,) * 4, placed(0, 4, n_stream=2))  # chunks 1 and 3
+    update = next(one for one in found.operations if one.lane == STREAM and one.name == "speculative update 3")
     offload = next(one for one in found.operations if one.name == "gradients 1" and one.start_ms > update.start_ms)
     assert offload.start_ms == update.end_ms > found.forward_end_ms + 18.0
 
@@ -324,10 +326,10 @@ def test_more_regions_make_backward_shorter_and_hardly_ever_a_step_longer() -> N
         roomy, modes, n_persist, n_buffer = random_step(draw, contention=False)
         update_ms = N / roomy.hardware.host_adam_gparams / 1e6
         found = [
-            RuntimeModel(memory).timeline(modes, n_persist, n_buffer)
+            RuntimeModel(memory).timeline(modes, placed(n_persist, n_buffer))
             for _, memory in with_more_and_more(roomy, n_persist, modes)
         ]
-        assert found[-1] == RuntimeModel(roomy).timeline(modes, n_persist, n_buffer)
+        assert found[-1] == RuntimeModel(roomy).timeline(modes, placed(n_persist, n_buffer))
         for fewer, more in pairwise(found):
             fewer_ms, more_ms = (one.backward_end_ms - one.forward_end_ms for one in (fewer, more))
             assert more_ms <= fewer_ms * (1 + 1e-9)
@@ -356,8 +358,8 @@ def test_timelines_name_every_update_once_and_do_one_thing_at_a_time() -> None:
         n_stream = draw.choice([0, draw.randint(0, n_chunks - n_persist)])
         for n_regions, memory in with_more_and_more(roomy, n_persist, modes):
             runtime = RuntimeModel(memory)
-            found = runtime.timeline(modes, n_persist, n_buffer, n_stream=n_stream)
-            assert found.step_ms == runtime.step_ms(modes, n_persist, n_buffer, n_stream=n_stream)
+            found = runtime.timeline(modes, placed(n_persist, n_buffer, n_stream=n_stream))
+            assert found.step_ms == runtime.step_ms(modes, placed(n_persist, n_buffer, n_stream=n_stream))
             for intervals in lanes_of(found).values():
                 assert all(first[1] <= second[0] + 1e-9 for first, second in pairwise(sorted(intervals)))
             updates = [

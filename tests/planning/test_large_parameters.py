@@ -13,10 +13,10 @@ import pytest
 from protrain.common.errors import PlanError
 from protrain.common.quantities import parse_bytes
 from protrain.hardware import HardwareProfile
-from protrain.planning import MemoryModel, Plan, evaluate, search
+from protrain.planning import MemoryModel, Plan, evaluate, explain, search
 from protrain.planning.layout import layouts
 from protrain.profiler.model_profile import ModelProfile
-from tests.planning.test_brute_force import N, as_measured, best_of_all, random_machine, random_profile
+from tests.planning.brute_force import N, as_measured, check_search, random_machine, random_profile
 
 
 def large_vocabulary(draw: random.Random, *, tied: bool) -> ModelProfile:
@@ -44,8 +44,7 @@ def search_each(
     found: list[Plan | PlanError] = []
     for layout in layouts(profile):
         with monkeypatch.context() as patched:
-            # The package has a function of the module's name.
-            patched.setattr(sys.modules["protrain.planning.search.search"], "layouts", lambda *_, only=layout: (only,))
+            patched.setattr(sys.modules["protrain.planning.search"], "layouts", lambda *_, only=layout: (only,))
             try:
                 found.append(search(profile, hardware))
             except PlanError as error:
@@ -55,23 +54,13 @@ def search_each(
 
 
 @pytest.mark.parametrize("seed", [12, 15, 33, 41, 83, 97, 110])
-def test_no_plan_is_better_in_either_order_and_none_beats_its_bounds(seed: int) -> None:
+@pytest.mark.usefixtures("one_scenario")
+def test_no_plan_is_better_in_either_order(seed: int) -> None:
     draw = random.Random(seed)
     profile = large_vocabulary(draw, tied=draw.random() < 0.3)
     hardware, inside = random_machine(draw), draw.random() < 0.3
-    hardware = replace(
-        hardware,
-        device_bytes=2 * hardware.device_bytes,
-        host_bytes=2 * hardware.host_bytes,
-        host_adam_p20_gparams=hardware.host_adam_gparams,  # as fast all the time
-    )
-    each = [
-        best_of_all(MemoryModel(profile, hardware, layout, update_in_backward=inside)) for layout in layouts(profile, N)
-    ]
-    found = search(profile, hardware, chunk_elements=N, step_during_backward=inside)
-    assert min(best for best, _ in each) <= found.step_ms <= 1.01 * min(whole for _, whole in each)
-    assert found.device_bytes <= hardware.device_bytes
-    assert found.host_bytes <= hardware.host_bytes
+    hardware = replace(hardware, device_bytes=2 * hardware.device_bytes, host_bytes=2 * hardware.host_bytes)
+    check_search(profile, hardware, inside=inside)
 
 
 # With streamed updates by both, by one, by neither.
@@ -84,7 +73,7 @@ def test_the_faster_order_is_found(seed: int, large_first: bool, monkeypatch: py
     assert found == each[large_first]
     other = each[not large_first]
     assert isinstance(other, Plan)
-    assert other.step_ms > 1.1 * found.step_ms
+    assert other.step_ms > 1.05 * found.step_ms
 
 
 @pytest.mark.parametrize(("seed", "large_first"), [(271, False), (348, True)])
@@ -133,7 +122,7 @@ def test_an_explanation_says_what_the_other_order_would_do(n_persist: int, n_buf
 
     plan = made(n_buffer, large_first=large_first)
     other = made(plan.n_buffer, large_first=not large_first)
-    (change,) = (change for change in plan.explain(profile, hardware).changes if change.knob == "large_first")
+    (change,) = (change for change in explain(plan, profile, hardware).changes if change.knob == "large_first")
     assert change.step == (-1 if large_first else 1)
     assert change.counts[:2] == (n_persist, other.n_buffer)
     assert (change.step_ms, change.device_bytes, change.host_bytes) == (
@@ -143,4 +132,4 @@ def test_an_explanation_says_what_the_other_order_would_do(n_persist: int, n_buf
     )
     tied = large_vocabulary(random.Random(257), tied=True)
     plan = evaluate(tied, hardware, n_persist=1, n_buffer=2, n_swap=0, n_ckpt=0)
-    assert "large_first" not in {change.knob for change in plan.explain(tied, hardware).changes}
+    assert "large_first" not in {change.knob for change in explain(plan, tied, hardware).changes}

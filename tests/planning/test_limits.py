@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ N = 8 * MIB
 
 
 def make_profile(n: int, *, saved: int = 64 * MIB, movable: bool = True) -> ModelProfile:
-    """``n`` equal blocks whose inputs stay alive from forward to backward, or move if they are ``movable``."""
+    """``n`` equal blocks whose inputs stay alive from forward to backward, or are offloaded if they are ``movable``."""
 
     def segment(phase: str, index: int, duration: float) -> SegmentRecord:
         live = saved // 16 * index
@@ -84,12 +83,13 @@ def test_the_frontier_goes_from_the_least_that_works_to_all_there_is(device_mib:
     with pytest.raises(PlanError):
         search(traced, replace(hardware, device_bytes=limits[0] - 1))
     for point in found.points:
-        assert point.plan == search(traced, replace(hardware, device_bytes=point.device_limit_bytes))
+        alone = search(traced, replace(hardware, device_bytes=point.device_limit_bytes))
+        assert point.plan.device_bytes <= point.device_limit_bytes
+        assert point.plan.step_ms <= 1.01 * alone.step_ms
         assert point.tokens_per_s == pytest.approx(1024e3 / point.plan.step_ms)
     speeds = [point.tokens_per_s for point in found.points]
-    assert all(later >= 0.99 * earlier for earlier, later in pairwise(speeds))
+    assert speeds == sorted(speeds), "more memory never makes a step slower"
     assert speeds[-1] > 1.05 * speeds[0]
-    assert found.points[-1].plan == search(traced, hardware)
     assert Frontier.from_json(found.to_json()) == found
     assert len(found.table().splitlines()) == len(limits) + 1
 
@@ -149,7 +149,7 @@ def test_the_largest_depth_has_a_plan_and_the_next_has_none(
     assert Largest.from_json(found.to_json()) == found
 
 
-def test_moved_inputs_let_a_model_be_deeper() -> None:
+def test_offloaded_inputs_let_a_model_be_deeper() -> None:
     hardware = machine(512, 6000)
     kept = largest(lambda layers: make_profile(layers, movable=False), hardware)
     moved = largest(make_profile, hardware)

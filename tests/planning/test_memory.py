@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from protrain.planning import BlockMode, MemoryModel, block_modes, choose_chunk_
 from protrain.planning.memory.model import state_bytes
 from protrain.profiler import ModelProfile
 from protrain.profiler.memory_meter import StorageMeter
+from tests.planning.counts import placed
 
 profile = partial(profiler.profile, device="cpu")
 Builder = Callable[..., Any]
@@ -85,7 +85,7 @@ def test_each_mode_costs_what_it_keeps(tiny_model: Builder, tiny_batch: Builder)
     assert memory.activations((CKPT,) * 3).swapped_bytes == 0
 
 
-def test_what_a_block_moves_is_there_until_the_next_unit_is_done() -> None:
+def test_what_a_block_offloads_is_there_until_the_next_unit_is_done() -> None:
     """Another block right behind it, or a layer between the two that saves nothing to speak of."""
 
     class Block(nn.Module):
@@ -156,12 +156,15 @@ def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_b
     for n_persist in range(n_chunks + 1):
         parts = memory.static_parts(n_persist, 0)
         assert parts["persistent chunks"] == sum(state_bytes(chunk, traced) for chunk in layout.chunks[:n_persist])
-        host = memory.host_bytes(n_persist, activations) - memory.host_bytes(n_chunks, activations)
+        host = memory.host_bytes(placed(n_persist, 1), activations) - memory.host_bytes(
+            placed(n_chunks, 0), activations
+        )
         assert host == total - parts["persistent chunks"]
     several = _model(replace(traced, accumulation=2))
     for n_persist in range(n_chunks):
         # A sum of 4 bytes, on the device in place of the gradient; in host memory gradients share two regions.
-        more = several.host_bytes(n_persist, activations) - memory.host_bytes(n_persist, activations)
+        counts = placed(n_persist, 1)
+        more = several.host_bytes(counts, activations) - memory.host_bytes(counts, activations)
         gradients = several.host_gradient_bytes(n_persist, 0) - memory.host_gradient_bytes(n_persist, 0)
         assert more - gradients == several.accumulator_bytes(n_persist)
         assert several.accumulator_bytes(n_persist) == 4 * sum(chunk.elements for chunk in layout.chunks[n_persist:])
@@ -189,17 +192,17 @@ def test_as_many_second_copies_as_host_memory_has_room_for(
     for n_persist in range(len(kinds) + 1):
         for swapped in (0, 5000):
             least = MemoryModel(traced, roomy, layout).host_bytes_beside(n_persist, swapped)
-            for n_early in range(len(kinds) - n_persist + 1):
-                chunks = layout.chunks[n_persist : n_persist + n_early]
+            for n_speculate in range(len(kinds) - n_persist + 1):
+                chunks = layout.chunks[n_persist : n_persist + n_speculate]
                 size = sum(chunk.elements * spare for chunk in chunks if chunk.trainable)
 
                 def most(host_bytes: int, n_persist: int = n_persist, swapped: int = swapped) -> int:
                     memory = MemoryModel(traced, replace(roomy, host_bytes=host_bytes), layout)
-                    return int(memory.most_early(n_persist, np.array([swapped]))[0])
+                    return memory.speculation(n_persist, len(kinds), swapped, whole=True)[0]
 
-                assert most(least + size) >= n_early
-                if n_early and chunks[-1].trainable:
-                    assert most(least + size - 1) < n_early
+                assert most(least + size) >= n_speculate
+                if n_speculate and chunks[-1].trainable:
+                    assert most(least + size - 1) < n_speculate
             assert most(least - 10**9) == 0, "negative room"
 
 

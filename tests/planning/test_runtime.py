@@ -1,4 +1,4 @@
-"""The runtime model: steps that can be worked out by hand, bounds that hold, fetches that the engine really issues."""
+"""The runtime model: steps that can be worked out by hand, and fetches that the engine really issues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,13 +17,13 @@ from protrain.engine.states.chunks import Chunk
 from protrain.engine.weights.buffers import BufferPool
 from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, evaluate, pack
-from protrain.planning.choices import Choices
 from protrain.planning.rates.compute_times import ComputeTimes, compute_times
 from protrain.planning.rates.swap_copies import COPY_MS
 from protrain.planning.runtime.fetches import Fetches
 from protrain.planning.runtime.paper import paper_step_ms
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+from tests.planning.counts import placed
 from tests.planning.machines import H100
 
 NONE, CKPT, SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP
@@ -93,7 +92,7 @@ def model_of(profile: ModelProfile, hardware: HardwareProfile = MACHINE, **optio
 
 
 def step_ms(profile: ModelProfile, modes: Modes, n_persist: int, n_buffer: int, **changes: Any) -> float:
-    return model_of(profile, replace(MACHINE, **changes)).step_ms(modes, n_persist, n_buffer)
+    return model_of(profile, replace(MACHINE, **changes)).step_ms(modes, placed(n_persist, n_buffer))
 
 
 def test_everything_resident_is_computing_and_the_device_update() -> None:
@@ -144,8 +143,8 @@ def test_the_host_updates_from_the_norm_to_the_last_chunk() -> None:
 def test_updates_in_backward_begin_with_the_first_gradient() -> None:
     profile = make_profile(6.0, 6.0)
     slow = replace(MACHINE, host_adam_gparams=0.256)  # 5 ms a chunk
-    deferred = model_of(profile, slow).step_ms((NONE,) * 4, 1, 3)
-    inside = model_of(profile, slow, update_in_backward=True).step_ms((NONE,) * 4, 1, 3)
+    deferred = model_of(profile, slow).step_ms((NONE,) * 4, placed(1, 3))
+    inside = model_of(profile, slow, update_in_backward=True).step_ms((NONE,) * 4, placed(1, 3))
     assert inside == pytest.approx(4 * 12.0 + DEVICE_UPDATE, rel=1e-3)
     assert deferred > inside + 1.0
 
@@ -153,8 +152,8 @@ def test_updates_in_backward_begin_with_the_first_gradient() -> None:
 def test_dram_is_shared_by_copies_and_the_host_update() -> None:
     profile, modes = make_profile(3.0, 6.0), (NONE,) * 4
     scarce: dict[str, Any] = {"host_adam_gparams": 0.0128, "host_dram_gbps": 0.0128 * 26}
-    contended = model_of(profile, replace(MACHINE, **scarce)).timeline(modes, 0, 2)
-    free = model_of(profile, replace(MACHINE, host_adam_gparams=0.0128)).timeline(modes, 0, 2)
+    contended = model_of(profile, replace(MACHINE, **scarce)).timeline(modes, placed(0, 2))
+    free = model_of(profile, replace(MACHINE, host_adam_gparams=0.0128)).timeline(modes, placed(0, 2))
     assert contended.busy_ms(HOST) > 1.005 * free.busy_ms(HOST)
     assert contended.step_ms > free.step_ms
 
@@ -175,11 +174,11 @@ def test_swapping_is_hidden_by_one_block_on_either_side() -> None:
 
 def test_on_a_cpu_everything_adds() -> None:
     profile = replace(make_profile(3.0, 6.0), device="cpu")
-    step = model_of(profile, replace(MACHINE, device_type="cpu")).step_ms((NONE,) * 4, 0, 4)
+    step = model_of(profile, replace(MACHINE, device_type="cpu")).step_ms((NONE,) * 4, placed(0, 4))
     assert step == pytest.approx(4 * 9.0 + 4 * MOVE + 4 * MOVE + 4 * UPDATE, rel=1e-3)
 
 
-def test_no_step_is_faster_than_its_bound() -> None:
+def test_a_limit_that_a_step_keeps_changes_nothing_and_one_that_it_breaks_is_reported() -> None:
     draw = random.Random(0)
     for _ in range(300):
         n = draw.choice([3, 5, 9])
@@ -199,44 +198,25 @@ def test_no_step_is_faster_than_its_bound() -> None:
         modes = tuple(draw.choice([NONE, CKPT, SWAP]) for _ in range(n))
         n_persist = draw.randint(0, n)
         n_buffer = draw.randint(min(1, n - n_persist), n - n_persist)
-        early = 0 if in_backward else draw.choice([0, draw.randint(0, n - n_persist), n - n_persist])
-        choices = Choices.of([modes])
-        undisturbed = runtime.undisturbed(choices)
-        step = runtime.step_ms(modes, n_persist, n_buffer, early)
-        assert step >= runtime.bound_ms(undisturbed, n_persist, n_buffer, early)[0] * (1 - 1e-9)
-        assert step >= runtime.placed_bound_ms(undisturbed, choices, n_persist, n_buffer, early)[0] * (1 - 1e-9)
-        # Nor does a limit that it keeps cut its simulation short.
-        assert runtime.step_ms(modes, n_persist, n_buffer, early, limit_ms=step * (1 + 1e-9)) == step
+        n_speculate = 0 if in_backward else draw.choice([0, draw.randint(0, n - n_persist), n - n_persist])
+        counts = placed(n_persist, n_buffer, n_speculate, n_weight_only=draw.randint(0, n_speculate))
+        step = runtime.step_ms(modes, counts)
+        assert runtime.step_ms(modes, counts, limit_ms=step * (1 + 1e-9)) == step
+        for share in (0.5, 0.9, 0.999):
+            assert runtime.step_ms(modes, counts, limit_ms=step * share) >= step * share * (1 - 1e-9)
 
 
-def test_early_updates_hide_in_backward() -> None:
+def test_speculative_updates_hide_in_backward() -> None:
     profile = make_profile(1.0, 9.0, n=8)
     slow = replace(MACHINE, host_adam_gparams=MACHINE.host_adam_gparams / 6)
     runtime = model_of(profile, slow)
-    steps = [runtime.step_ms((NONE,) * 8, 0, 8, early) for early in range(9)]
+    steps = [runtime.step_ms((NONE,) * 8, placed(0, 8, n_speculate)) for n_speculate in range(9)]
     # Behind the norm eight updates of 6 ms hold up a forward whose uploads take less. Copies slow them anywhere.
     gain = 8 * 6.0 * UPDATE - (8 - 1) * MOVE
     assert 0.9 * gain < steps[0] - steps[8] < 1.1 * gain
     assert all(more <= fewer + 1e-9 for fewer, more in pairwise(steps))
     inside = model_of(profile, slow, update_in_backward=True)
-    assert steps[8] >= inside.step_ms((NONE,) * 8, 0, 8) - 1e-9
-
-
-def test_bounds_of_many_choices_are_those_of_each() -> None:
-    runtime = model_of(make_profile(1.0, 2.0, n=6), replace(MACHINE, host_adam_gparams=0.05))
-    drawn = random.Random(1)
-    modes = [tuple(drawn.choice([NONE, CKPT, SWAP]) for _ in range(6)) for _ in range(20)]
-    choices = Choices.of(modes)
-    together = runtime.undisturbed(choices)
-    early = np.array([drawn.randint(0, 5) for _ in modes])
-    placed = runtime.placed_bound_ms(together, choices, 1, 2, early)
-    bounds = runtime.bound_ms(together, 1, 2, early)
-    assert (placed > bounds).any()  # it knows more
-    for at, one in enumerate(modes):
-        alone = Choices.of([one])
-        undisturbed = runtime.undisturbed(alone)
-        assert runtime.bound_ms(undisturbed, 1, 2, early[at : at + 1])[0] == bounds[at]
-        assert runtime.placed_bound_ms(undisturbed, alone, 1, 2, early[at : at + 1])[0] == placed[at]
+    assert steps[8] >= inside.step_ms((NONE,) * 8, placed(0, 8)) - 1e-9
 
 
 def test_chunks_that_forward_never_uses_are_neither_updated_nor_waited_for() -> None:
@@ -257,36 +237,34 @@ def test_chunks_that_forward_never_uses_are_neither_updated_nor_waited_for() -> 
         slow,
     )
     modes = (NONE,) * 4
-    choices = Choices.of([modes])
-    for early in (0, 2):
-        step = unused.step_ms(modes, 0, 3, early)
-        assert step == pytest.approx(fewer.step_ms(modes, 0, 3, early))
-        assert unused.bound_ms(unused.undisturbed(choices), 0, 3, early)[0] <= step
+    for n_speculate in (0, 2):
+        counts = placed(0, 3, n_speculate)
+        assert unused.step_ms(modes, counts) == pytest.approx(fewer.step_ms(modes, counts))
 
 
-def test_the_best_number_of_early_updates_may_be_less_than_all() -> None:
-    # The host needs longer than backward. Of all early updates those are done in time that forward needs last.
+def test_the_best_number_of_speculative_updates_may_be_less_than_all() -> None:
+    # The host needs longer than backward. The speculative updates that begin in time are those of the chunks that
+    # forward needs last, and the chunks that it needs first wait for them.
     runtime = model_of(make_profile(6.0, 6.0, n=8), replace(MACHINE, host_adam_gparams=MACHINE.host_adam_gparams / 9))
-    times = [runtime.step_ms((NONE,) * 8, 1, 7, early) for early in range(8)]
-    step_ms, early = runtime.fitted_ms((NONE,) * 8, 1, 7, 7)
-    assert 0 < early < 7
-    assert step_ms == times[early] == min(times)
-    assert times[7] > 1.02 * step_ms
-    assert runtime.fitted_ms((NONE,) * 8, 1, 7, 0) == (times[0], 0)
+    times = [runtime.step_ms((NONE,) * 8, placed(1, 7, n_speculate)) for n_speculate in range(8)]
+    assert 0 < times.index(min(times)) < 7
+    assert times[7] > 1.02 * min(times)
 
 
-def test_early_updates_are_named_in_the_timeline() -> None:
+def test_speculative_updates_are_named_in_the_timeline() -> None:
     runtime = model_of(make_profile(6.0, 6.0), replace(MACHINE, host_adam_gparams=0.256))  # 5 ms a chunk
-    found = runtime.timeline((NONE,) * 4, 1, 3, 2)
+    found = runtime.timeline((NONE,) * 4, placed(1, 3, 2))
     updates = {one.name: one for one in found.operations if one.lane == HOST and one.start_ms > 0}
-    assert {"early update 2", "early update 1", "update 3"} <= set(updates)
-    assert updates["early update 2"].start_ms < found.backward_end_ms <= updates["update 3"].start_ms
-    inside = model_of(make_profile(6.0, 6.0), MACHINE, update_in_backward=True).timeline((NONE,) * 4, 1, 3)
-    assert {one.name for one in inside.operations if one.lane == HOST} == {f"early update {at}" for at in (1, 2, 3)}
+    assert {"speculative update 2", "speculative update 1", "update 3"} <= set(updates)
+    assert updates["speculative update 2"].start_ms < found.backward_end_ms <= updates["update 3"].start_ms
+    inside = model_of(make_profile(6.0, 6.0), MACHINE, update_in_backward=True).timeline((NONE,) * 4, placed(1, 3))
+    assert {one.name for one in inside.operations if one.lane == HOST} == {
+        f"speculative update {at}" for at in (1, 2, 3)
+    }
 
 
 def test_a_timeline_does_one_thing_at_a_time_on_every_lane() -> None:
-    found = model_of(make_profile(1.0, 2.0, n=8)).timeline((SWAP, CKPT) * 4, 2, 3)
+    found = model_of(make_profile(1.0, 2.0, n=8)).timeline((SWAP, CKPT) * 4, placed(2, 3))
     assert isinstance(found, Timeline)
     lanes = defaultdict(list)
     for operation in found.operations:
@@ -389,7 +367,9 @@ def test_a_step_of_several_batches_updates_once() -> None:
     add = (2 + 8) / 26 * 100.0
     assert 2 * 3 * add + last <= step_ms(three, (NONE,) * 4, 1, 2, **slow) <= 2 * (3 * add + 4 * 9.0) + last
     inside = model_of(three, replace(MACHINE, **slow), update_in_backward=True)
-    assert inside.step_ms((NONE,) * 4, 1, 2) == pytest.approx(2 * 3 * add + 3 * (add + 28 / 26 * 100.0), rel=0.1)
+    assert inside.step_ms((NONE,) * 4, placed(1, 2)) == pytest.approx(
+        2 * 3 * add + 3 * (add + 28 / 26 * 100.0), rel=0.1
+    )
 
 
 def test_the_papers_formula() -> None:

@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from protrain import profiler
@@ -28,7 +27,6 @@ from protrain.planning import (
     pack,
     search,
 )
-from protrain.planning.choices import Choices
 from protrain.planning.runtime import model as runtime
 from protrain.planning.runtime.simulate import simulate
 from protrain.profiler import ModelProfile
@@ -161,10 +159,11 @@ def test_more_host_memory_never_makes_it_slower(host_adam_gparams: float) -> Non
     traced = make_profile(12, ms=2.0)
     rates = {"host_adam_gparams": host_adam_gparams, "streamed_adam_gparams": None}
     plans = [search(traced, machine("1200MiB", n * 512 * MIB, **rates)) for n in range(3, 12)]
-    # Early updates of both kinds are looked for beside the fastest of one kind alone.
-    assert all(more.step_ms <= (1.02 if less.n_whole else 1.01) * less.step_ms for less, more in pairwise(plans))
+    # Whole updates are preferred to weight-only updates that gain less than 1% in the mean over the scenarios.
+    assert all(more.step_ms <= (1.02 if less.n_weight_only else 1.01) * less.step_ms for less, more in pairwise(plans))
     assert plans[-1].step_ms < 0.95 * plans[0].step_ms
-    assert [plan.early_weights for plan in (plans[0], plans[-1])] == [True, False]
+    assert plans[0].n_weight_only == plans[0].n_speculate > 0
+    assert plans[-1].n_weight_only < plans[-1].n_speculate
 
 
 def test_the_device_helps_a_host_that_forward_waits_for() -> None:
@@ -174,13 +173,12 @@ def test_the_device_helps_a_host_that_forward_waits_for() -> None:
     plan = search(traced, machine("1200MiB", "3GiB", **tight))
     assert plan.n_stream > 0 == alone.n_stream
     assert plan.step_ms < 0.85 * alone.step_ms
-    counts = {
-        name: getattr(plan, name)
-        for name in ("n_persist", "n_buffer", "n_swap", "n_ckpt", "n_ckpt_swap", "n_speculate", "early_weights")
-    }
     by_hand = [
         evaluate(
-            traced, machine("1200MiB", "3GiB", **tight), **counts, n_stream=n_stream, chunk_elements=plan.chunk_elements
+            traced,
+            machine("1200MiB", "3GiB", **tight),
+            **plan.counts._replace(n_stream=n_stream)._asdict(),
+            chunk_elements=plan.chunk_elements,
         ).step_ms
         for n_stream in range(plan.n_chunks - plan.n_persist - plan.n_speculate + 1)
     ]
@@ -233,19 +231,19 @@ def test_sixty_blocks_are_searched_in_no_time() -> None:
 
 
 def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated = []
+    simulated: list[float] = []
 
-    def count(*args: Any, **options: Any) -> tuple[float, int]:
+    def count(*args: Any, **options: Any) -> float:
         simulated.append(simulate(*args, **options))
         return simulated[-1]
 
     monkeypatch.setattr(runtime, "simulate", count)
-    # Blocks as of GPT-2 40 B with 4 x 1,024 tokens: 1,326 choices of block modes for each of 53 placements.
+    # Blocks as of GPT-2 40 B with 4 x 1,024 tokens.
     traced = make_profile(50, elements=768 * MIB, saved=1729 * MIB, ms=13.0)
     plan = search(traced, machine("80GiB", "700GiB"))
     assert 0 < plan.n_persist < plan.n_chunks
     assert plan.n_speculate > 0
-    assert 0 < len(simulated) < 800  # 697, of two searches; without what a placement takes at least, thousands
+    assert 0 < len(simulated) < 1200
 
 
 def test_swapped_blocks_lie_early_with_checkpointed_ones_between() -> None:
@@ -349,7 +347,7 @@ def test_check_refuses_what_does_not_belong() -> None:
         check(replace(plan, block_modes=(NONE,)), traced, hardware)
     moved = evaluate(traced, hardware, **_counts(n_ckpt_swap=3), chunk_elements=8 * MIB)
     assert check(moved, traced, hardware) == moved
-    with pytest.raises(ValueError, match=r"6 checkpointed, 3 of these with moved inputs; .* n_ckpt_swap=2"):
+    with pytest.raises(ValueError, match=r"6 checkpointed, 3 of these with offloaded inputs; .* n_ckpt_swap=2"):
         check(replace(moved, n_ckpt_swap=2), traced, hardware)
     with pytest.raises(PlanError, match="GPU"):
         check(plan, traced, machine("1GiB", "3GiB"))
@@ -384,11 +382,3 @@ def test_a_small_model_has_several_chunks_and_every_plan_is_possible(
     assert search(traced, everything).n_persist == search(traced, everything).n_chunks
     least = search(traced, replace(everything, device_bytes=search(traced, everything).device_bytes - 1))
     assert least.n_persist < least.n_chunks or least.n_ckpt + least.n_swap > 0
-
-
-def test_choices_by_counts_are_those_of_their_modes() -> None:
-    counts = [(n_swap, n_ckpt) for n_swap in range(8) for n_ckpt in range(8 - n_swap)]
-    found = Choices.of_counts(7, *np.array(counts).T)
-    for by_counts, by_modes in zip(found, Choices.of([block_modes(7, *pair) for pair in counts]), strict=True):
-        assert (by_counts == by_modes).all()
-    assert found.n_choices == len(counts)

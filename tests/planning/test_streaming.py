@@ -15,6 +15,7 @@ from protrain.planning.layout import streamed_chunks, updated_chunks
 from protrain.planning.rates.contention import OTHERS, rates
 from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP
+from tests.planning.counts import placed
 from tests.planning.machines import H100
 from tests.planning.test_runtime import MACHINE, MOVE, N, make_profile, model_of
 
@@ -55,17 +56,17 @@ def test_chunks_that_no_unit_uses_and_frozen_ones_are_not_updated() -> None:
 def test_host_and_device_share_the_updates_between_norm_and_forward() -> None:
     model = slow_model()
     # Chunk 0 is persistent; 1, 2, 4, 5 are the host's, 3 and 6 the device's, which takes twice as long for one.
-    found = model.step_ms(MODES, 1, 6, 0, 2)
+    found = model.step_ms(MODES, placed(1, 6, 0, 2))
     assert found == pytest.approx(4 * 100.0 + MOVE + COMPUTE + 7 * 6.0, rel=0.02)
-    alone = model.step_ms(MODES, 1, 6)
+    alone = model.step_ms(MODES, placed(1, 6))
     assert alone == pytest.approx(6 * 100.0 + MOVE + COMPUTE + 7 * 6.0, rel=0.02)
     # One is too few, three are too many.
-    assert model.step_ms(MODES, 1, 6, 0, 1) > found + 90
-    assert model.step_ms(MODES, 1, 6, 0, 3) > found + 190
+    assert model.step_ms(MODES, placed(1, 6, 0, 1)) > found + 90
+    assert model.step_ms(MODES, placed(1, 6, 0, 3)) > found + 190
 
 
 def test_the_timeline_names_streamed_updates() -> None:
-    timeline = slow_model().timeline(MODES, 1, 6, 0, 2)
+    timeline = slow_model().timeline(MODES, placed(1, 6, 0, 2))
     by_lane = {
         lane: [op.name for op in timeline.operations if op.lane == lane and op.start_ms < timeline.forward_end_ms]
         for lane in (HOST, STREAM)
@@ -73,38 +74,38 @@ def test_the_timeline_names_streamed_updates() -> None:
     assert timeline.lanes[STREAM] == "streamed updates"
     assert by_lane[STREAM] == ["update 3", "update 6"]
     assert by_lane[HOST] == ["update 1", "update 2", "update 4", "update 5"]
-    assert len(slow_model().timeline(MODES, 1, 6).lanes) == STREAM
+    assert len(slow_model().timeline(MODES, placed(1, 6)).lanes) == STREAM
     for lane in (HOST, STREAM):
         operations = [operation for operation in timeline.operations if operation.lane == lane]
         assert all(a.end_ms <= b.start_ms + 1e-9 for a, b in pairwise(operations))
 
 
-def test_early_updates_stay_with_the_host() -> None:
-    timeline = slow_model().timeline(MODES, 1, 6, 2, 2)
+def test_speculative_updates_stay_with_the_host() -> None:
+    timeline = slow_model().timeline(MODES, placed(1, 6, 2, 2))
     streamed = {operation.name for operation in timeline.operations if operation.lane == STREAM}
     assert streamed == {"update 4", "update 6"}
 
 
 def test_inside_backward_streamed_updates_begin_with_their_gradients() -> None:
-    timeline = slow_model(update_in_backward=True).timeline(MODES, 1, 6, 0, 2)
+    timeline = slow_model(update_in_backward=True).timeline(MODES, placed(1, 6, 0, 2))
     streamed = [operation for operation in timeline.operations if operation.lane == STREAM and operation.start_ms > 0]
-    early = next(operation for operation in streamed if operation.name.startswith("early update"))
-    assert early.name == "early update 6"
+    first = next(operation for operation in streamed if operation.name.startswith("speculative update"))
+    assert first.name == "speculative update 6"
     arrived = next(op for op in timeline.operations if op.name == "gradients 6")
-    assert arrived.end_ms <= early.start_ms < timeline.backward_end_ms
+    assert arrived.end_ms <= first.start_ms < timeline.backward_end_ms
 
 
 def test_on_a_cpu_whoever_updates_takes_as_long() -> None:
     profile = replace(make_profile(3.0, 6.0), device="cpu")
     model = model_of(profile, replace(SLOW, device_type="cpu"))
-    assert model.step_ms((NONE,) * 4, 1, 3, 0, 1) == model.step_ms((NONE,) * 4, 1, 3)
+    assert model.step_ms((NONE,) * 4, placed(1, 3, 0, 1)) == model.step_ms((NONE,) * 4, placed(1, 3))
 
 
 @pytest.mark.parametrize(("dtype", "sizes"), [("bfloat16", 26), ("float16", 30), ("float32", 28)])
 def test_wider_states_take_as_much_longer_as_they_have_bytes(dtype: str, sizes: int) -> None:
     """Calibration has bfloat16, with the gradient in host memory as here: 26 bytes a parameter in both directions."""
     model = model_of(replace(make_profile(COMPUTE, 6.0, n=7), dtype=dtype), SLOW)
-    timeline = model.timeline(MODES, 1, 6, 0, 6)
+    timeline = model.timeline(MODES, placed(1, 6, 0, 6))
     lengths = [operation.end_ms - operation.start_ms for operation in timeline.operations if operation.lane == STREAM]
     assert min(lengths) == pytest.approx(200.0 * sizes / 26, rel=0.01)
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from protrain.planning import RuntimeModel, evaluate, pack, search
+from protrain.planning import evaluate, predict, search
 from protrain.planning.explain.host_rate import host_gparams
-from protrain.planning.memory.model import MemoryModel
 from protrain.planning.rates.streaming import streamed_rates
 from protrain.planning.rates.update_rates import (
     device_update_gparams,
@@ -56,10 +55,7 @@ def test_the_hosts_rate_is_the_calibrated_one_and_without_it_a_measured_share_of
 def of_kind(profile: Any, kind: str, lane: int, **counts: Any) -> float:
     """Milliseconds of all operations of one kind."""
     plan = evaluate(profile, ALONE, **{**COUNTS, **counts})
-    memory = MemoryModel(profile, ALONE, pack(profile, plan.chunk_elements), early_weights=plan.early_weights)
-    timeline = RuntimeModel(memory).timeline(
-        plan.block_modes, plan.n_persist, plan.n_buffer, plan.n_speculate, plan.n_stream
-    )
+    timeline = predict(profile, ALONE, plan).timeline
     found = [op for op in timeline.operations if op.lane == lane and op.name.rpartition(" ")[0] == kind]
     assert found, {op.name for op in timeline.operations if op.lane == lane}
     return sum(op.end_ms - op.start_ms for op in found)
@@ -69,12 +65,12 @@ def of_kind(profile: Any, kind: str, lane: int, **counts: Any) -> float:
     ("kind", "lane", "counts", "share"),
     [
         ("update", HOST, {}, 18 / 26),
-        ("early update", HOST, {"n_speculate": 8}, 18 / 26),
-        ("early weight", HOST, {"n_speculate": 8, "early_weights": True}, 12 / 16),
+        ("speculative update", HOST, {"n_speculate": 8}, 18 / 26),
+        ("speculative weight", HOST, {"n_speculate": 8, "n_weight_only": 8}, 12 / 16),
         ("update", GPU, {}, 18 / 26),
         ("update", STREAM, {"n_stream": 4}, 18 / 26),
     ],
-    ids=["host", "early", "weights", "device", "streamed"],
+    ids=["host", "speculative", "weight_only", "device", "streamed"],
 )
 def test_each_kind_of_update(kind: str, lane: int, counts: dict[str, Any], share: float) -> None:
     whole, narrow = (of_kind(profile, kind, lane, **counts) for profile in (PROFILE, NARROW))

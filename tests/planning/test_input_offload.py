@@ -1,4 +1,4 @@
-"""The search moves inputs where that pays, and what says that nothing fits knows of it."""
+"""The search offloads inputs where that pays, and the error that nothing fits takes it into account."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG: dict[str, Any] = {"n_blocks": 16, "elements": 32 * MIB, "saved": 4096 * MI
 
 
 def kept_ms(traced: ModelProfile, hardware: HardwareProfile, chunk_elements: int) -> float:
-    """The fastest plan by hand that moves no inputs and swaps nothing."""
+    """The step time of the fastest plan by hand that offloads no inputs and swaps nothing."""
     n_blocks, n_chunks = len(traced.blocks), len(pack(traced, chunk_elements).chunks)
     best = float("inf")
     for n_persist in range(n_chunks + 1):
@@ -44,7 +44,7 @@ def test_inputs_of_a_long_sequence_make_room_for_untouched_blocks() -> None:
     assert plan.step_ms < 0.98 * kept_ms(traced, hardware, plan.chunk_elements)
 
 
-def test_inputs_stay_where_that_costs_nothing() -> None:
+def test_inputs_stay_on_the_device_where_there_is_room_or_the_link_is_slow() -> None:
     traced = make_profile(**LONG)
     assert search(traced, machine("200GiB", "40GiB")).n_ckpt_swap == 0  # everything fits
     slow = {"h2d_gbps": 0.1, "d2h_gbps": 0.1, "bidirectional_gbps": 0.2}
@@ -52,7 +52,7 @@ def test_inputs_stay_where_that_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("device", ["8.25GiB", "11GiB", "26GiB"])
-def test_no_more_inputs_move_than_must(device: str) -> None:
+def test_no_more_inputs_are_offloaded_than_must_be(device: str) -> None:
     traced, hardware = make_profile(**LONG), machine(device, "40GiB")
     plan = search(traced, hardware)
     assert plan.n_ckpt_swap > 0
@@ -66,7 +66,7 @@ def test_no_more_inputs_move_than_must(device: str) -> None:
             assert by_hand.step_ms > plan.step_ms
 
 
-def test_moved_inputs_make_fit_what_else_would_not() -> None:
+def test_input_offload_makes_fit_what_else_would_not() -> None:
     traced = make_profile(**LONG)
     kept = evaluate(traced, machine("80GiB", "40GiB"), n_persist=0, n_buffer=1, n_swap=0, n_ckpt=16)
     tight = machine(kept.device_bytes - 1, "40GiB")
@@ -74,7 +74,8 @@ def test_moved_inputs_make_fit_what_else_would_not() -> None:
     assert plan.n_ckpt_swap > 0
     assert plan.device_bytes < kept.device_bytes
     assert check(plan, traced, tight) == plan
-    # Nor does that suffice any more: what is needed is said with all inputs moved but those in use.
+    # With less memory that is not enough either. The error says what is needed with all inputs offloaded but those in
+    # use.
     with pytest.raises(PlanError) as raised:
         search(traced, machine("4GiB", "40GiB"))
     least = raised.value.needed_bytes
@@ -83,14 +84,14 @@ def test_moved_inputs_make_fit_what_else_would_not() -> None:
     assert found.device_bytes == least
     with pytest.raises(PlanError):
         search(traced, machine(least - 1, "40GiB"))
-    # With a host that holds the states and no more, inputs stay.
+    # A host that holds the states and little more has no room for inputs.
     with pytest.raises(PlanError) as raised:
         search(traced, machine(least, kept.host_bytes + 10 * 256 * MIB))
     assert raised.value.where == "host"
     assert raised.value.needed_bytes > kept.host_bytes + 10 * 256 * MIB
 
 
-def test_the_first_of_the_recomputed_blocks_have_their_inputs_moved() -> None:
+def test_the_first_recomputed_blocks_have_their_inputs_offloaded() -> None:
     assert block_modes(5, 0, 4, 2) == (CKPT_SWAP, CKPT_SWAP, CKPT, CKPT, NONE)
     assert block_modes(6, 2, 3, 2) == (SWAP, CKPT_SWAP, SWAP, CKPT_SWAP, CKPT, NONE)
     assert block_modes(4, 3, 1, 1) == (SWAP, CKPT_SWAP, SWAP, SWAP)
@@ -98,12 +99,12 @@ def test_the_first_of_the_recomputed_blocks_have_their_inputs_moved() -> None:
         block_modes(6, 0, 3, 4)
 
 
-def test_no_other_blocks_with_inputs_moved_leave_more_memory() -> None:
+def test_no_other_blocks_with_offloaded_inputs_leave_more_memory() -> None:
     traced, hardware = make_profile(6), machine("20GiB", "20GiB")
     memory = MemoryModel(traced, hardware, pack(traced, 8 * MIB))
-    for n_ckpt, n_moved in ((6, 3), (4, 2), (5, 4)):
+    for n_ckpt, n_ckpt_swap in ((6, 3), (4, 2), (5, 4)):
         base = block_modes(6, 0, n_ckpt)
-        least = memory.activations(block_modes(6, 0, n_ckpt, n_moved)).peak_bytes
-        for away in combinations(range(n_ckpt), n_moved):
+        least = memory.activations(block_modes(6, 0, n_ckpt, n_ckpt_swap)).peak_bytes
+        for away in combinations(range(n_ckpt), n_ckpt_swap):
             modes = tuple(CKPT_SWAP if at in away else mode for at, mode in enumerate(base))
             assert least <= memory.activations(modes).peak_bytes

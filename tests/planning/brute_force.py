@@ -1,0 +1,227 @@
+"""Small random models on random machines, and every plan that they can have."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from math import inf
+from typing import NamedTuple
+
+from protrain.hardware import HardwareProfile
+from protrain.planning import MemoryModel, Plan, RuntimeModel, block_modes, check, search
+from protrain.planning.layout import layouts
+from protrain.planning.plan import Counts
+from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+from tests.planning.machines import H100
+
+MIB = 1024**2
+N = 8 * MIB  # elements of a chunk
+# A mechanism that saves a smaller share of a step may be left unused.
+MUST_GAIN = {"n_stream": 0.05, "n_weight_only": 0.01, "keep_attention": 0.01}
+CLOSE = 1.01  # the search may miss the best plan by so much
+
+
+def random_profile(draw: random.Random, share: int) -> ModelProfile:
+    """Blocks of different or equal size, time and activations between an embedding and a head, some of it frozen.
+
+    A block's input is one of ``share`` parts of what it saves.
+    """
+    n = draw.choice([3, 4, 5, 6])
+    sizes = [draw.choice([N, N // 2, N // 4]) if draw.random() < 0.5 else N for _ in range(n + 2)]
+    saved = [draw.choice([50, 100, 200, 400]) * MIB for _ in range(n)]
+    if draw.random() < 0.5:
+        saved = [saved[0]] * n
+    ms = [draw.choice([1.0, 3.0, 10.0]) for _ in range(n)]
+    if draw.random() < 0.5:
+        ms = [ms[0]] * n
+    freezes = draw.random() < 0.3
+    live = [sum(size // share for size in saved[:at]) for at in range(n + 1)]
+
+    def segment(phase: str, block: int | None, live_bytes: int, peak_bytes: int, duration_ms: float) -> SegmentRecord:
+        return SegmentRecord(
+            phase=phase, block=block, live_bytes=live_bytes, peak_bytes=peak_bytes, duration_ms=duration_ms
+        )
+
+    segments = []
+    for at in range(n):
+        segments.append(segment("forward", None, live[at], MIB, 0.2))
+        segments.append(segment("forward", at, live[at], saved[at] // 4, ms[at]))
+    segments += [segment(phase, None, live[n], max(saved) // 2, 2.0) for phase in ("forward", "backward")]
+    for at in reversed(range(n)):
+        segments.append(segment("backward", at, live[at + 1], saved[at] + saved[at] // 4, 3 * ms[at]))
+        segments.append(segment("backward", None, live[at], 0, 0.2))
+    dtype = draw.choice(["bfloat16", "bfloat16", "bfloat16", "float16", "float32"])
+    return ModelProfile(
+        model="M",
+        dtype=dtype,
+        device="cuda",
+        batch_shapes={"ids": (8, 128)},
+        tokens=1024,
+        buffer_bytes=0,
+        parameters=tuple(
+            ParameterRecord(name=f"p{at}", shape=(size,), group=-1 if freezes and draw.random() < 0.4 else 0)
+            for at, size in enumerate(sizes)
+        ),
+        units=tuple(
+            UnitRecord(name=f"u{at}", block=at - 1 if 0 < at <= n else None, parameters=(at,)) for at in range(n + 2)
+        ),
+        calls=tuple(range(n + 2)),
+        blocks=tuple(
+            BlockRecord(
+                name=f"b{at}",
+                saved_bytes=saved[at],
+                saved_tensors=10,
+                forward_peak_bytes=saved[at] + saved[at] // 8,
+                input_bytes=saved[at] // share,
+                output_bytes=saved[at] // share,
+                forward_ms=ms[at],
+                backward_ms=2 * ms[at],
+                forward_flops=10**10,
+            )
+            for at in range(n)
+        ),
+        segments=tuple(segments),
+    )
+
+
+def as_measured(profile: ModelProfile, draw: random.Random) -> ModelProfile:
+    """Recomputation takes a time of its own, and some blocks save nothing of their inputs; one saves hardly more."""
+    blocks = []
+    for block in profile.blocks:
+        saved_bytes = block.input_bytes if draw.random() < 0.2 else block.saved_bytes
+        blocks.append(
+            replace(
+                block,
+                saved_bytes=saved_bytes,
+                recompute_ms=draw.choice([0.6, 1.0, 1.1]) * block.forward_ms,
+                unsaved_input_bytes=draw.choice([0, block.input_bytes]),
+            )
+        )
+    return replace(profile, blocks=tuple(blocks))
+
+
+def random_machine(draw: random.Random) -> HardwareProfile:
+    """From a slow host or link to fast ones, with measured contention or shared ceilings, tight or roomy.
+
+    Nothing is known of streaming.
+    """
+    known = H100
+    contention = known.contention if draw.random() < 0.5 else ()
+    host_adam = draw.choice([0.2, 1.0, 2.0, 5.0])
+    link = draw.choice([2.0, 10.0, 55.0, 200.0])
+    device_bytes = int(draw.uniform(500, 2500)) * MIB
+    host_bytes = int(draw.choice([draw.uniform(300, 1500), draw.uniform(1000, 4000)])) * MIB
+    return replace(
+        known,
+        contention=contention,
+        host_adam_gparams=host_adam,
+        h2d_gbps=link,
+        d2h_gbps=link,
+        bidirectional_gbps=1.6 * link,
+        streamed_adam_gparams=None,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+    )
+
+
+def that_streams(machine: HardwareProfile) -> HardwareProfile:
+    """``machine`` with streamed updates that are as fast as the link allows."""
+    draw = random.Random(machine.host_bytes)
+    return replace(machine, streamed_adam_gparams=machine.h2d_gbps * draw.uniform(0.04, 0.06))
+
+
+class Faster(NamedTuple):
+    """A plan that the search should have found."""
+
+    step_ms: float
+    counts: Counts
+
+
+def every_plan(memory: MemoryModel) -> Iterator[Counts]:
+    """The counts of all plans that fit ``memory``'s machine."""
+    hardware, n_blocks, n_chunks = memory.hardware, len(memory.profile.blocks), len(memory.layout.chunks)
+    runtime = RuntimeModel(memory)
+    for n_swap, n_ckpt, n_ckpt_swap in product(range(n_blocks + 1), repeat=3):
+        if n_swap + n_ckpt > n_blocks or n_ckpt_swap > n_ckpt:
+            continue
+        activations = memory.activations(block_modes(n_blocks, n_swap, n_ckpt, n_ckpt_swap))
+        for n_persist in range(n_chunks + 1):
+            least, most = memory.least_buffers(n_persist), memory.all_buffers(n_persist)
+            updates = [  # the same whatever buffers there are
+                (n_speculate, n_weight_only)
+                for n_speculate in range(n_chunks - n_persist + 1 if runtime.speculates else 1)
+                for n_weight_only in range(n_speculate + 1)
+                if memory.host_bytes(
+                    Counts(n_persist, 0, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only), activations
+                )
+                <= hardware.host_bytes
+            ]
+            for n_buffer in range(least, most + 1):
+                if memory.device_bytes(n_persist, n_buffer, activations) > hardware.device_bytes:
+                    break
+                streaming_bytes = memory.device_bytes(n_persist, n_buffer, activations, n_stream=1)
+                may_stream = runtime.streams and streaming_bytes <= hardware.device_bytes
+                for n_speculate, n_weight_only in updates:
+                    n_streams = runtime.streamable(n_persist, n_speculate) if may_stream else 0
+                    for n_stream in range(n_streams + 1):
+                        yield Counts(
+                            n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_stream
+                        )
+
+
+def margin(counts: Counts, *, keep_attention: bool = False) -> float:
+    """What a step time is multiplied by before plans are compared, for the mechanisms that must gain something."""
+    used = {**counts._asdict(), "keep_attention": keep_attention}
+    return 1 + sum(share for name, share in MUST_GAIN.items() if used[name])
+
+
+def faster_than(found: Plan, memory: MemoryModel, *, keep_attention: bool = False) -> Faster | None:
+    """The fastest plan of ``memory``'s layout that beats ``found`` by more than is allowed; None where there is none.
+
+    ``memory`` is of the profile that keeps attention where ``keep_attention`` says so.
+    """
+    runtime, n_blocks = RuntimeModel(memory), len(memory.profile.blocks)
+    limit_ms = found.step_ms * margin(found.counts, keep_attention=found.keep_attention) / CLOSE
+    best, n_plans, is_there = None, 0, False
+    for counts in every_plan(memory):
+        is_there |= counts == found.counts
+        n_plans += 1
+        share = margin(counts, keep_attention=keep_attention)
+        modes = block_modes(n_blocks, counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
+        step_ms = runtime.step_ms(modes, counts, limit_ms=limit_ms / share)
+        if step_ms * share < limit_ms:
+            limit_ms, best = step_ms * share, Faster(step_ms, counts)
+    same_kind = (memory.layout.large_first, keep_attention) == (found.large_first, found.keep_attention)
+    assert is_there or not same_kind
+    assert n_plans > 10 or not same_kind
+    return best
+
+
+def fastest_ms(memory: MemoryModel, allowed: Callable[[Counts], bool]) -> float:
+    """The step time of the fastest plan that fits, of those whose counts are ``allowed``."""
+    runtime, best = RuntimeModel(memory), inf
+    for counts in every_plan(memory):
+        if allowed(counts):
+            modes = block_modes(len(memory.profile.blocks), counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
+            best = min(best, runtime.step_ms(modes, counts, limit_ms=best))
+    return best
+
+
+def check_search(profile: ModelProfile, hardware: HardwareProfile, *, inside: bool = False) -> Plan:
+    """The plan that the search finds, after no other plan turned out to be better.
+
+    Plans of either order of chunks are tried, and with attention kept where there is attention.
+    """
+    found = search(profile, hardware, chunk_elements=N, step_during_backward=inside)
+    assert found.device_bytes <= hardware.device_bytes
+    assert found.host_bytes <= hardware.host_bytes
+    assert check(found, profile, hardware, step_during_backward=inside) == found
+    keeps = (False, True) if any(block.attention_bytes for block in profile.blocks) else (False,)
+    for layout, keep in product(layouts(profile, N), keeps):
+        kept = profile.keeping_attention() if keep else profile
+        memory = MemoryModel(kept, hardware, layout, update_in_backward=inside)
+        better = faster_than(found, memory, keep_attention=keep)
+        assert better is None, f"{better} beats {found.step_ms} ms of {found.counts}"
+    return found
