@@ -267,6 +267,8 @@ class _Search:
             for name in _SWITCHED_OFF:  # setting it to 0 may gain where one less gains nothing
                 if (better := self._changed(best, best.counts._replace(**{name: 0}), best.score_ms)) is not None:
                     best, improved = better, True
+            if (better := self._with_fewer_ckpt(best, step)) is not None:
+                best, improved = better, True
             if not improved:
                 step //= 2
         return best
@@ -276,6 +278,13 @@ class _Search:
         changed = {name: getattr(best.counts, name) + step * by for name, by in direction._asdict().items() if by}
         limit_ms = best.score_ms * (1 - _GAIN * (step > 1))
         return self._changed(best, best.counts._replace(**changed), limit_ms, more_ckpt=direction.n_ckpt >= 0)
+
+    def _with_fewer_ckpt(self, best: _Found, step: int) -> _Found | None:
+        """The plan with ``step`` recomputed blocks fewer and as many persistent chunks as then fit, if it is better."""
+        wanted = best.counts._replace(n_ckpt=best.counts.n_ckpt - step)
+        while wanted.n_persist and self._fitted(best.at, wanted, more_ckpt=False) is None:
+            wanted = wanted._replace(n_persist=wanted.n_persist - 1)
+        return self._changed(best, wanted, best.score_ms * (1 - _GAIN * (step > 1)), more_ckpt=False)
 
     def _changed(self, best: _Found, wanted: Counts, limit_ms: float, *, more_ckpt: bool = True) -> _Found | None:
         """The plan nearest to ``wanted`` that fits, if its score is less than ``limit_ms``."""
