@@ -158,11 +158,18 @@ class _Search:
         largest = max(self.models(0).n_chunks, self.models(0).n_blocks)
         n_starts = _STARTS if largest > _SMALL else 4 * _STARTS
         best = min(self._descended(start, fine=False) for start in _spread(sorted(starts), n_starts))
-        for at in range(len(self._kinds)):  # also try the other order of chunks, and kept attention
-            if at != best.at and (other := self._fitted(at, best.counts)):
-                best = min(best, self._descended(self._scored(at, other), fine=False))
+        for other in self._switched(best):
+            best = min(best, self._descended(other, fine=False))
         best = self._settled(self._descended(best, fine=True))
+        for other in self._switched(best):
+            if other < best:
+                best = self._settled(self._descended(other, fine=True))
         return self.models(best.at).plan(best.counts)
+
+    def _switched(self, found: _Found) -> list[_Found]:
+        """The same integers with the other order of chunks, with and without kept attention, as far as they fit."""
+        others = [(at, self._fitted(at, found.counts)) for at in range(len(self._kinds)) if at != found.at]
+        return [self._scored(at, counts) for at, counts in others if counts is not None]
 
     def _grid(self, at: int) -> Iterator[_Found]:
         """Plans from the fewest persistent chunks to the most, with the fewest and with all blocks recomputed."""
@@ -321,7 +328,7 @@ def _share(counts: Counts, models: Models) -> float:
     """The factor on the mean step time: see [Note: what a plan is judged by]."""
     used = {**counts._asdict(), "keep_attention": models.keep_attention}
     share = 1.0 + sum(gain for name, gain in _MUST_GAIN.items() if used[name])
-    share += sum(each * used[name] for name, each in _PER_CHUNK.items()) / models.n_chunks
+    share += sum(each * used[name] for name, each in _PER_CHUNK.items()) / max(1, models.n_chunks)
     return share + sum(each * used[name] for name, each in _PER_BLOCK.items()) / max(1, models.n_blocks)
 
 

@@ -47,14 +47,14 @@ def at_import(name, do):
     sys.meta_path.insert(0, AtImport(name, do))
 
 def before_profile():
-    import protrain
-    profile = protrain.profile
+    import protrain.profiler.cache as cache
+    profile = cache.profile
 
     def profile_and_press(*args, **options):
         PressedInFinalizer()
         return profile(*args, **options)
 
-    protrain.profile = profile_and_press
+    cache.profile = profile_and_press
 
 """
 
