@@ -63,7 +63,8 @@ def test_the_plan_is_the_fastest_in_the_mean(
         patch.setattr("protrain.planning.rates.host_rates.host_shares", lambda hardware: ((1.0, 1.0),))
         fastest = [search(profile, one) for one, _ in machines]
         bold = search(profile, machine)
-    assert mean_ms(careful) == min(map(mean_ms, fastest))
+    assert mean_ms(careful) <= 1.005 * min(map(mean_ms, fastest))
+    assert 0 < careful.n_weight_only < careful.n_speculate
     assert mean_ms(careful) <= 0.98 * mean_ms(bold)
     assert careful.step_ms <= 1.06 * bold.step_ms
     late = machines[-1][0]

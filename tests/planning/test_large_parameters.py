@@ -63,7 +63,7 @@ def test_no_plan_is_better_in_either_order(seed: int) -> None:
     check_search(profile, hardware, inside=inside)
 
 
-# With streamed updates by both, by one, by neither.
+# The plan has streamed updates: 139; weight-only updates: 116; swapped blocks: 49, 453.
 @pytest.mark.parametrize(("seed", "large_first"), [(139, True), (49, True), (116, True), (608, False), (453, False)])
 def test_the_faster_order_is_found(seed: int, large_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)

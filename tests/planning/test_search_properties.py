@@ -113,7 +113,7 @@ def test_a_search_is_never_worse_than_a_plan_that_it_knows(seed: int) -> None:
 
 
 def test_a_known_plan_that_no_start_leads_to_is_kept() -> None:
-    """On this machine the fastest plan has less of everything but offloaded inputs than the plans around it."""
+    """The fastest plan has fewer persistent chunks and buffers, and more offloaded inputs, than the plans around it."""
     profile, hardware = make_profile(**LONG), machine("26GiB", "40GiB")
     known = evaluate(profile, hardware, n_persist=2, n_buffer=3, n_swap=0, n_ckpt=11, n_ckpt_swap=10)
     assert search(profile, hardware, known=[known]).step_ms <= known.step_ms
