@@ -62,7 +62,6 @@ _MEASURED_RATES = (
     *("flatten_gbps", "pack_gbps", "all_gather_gbps", "reduce_scatter_gbps"),
 )
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
-_RETIRED = {"streamed_adam_copies", "pinning_gbps"}  # fields of older files that nothing reads any more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +130,6 @@ class HardwareProfile(Record):
     @classmethod
     def from_dict(cls, data: Any) -> Self:
         """The profile in ``data``. ValueError also where its machine has no memory, as a profile made in code may."""
-        if isinstance(data, dict):
-            data = {name: value for name, value in data.items() if name not in _RETIRED}
         profile = super().from_dict(data)
         for name in ("device_bytes", "host_bytes"):
             if not 0 < getattr(profile, name) < _MOST_BYTES:

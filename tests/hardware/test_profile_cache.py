@@ -94,8 +94,6 @@ def test_a_profile_of_the_earlier_form_loads() -> None:
     later = [name for name in whole if name.startswith(("streamed", "pinning", "contention", "figures", "driver"))]
     earlier = HardwareProfile.from_dict({name: value for name, value in whole.items() if name not in later})
     assert (earlier.contention, earlier.streamed_adam_gparams, earlier.driver) == ((), None, "")
-    retired = HardwareProfile.from_dict(whole | {"streamed_adam_copies": True, "pinning_gbps": 49.4})
-    assert retired.to_dict() == whole
 
 
 def test_nothing_is_read_or_kept_where_the_cache_is_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
