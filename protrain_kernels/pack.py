@@ -113,7 +113,7 @@ class PackPlan:
         return found
 
     def _table(self, pieces: Sequence[Piece]) -> _Table:
-        """Of a launch for ``pieces``."""
+        """The table of one launch that packs or unpacks ``pieces``."""
         strided = [piece for piece in pieces if not is_dense(piece.sizes, piece.strides)]
         dims = 1 << (max(len(piece.sizes) for piece in strided) - 1).bit_length() if strided else 0
         kinds = widths = types = program = 0

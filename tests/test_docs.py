@@ -38,7 +38,7 @@ def defined(file: Path) -> set[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Those that the headings of a page get."""
+    """The anchors that the headings of ``page`` get."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}

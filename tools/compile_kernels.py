@@ -64,7 +64,7 @@ _FORBIDDEN_LLIR = {
 
 
 def defects(variant: Variant, compiled: Any) -> list[str]:
-    """What is wrong with the machine code of ``variant``. An empty list means that the code is sound."""
+    """The defects in the machine code of ``variant``. The list is empty if the code is sound."""
     assembly = compiled.asm
     if "ptx" in assembly:
         code = assembly["ptx"]

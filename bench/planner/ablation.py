@@ -11,7 +11,6 @@ to be within 0.5% of the best is not measured: what it lacks cannot be worth 3%.
 from __future__ import annotations
 
 import argparse
-import gc
 import shlex
 import statistics
 import subprocess
@@ -25,9 +24,8 @@ import torch
 
 import protrain
 from bench.planner.cases import Case
-from bench.planner.clock import durations_ms, now
 from bench.planner.dram_load import HOST_BYTES, DramLoad
-from bench.planner.measure import build, profiled
+from bench.planner.measure import WARM_UP, Training, profiled
 from protrain.cli.summary import device_name, versions
 from protrain.common.errors import BudgetError, PlanError
 from protrain.common.records import Record
@@ -42,7 +40,6 @@ SLOW = 0.7  # of the host's rate
 GIB, MIB = 1024**3, 1024**2
 WORTH = 0.005  # a plan predicted to be this close to the best on every host is not measured
 STEPS = 3  # timed, on the host as it is and beside the load
-_CLIP_NORM = 1e6
 
 
 def _case(shape: str, layers: int, batch: int, sequence: int, device_memory: str | None = None) -> Case:
@@ -87,6 +84,14 @@ class Ablated(Record):
     step_ms: tuple[tuple[float, ...], ...]  # by plan, on the host as it is; empty where not measured
     loaded_ms: tuple[tuple[float, ...], ...]  # beside the load
     host_gparams: tuple[float, float]  # of AdamW alone, and beside the load
+
+    def with_times(self, plan: int, step_ms: tuple[float, ...], loaded_ms: tuple[float, ...]) -> Ablated:
+        """The record with the times of one more plan."""
+
+        def put(times: tuple[tuple[float, ...], ...], of_plan: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
+            return (*times[:plan], of_plan, *times[plan + 1 :])
+
+        return replace(self, step_ms=put(self.step_ms, step_ms), loaded_ms=put(self.loaded_ms, loaded_ms))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,41 +167,10 @@ def _measured(
     case: Case, plan: Plan, device: torch.device, load: DramLoad | None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Step times on the host as it is, and beside the load."""
-    gc.collect()
-    model, optimizer, batch = build(case)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    wrapped, trainer = protrain.wrap(
-        model,
-        optimizer,
-        example_batch=batch,
-        device=device,
-        device_memory=case.device_memory,
-        host_memory=case.host_memory,
-        plan=plan,
-        compile=case.compile,
-        step_during_backward=not case.clip,
-        progress=False,
-    )
-
-    def train(steps: int) -> tuple[float, ...]:
-        starts = []
-        for _ in range(steps):
-            starts.append(now(device))
-            output = wrapped(**batch)
-            output.loss.backward()
-            if case.clip:
-                trainer.clip_grad_norm_(_CLIP_NORM)
-            trainer.step()
-            trainer.zero_grad()
-        starts.append(now(device))
-        return durations_ms(starts, device)
-
-    found = []
-    for loaded in (False, True):
-        with load.running() if loaded and load is not None else nullcontext():
-            found.append(train(STEPS + 2)[2:])
-    return found[0], found[1]
+    training = Training(case, plan, device)
+    step_ms = training.run(WARM_UP + STEPS)[WARM_UP:]
+    with load.running() if load is not None else nullcontext():
+        return step_ms, training.run(WARM_UP + STEPS)[WARM_UP:]
 
 
 def _work(case: Case, out: Path, until: float, loaders: float) -> None:
@@ -215,42 +189,29 @@ def _work(case: Case, out: Path, until: float, loaders: float) -> None:
     load = DramLoad(SLOW, threads=threads, loaders=loaders) if device.type == "cuda" else None
     rates = (load.alone_gparams, load.loaded_gparams) if load else (0.0, 0.0)
     print(f"host {rates[0]:.2f} alone, {rates[1]:.2f} beside the load", file=sys.stderr, flush=True)
+    found = Ablated(
+        case=case,
+        choices=tuple(choices),
+        plans=tuple(plans),
+        step_ms=((),) * len(plans),
+        loaded_ms=((),) * len(plans),
+        host_gparams=rates,
+    )
     try:
-        _measure_all(case, plans, choices, device, load, rates, out, until)
+        for index in _wanted(plans, choices):
+            if time.time() > until:
+                break
+            try:
+                found = found.with_times(index, *_measured(case, plans[index], device, load))
+                medians = (statistics.median(times[index]) for times in (found.step_ms, found.loaded_ms))
+                text = "{:.0f} ms, loaded {:.0f} ms".format(*medians)
+            except (torch.OutOfMemoryError, BudgetError, PlanError) as error:
+                text = str(error).splitlines()[0]
+            print(f"{case.name} {plans[index]}: {text}", file=sys.stderr, flush=True)
+            found.save(out)
     finally:
         if load is not None:
             load.close()
-
-
-def _measure_all(
-    case: Case,
-    plans: list[Plan],
-    choices: list[Choice],
-    device: torch.device,
-    load: DramLoad | None,
-    rates: tuple[float, float],
-    out: Path,
-    until: float,
-) -> None:
-    step_ms: list[tuple[float, ...]] = [()] * len(plans)
-    loaded_ms: list[tuple[float, ...]] = [()] * len(plans)
-    for index in _wanted(plans, choices):
-        if time.time() > until:
-            break
-        try:
-            step_ms[index], loaded_ms[index] = _measured(case, plans[index], device, load)
-            text = f"{statistics.median(step_ms[index]):.0f} ms, loaded {statistics.median(loaded_ms[index]):.0f} ms"
-        except (torch.OutOfMemoryError, BudgetError, PlanError) as error:
-            text = str(error).splitlines()[0]
-        print(f"{case.name} {plans[index]}: {text}", file=sys.stderr, flush=True)
-        Ablated(
-            case=case,
-            choices=tuple(choices),
-            plans=tuple(plans),
-            step_ms=tuple(step_ms),
-            loaded_ms=tuple(loaded_ms),
-            host_gparams=rates,
-        ).save(out)
 
 
 def _within(case: Case, hardware: HardwareProfile) -> Case:

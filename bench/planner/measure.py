@@ -24,7 +24,7 @@ from protrain.profiler import ModelProfile
 from protrain.profiler.cache import cached_profile
 
 _CLIP_NORM = 1e6  # larger than any gradient's norm, as predictions are for steps that are not clipped
-_WARM_UP = 2  # steps; the first step has nothing to overlap with
+WARM_UP = 2  # steps; the first step has nothing to overlap with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,38 +72,59 @@ def profiled(case: Case, device: torch.device) -> ModelProfile:
     return taken(on_meta=True)
 
 
+class Training:
+    """A case under ``plan`` (None: the planner's own), ready to train."""
+
+    def __init__(self, case: Case, plan: Plan | None, device: torch.device) -> None:
+        gc.collect()
+        model, optimizer, self._batch = build(case)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._device, self._clips = device, case.clip
+        self.model, self.optimizer = protrain.wrap(
+            model,
+            optimizer,
+            example_batch=self._batch,
+            device=device,
+            device_memory=case.device_memory,
+            host_memory=case.host_memory,
+            plan=plan,
+            compile=case.compile,
+            step_during_backward=not case.clip,
+            progress=False,
+        )
+
+    def run(self, steps: int) -> tuple[float, ...]:
+        """Milliseconds from the begin of each step to the begin of the next, by the device's own clock."""
+        starts: list[Any] = [now(self._device)]
+        for _ in range(steps):
+            output = self.model(**self._batch)  # held until the next output, as plans assume
+            output.loss.backward()
+            if self._clips:
+                self.optimizer.clip_grad_norm_(_CLIP_NORM)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            starts.append(now(self._device))
+        return durations_ms(starts, self._device)
+
+
 def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, traced: Path | None = None) -> Point:
     """Wrap under ``plan`` (None: the planner's own), train, and return the measurements.
 
     With ``traced`` two more steps are written there, measured beside predicted.
     """
-    gc.collect()
-    model, optimizer, batch = build(case)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     start = time.perf_counter()
-    wrapped, trainer = protrain.wrap(
-        model,
-        optimizer,
-        example_batch=batch,
-        device=device,
-        device_memory=case.device_memory,
-        host_memory=case.host_memory,
-        plan=plan,
-        compile=case.compile,
-        step_during_backward=not case.clip,
-        progress=False,
-    )
-    wrap_s = time.perf_counter() - start
+    training = Training(case, plan, device)
+    wrap_s, trainer = time.perf_counter() - start, training.optimizer
     error = ""
     step_ms: tuple[float, ...] = ()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        step_ms = _train(wrapped, trainer, batch, device, clip=case.clip, steps=_WARM_UP + steps)[_WARM_UP:]
+        step_ms = training.run(WARM_UP + steps)[WARM_UP:]
         if traced is not None:
             with protrain.trace(trainer, traced, kernels=False):
-                _train(wrapped, trainer, batch, device, clip=case.clip, steps=2)
+                training.run(2)
     except (torch.OutOfMemoryError, BudgetError) as failure:
         error = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
     if not error:
@@ -121,21 +142,3 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
         redone_updates=report.redone_updates,
         error=error,
     )
-
-
-def _train(
-    model: Any, optimizer: Any, batch: dict[str, torch.Tensor], device: torch.device, *, clip: bool, steps: int
-) -> tuple[float, ...]:
-    """Milliseconds from the begin of each step to the begin of the next, by the device's own clock."""
-    starts: list[Any] = []
-    for _ in range(steps + 1):
-        starts.append(now(device))
-        if len(starts) == steps + 1:
-            break
-        output = model(**batch)  # held until the next output, as plans assume
-        output.loss.backward()
-        if clip:
-            optimizer.clip_grad_norm_(_CLIP_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-    return durations_ms(starts, device)

@@ -99,7 +99,7 @@ def profiled(case: Case, device: torch.device) -> ModelProfile:
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """What is trained there."""
+    """The dtype of weights on ``device``."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

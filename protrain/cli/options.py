@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def out_of_range(value: float, least: float, most: float) -> str:
-    """What is wrong with ``value`` if it must lie in [least, most]; empty if nothing is."""
+    """The message for a ``value`` outside [least, most]. It is empty if the value lies inside."""
     if least <= value <= most:
         return ""
     range_text = f"at least {_plain(least)}" if most == math.inf else f"between {_plain(least)} and {_plain(most)}"

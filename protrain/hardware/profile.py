@@ -36,7 +36,7 @@ class Figure(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Contention(Record):
-    """What is left of the rate of each activity while all of them run: 1 is all, and 0.5 is half as fast as alone.
+    """The share of its own rate that each activity keeps while all of them run: 0.5 is half as fast as alone.
 
     Activities are "h2d" and "d2h" (copies in large pieces), "host_adam", "matmul" and "streamed_adam" (the device on
     states in host memory).
@@ -137,9 +137,9 @@ class HardwareProfile(Record):
         return profile
 
     def share(self, activity: str, beside: Collection[str]) -> float:
-        """What is left of the rate of ``activity`` while those ``beside`` it run as well: 1 where nothing is known.
+        """The share of its rate that ``activity`` keeps while those ``beside`` it run too: 1 where nothing is known.
 
-        Of the measured groups that contain only these activities, the one that leaves least counts, because running
+        The result is the smallest share in any measured group that contains only these activities, because running
         beside more activities makes nothing faster.
         """
         present = {activity, *beside}

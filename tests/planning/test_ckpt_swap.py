@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from bench.planner.paper import paper_step_ms
 from protrain import profiler
 from protrain.hardware import detect
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, check, choose_chunk_elements, evaluate, pack
-from protrain.planning.runtime.paper import paper_step_ms
 from protrain.profiler import ModelProfile
 from tests.engine import residual
 from tests.planning.counts import placed

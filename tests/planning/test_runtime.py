@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import protrain
+from bench.planner.paper import paper_step_ms
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.weights.buffers import BufferPool
 from protrain.hardware import HardwareProfile
@@ -20,7 +21,6 @@ from protrain.planning import BlockMode, MemoryModel, RuntimeModel, evaluate, pa
 from protrain.planning.rates.compute_times import ComputeTimes, compute_times
 from protrain.planning.rates.swap_copies import COPY_MS
 from protrain.planning.runtime.fetches import Fetches
-from protrain.planning.runtime.paper import paper_step_ms
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.counts import placed

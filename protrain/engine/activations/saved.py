@@ -103,7 +103,7 @@ class FrameEngine(Protocol):
 
     @property
     def swaps(self) -> Offloads:
-        """What is on its way to host memory."""
+        """The offloads of this step, from a block's forward to its backward."""
 
     def in_backward_of(self, frame: Frame) -> bool:
         """Whether backward has reached the call of a unit that ``frame`` stands for."""

@@ -140,7 +140,7 @@ def values_of(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _Construction:
-    """What is built inside one :func:`empty_parameters`."""
+    """The parameters and buffers that are built inside one :func:`empty_parameters`."""
 
     def __init__(self) -> None:
         self._recorder = Recorder()
