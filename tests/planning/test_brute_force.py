@@ -23,12 +23,12 @@ from tests.planning.brute_force import (
 pytestmark = pytest.mark.usefixtures("one_scenario")
 # Frozen chunks lie between others: 37, 59, 107. The best plan leaves some updates for after the norm: 1072.
 # Contention decides: 15, 44. All chunks persistent take less memory than all but one: 3126.
-SEEDS = (15, 37, 44, 59, 107, 1072, 3126, *range(200, 204), 206, 207)
+SEEDS = (15, 37, 44, 59, 107, 1072, 3126)
 # By seed and share. Input offload saves more than 1% beside swapped blocks: 4, 20. Nothing fits without it: 82, 1095.
 # The best plan has neither the most buffers that it can make room for (80, 463) nor the fewest (416, 474).
 OFFLOADING = (
-    *((seed, 16) for seed in (58, 84, 416)),
-    *((seed, 4) for seed in (4, 20, 32, 80, 82, 108, 207, 1095, 1123)),
+    (416, 16),
+    *((seed, 4) for seed in (4, 20, 80, 82, 1095)),
     *((seed, 8) for seed in (463, 474)),
 )
 # By seed and share, of machines that can stream. The best plan is near the best without: 13686; far from it: 10558; at
@@ -41,7 +41,7 @@ STREAMING = (
 )
 # Updates run inside backward with little host memory. The best plan swaps beside input offload: 75, 156, 243; it
 # offloads inputs alone: 91, 290.
-SHARING = (72, 75, 91, 156, 243, 290, 307)
+SHARING = (75, 91, 156, 243, 290)
 SWAP, CKPT_SWAP = BlockMode.SWAP, BlockMode.CKPT_SWAP
 
 
@@ -72,7 +72,7 @@ def test_no_plan_is_better_where_gradients_share_regions(seed: int) -> None:
     assert check_search(profile, hardware, inside=True).n_host_gradient > 0
 
 
-@pytest.mark.parametrize("seed", [2, 3, 5, 7, 8, 15, 17, 19])
+@pytest.mark.parametrize("seed", [2, 3, 8, 15])
 def test_no_plan_is_better_where_a_step_has_several_batches(seed: int) -> None:
     draw = random.Random(seed)
     profile = as_measured(random_profile(draw, draw.choice([4, 8, 16])), random.Random(-seed - 1))

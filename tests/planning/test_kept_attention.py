@@ -16,7 +16,7 @@ from tests.planning.brute_force import CLOSE, MIB, N, as_measured, check_search,
 
 pytestmark = pytest.mark.usefixtures("one_scenario")
 # Some cases keep attention and others do not; all have few enough plans to try every one.
-SEEDS = (31, 37, 41, 43, 46, 52, 53, 55, 57, 58)
+SEEDS = (31, 37, 43, 52, 55, 58)
 
 
 def with_attention(profile: ModelProfile, share: float, part: int) -> ModelProfile:
