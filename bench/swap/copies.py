@@ -57,7 +57,7 @@ def measure_copies(case: Case, device: torch.device, *, rounds: int, steps: int)
         forced = check(replace(plan, pack_swaps=(packed,) * n_blocks), profile, hardware)
         trainings[packed] = Training(case, forced, device)
         with _deterministic():
-            trainings[packed].run(WARM_UP, timed=False)
+            trainings[packed].run(0, untimed=WARM_UP)
     for _ in range(rounds):
         for training in trainings.values():
             training.run(steps)
@@ -94,7 +94,7 @@ def counts_of(training: Training) -> dict[str, int]:
     if training.device.type == "cuda":
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as trace:
-            training.run(1, timed=False)
+            training.run(0, untimed=1)
         for event in trace.events():
             if event.device_type == torch.autograd.DeviceType.CUDA:
                 counts[_kind_of(event.name)] += 1

@@ -60,8 +60,7 @@ def measure_limits(case: Case, device: torch.device, *, steps: int) -> LimitRow:
     measured = []
     for plan in plans:
         training = Training(case, plan, device, device_memory=limit, host_memory=host_memory)
-        training.run(WARM_UP, timed=False)
-        training.run(steps)
+        training.run(steps, untimed=WARM_UP)
         measured.append(Measured.of(training))
         del training
         gc.collect()

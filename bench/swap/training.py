@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from typing_extensions import override
 
 import protrain
 from bench.planner.clock import durations_ms, now
@@ -34,15 +36,28 @@ class Case(Record):
     sequence: int = 1024
     dropout: float = 0.0
     limits: tuple[int, ...] = ()  # bytes
+    defined_in_reverse: bool = False  # a LLaMA defines its blocks last to first, and runs them first to last
 
     @property
     def name(self) -> str:
         """What it is called in tables."""
         dropout = f", dropout {self.dropout}" if self.dropout else ""
-        return f"{self.family} {self.hidden} x {self.layers}, {self.batch} x {self.sequence}{dropout}"
+        reverse = ", defined in reverse" if self.defined_in_reverse else ""
+        return f"{self.family} {self.hidden} x {self.layers}, {self.batch} x {self.sequence}{dropout}{reverse}"
 
 
 TINY = Case(family="gpt2", hidden=128, layers=4, batch=2, sequence=64, dropout=0.1)
+
+
+class DefinedInReverse(nn.ModuleList):
+    """``layers`` defined last to first. A slice of it has them first to last, as a transformers model runs them."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__(reversed(layers))
+
+    @override
+    def __getitem__(self, idx: Any) -> Any:
+        return list(reversed(self._modules.values()))[idx]
 
 
 def build(case: Case) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
@@ -87,6 +102,8 @@ def build(case: Case) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tenso
     torch.manual_seed(0)  # for the start values, so that losses can be compared
     with protrain.empty_parameters():
         model = transformers.AutoModelForCausalLM.from_config(config).train()
+    if case.defined_in_reverse:
+        model.model.layers = DefinedInReverse(model.model.layers)
     ids = torch.randint(3, words, (case.batch, case.sequence), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
     return model, optimizer, {"input_ids": ids, "labels": ids}
@@ -133,11 +150,11 @@ class Training:
         self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device) - others_bytes)
         self._held_bytes = torch.cuda.memory_allocated(self.device) - others_bytes
 
-    def run(self, steps: int, *, timed: bool = True) -> None:
-        """Train, and note losses and how long every step takes."""
+    def run(self, steps: int, *, untimed: int = 0) -> None:
+        """Train for ``untimed`` steps and then ``steps`` more. Note all losses, and how long every later step takes."""
         with self._own_memory():
-            durations = self._steps(steps)
-        self.step_ms += durations if timed else ()
+            durations = self._steps(untimed + steps)
+        self.step_ms += durations[untimed:]
 
     def _steps(self, steps: int) -> tuple[float, ...]:
         moments = [now(self.device)]
