@@ -33,11 +33,11 @@ def chunks_in(order: ChunkOrder, *, n_persist: int) -> Iterator[None]:
     def last_persist(groups: Iterable[layout._Group], n_parameters: int, chunk_elements: int) -> _Placed:
         places, used, trainable = place(groups, n_parameters, chunk_elements)
         n_away = len(used) - n_persist
-        order = [*range(n_away, len(used)), *range(n_away)]  # by new index, the index in execution order
+        turned = [*range(n_away, len(used)), *range(n_away)]  # by new index, the index in execution order
         return (
-            [(order.index(chunk), offset) for chunk, offset in places],
-            [used[chunk] for chunk in order],
-            [trainable[chunk] for chunk in order],
+            [(turned.index(chunk), offset) for chunk, offset in places],
+            [used[chunk] for chunk in turned],
+            [trainable[chunk] for chunk in turned],
         )
 
     def by_definition(groups: Iterable[layout._Group], n_parameters: int, chunk_elements: int) -> _Placed:
