@@ -30,7 +30,7 @@ from protrain.cli.data import byte_codec, find_documents, tokenize, training_bat
 from protrain.cli.models import load_model
 from protrain.cli.summary import versions
 from protrain.hardware import detect
-from protrain.planning import choose_chunk_elements, evaluate, pack
+from protrain.planning import evaluate, pack
 
 
 def main() -> int:
@@ -127,7 +127,7 @@ def everything_persistent(model: Any, optimizer: torch.optim.Optimizer, example:
     """The plan with all states on the device, and blocks checkpointed only if they must be."""
     profile = protrain.profile(model, example, optimizer=optimizer, device=device)
     hardware = detect(device)
-    chunks = len(pack(profile, choose_chunk_elements(profile)).chunks)
+    chunks = len(pack(profile).chunks)
     for n_ckpt in (0, len(profile.blocks)):
         with contextlib.suppress(protrain.PlanError):
             return evaluate(profile, hardware, n_persist=chunks, n_buffer=0, n_swap=0, n_ckpt=n_ckpt)

@@ -6,7 +6,7 @@ import random
 
 from protrain.hardware import HardwareProfile
 from protrain.planning import Plan
-from protrain.planning.layout import layouts
+from protrain.planning.layout import pack
 from protrain.planning.plan import Counts
 from protrain.planning.predict import Models
 from protrain.profiler.model_profile import ModelProfile
@@ -23,13 +23,10 @@ def draw(
     for, so that small models do not yield everything persistent every time.
     """
     generator = random.Random(seed)
-    attends = any(block.attention_bytes for block in profile.blocks)
+    attends, layout = any(block.attention_bytes for block in profile.blocks), pack(profile)
     kinds = [
-        [
-            Models(profile, hardware, layout, step_during_backward=step_during_backward, keep_attention=keep)
-            for keep in ((False, True) if attends else (False,))
-        ]
-        for layout in layouts(profile)
+        Models(profile, hardware, layout, step_during_backward=step_during_backward, keep_attention=keep)
+        for keep in ((False, True) if attends else (False,))
     ]
     n_blocks = len(profile.blocks)
     found: dict[tuple[int, ...], Plan] = {}
@@ -38,8 +35,7 @@ def draw(
             break
         n_swap = generator.choice([0, generator.randint(0, n_blocks)])
         n_ckpt = generator.randint(0, n_blocks - n_swap)
-        of_layout = generator.choice(kinds)
-        models = generator.choice(of_layout) if n_ckpt else of_layout[0]
+        models = generator.choice(kinds) if n_ckpt else kinds[0]
         memory, runtime = models.memory, models.runtime
         n_persist = generator.randint(0, models.n_chunks)
         least = memory.least_buffers(n_persist)
@@ -58,6 +54,6 @@ def draw(
         modes = models.modes(counts)
         on_device = models.device_bytes(modes, counts) <= hardware.device_bytes
         if on_device and models.host_bytes(modes, counts) <= hardware.host_bytes:
-            key = (*counts, models.keep_attention, models.layout.large_first)
+            key = (*counts, models.keep_attention)
             found.setdefault(key, models.plan(counts))
     return list(found.values())

@@ -39,7 +39,7 @@ from protrain.common import batch as batches
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.hardware import load
-from protrain.planning import MemoryModel, block_modes, choose_chunk_elements, pack
+from protrain.planning import MemoryModel, block_modes, pack
 from protrain.planning.tables import aligned
 from protrain.profiler import find_blocks
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
@@ -179,7 +179,7 @@ def measure(name: str, *, layers: int | None, batch: int, sequence: int, device:
     ids = torch.zeros(batch, sequence, dtype=torch.int64)
     example = {"input_ids": ids, "labels": ids}
     profile = protrain.profile(model, example, device=device, dtype=_DTYPE)
-    memory = MemoryModel(profile, load("h100"), pack(profile, choose_chunk_elements(profile)))
+    memory = MemoryModel(profile, load("h100"), pack(profile))
     if device.type == "cuda":
         model = model.to_empty(device=device)
         for tensor in (*model.parameters(), *model.buffers()):

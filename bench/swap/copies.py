@@ -12,7 +12,7 @@ import torch
 from bench.swap.training import WARM_UP, Case, Measured, Training, profiled
 from protrain.common.records import Record
 from protrain.hardware import detect
-from protrain.planning import check, choose_chunk_elements, evaluate, pack
+from protrain.planning import check, evaluate, pack
 
 COPIES = tuple(
     Case(family=family, hidden=2048, layers=8, batch=batch, dropout=dropout)
@@ -50,7 +50,7 @@ class CopiesRow(Record):
 def measure_copies(case: Case, device: torch.device, *, rounds: int, steps: int) -> CopiesRow:
     """Direct and packed, in turns of some steps."""
     profile, hardware = profiled(case, device), detect(device)
-    n_chunks, n_blocks = len(pack(profile, choose_chunk_elements(profile)).chunks), len(profile.blocks)
+    n_chunks, n_blocks = len(pack(profile).chunks), len(profile.blocks)
     plan = evaluate(profile, hardware, n_persist=n_chunks, n_buffer=0, n_swap=n_blocks - 2, n_ckpt=0)
     trainings = {}
     for packed in (False, True):

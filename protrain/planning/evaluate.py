@@ -5,7 +5,7 @@ from __future__ import annotations
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.fingerprint import fingerprint
 from protrain.planning.infeasible import device_error, host_error
-from protrain.planning.layout import choose_chunk_elements, pack
+from protrain.planning.layout import pack
 from protrain.planning.plan import BlockMode, Counts, Plan, block_modes
 from protrain.planning.predict import Models
 from protrain.profiler.model_profile import ModelProfile
@@ -25,7 +25,6 @@ def evaluate(
     n_stream: int = 0,
     keep_attention: bool = False,
     chunk_elements: int | None = None,
-    large_first: bool = False,
     step_during_backward: bool = False,
 ) -> Plan:
     """Make a plan by hand: the plan of these integers, with its predictions.
@@ -34,7 +33,7 @@ def evaluate(
         ValueError: a count is out of range; the message says the range.
         PlanError: the plan does not fit ``hardware``.
     """
-    layout = pack(profile, chunk_elements or choose_chunk_elements(profile), large_first=large_first)
+    layout = pack(profile, chunk_elements)
     models = Models(profile, hardware, layout, step_during_backward=step_during_backward, keep_attention=keep_attention)
     counts = Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_stream)
     _check_counts(models, counts)

@@ -9,7 +9,7 @@ from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.infeasible import least_bytes
-from protrain.planning.layout import layouts
+from protrain.planning.layout import pack
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import Plan
 from protrain.planning.search import search
@@ -81,9 +81,6 @@ def least_device_bytes(
     profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
 ) -> int | None:
     """The least device memory of any plan that fits the machine's host memory, None if no plan does."""
-    found = []
-    for layout in layouts(profile):
-        memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
-        device, host = least_bytes(memory)
-        found += device[host <= hardware.host_bytes].tolist()
-    return min(found, default=None)
+    memory = MemoryModel(profile, hardware, pack(profile), update_in_backward=step_during_backward)
+    device, host = least_bytes(memory)
+    return min(device[host <= hardware.host_bytes].tolist(), default=None)

@@ -17,7 +17,7 @@ from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.infeasible import least_bytes, nothing_fits
-from protrain.planning.layout import Layout, layouts
+from protrain.planning.layout import pack
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import Plan
 from protrain.planning.search import search
@@ -107,7 +107,6 @@ class _Need:
     """The least memory that one depth needs."""
 
     profile: ModelProfile
-    layout: Layout
     device_bytes: int  # the least of any plan
     host_bytes: int  # with all chunks and all offloaded inputs in host memory
     fits: bool
@@ -115,17 +114,10 @@ class _Need:
 
 
 def _need(profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Need:
-    """The need in the order of chunks in which it fits, or in which the least memory is missing."""
-    needs = [_need_with(layout, profile, hardware, step_during_backward) for layout in layouts(profile)]
-    return min(needs, key=lambda need: (not need.fits, need.error.needed_bytes - need.error.available_bytes))
-
-
-def _need_with(layout: Layout, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Need:
-    memory = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
+    memory = MemoryModel(profile, hardware, pack(profile), update_in_backward=step_during_backward)
     device, host = least_bytes(memory)
     return _Need(
         profile=profile,
-        layout=layout,
         device_bytes=int(device.min()),
         host_bytes=int(host.max()),
         fits=bool(((device <= hardware.device_bytes) & (host <= hardware.host_bytes)).any()),

@@ -18,11 +18,9 @@ chunks, so that placement has something to choose from.
 parameter lies in one chunk. If all chunks were as large, all buffers would be, and placement would have little to
 choose from. So chunks have about the size of a block, and every larger parameter has a chunk of its own, a large chunk.
 Large chunks have buffers of their own, no more than are held at one time (one, if embedding and head are two units).
-They have staging of their own for gradients, and a region of host memory each for gradients. All that is needed only
-while not all large chunks persist, and the head is the last chunk in execution order. So there are two orders to choose
-from: large chunks where they are first used, or large chunks before all others. In the second order they persist first.
-If they do not persist they are the first with speculative updates, since the gradient of the head arrives first. The
-search tries both orders.
+They have staging of their own for gradients, and a region of host memory each for gradients. They lie where they
+are first used, as all chunks do. An order with large chunks before all others, so that they would persist first, was
+measured and gained nothing: see docs/results.md.
 
 [Note: which chunks are streamed] The next forward needs chunks in order, so the updates of host and GPU must both
 progress in that order. The GPU updates the last of every k chunks, which must be ready when the host has updated the
@@ -71,13 +69,12 @@ class ChunkRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Record):
-    """Every parameter's place. Chunks are in execution order of their first use, or large ones first."""
+    """Every parameter's place. Chunks are in execution order of their first use."""
 
     chunk_elements: int  # capacity of every chunk that is not large
     chunks: tuple[ChunkRecord, ...]
     slots: tuple[Slot, ...]  # one per parameter of the profile, in its order
     unit_chunks: tuple[tuple[int, ...], ...]  # per unit of the profile: the chunks that hold what it uses
-    large_first: bool = False  # large chunks come before all others
 
     @property
     def wasted_elements(self) -> int:
@@ -115,23 +112,22 @@ def align(elements: int) -> int:
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
-def pack(profile: ModelProfile, chunk_elements: int, *, large_first: bool = False) -> Layout:
+def pack(profile: ModelProfile, chunk_elements: int | None = None) -> Layout:
     """The layout of ``profile``'s parameters in chunks of ``chunk_elements``.
 
     A unit's parameters stay together. They go into the current chunk if all of them fit, else into a new one, and a
     unit larger than a chunk spreads over several. Inside a unit, parameters are sorted by optimizer group and then by
-    definition. A parameter larger than a chunk has a large chunk of its own. With ``large_first`` large chunks come
-    before all others: see [Note: large parameters].
+    definition. A parameter larger than a chunk has a large chunk of its own: see [Note: large parameters].
+    ``chunk_elements`` is by default chosen by :func:`choose_chunk_elements`.
 
     Raises:
         ValueError: ``chunk_elements`` is not a positive multiple of 128.
     """
+    if chunk_elements is None:
+        chunk_elements = choose_chunk_elements(profile)
     if chunk_elements % ALIGNMENT or chunk_elements < ALIGNMENT:
         raise ValueError(f"chunk_elements must be a multiple of {ALIGNMENT} above 0, not {chunk_elements}")
     groups = list(chain.from_iterable(_groups(profile)))
-    if large_first:
-        large = [group.some(lambda size: size > chunk_elements) for group in groups]
-        groups = [*large, *(group.some(lambda size: size <= chunk_elements) for group in groups)]
     places, used, trainable = _place(groups, len(profile.parameters), chunk_elements)
     slots = tuple(
         Slot(parameter=index, chunk=chunk, offset=offset, numel=profile.parameters[index].numel)
@@ -143,19 +139,7 @@ def pack(profile: ModelProfile, chunk_elements: int, *, large_first: bool = Fals
     unit_chunks = tuple(
         tuple(sorted({places[parameter][0] for parameter in unit.parameters})) for unit in profile.units
     )
-    return Layout(
-        chunk_elements=chunk_elements, chunks=chunks, slots=slots, unit_chunks=unit_chunks, large_first=large_first
-    )
-
-
-def layouts(profile: ModelProfile, chunk_elements: int | None = None) -> tuple[Layout, ...]:
-    """The layouts to choose from: in execution order, and with large chunks first if that order differs.
-
-    ``chunk_elements`` is by default chosen by :func:`choose_chunk_elements`.
-    """
-    size = chunk_elements or choose_chunk_elements(profile)
-    in_order, large_first = (pack(profile, size, large_first=first) for first in (False, True))
-    return (in_order,) if in_order.slots == large_first.slots else (in_order, large_first)
+    return Layout(chunk_elements=chunk_elements, chunks=chunks, slots=slots, unit_chunks=unit_chunks)
 
 
 def choose_chunk_elements(profile: ModelProfile) -> int:

@@ -66,7 +66,6 @@ class Plan(Record):
     n_swap: int
     n_ckpt: int
     chunk_elements: int  # a multiple of 128
-    large_first: bool = False  # chunks of one large parameter come before all others
     n_chunks: int
     block_modes: tuple[BlockMode, ...]
     model: str  # the fingerprint of the ModelProfile that the plan was made for: planning.fingerprint
@@ -102,8 +101,7 @@ class Plan(Record):
         n_blocks = len(self.block_modes)
         return (
             f"n_persist={self.n_persist}/{self.n_chunks} "
-            + ("large_first " if self.large_first else "")
-            + f"n_buffer={self.n_buffer} "
+            f"n_buffer={self.n_buffer} "
             f"n_swap={self.n_swap} n_ckpt={self.n_ckpt}/{n_blocks}"
             + (f" n_ckpt_swap={self.n_ckpt_swap}" if self.n_ckpt_swap else "")
             + (" keep_attention" if self.keep_attention else "")
@@ -134,7 +132,7 @@ class Plan(Record):
 
 def layout_of(profile: ModelProfile, plan: Plan) -> Layout:
     """The place of every parameter under ``plan``."""
-    return pack(profile, plan.chunk_elements, large_first=plan.large_first)
+    return pack(profile, plan.chunk_elements)
 
 
 def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:

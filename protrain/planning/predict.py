@@ -139,7 +139,6 @@ class Models:
         return Plan(
             **counts._asdict(),
             chunk_elements=self.layout.chunk_elements,
-            large_first=self.layout.large_first,
             n_chunks=self.n_chunks,
             block_modes=modes,
             model=fingerprint(profile),

@@ -21,7 +21,6 @@ break ties. Among plans that are as fast, the plan with the fewest transfers win
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import product
 from math import inf
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ import numpy as np
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.changes import neighbours
 from protrain.planning.infeasible import nothing_fits
-from protrain.planning.layout import layouts
+from protrain.planning.layout import pack
 from protrain.planning.memory.segments import Bytes
 from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
@@ -83,7 +82,7 @@ class _Found(NamedTuple):
     """A plan that fits, and its score: see [Note: what a plan is judged by]."""
 
     score_ms: float
-    at: int  # the models of its layout and options: index into _Search.models
+    keeps: bool  # whether recomputed blocks keep the outputs of attention
     counts: Counts
 
 
@@ -124,38 +123,24 @@ class _Search:
         step_during_backward: bool,
         without: Collection[str],
     ) -> None:
-        self._profile, self._hardware = profile, hardware
-        self._in_backward = step_during_backward
+        self._hardware = hardware
         self._without = frozenset(without)
         self._unused = dict.fromkeys(self._without & set(Counts._fields), 0)
-        self._layouts = layouts(profile, chunk_elements)[: 1 if "large_first" in without else None]
         attends = "keep_attention" not in without and any(block.attention_bytes for block in profile.blocks)
-        self._kinds = list(product((False, True) if attends else (False,), self._layouts))
-        self._models: dict[int, Models] = {}
-        self._scores: dict[tuple[int, Counts], float] = {}
-
-    def models(self, at: int) -> Models:
-        """The models of one layout, with or without kept attention. Those without kept attention come first."""
-        if at not in self._models:
-            keep, layout = self._kinds[at]
-            self._models[at] = Models(
-                self._profile,
-                self._hardware,
-                layout,
-                step_during_backward=self._in_backward,
-                keep_attention=keep,
-            )
-        return self._models[at]
+        layout = pack(profile, chunk_elements)
+        self._models = {  # without kept attention, and with it if there is any
+            keeps: Models(profile, hardware, layout, step_during_backward=step_during_backward, keep_attention=keeps)
+            for keeps in ((False, True) if attends else (False,))
+        }
+        self._scores: dict[tuple[bool, Counts], float] = {}
 
     def run(self, known: Sequence[Plan]) -> Plan:
         """The best plan that is found."""
-        n_layouts = len(self._layouts)
-        starts = [start for at in range(n_layouts) for start in self._grid(at)]
-        starts += self._given(known)
+        models = self._models[False]
+        starts = [*self._grid(), *self._given(known)]
         if not starts:
-            errors = [nothing_fits(self.models(at).memory) for at in range(n_layouts)]
-            raise min(errors, key=lambda error: error.needed_bytes - error.available_bytes)
-        largest = max(self.models(0).n_chunks, self.models(0).n_blocks)
+            raise nothing_fits(models.memory)
+        largest = max(models.n_chunks, models.n_blocks)
         n_starts = _STARTS if largest > _SMALL else 4 * _STARTS
         best = min(self._descended(start, fine=False) for start in _spread(sorted(starts), n_starts))
         for other in self._switched(best):
@@ -164,18 +149,18 @@ class _Search:
         for other in self._switched(best):
             if other < best:
                 best = self._settled(self._descended(other, fine=True))
-        return self.models(best.at).plan(best.counts)
+        return self._models[best.keeps].plan(best.counts)
 
     def _switched(self, found: _Found) -> list[_Found]:
-        """The same integers with the other order of chunks, with and without kept attention, as far as they fit."""
-        others = [(at, self._fitted(at, found.counts)) for at in range(len(self._kinds)) if at != found.at]
-        return [self._scored(at, counts) for at, counts in others if counts is not None]
+        """The same integers with kept attention where ``found`` has none, and without where it has, if they fit."""
+        others = [(keeps, self._fitted(keeps, found.counts)) for keeps in self._models if keeps is not found.keeps]
+        return [self._scored(keeps, counts) for keeps, counts in others if counts is not None]
 
-    def _grid(self, at: int) -> Iterator[_Found]:
+    def _grid(self) -> Iterator[_Found]:
         """Plans from the fewest persistent chunks to the most, with the fewest and with all blocks recomputed."""
-        models = self.models(at)
+        models = self._models[False]
         memory, runtime, n_chunks, n_blocks = models.memory, models.runtime, models.n_chunks, models.n_blocks
-        fitting = [n for n in range(n_chunks + 1) if self._fitted(at, Counts(n, 0, 0, n_blocks))]
+        fitting = [n for n in range(n_chunks + 1) if self._fitted(False, Counts(n, 0, 0, n_blocks))]
         kept = np.array([memory.offloads(0, n_ckpt)[0][0] for n_ckpt in range(n_blocks + 1)])
         for place in sorted({round(part / (_PLACEMENTS - 1) * (len(fitting) - 1)) for part in range(_PLACEMENTS)}):
             if not fitting:
@@ -191,23 +176,22 @@ class _Search:
                     for n_stream in {0, max(1, balanced)} if runtime.streams else (0,):
                         for n_weight_only in {0, n_speculate}:
                             wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only, n_stream)
-                            if counts := self._fitted(at, wanted):
-                                yield self._scored(at, counts)
+                            if counts := self._fitted(False, wanted):
+                                yield self._scored(False, counts)
 
     def _given(self, plans: Iterable[Plan]) -> Iterator[_Found]:
         for plan in plans:
-            for at, (keep, layout) in enumerate(self._kinds):
-                same = keep is plan.keep_attention and layout.large_first is plan.large_first
-                if same and (counts := self._fitted(at, plan.counts)):
-                    yield self._scored(at, counts)
+            keeps = plan.keep_attention
+            if keeps in self._models and (counts := self._fitted(keeps, plan.counts)):
+                yield self._scored(keeps, counts)
 
-    def _fitted(self, at: int, wanted: Counts, *, more_ckpt: bool = True) -> Counts | None:
+    def _fitted(self, keeps: bool, wanted: Counts, *, more_ckpt: bool = True) -> Counts | None:
         """The plan nearest to ``wanted`` that fits the memory, None if there is none.
 
         With ``more_ckpt`` it recomputes as few more blocks as make room for the wanted number of buffers, or for as
         many as possible. Then it offloads as few inputs as make room for them, and takes all buffers that fit.
         """
-        models, wanted = self.models(at), wanted._replace(**self._unused)
+        models, wanted = self._models[keeps], wanted._replace(**self._unused)
         memory, n_persist, n_swap = models.memory, wanted.n_persist, wanted.n_swap
         if not 0 <= n_persist <= models.n_chunks or min(wanted) < 0 or n_swap + wanted.n_ckpt > models.n_blocks:
             return None
@@ -250,20 +234,20 @@ class _Search:
                 return found[-1]
         return max(found, key=lambda room: int(room[1].max()))
 
-    def _scored(self, at: int, counts: Counts, limit_ms: float = inf) -> _Found:
+    def _scored(self, keeps: bool, counts: Counts, limit_ms: float = inf) -> _Found:
         """``counts`` with their score, which is infinite if it is not less than ``limit_ms``."""
-        score_ms = self._scores.get((at, counts))
+        score_ms = self._scores.get((keeps, counts))
         if score_ms is None:
-            models = self.models(at)
+            models = self._models[keeps]
             share = _share(counts, models)
             score_ms = share * models.expected_ms(models.modes(counts), counts, limit_ms=limit_ms / share)
             if score_ms < inf:
-                self._scores[at, counts] = score_ms
-        return _Found(score_ms, at, counts)
+                self._scores[keeps, counts] = score_ms
+        return _Found(score_ms, keeps, counts)
 
     def _descended(self, best: _Found, *, fine: bool) -> _Found:
         """The plan to which ``best`` improves, in steps that halve. With ``fine`` they get down to 1."""
-        models = self.models(best.at)
+        models = self._models[best.keeps]
         largest = max(models.n_chunks, models.n_blocks)
         least, step = 1 if fine else max(1, largest // _COARSE), max(2, largest // 4)
         while step >= least:
@@ -292,7 +276,7 @@ class _Search:
         Where all that are persistent still fit, that plan has been tried already.
         """
         wanted = best.counts._replace(n_ckpt=best.counts.n_ckpt - step)
-        while wanted.n_persist and self._fitted(best.at, wanted, more_ckpt=False) is None:
+        while wanted.n_persist and self._fitted(best.keeps, wanted, more_ckpt=False) is None:
             wanted = wanted._replace(n_persist=wanted.n_persist - 1)
         if wanted.n_persist == best.counts.n_persist:
             return None
@@ -300,10 +284,10 @@ class _Search:
 
     def _changed(self, best: _Found, wanted: Counts, limit_ms: float, *, more_ckpt: bool = True) -> _Found | None:
         """The plan nearest to ``wanted`` that fits, if its score is less than ``limit_ms``."""
-        counts = self._fitted(best.at, wanted, more_ckpt=more_ckpt)
+        counts = self._fitted(best.keeps, wanted, more_ckpt=more_ckpt)
         if counts is None or counts == best.counts:
             return None
-        found = self._scored(best.at, counts, limit_ms)
+        found = self._scored(best.keeps, counts, limit_ms)
         return found if found.score_ms < limit_ms else None
 
     def _settled(self, best: _Found) -> _Found:
@@ -311,17 +295,17 @@ class _Search:
         improved = True
         while improved:
             improved = False
-            for change in neighbours(best.counts, self.models(best.at)):
-                if change.impossible or not self._allowed(best.at, change.counts):
+            for change in neighbours(best.counts, self._models[best.keeps]):
+                if change.impossible or not self._allowed(best.keeps, change.counts):
                     continue
-                found = self._scored(best.at, change.counts, best.score_ms)
+                found = self._scored(best.keeps, change.counts, best.score_ms)
                 if found.score_ms < best.score_ms:
                     best, improved = found, True
         return best
 
-    def _allowed(self, at: int, counts: Counts) -> bool:
+    def _allowed(self, keeps: bool, counts: Counts) -> bool:
         """Whether a plan of ``counts`` fits the memory, and uses nothing that is switched off or not calibrated."""
-        models, hardware = self.models(at), self._hardware
+        models, hardware = self._models[keeps], self._hardware
         if any(getattr(counts, name) for name in self._unused) or (counts.n_stream and not models.runtime.streams):
             return False
         modes = models.modes(counts)

@@ -15,8 +15,8 @@ from protrain.common.errors import PlanError
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.weights.buffers import Buffer, BufferPool
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning import MemoryModel, Plan, evaluate, frontier
-from protrain.planning.layout import layouts, most_held
+from protrain.planning import MemoryModel, Plan, evaluate, frontier, pack
+from protrain.planning.layout import most_held
 from protrain.planning.plan import layout_of
 from protrain.planning.runtime.fetches import Fetches
 from protrain.profiler import ModelProfile
@@ -69,11 +69,9 @@ def traced(family: str, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -
     return protrain.profile(model, make_batch(), optimizer=adamw(model), device="cpu", dtype=dtype)
 
 
-def plan_of(
-    profile: ModelProfile, n_persist: int, mode: Any, *, large_first: bool = False, inside: bool = False, **counts: Any
-) -> Plan:
-    """With every block in ``mode``; of both orders of chunks there may be one, which is either."""
-    layout = layouts(profile)[-1 if large_first else 0]
+def plan_of(profile: ModelProfile, n_persist: int, mode: Any, *, inside: bool = False, **counts: Any) -> Plan:
+    """With every block in ``mode``."""
+    layout = pack(profile)
     assert any(layout.is_large(chunk) for chunk in layout.chunks)
     n_persist = min(len(layout.chunks), n_persist)
     memory = MemoryModel(profile, HARDWARE, layout, update_in_backward=inside)
@@ -85,7 +83,6 @@ def plan_of(
         n_buffer=min(max(2, memory.least_buffers(n_persist)), memory.all_buffers(n_persist)),
         n_swap=n_blocks * (mode is SWAP),
         n_ckpt=n_blocks * (mode is CKPT),
-        large_first=layout.large_first,
         step_during_backward=inside,
         **counts,
     )
@@ -111,58 +108,52 @@ def wrap_with(
 
 @pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
 @pytest.mark.parametrize(
-    ("n_persist", "mode", "large_first"),
-    [(0, CKPT, False), (0, SWAP, True), (1, CKPT, True), (2, NONE, False), (2, CKPT, True), (100, CKPT, True)],
+    ("n_persist", "mode"),
+    [(0, CKPT), (0, SWAP), (1, CKPT), (2, NONE), (100, CKPT)],
     ids=str,
 )
 @pytest.mark.parametrize("family", ["llama", "llama-frozen", "gpt2", "t5"])
-def test_bits(family: str, n_persist: int, mode: Any, large_first: bool, inside: bool, device: torch.device) -> None:
+def test_bits(family: str, n_persist: int, mode: Any, inside: bool, device: torch.device) -> None:
     data = [make_batch() for _ in range(4)]
     loop = Loop(max_norm=None if inside else 0.5)
     expected, final = plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
-    plan = plan_of(traced(family, make(family)), n_persist, mode, large_first=large_first, inside=inside)
+    plan = plan_of(traced(family, make(family)), n_persist, mode, inside=inside)
     wrapped, optimizer = wrap_with(plan, family, device, inside=inside)
-    assert optimizer.plan.large_first is (large_first and family in ("llama", "llama-frozen"))
     assert loop.run(wrapped, optimizer, data) == expected
     assert_same(states(wrapped, optimizer), final)
 
 
 @pytest.mark.parametrize("counts", [{"n_speculate": 100}, {"n_speculate": 100, "n_weight_only": 100}, {"n_stream": 2}])
-@pytest.mark.parametrize("large_first", [False, True])
-def test_bits_where_updates_are_speculative_or_streamed(
-    counts: dict[str, Any], large_first: bool, device: torch.device
-) -> None:
+def test_bits_where_updates_are_speculative_or_streamed(counts: dict[str, Any], device: torch.device) -> None:
     data = [make_batch() for _ in range(4)]
     loop = Loop(max_norm=0.5)
     expected, final = plain_run(lambda: make("llama"), data, loop=loop, device=device, dtype=torch.bfloat16)
     profile = traced("llama", make("llama"))
-    n_chunks = len(layouts(profile)[0].chunks)
+    n_chunks = len(pack(profile).chunks)
     counts = {name: min(count, n_chunks) for name, count in counts.items()}
-    plan = plan_of(profile, 0, CKPT, large_first=large_first, **counts)
+    plan = plan_of(profile, 0, CKPT, **counts)
     wrapped, optimizer = wrap_with(plan, "llama", device)
     assert loop.run(wrapped, optimizer, data) == expected
     assert_same(states(wrapped, optimizer), final)
 
 
 @pytest.mark.parametrize(
-    ("family", "large_first", "n_persist", "expected"),
+    ("family", "n_persist", "expected"),
     [
-        ("llama", False, 0, (1, 1)),  # embedding and head share one buffer
-        ("llama", False, 1, (1, 1)),
-        ("llama", False, 100, (0, 0)),
-        ("llama", True, 1, (1, 1)),
-        ("llama", True, 2, (0, 0)),
-        ("llama-frozen", False, 0, (1, 0)),
-        ("gpt2", False, 0, (1, 1)),
-        ("gpt2", False, 1, (0, 0)),
+        ("llama", 0, (1, 1)),  # embedding and head share one buffer
+        ("llama", 1, (1, 1)),
+        ("llama", 100, (0, 0)),
+        ("llama-frozen", 0, (1, 0)),
+        ("gpt2", 0, (1, 1)),
+        ("gpt2", 1, (0, 0)),
     ],
 )
 def test_large_chunks_have_a_buffer_and_staging_of_their_own(
-    family: str, large_first: bool, n_persist: int, expected: tuple[int, int]
+    family: str, n_persist: int, expected: tuple[int, int]
 ) -> None:
     """As many as are needed at once; all others are of a block."""
     profile = traced(family, make(family))
-    plan = plan_of(profile, n_persist, CKPT, large_first=large_first)
+    plan = plan_of(profile, n_persist, CKPT)
     _, optimizer = wrap_with(plan, family, torch.device("cpu"))
     engine = optimizer._engine
     sizes = [buffer.memory.numel() for buffer in engine.buffers.buffers]
@@ -174,15 +165,12 @@ def test_large_chunks_have_a_buffer_and_staging_of_their_own(
     assert optimizer.report().host_bytes <= plan.host_bytes
 
 
-@pytest.mark.parametrize("large_first", [False, True])
 @pytest.mark.parametrize(
     ("family", "n_persist"), [("llama", 0), ("llama", 1), ("llama-frozen", 0), ("gpt2", 0), ("two-tables-frozen", 0)]
 )
-def test_chunks_are_fetched_as_predicted(
-    family: str, n_persist: int, large_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_are_fetched_as_predicted(family: str, n_persist: int, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = traced(family, make(family))
-    plan = plan_of(profile, n_persist, CKPT, large_first=large_first)
+    plan = plan_of(profile, n_persist, CKPT)
     layout = layout_of(profile, plan)
     wrapped, optimizer = wrap_with(plan, family, torch.device("cpu"))
     issued: list[int] = []
@@ -215,7 +203,7 @@ def test_sums_of_gradients_take_no_more_of_the_device(
     data = [make_batch() for _ in range(4)]
     loop, device = Loop(max_norm=0.5, accumulate=2), torch.device("cpu")
     expected, final = plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
-    plan = plan_of(traced(family, make(family)), n_persist, CKPT, large_first=True)
+    plan = plan_of(traced(family, make(family)), n_persist, CKPT)
     wrapped, optimizer = wrap_with(plan, family, device, device_memory=plan.device_bytes)
     assert true_peak_bytes(wrapped, optimizer, data[0], backwards=2) <= plan.device_bytes
     assert all(chunk.accumulator_on_host for chunk in optimizer._engine.chunks)
@@ -233,7 +221,7 @@ def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype
     assert all(plan.chunk_elements < WORDS * 64 for plan in plans), "chunks are not of a block"
 
 
-def test_the_frontier_begins_with_the_least_of_both_orders() -> None:
+def test_the_frontier_begins_with_the_least() -> None:
     profile = traced("llama", make("llama"))
     points = frontier(profile, HARDWARE, n_limits=4).points
     assert points[-1].plan.chunk_elements < WORDS * 64
@@ -289,15 +277,15 @@ def test_a_head_that_the_trace_did_not_use_finds_a_buffer(head: int, inside: boo
 
 
 @pytest.mark.parametrize("schedule", ["late", "early"])
-@pytest.mark.parametrize(("n_persist", "large_first"), [(2, False), (100, False), (2, True)])
+@pytest.mark.parametrize("n_persist", [2, 100])
 def test_sums_of_gradients_take_no_more_of_the_device_where_chunks_share_buffers(
-    n_persist: int, large_first: bool, schedule: str, monkeypatch: pytest.MonkeyPatch
+    n_persist: int, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Updates inside backward, and a backward before that only adds."""
     data = [make_batch() for _ in range(4)]
     loop, device = Loop(max_norm=None, accumulate=2, no_sync=True), torch.device("cpu")
     expected, final = plain_run(lambda: make("llama"), data, loop=loop, device=device, dtype=torch.bfloat16)
-    plan = plan_of(traced("llama", make("llama")), n_persist, CKPT, large_first=large_first, inside=True)
+    plan = plan_of(traced("llama", make("llama")), n_persist, CKPT, inside=True)
     assert plan.n_device_gradient > 0
     wrapped, optimizer = wrap_with(plan, "llama", device, device_memory=plan.device_bytes, inside=True)
     assert true_peak_bytes(wrapped, optimizer, data[0], backwards=2, inside=True) <= plan.device_bytes

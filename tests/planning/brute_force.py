@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, RuntimeModel, block_modes, check, search
-from protrain.planning.layout import layouts
+from protrain.planning.layout import pack
 from protrain.planning.plan import Counts
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.machines import H100
@@ -178,7 +178,7 @@ def margin(counts: Counts, *, keep_attention: bool = False) -> float:
 
 
 def faster_than(found: Plan, memory: MemoryModel, *, keep_attention: bool = False) -> Faster | None:
-    """The fastest plan of ``memory``'s layout that beats ``found`` by more than is allowed; None where there is none.
+    """The fastest plan that beats ``found`` by more than is allowed; None where there is none.
 
     ``memory`` is of the profile that keeps attention where ``keep_attention`` says so.
     """
@@ -193,7 +193,7 @@ def faster_than(found: Plan, memory: MemoryModel, *, keep_attention: bool = Fals
         step_ms = runtime.step_ms(modes, counts, limit_ms=limit_ms / share)
         if step_ms * share < limit_ms:
             limit_ms, best = step_ms * share, Faster(step_ms, counts)
-    same_kind = (memory.layout.large_first, keep_attention) == (found.large_first, found.keep_attention)
+    same_kind = keep_attention is found.keep_attention
     assert is_there or not same_kind
     assert n_plans > 10 or not same_kind
     return best
@@ -210,18 +210,15 @@ def fastest_ms(memory: MemoryModel, allowed: Callable[[Counts], bool]) -> float:
 
 
 def check_search(profile: ModelProfile, hardware: HardwareProfile, *, inside: bool = False) -> Plan:
-    """The plan that the search finds, after no other plan turned out to be better.
-
-    Plans of either order of chunks are tried, and with attention kept where there is attention.
-    """
+    """The plan that the search finds, after no other plan turned out to be better, with and without kept attention."""
     found = search(profile, hardware, chunk_elements=N, step_during_backward=inside)
     assert found.device_bytes <= hardware.device_bytes
     assert found.host_bytes <= hardware.host_bytes
     assert check(found, profile, hardware, step_during_backward=inside) == found
     keeps = (False, True) if any(block.attention_bytes for block in profile.blocks) else (False,)
-    for layout, keep in product(layouts(profile, N), keeps):
+    for keep in keeps:
         kept = profile.keeping_attention() if keep else profile
-        memory = MemoryModel(kept, hardware, layout, update_in_backward=inside)
+        memory = MemoryModel(kept, hardware, pack(profile, N), update_in_backward=inside)
         better = faster_than(found, memory, keep_attention=keep)
         assert better is None, f"{better} beats {found.step_ms} ms of {found.counts}"
     return found

@@ -12,7 +12,7 @@ from torch import nn
 from bench.planner.paper import paper_step_ms
 from protrain import profiler
 from protrain.hardware import detect
-from protrain.planning import BlockMode, MemoryModel, RuntimeModel, check, choose_chunk_elements, evaluate, pack
+from protrain.planning import BlockMode, MemoryModel, RuntimeModel, check, evaluate, pack
 from protrain.profiler import ModelProfile
 from tests.engine import residual
 from tests.planning.counts import placed
@@ -29,7 +29,7 @@ def traced() -> ModelProfile:
 
 
 def memory_of(traced: ModelProfile) -> MemoryModel:
-    return MemoryModel(traced, host(), pack(traced, choose_chunk_elements(traced)))
+    return MemoryModel(traced, host(), pack(traced))
 
 
 def test_inputs_leave_the_device_for_the_host(traced: ModelProfile) -> None:
@@ -64,7 +64,7 @@ def test_an_input_that_needs_no_gradient_is_not_offloaded() -> None:
 
 def test_time_is_that_of_recomputation_and_of_the_way_out_and_back(traced: ModelProfile) -> None:
     hardware = host()
-    layout = pack(traced, choose_chunk_elements(traced))
+    layout = pack(traced)
     runtime, n_chunks = RuntimeModel(MemoryModel(traced, hardware, layout)), len(layout.chunks)
     step_ms = {mode: runtime.step_ms((mode,) * DEPTH, placed(n_chunks, 0)) for mode in (NONE, CKPT, CKPT_SWAP)}
     way_ms = DEPTH * INPUT_BYTES * (1 / hardware.d2h_gbps + 1 / hardware.h2d_gbps) / 1e6

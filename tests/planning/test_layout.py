@@ -7,7 +7,7 @@ import random
 import pytest
 
 from protrain.planning import Layout, choose_chunk_elements, pack
-from protrain.planning.layout import LARGE_CHUNK, align, layouts, most_held
+from protrain.planning.layout import LARGE_CHUNK, align, most_held
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord, UnitRecord
 
 
@@ -115,42 +115,30 @@ BLOCKS: list[tuple[int | None, list[tuple[int, int]] | list[int]]] = [(n, [(256,
 def test_a_large_parameter_has_a_chunk_of_its_own() -> None:
     embedding, norm, head = (None, [(1000, 0)]), (None, [(100, 0)]), (None, [(890, -1)])
     profile = make_profile([embedding, *BLOCKS, norm, head])
-    in_order, large_first = layouts(profile, 384)
-    blocks = [[at, at + 1] for at in range(1, 25, 2)]
-    assert _chunks(in_order) == [[0], *blocks, [25], [26]]
-    assert _chunks(large_first) == [[0], [26], *blocks, [25]]
-    for layout in (in_order, large_first):
-        check_layout(layout, profile)
-        assert [chunk.elements for chunk in layout.chunks if layout.is_large(chunk)] == [1024, 896]
-        assert layout.wasted_elements == 384 - 128
-    assert [in_order.buffer_elements(n) for n in (0, 1, 13, 14, 15)] == [
+    layout = pack(profile, 384)
+    check_layout(layout, profile)
+    assert _chunks(layout) == [[0], *([at, at + 1] for at in range(1, 25, 2)), [25], [26]]
+    assert [chunk.elements for chunk in layout.chunks if layout.is_large(chunk)] == [1024, 896]
+    assert layout.wasted_elements == 384 - 128
+    assert [layout.buffer_elements(n) for n in (0, 1, 13, 14, 15)] == [
         (384, 1024),
         (384, 896),
         (128, 896),
         (0, 896),
         (0, 0),
     ]
-    assert [large_first.buffer_elements(n) for n in (0, 1, 2, 14, 15)] == [
-        (384, 1024),
-        (384, 896),
-        (384, 0),
-        (128, 0),
-        (0, 0),
-    ]
     # The head is frozen.
-    assert [in_order.gradient_elements(n) for n in (0, 1, 13, 14)] == [(384, 1024), (384, 0), (128, 0), (0, 0)]
-    assert [in_order.region_elements(n) for n in (0, 1, 2, 15)] == [(0, 384), (1024, 384), (1024, 384), (1024, 0)]
+    assert [layout.gradient_elements(n) for n in (0, 1, 13, 14)] == [(384, 1024), (384, 0), (128, 0), (0, 0)]
+    assert [layout.region_elements(n) for n in (0, 1, 2, 15)] == [(0, 384), (1024, 384), (1024, 384), (1024, 0)]
 
 
-def test_large_parameters_that_are_needed_first_have_one_order() -> None:
+def test_large_parameters_lie_where_they_are_first_used() -> None:
     tied = make_profile([(None, [(1000, 0), (128, 0)]), *BLOCKS, (None, [0])])
-    assert [_chunks(layout)[:2] for layout in layouts(tied, 384)] == [[[0], [1]]]
-    assert len(layouts(tied, 1024)) == 1, "nothing is large"
+    assert _chunks(pack(tied, 384))[:2] == [[0], [1]]
     both = make_profile([(None, [(1000, 0)]), (None, [(1000, -1)]), *BLOCKS])
-    (layout,) = layouts(both, 384)
-    assert [chunk.trainable for chunk in layout.chunks[:3]] == [True, False, True]
+    assert [chunk.trainable for chunk in pack(both, 384).chunks[:3]] == [True, False, True]
     after = make_profile([(None, [(128, 0)]), (None, [(1000, 0)]), *BLOCKS])
-    assert [_chunks(layout)[:2] for layout in layouts(after, 384)] == [[[0], [1]], [[1], [0]]]
+    assert _chunks(pack(after, 384))[:2] == [[0], [1]]
 
 
 def test_what_units_hold_at_once_is_counted_by_kind() -> None:
@@ -216,14 +204,14 @@ def test_a_chunk_is_about_a_block_whatever_the_depth(n_blocks: int) -> None:
     large = 3 * LARGE_CHUNK
     blocks = [(n, [(large // 3, 0)] * 3) for n in range(n_blocks)]
     profile = make_profile([(None, [(large // 2, 0)]), *blocks, (None, [(7168, 0), (7168, 0)]), (None, [0])])
-    layout = pack(profile, choose_chunk_elements(profile))
+    layout = pack(profile)
     assert large <= layout.chunk_elements <= 1.25 * large
     assert n_blocks + 1 <= len(layout.chunks) <= n_blocks + 2
 
 
 def test_small_blocks_share_chunks_of_the_size_from_where_transfers_are_fast() -> None:
     profile = make_profile([(n, [(LARGE_CHUNK // 16, 0)]) for n in range(400)])
-    layout = pack(profile, choose_chunk_elements(profile))
+    layout = pack(profile)
     assert layout.chunk_elements == LARGE_CHUNK // 16, "none wastes less"
     draw = random.Random(0)
     uneven = make_profile([(n, [(draw.randrange(LARGE_CHUNK // 32, LARGE_CHUNK // 16), 0)]) for n in range(600)])

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from protrain import profiler
 from protrain.common import batch as batches
 from protrain.hardware import detect
-from protrain.planning import BlockMode, MemoryModel, block_modes, choose_chunk_elements, pack
+from protrain.planning import BlockMode, MemoryModel, block_modes, pack
 from protrain.planning.memory.model import state_bytes
 from protrain.profiler import ModelProfile
 from protrain.profiler.memory_meter import StorageMeter
@@ -29,7 +29,7 @@ NONE, CKPT, SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP
 
 def _model(traced: ModelProfile) -> MemoryModel:
     hardware = detect("cpu", device_memory="1GiB", host_memory="1GiB")
-    return MemoryModel(traced, hardware, pack(traced, choose_chunk_elements(traced)))
+    return MemoryModel(traced, hardware, pack(traced))
 
 
 def _true_peak(model: nn.Module, batch: dict[str, Tensor], checkpointed: set[str]) -> int:
@@ -138,7 +138,7 @@ def test_states_per_parameter(
     model = tiny_model("llama")
     model.model.embed_tokens.requires_grad_(False)
     traced = profile(model, tiny_batch(), dtype=getattr(torch, dtype))
-    layout = pack(traced, choose_chunk_elements(traced))
+    layout = pack(traced)
     assert {chunk.trainable for chunk in layout.chunks} == {True, False}
     for chunk in layout.chunks:
         assert state_bytes(chunk, traced) == chunk.elements * (trainable if chunk.trainable else frozen)
@@ -185,7 +185,7 @@ def test_as_many_second_copies_as_host_memory_has_room_for(
     model = tiny_model("llama")
     model.model.layers[1].requires_grad_(False)
     traced = profile(model, tiny_batch(), dtype=getattr(torch, dtype))
-    layout = pack(traced, choose_chunk_elements(traced))
+    layout = pack(traced)
     kinds = [chunk.trainable for chunk in layout.chunks]
     assert False in kinds[1:-1]
     roomy = detect("cpu", device_memory="1GiB", host_memory="1GiB")

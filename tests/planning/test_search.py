@@ -21,7 +21,6 @@ from protrain.planning import (
     Plan,
     block_modes,
     check,
-    choose_chunk_elements,
     evaluate,
     fingerprint,
     pack,
@@ -377,7 +376,7 @@ def test_a_small_model_has_several_chunks_and_every_plan_is_possible(
     tiny_model: Callable[..., Any], tiny_batch: Callable[..., Any]
 ) -> None:
     traced = profile(tiny_model("llama"), tiny_batch())
-    assert len(pack(traced, choose_chunk_elements(traced)).chunks) >= 4
+    assert len(pack(traced).chunks) >= 4
     everything = replace(H100, device_type="cpu", device_bytes=64 * MIB, host_bytes=64 * MIB)
     assert search(traced, everything).n_persist == search(traced, everything).n_chunks
     least = search(traced, replace(everything, device_bytes=search(traced, everything).device_bytes - 1))

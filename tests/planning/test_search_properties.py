@@ -27,7 +27,6 @@ from tests.planning.brute_force import (
 )
 from tests.planning.test_input_offload import LONG
 from tests.planning.test_kept_attention import with_attention
-from tests.planning.test_large_parameters import large_vocabulary
 from tests.planning.test_search import machine, make_profile
 
 Case = tuple[ModelProfile, HardwareProfile]
@@ -151,13 +150,6 @@ def test_what_is_switched_off_is_not_used_anywhere(name: str) -> None:
         assert score_ms(without, profile, hardware) >= score_ms(plan, profile, hardware) / CLOSE
         n_used += bool(getattr(plan, name))
     assert n_used > 0
-
-
-def test_the_order_with_large_chunks_first_can_be_switched_off() -> None:
-    draw = random.Random(116)
-    profile = large_vocabulary(draw, tied=False)
-    hardware = replace(random_machine(draw), device_bytes=10**12, host_bytes=10**12)
-    assert not search(profile, hardware, without=("large_first",)).large_first
 
 
 @pytest.mark.parametrize("n_blocks", [24, 60])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protrain.planning import MemoryModel, RuntimeModel, choose_chunk_elements, evaluate, pack, search
+from protrain.planning import MemoryModel, RuntimeModel, evaluate, pack, search
 from protrain.planning.plan import BlockMode
 from protrain.planning.rates.swap_copies import COPY_MS, choose_packed, direct_copies, packed_copies
 from protrain.profiler import ModelProfile
@@ -80,7 +80,7 @@ def test_the_plan_carries_the_verdict_and_the_models_follow_it() -> None:
     plan = evaluate(profile, H100, n_persist=2, n_buffer=2, n_swap=2, n_ckpt=0)
     assert plan.pack_swaps == (True,) * N_BLOCKS
     assert search(profile, H100).pack_swaps == plan.pack_swaps
-    layout = pack(profile, choose_chunk_elements(profile))
+    layout = pack(profile)
     modes = (BlockMode.SWAP,) * N_BLOCKS
     found: dict[Any, Any] = {}
     for packs in ((), plan.pack_swaps, None):

@@ -1,25 +1,21 @@
-"""The what-if table: how time and memory change if an integer of a plan changes by one, or a switch is flipped."""
+"""The what-if table: how time and memory change if an integer of a plan changes by one, or keep_attention flips."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from protrain.common.records import Record
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.changes import Neighbour, neighbours, within
-from protrain.planning.layout import layouts
 from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
 from protrain.profiler.model_profile import ModelProfile
 
-SWITCHES = ("keep_attention", "large_first")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Change(Record):
-    """One integer changed by one, or one switch flipped.
+    """One integer changed by one, or keep_attention flipped.
 
     :func:`protrain.planning.changes.neighbours` says which other integers change with it.
     """
@@ -40,26 +36,21 @@ class Change(Record):
 def changes_of(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, models: Models, *, step_during_backward: bool
 ) -> Iterator[Change]:
-    """The effect of every integer of ``plan``, one more and one less, and of each switch."""
+    """The effect of every integer of ``plan``, one more and one less, and of keep_attention."""
     for neighbour in neighbours(plan.counts, models):
         same_modes = neighbour.knob not in ("n_swap", "n_ckpt", "n_ckpt_swap")
         yield _effect(neighbour, models, plan if same_modes else None)
-    for switch in SWITCHES:
-        if switch == "large_first" and len(layouts(profile, plan.chunk_elements)) == 1:
-            continue
-        on = bool(getattr(plan, switch))
-        impossible = ""
-        if switch == "keep_attention" and not any(block.attention_bytes for block in profile.blocks):
-            impossible = "no block has a fused attention"
-        elif switch == "keep_attention" and not plan.n_ckpt:
-            impossible = "no block is recomputed"
-        counts, others = plan.counts, models
-        if not impossible:
-            changed: dict[str, Any] = {switch: not on}
-            switched = replace(plan, **changed)
-            others = Models.of(switched, profile, hardware, step_during_backward=step_during_backward)
-            counts = within(counts, others)
-        yield _effect(Neighbour(switch, -1 if on else 1, counts, impossible), others, plan)
+    counts, others, impossible = plan.counts, models, ""
+    if not any(block.attention_bytes for block in profile.blocks):
+        impossible = "no block has a fused attention"
+    elif not plan.n_ckpt:
+        impossible = "no block is recomputed"
+    else:
+        switched = replace(plan, keep_attention=not plan.keep_attention)
+        others = Models.of(switched, profile, hardware, step_during_backward=step_during_backward)
+        counts = within(counts, others)
+    step = -1 if plan.keep_attention else 1
+    yield _effect(Neighbour("keep_attention", step, counts, impossible), others, plan)
 
 
 def _effect(neighbour: Neighbour, models: Models, same_modes: Plan | None) -> Change:
