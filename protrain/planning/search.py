@@ -76,6 +76,8 @@ _TOGETHER = [
     )
     for sign in (1, -1)
 ]
+# Changes to blocks that may take more device memory, for which chunks give up being persistent.
+_FOR_FEWER_PERSISTENT = [_Direction(n_ckpt=-1), _Direction(n_swap=1, n_ckpt=-1)]
 
 
 class _Found(NamedTuple):
@@ -258,8 +260,9 @@ class _Search:
             for name in _SWITCHED_OFF:  # setting it to 0 may gain where one less gains nothing
                 if (better := self._changed(best, best.counts._replace(**{name: 0}), best.score_ms)) is not None:
                     best, improved = better, True
-            if (better := self._with_fewer_ckpt(best, step)) is not None:
-                best, improved = better, True
+            for direction in _FOR_FEWER_PERSISTENT:
+                if (better := self._with_fewer_persistent(best, direction, step)) is not None:
+                    best, improved = better, True
             if not improved:
                 step //= 2
         return best
@@ -270,17 +273,26 @@ class _Search:
         limit_ms = best.score_ms * (1 - _GAIN * (step > 1))
         return self._changed(best, best.counts._replace(**changed), limit_ms, more_ckpt=direction.n_ckpt >= 0)
 
-    def _with_fewer_ckpt(self, best: _Found, step: int) -> _Found | None:
-        """The plan with ``step`` recomputed blocks fewer and as many persistent chunks as then fit, if it is better.
+    def _with_fewer_persistent(self, best: _Found, direction: _Direction, step: int) -> _Found | None:
+        """The plan ``step`` steps away in ``direction`` with as many persistent chunks as then fit, if it is better.
 
-        Where all that are persistent still fit, that plan has been tried already.
+        It is tried with and without speculative updates of the chunks that are no longer persistent. If no chunk has
+        to give up being persistent, the plan has been tried already.
         """
-        wanted = best.counts._replace(n_ckpt=best.counts.n_ckpt - step)
+        counts = best.counts
+        n_swap, n_ckpt = counts.n_swap + step * direction.n_swap, counts.n_ckpt + step * direction.n_ckpt
+        wanted = counts._replace(n_swap=n_swap, n_ckpt=n_ckpt)
+        if min(wanted) < 0:
+            return None
         while wanted.n_persist and self._fitted(best.keeps, wanted, more_ckpt=False) is None:
             wanted = wanted._replace(n_persist=wanted.n_persist - 1)
-        if wanted.n_persist == best.counts.n_persist:
+        dropped = counts.n_persist - wanted.n_persist
+        if not dropped:
             return None
-        return self._changed(best, wanted, best.score_ms * (1 - _GAIN * (step > 1)), more_ckpt=False)
+        limit_ms = best.score_ms * (1 - _GAIN * (step > 1))
+        speculating = wanted._replace(n_speculate=wanted.n_speculate + dropped)
+        found = [self._changed(best, each, limit_ms, more_ckpt=False) for each in (wanted, speculating)]
+        return min((better for better in found if better is not None), default=None)
 
     def _changed(self, best: _Found, wanted: Counts, limit_ms: float, *, more_ckpt: bool = True) -> _Found | None:
         """The plan nearest to ``wanted`` that fits, if its score is less than ``limit_ms``."""

@@ -42,6 +42,9 @@ STREAMING = (
 # Updates run inside backward with little host memory. The best plan swaps beside input offload: 75, 156, 243; it
 # offloads inputs alone: 91, 290.
 SHARING = (75, 91, 156, 243, 290)
+# A block that is no longer recomputed takes memory from a persistent chunk, which pays only if that chunk gets a
+# speculative update. The block is kept: 60070; swapped: 50016.
+SPECULATING = (50016, 60070)
 SWAP, CKPT_SWAP = BlockMode.SWAP, BlockMode.CKPT_SWAP
 
 
@@ -52,6 +55,13 @@ def test_no_plan_at_all_is_better(seed: int, share: int) -> None:
     if (seed, share) not in OFFLOADING:
         profile = as_measured(profile, random.Random(-seed - 1))
     check_search(profile, hardware, inside=draw.random() < 0.25)
+
+
+@pytest.mark.parametrize("seed", SPECULATING)
+def test_no_plan_is_better_where_chunks_give_up_being_persistent(seed: int) -> None:
+    draw = random.Random(seed)
+    profile = as_measured(random_profile(draw, draw.choice([4, 8, 16])), random.Random(-seed - 1))
+    assert check_search(profile, random_machine(draw)).n_speculate > 0
 
 
 @pytest.mark.parametrize("seed", SHARING)
