@@ -1,0 +1,141 @@
+"""What the meta device is said to return is what it returns, remembered or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from protrain.forward.compilation import compile_blocks
+from protrain.profiler import meta_device, profile
+from protrain.profiler.blocks import find_blocks
+from protrain.profiler.meta_device import as_if_on_gpu
+from protrain.profiler.storages import storage_key
+
+BFLOAT = torch.bfloat16
+
+# These make new tensors, and the second call of each is answered from memory.
+MAKING: dict[str, Callable[[Tensor], Any]] = {
+    "sum of two": lambda x: x + x,
+    "sum with one row": lambda x: x + x[:1],
+    "strided": lambda x: torch.tanh(x.t()),
+    "expanded": lambda x: x[:1].expand(5, 8) * 2,
+    "other type": lambda x: x.to(BFLOAT),
+    "one number": lambda x: x.sum(),
+    "several": lambda x: torch.native_layer_norm(x, [8], None, None, 1e-5),
+    "list": lambda x: torch.cat([x, x]),
+    "without a tensor": lambda x: torch.ones(3, device="meta"),
+    "empty": lambda x: x[:0] + 1,
+}
+# These are run each time.
+OTHER: dict[str, Callable[[Tensor], Any]] = {
+    "view": lambda x: x.view(8, 4),
+    "view by another name": lambda x: torch.ops.aten._unsafe_view(x, [8, 4]),
+    "in place": lambda x: x.mul_(2),
+    "into an argument": lambda x: torch.add(x, x, out=x),
+    "values": lambda x: torch.ones(4, 8) * 2,
+    "a number with a value": lambda x: x * torch.tensor(2.0),
+}
+
+
+def _form(tensor: Tensor, given: Tensor) -> tuple[Any, ...]:
+    size_bytes, is_given = tensor.untyped_storage().nbytes(), storage_key(tensor) == storage_key(given)
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, size_bytes, is_given
+
+
+@pytest.mark.parametrize("name", [*MAKING, *OTHER])
+def test_an_operator_returns_the_same_each_time(name: str) -> None:
+    call = {**MAKING, **OTHER}[name]
+    x = torch.empty(4, 8, device="meta")
+    truth = call(x)
+    with as_if_on_gpu():
+        calls = [truth, call(x), call(x)]
+    results = [result if isinstance(result, tuple) else (result,) for result in calls]
+    keys = [storage_key(part) for parts in results for part in parts]
+    assert [type(result) for result in calls] == [type(truth)] * 3
+    assert [[_form(part, x) for part in parts] for parts in results] == [[_form(part, x) for part in results[0]]] * 3
+    assert name in OTHER or len({*keys}) == len(keys), "two results share a storage"
+
+
+def test_numbers_that_are_equal_but_not_of_one_type_are_told_apart() -> None:
+    x = torch.empty(4, dtype=torch.int64, device="meta")
+    with as_if_on_gpu():
+        assert [(x + number).dtype for number in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+
+
+def test_strides_are_told_apart() -> None:
+    x = torch.empty(8, 8, device="meta")
+    with as_if_on_gpu():
+        assert [torch.tanh(given).stride() for given in (x, x.t(), x)] == [(8, 1), (1, 8), (8, 1)]
+
+
+def test_the_default_type_is_part_of_the_question() -> None:
+    x = torch.empty(4, dtype=torch.int64, device="meta")
+    with as_if_on_gpu():
+        before = (x + 0.5).dtype
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert (before, (x + 0.5).dtype) == (torch.float32, torch.float64)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_a_remembered_result_has_a_gradient() -> None:
+    weight = nn.Parameter(torch.empty(4, 4, device="meta"))
+    with as_if_on_gpu():
+        for _ in range(2):
+            F.gelu(weight @ weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == (4, 4)
+
+
+class _Block(nn.Module):
+    """A block that reads its index and comes in several widths."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.first = nn.Linear(8, 8 * (1 + index // 2))
+        self.second = nn.Linear(8 * (1 + index // 2), 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.dropout(F.gelu(self.first(x)), 0.1 * (self.index % 2))
+        return x + self.second(inner.float().square().to(x.dtype) if self.index == 1 else inner)
+
+
+def _uneven() -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*map(_Block, range(5))), nn.Linear(8, 8))
+    return model, (torch.randn(16, 8),)
+
+
+@pytest.mark.parametrize(
+    ("family", "compiled"),
+    [
+        *((family, False) for family in ("gpt2", "llama", "opt", "mistral", "t5", "uneven")),
+        *((family, True) for family in ("gpt2", "uneven")),
+    ],
+)
+def test_the_profile_is_that_of_a_trace_which_remembers_nothing(
+    tiny_model: Callable[..., nn.Module],
+    tiny_batch: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    compiled: bool,
+) -> None:
+    model, batch = _uneven() if family == "uneven" else (tiny_model(family), tiny_batch())
+    found = []
+    for remembers in (True, False):
+        if not remembers:
+            monkeypatch.setattr(meta_device._Results, "of", lambda self, func, args, kwargs: func(*args, **kwargs))
+        torch._dynamo.reset()
+        undo = compile_blocks(
+            [model.get_submodule(path) for path in find_blocks(model)] if compiled else [], on_meta=True
+        )
+        found.append(profile(model, batch, device="meta", dtype=BFLOAT))
+        undo()
+    assert found[0] == found[1]
+    torch._dynamo.reset()
