@@ -29,7 +29,7 @@ class CompiledForward:
     def __init__(self, forward: Callable[..., Any], *, on_meta: bool) -> None:
         functools.update_wrapper(self, forward)
         self.eager = forward
-        self.compiled = torch.compile(forward, backend=graphs_alone()) if on_meta else torch.compile(forward)
+        self.compiled = torch.compile(forward, backend=graphs_alone) if on_meta else torch.compile(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""

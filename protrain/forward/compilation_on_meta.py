@@ -15,10 +15,14 @@ import torch
 _running = 0  # how many graphs are running
 
 
-@functools.cache  # blocks share graphs only if they share a backend
-def graphs_alone() -> Any:
+def graphs_alone(graph: Any, inputs: Any) -> Any:
     """A backend for torch.compile that splits a block's graph as the default backend does, and compiles nothing."""
-    # The compiler's own modules take long to import.
+    return _splitting()(graph, inputs)
+
+
+@functools.cache
+def _splitting() -> Any:
+    # The compiler's own modules take long to import, and a model whose profile is cached never needs them.
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
