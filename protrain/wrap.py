@@ -29,7 +29,7 @@ from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.optim.user_optimizer import retire
 from protrain.planning import Plan, check, search
 from protrain.planning.mismatch import name_other_use, refuse_other_model
-from protrain.planning.rates.streaming import staging_bytes
+from protrain.planning.predict import Models
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import checkpointing_switches, say_switched_off, switch_off_checkpointing
 from protrain.profiler.cache import cached_profile
@@ -141,7 +141,9 @@ def wrap(
         )
         model_profile = replace(model_profile, accumulation=accumulation, moment_dtype=checked.moment_dtype)
         with stages.stage("planning"), naming(checked.plan_file):
-            chosen = _plan(checked.plan, model_profile, hardware, step_during_backward=step_during_backward)
+            inside = step_during_backward
+            chosen = _plan(checked.plan, model_profile, hardware, step_during_backward=inside)
+            runtime = Models.of(chosen, model_profile, hardware, step_during_backward=inside).runtime
         stages.note(f"the plan: {chosen}")
         with stages.bar("moving model states into place") as show:
             engine, fixed_bytes = build_engine(
@@ -152,7 +154,7 @@ def wrap(
                 device_bytes=hardware.device_bytes,
                 host_bytes=hardware.host_bytes,
                 host_threads=_host_threads(hardware),
-                streaming_bytes=staging_bytes(chosen.chunk_elements),
+                sharing=runtime.sharing(chosen.n_persist),
                 weights=os.fspath(weights) if weights is not None else None,
                 show=show,
             )

@@ -27,6 +27,7 @@ ALLOWED = {
         "protrain.planning.plan",
         "protrain.planning.layout",
         "protrain.planning.schedule",
+        "protrain.planning.sharing",
         "protrain.planning.tables",
         "protrain.profiler.blocks",
         "protrain_kernels",

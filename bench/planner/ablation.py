@@ -35,7 +35,7 @@ from protrain.planning.rates.host_rates import with_host
 from protrain.planning.tables import aligned
 
 FILE = "ablation.json"
-MECHANISMS = ("n_weight_only", "keep_attention")
+MECHANISMS = ("n_weight_only", "keep_attention", "stream")
 SLOW = 0.7  # of the host's rate
 GIB, MIB = 1024**3, 1024**2
 WORTH = 0.005  # a plan predicted to be this close to the best on every host is not measured
@@ -143,7 +143,7 @@ def _planned(case: Case, device: torch.device) -> tuple[list[Plan], list[Choice]
         for mechanism in ("nothing", *MECHANISMS):
             left_out = () if mechanism == "nothing" else (mechanism,)
             plan = search(profile, machine, step_during_backward=not case.clip, without=left_out)
-            key = (*plan.counts, plan.keep_attention)
+            key = (*plan.counts, plan.keep_attention, plan.stream)
             if key not in known:
                 known[key] = len(plans)
                 plans.append(plan)

@@ -86,7 +86,7 @@ def again(
 
 def plan_key(plan: Plan) -> tuple[int, ...]:
     """A key that is different for different plans of one case."""
-    return (*plan.counts, plan.keep_attention)
+    return (*plan.counts, plan.keep_attention, plan.stream)
 
 
 def _neighbours(

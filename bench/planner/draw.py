@@ -48,9 +48,6 @@ def draw(
             n_speculate, least = memory.speculation(n_persist, wanted, swapped_bytes)
             n_weight_only = generator.choice([least, generator.randint(least, n_speculate)])
             counts = counts._replace(n_speculate=n_speculate, n_weight_only=n_weight_only)
-        if runtime.streams:
-            most = runtime.streamable(n_persist, counts.n_speculate)
-            counts = counts._replace(n_stream=generator.choice([0, generator.randint(0, most)]))
         modes = models.modes(counts)
         on_device = models.device_bytes(modes, counts) <= hardware.device_bytes
         if on_device and models.host_bytes(modes, counts) <= hardware.host_bytes:

@@ -67,8 +67,8 @@ def _updates(plan: Plan, device: str, in_backward: bool) -> str:
             some = plan.n_weight_only < plan.n_speculate
             alone = f", of {plan.n_weight_only} of them the weights alone" if some else ", of the weights alone"
         parts.append(f"the host does {_counted(plan.n_speculate, 'chunk')} before the norm is known{alone}")
-    if plan.n_stream:
-        parts.append(f"the {device} does {plan.n_stream} of the chunks in host memory")
+    if plan.stream and plan.n_persist + plan.n_speculate < plan.n_chunks:
+        parts.append(f"the {device} helps when the host is late")
     return "; ".join(parts)
 
 

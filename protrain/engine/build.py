@@ -23,12 +23,14 @@ from protrain.engine.states.chunks import DTYPES
 from protrain.engine.states.materialise import fill
 from protrain.engine.streams import streams_for
 from protrain.engine.units import make_units
+from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.streamer import Streamer, Streaming
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks
-from protrain.planning.layout import most_held, streamed_chunks, updated_chunks
+from protrain.planning.layout import most_held
 from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, offloaded_input_bytes, swapped_block_bytes
+from protrain.planning.sharing import Sharing
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels.host_library import library
 
@@ -47,7 +49,7 @@ def build_engine(
     device_bytes: int,
     host_bytes: int,
     host_threads: int,
-    streaming_bytes: int,
+    sharing: Sharing,
     weights: str | Path | None,
     show: Callable[[str, float], None],
 ) -> tuple[Engine, int]:
@@ -61,8 +63,7 @@ def build_engine(
         device_bytes: the limit of device memory.
         host_bytes: the limit of host memory.
         host_threads: number of threads of a kernel on the host.
-        streaming_bytes: device memory through which states are copied when the device updates chunks in host memory; 0
-            if it needs none.
+        sharing: when updates are needed, and how fast host and device are at them.
         weights: a folder of safetensors to load.
         show: called with a text that says what is being done, and the share that is done, from 0 to 1.
 
@@ -75,11 +76,8 @@ def build_engine(
     memory = EngineMemory(
         device=device, dtype=dtype, streams=streams_for(device), arena=Arena(device), poison=debugging()
     )
-    first = plan.n_persist + plan.n_speculate
-    candidates = [index for index in updated_chunks(profile, layout) if index >= first]
-    streamed = streamed_chunks(candidates, plan.n_stream)
     show(f"{format_bytes(plan.host_bytes)} of host memory", 0.0)
-    chunks = make_chunks(layout, plan, memory, streamed=streamed)
+    chunks = make_chunks(layout, plan, memory)
     named = dict(model.named_parameters())
     parameters = [named[record.name] for record in profile.parameters]
     members = make_members(profile, layout, chunks, parameters)
@@ -95,9 +93,10 @@ def build_engine(
     )
     worker = HostWorker(threads=host_threads)
     streaming = None
-    if streamed:
-        streamer = Streamer(memory.streams, staging_bytes=streaming_bytes)
-        streaming = Streaming(streamer, HostWorker(threads=1, name="protrain-stream-worker"))
+    if any(chunk.streamable for chunk in chunks):
+        streamer = Streamer(memory.streams, staging_bytes=sharing.staging_bytes, gparams=sharing.device_gparams)
+        thread = HostWorker(threads=1, name="protrain-stream-worker")
+        streaming = Streaming(streamer, sharing, Rate(sharing.host_gparams), thread)
     gradients = Gradients(
         memory,
         members=members,

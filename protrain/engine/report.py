@@ -17,7 +17,7 @@ from protrain.engine.updates.on_host import Tally
 from protrain.planning.tables import format_change, format_ms
 
 _TIMED_STEPS = 200
-_SLOW_HOST = 0.86  # times the predicted rate: a host that is slower than in any scenario a plan is made for
+_SLOW_HOST = 0.86  # times the predicted rate: a host that is slower than plans are made for
 _LATE_STEP = 1.05  # times the predicted time
 
 
@@ -35,6 +35,7 @@ class Report(Record):
     predicted_host_bytes: int
     fetches: int  # uploads of chunks
     speculative_updates: int  # updates done inside backward, before step() was called
+    streamed_updates: int  # updates of chunks in host memory that the device did, as the host would have been late
     redone_updates: int  # speculative updates done again as the step was not as they had assumed
     host_gparams: float  # 1e9 parameters a second that the host has updated lately, while the step ran; 0: none
     predicted_host_gparams: float
@@ -70,6 +71,7 @@ class Report(Record):
             ),
             ("chunk uploads", f"{self.fetches:,}"),
             ("speculative updates", f"{self.speculative_updates:,}{redone}"),
+            ("streamed updates", f"{self.streamed_updates:,}"),
             ("AdamW on the host", on_host),
         ]
 
@@ -119,6 +121,7 @@ def make_report(
         fetches=engine.buffers.fetches,
         speculative_updates=tally.committed + tally.redone,
         redone_updates=tally.redone,
+        streamed_updates=0 if engine.streaming is None else engine.streaming.streamer.updates,
         host_gparams=_rate_of(tuple(tally.timed)),
         predicted_host_gparams=predicted_host_gparams,
     )

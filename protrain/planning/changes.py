@@ -27,7 +27,7 @@ def neighbours(counts: Counts, models: Models) -> Iterator[Neighbour]:
     """All neighbours of ``counts``, whether they fit the memory or not, with a reason if there is no such plan.
 
     If the changed integer puts another one out of its range, that one takes the nearest value in the range: buffers,
-    speculative and streamed updates with another number of persistent chunks, offloaded inputs with fewer recomputed
+    and speculative updates with another number of persistent chunks, offloaded inputs with fewer recomputed
     blocks.
     """
     for knob in KNOBS:
@@ -44,8 +44,6 @@ def neighbours(counts: Counts, models: Models) -> Iterator[Neighbour]:
                 refused = "every non-persistent chunk has a buffer"
             elif knob == "n_weight_only" and wanted.n_weight_only < changed.n_weight_only:
                 refused = "host memory has no room for another whole second copy"
-            elif knob == "n_stream" and wanted.n_stream > changed.n_stream:
-                refused = "the device updates every chunk in host memory that has no speculative update"
             yield Neighbour(knob, step, changed, refused)
 
 
@@ -58,7 +56,6 @@ def within(wanted: Counts, models: Models) -> Counts:
         n_buffer=n_buffer,
         n_ckpt_swap=min(wanted.n_ckpt_swap, wanted.n_ckpt),
         n_speculate=n_speculate,
-        n_stream=min(wanted.n_stream, models.runtime.streamable(n_persist, n_speculate)),
     )
     fit, least = memory.speculation(n_persist, n_speculate, memory.swapped_bytes(models.modes(counts)))
     least = least if fit == n_speculate else n_speculate

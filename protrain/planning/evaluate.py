@@ -22,20 +22,29 @@ def evaluate(
     n_ckpt_swap: int = 0,
     n_speculate: int = 0,
     n_weight_only: int = 0,
-    n_stream: int = 0,
+    stream: bool | None = None,
     keep_attention: bool = False,
     chunk_elements: int | None = None,
     step_during_backward: bool = False,
 ) -> Plan:
     """Make a plan by hand: the plan of these integers, with its predictions.
 
+    ``stream`` says whether the GPU may update chunks in host memory. By default it may if calibration knows how fast.
+
     Raises:
         ValueError: a count is out of range; the message says the range.
         PlanError: the plan does not fit ``hardware``.
     """
     layout = pack(profile, chunk_elements)
-    models = Models(profile, hardware, layout, step_during_backward=step_during_backward, keep_attention=keep_attention)
-    counts = Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_stream)
+    models = Models(
+        profile,
+        hardware,
+        layout,
+        step_during_backward=step_during_backward,
+        keep_attention=keep_attention,
+        stream=stream,
+    )
+    counts = Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only)
     _check_counts(models, counts)
     plan = models.plan(counts)
     _check_fits(models, plan)
@@ -96,12 +105,6 @@ def _check_counts(models: Models, counts: Counts) -> None:
             f"n_weight_only must be 0 to {counts.n_speculate}, the number of speculative updates, not "
             f"{counts.n_weight_only}"
         )
-    candidates = models.runtime.streamable(n_persist, counts.n_speculate)
-    if not 0 <= counts.n_stream <= candidates:
-        raise ValueError(
-            f"n_stream must be 0 to {candidates}, the number of chunks in host memory that are trained and have no "
-            f"speculative update, not {counts.n_stream}"
-        )
     block_modes(models.n_blocks, counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
 
 
@@ -109,9 +112,7 @@ def _check_fits(models: Models, plan: Plan) -> None:
     """Raise PlanError if ``plan`` needs more memory than there is."""
     activations = models.memory.activations(plan.block_modes)
     if plan.device_bytes > models.hardware.device_bytes:
-        raise device_error(
-            models.memory, plan.n_persist, plan.n_buffer, activations, n_stream=plan.n_stream, given=True
-        )
+        raise device_error(models.memory, plan.n_persist, plan.n_buffer, activations, given=True)
     if plan.host_bytes > models.hardware.host_bytes:
         raise host_error(
             models.memory,

@@ -22,7 +22,6 @@ def device_error(
     n_buffer: int,
     activations: Activations,
     *,
-    n_stream: int = 0,
     given: bool = False,
     narrow_moments: bool = False,
 ) -> PlanError:
@@ -33,14 +32,13 @@ def device_error(
         n_persist: of the plan.
         n_buffer: of the plan.
         activations: of the plan.
-        n_stream: of the plan.
         given: whether the caller gave the plan, so that another plan may fit.
         narrow_moments: whether a plan with moments in bf16 fits.
     """
     hardware, profile = memory.hardware, memory.profile
-    needed = memory.device_bytes(n_persist, n_buffer, activations, n_stream)
-    static = memory.static_bytes(n_persist, n_buffer, n_stream)
-    parts = {"activations": needed - static, **memory.static_parts(n_persist, n_buffer, n_stream)}
+    needed = memory.device_bytes(n_persist, n_buffer, activations)
+    static = memory.static_bytes(n_persist, n_buffer)
+    parts = {"activations": needed - static, **memory.static_parts(n_persist, n_buffer)}
     host = memory.host_bytes(Counts(n_persist, n_buffer, 0, 0), activations)
     remedies = [_SEARCH] if given else []
     batch = next((shape[0] for shape in profile.batch_shapes.values() if shape), 0)

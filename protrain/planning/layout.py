@@ -21,16 +21,12 @@ Large chunks have buffers of their own, no more than are held at one time (one, 
 They have staging of their own for gradients, and a region of host memory each for gradients. They lie where they
 are first used, as all chunks do. An order with large chunks before all others, so that they would persist first, was
 measured and gained nothing: see docs/results.md.
-
-[Note: which chunks are streamed] The next forward needs chunks in order, so the updates of host and GPU must both
-progress in that order. The GPU updates the last of every k chunks, which must be ready when the host has updated the
-k - 1 before it. Chunks with speculative updates stay with the host, which makes these while backward uses the link.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -289,8 +285,3 @@ def updated_chunks(profile: ModelProfile, layout: Layout) -> list[int]:
         for chunk in layout.unit_chunks[member]
     }
     return [chunk.index for chunk in layout.chunks if chunk.trainable and chunk.index in used]
-
-
-def streamed_chunks(candidates: Sequence[int], n_stream: int) -> list[int]:
-    """``n_stream`` of ``candidates``, evenly spaced. See [Note: which chunks are streamed]."""
-    return [candidates[-(-nth * len(candidates) // n_stream) - 1] for nth in range(1, n_stream + 1)]

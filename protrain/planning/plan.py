@@ -47,7 +47,6 @@ class Counts(NamedTuple):
     n_ckpt_swap: int = 0  # blocks among n_ckpt whose inputs are offloaded
     n_speculate: int = 0  # chunks with speculative updates: the first after the persistent ones
     n_weight_only: int = 0  # the first of n_speculate, whose speculative update computes only the weight
-    n_stream: int = 0  # chunks in host memory that the device updates, none of them with a speculative update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ class Plan(Record):
     keep_attention: bool = False  # recomputed blocks keep the outputs of attention beside their inputs
     n_speculate: int = 0
     n_weight_only: int = 0
-    n_stream: int = 0
+    stream: bool = False  # the GPU may update chunks in host memory, and has staging for their states
     # How many regions the gradients of persistent chunks share, and those of chunks in host memory. 0: every chunk has
     # a region of its own.
     n_device_gradient: int = 0
@@ -107,7 +106,6 @@ class Plan(Record):
             + (" keep_attention" if self.keep_attention else "")
             + (f" n_speculate={self.n_speculate}" if self.n_speculate else "")
             + (f" n_weight_only={self.n_weight_only}" if self.n_weight_only else "")
-            + (f" n_stream={self.n_stream}" if self.n_stream else "")
             + (f" n_host_gradient={self.n_host_gradient}" if self.n_host_gradient else "")
             + (f" packed={n_packed}/{self.n_swap}" if (n_packed := sum(map(self.packs, range(n_blocks)))) else "")
             + (f" accumulation={self.accumulation}" if self.accumulation > 1 else "")

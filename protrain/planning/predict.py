@@ -15,7 +15,7 @@ from protrain.planning.fingerprint import fingerprint
 from protrain.planning.layout import Layout
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Counts, Plan, block_modes, layout_of
-from protrain.planning.rates.host_rates import scenarios, slowest
+from protrain.planning.rates.host_rates import slower_share, with_host
 from protrain.planning.runtime.model import RuntimeModel
 from protrain.planning.timeline import Timeline
 from protrain.profiler.model_profile import ModelProfile
@@ -59,6 +59,7 @@ class Models:
         step_during_backward: whether updates run inside backward.
         keep_attention: whether recomputed blocks keep the outputs of attention.
         pack_swaps: by block, whether what it saves is packed if it is swapped. By default the faster way is chosen.
+        stream: whether the GPU may update chunks in host memory. By default it may if calibration knows how fast it is.
     """
 
     def __init__(
@@ -70,13 +71,19 @@ class Models:
         step_during_backward: bool = False,
         keep_attention: bool = False,
         pack_swaps: tuple[bool, ...] | None = None,
+        stream: bool | None = None,
     ) -> None:
         self.keep_attention = keep_attention
         self.profile = profile.keeping_attention() if keep_attention else profile
         self.hardware = hardware
         self.layout = layout
         self.memory = MemoryModel(
-            self.profile, hardware, layout, update_in_backward=step_during_backward, pack_swaps=pack_swaps
+            self.profile,
+            hardware,
+            layout,
+            update_in_backward=step_during_backward,
+            pack_swaps=pack_swaps,
+            stream=stream,
         )
         self.runtime = RuntimeModel(self.memory)
         self.n_chunks, self.n_blocks = len(layout.chunks), len(profile.blocks)
@@ -93,39 +100,26 @@ class Models:
             step_during_backward=step_during_backward,
             keep_attention=plan.keep_attention,
             pack_swaps=plan.pack_swaps,
+            stream=plan.stream,
         )
 
     @cached_property
-    def _scenarios(self) -> list[tuple[RuntimeModel, float]]:
-        return [(self.runtime.on_host(machine), probability) for machine, probability in scenarios(self.hardware)]
-
-    @cached_property
-    def _slowest(self) -> RuntimeModel:
-        return self.runtime.on_host(slowest(self.hardware))
+    def _on_slower_host(self) -> RuntimeModel:
+        return self.runtime.on_host(with_host(self.hardware, slower_share(self.hardware)))
 
     def modes(self, counts: Counts) -> Modes:
         """The block modes of ``counts``."""
         return block_modes(self.n_blocks, counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
 
-    def expected_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
-        """The mean step time over the host-rate scenarios; infinite as soon as it cannot be less than ``limit_ms``."""
-        mean_ms, left = 0.0, 1.0
-        for runtime, probability in self._scenarios:
-            # A slower host is never faster, so no later scenario takes less than this one.
-            step_ms = runtime.step_ms(modes, counts, limit_ms=(limit_ms - mean_ms) / left)
-            if mean_ms + left * step_ms >= limit_ms * (1 - _ROUNDING):
-                return inf
-            mean_ms, left = mean_ms + probability * step_ms, left - probability
-        return mean_ms
-
-    def slowest_ms(self, modes: Modes, counts: Counts) -> float:
-        """The step time in the slowest host-rate scenario."""
-        return self._slowest.step_ms(modes, counts)
+    def slower_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
+        """The step time on the slower host that plans are made for; infinite if it is at least ``limit_ms``."""
+        step_ms = self._on_slower_host.step_ms(modes, counts, limit_ms=limit_ms)
+        return inf if step_ms >= limit_ms * (1 - _ROUNDING) else step_ms
 
     def device_bytes(self, modes: Modes, counts: Counts) -> int:
         """Predicted peak on the device."""
         activations = self.memory.activations(modes)
-        return self.memory.device_bytes(counts.n_persist, counts.n_buffer, activations, counts.n_stream)
+        return self.memory.device_bytes(counts.n_persist, counts.n_buffer, activations)
 
     def host_bytes(self, modes: Modes, counts: Counts) -> int:
         """Predicted host memory of the engine."""
@@ -152,6 +146,7 @@ class Models:
             n_device_gradient=memory.device_regions(counts.n_persist),
             n_host_gradient=memory.host_regions(counts.n_persist, activations.swapped_bytes),
             pack_swaps=memory.pack_swaps,
+            stream=memory.stream,
             step_ms=self.runtime.step_ms(modes, counts),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )

@@ -11,11 +11,10 @@ So a plan offloads the fewest inputs with which as many buffers fit as the searc
 step slower, so a plan has all that fit. Speculative updates compute only the weight if host memory has no room for
 more.
 
-[Note: what a plan is judged by] A plan's score is its mean step time over the host-rate scenarios
-(:mod:`protrain.planning.rates.host_rates`), plus a share of that time for every mechanism that costs memory, or whose
-gain is less certain than the rest of the prediction: :data:`_MUST_GAIN`. How much streamed updates and copies slow each
-other down is derived and not measured, and on H100s predicted gains of 5% and 11% were none and 3%. The small shares
-break ties. Among plans that are as fast, the plan with the fewest transfers wins, since a transfer may be late.
+[Note: what a plan is judged by] A plan's score is its step time on a host that is slower than usual
+(:mod:`protrain.planning.rates.host_rates`), plus a share of that time for every mechanism that costs memory:
+:data:`_MUST_GAIN`. The small shares break ties. Among plans that are as fast, the plan with the fewest transfers wins,
+since a transfer may be late.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from protrain.planning.predict import Models
 from protrain.profiler.model_profile import ModelProfile
 
 # Shares of a step that a mechanism must save: see [Note: what a plan is judged by].
-_MUST_GAIN = {"n_stream": 0.05, "n_weight_only": 0.01, "keep_attention": 0.01}
-_SWITCHED_OFF = ("n_stream", "n_weight_only")  # integers that the search also tries to set to 0 at once
+_MUST_GAIN = {"n_weight_only": 0.01, "keep_attention": 0.01}
 _PER_CHUNK = {"n_persist": -0.005, "n_speculate": 0.001}  # shares of a step if the integer counts all chunks
 _PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # shares of a step if the integer counts all blocks
 _PLACEMENTS = 6  # numbers of persistent chunks on the grid
@@ -56,7 +54,6 @@ class _Direction(NamedTuple):
     n_ckpt: int = 0
     n_speculate: int = 0
     n_weight_only: int = 0
-    n_stream: int = 0
 
 
 _ALONE = [_Direction(**{name: sign}) for name in _Direction._fields for sign in (1, -1)]
@@ -67,11 +64,9 @@ _TOGETHER = [
         ("n_persist", "n_ckpt", 1),
         ("n_persist", "n_ckpt", -1),
         ("n_persist", "n_speculate", -1),
-        ("n_persist", "n_stream", -1),
         ("n_swap", "n_ckpt", -1),
         ("n_swap", "n_ckpt", 1),
         ("n_buffer", "n_ckpt", 1),
-        ("n_speculate", "n_stream", -1),
         ("n_speculate", "n_weight_only", 1),
     )
     for sign in (1, -1)
@@ -107,7 +102,7 @@ def search(
         chunk_elements: size of a chunk; default: :func:`protrain.planning.layout.choose_chunk_elements`.
         step_during_backward: plan for updates inside backward.
         known: plans of the same model. Those that fit are additional starts.
-        without: mechanisms that the plan must not use, by the name of its field: "n_swap", "n_stream", ...
+        without: mechanisms that the plan must not use, by the name of its field: "n_swap", "stream", ...
 
     Raises:
         PlanError: nothing fits. The error says what is needed, what there is, and the smallest change that fits.
@@ -129,9 +124,16 @@ class _Search:
         self._without = frozenset(without)
         self._unused = dict.fromkeys(self._without & set(Counts._fields), 0)
         attends = "keep_attention" not in without and any(block.attention_bytes for block in profile.blocks)
-        layout = pack(profile, chunk_elements)
+        layout, stream = pack(profile, chunk_elements), False if "stream" in without else None
         self._models = {  # without kept attention, and with it if there is any
-            keeps: Models(profile, hardware, layout, step_during_backward=step_during_backward, keep_attention=keeps)
+            keeps: Models(
+                profile,
+                hardware,
+                layout,
+                step_during_backward=step_during_backward,
+                keep_attention=keeps,
+                stream=stream,
+            )
             for keeps in ((False, True) if attends else (False,))
         }
         self._scores: dict[tuple[bool, Counts], float] = {}
@@ -144,7 +146,7 @@ class _Search:
             raise nothing_fits(models.memory)
         largest = max(models.n_chunks, models.n_blocks)
         n_starts = _STARTS if largest > _SMALL else 4 * _STARTS
-        best = min(self._descended(start, fine=False) for start in _spread(sorted(starts), n_starts))
+        best = min(self._descended(start, fine=False) for start in sorted(starts)[:n_starts])
         for other in self._switched(best):
             best = min(best, self._descended(other, fine=False))
         best = self._settled(self._descended(best, fine=True))
@@ -174,12 +176,10 @@ class _Search:
                 modes |= {(n_swap, 0) for n_swap in {n_blocks // 3, n_blocks // 2, n_blocks}}
             for n_swap, n_ckpt in sorted(modes):
                 for n_speculate in (0, n_chunks) if runtime.speculates else (0,):
-                    balanced = runtime.balanced(n_persist, 0 if not n_speculate else n_chunks // 4)
-                    for n_stream in {0, max(1, balanced)} if runtime.streams else (0,):
-                        for n_weight_only in {0, n_speculate}:
-                            wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only, n_stream)
-                            if counts := self._fitted(False, wanted):
-                                yield self._scored(False, counts)
+                    for n_weight_only in {0, n_speculate}:
+                        wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only)
+                        if counts := self._fitted(False, wanted):
+                            yield self._scored(False, counts)
 
     def _given(self, plans: Iterable[Plan]) -> Iterator[_Found]:
         for plan in plans:
@@ -198,10 +198,7 @@ class _Search:
         if not 0 <= n_persist <= models.n_chunks or min(wanted) < 0 or n_swap + wanted.n_ckpt > models.n_blocks:
             return None
         n_speculate = wanted.n_speculate if models.runtime.speculates else 0
-        n_stream = 0
-        if models.runtime.streams:
-            n_stream = min(wanted.n_stream, models.runtime.streamable(n_persist, n_speculate))
-        n_ckpt, n_buffer, swapped_bytes = self._roomy(models, wanted, n_stream, more_ckpt)
+        n_ckpt, n_buffer, swapped_bytes = self._roomy(models, wanted, more_ckpt)
         most = int(n_buffer.max())
         if most < 0:
             return None
@@ -209,12 +206,9 @@ class _Search:
         whole = "n_weight_only" in self._without
         n_speculate, least = memory.speculation(n_persist, n_speculate, int(swapped_bytes[n_ckpt_swap]), whole=whole)
         n_weight_only = min(max(wanted.n_weight_only, least), n_speculate)
-        n_stream = min(n_stream, models.runtime.streamable(n_persist, n_speculate))
-        return Counts(
-            n_persist, int(n_buffer[n_ckpt_swap]), n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_stream
-        )
+        return Counts(n_persist, int(n_buffer[n_ckpt_swap]), n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only)
 
-    def _roomy(self, models: Models, wanted: Counts, n_stream: int, more_ckpt: bool) -> tuple[int, Bytes, Bytes]:
+    def _roomy(self, models: Models, wanted: Counts, more_ckpt: bool) -> tuple[int, Bytes, Bytes]:
         """The fewest recomputed blocks that make room for the wanted number of buffers, or for as many as possible.
 
         Returns:
@@ -230,7 +224,7 @@ class _Search:
             fits_host = host_bytes + swapped_bytes <= self._hardware.host_bytes
             if "n_ckpt_swap" in self._without:
                 fits_host[1:] = False
-            n_buffer = np.where(fits_host, memory.most_buffers(n_persist, margined_bytes, n_stream), -1)
+            n_buffer = np.where(fits_host, memory.most_buffers(n_persist, margined_bytes), -1)
             found.append((n_ckpt, n_buffer, swapped_bytes))
             if n_buffer.max() >= enough:
                 return found[-1]
@@ -242,7 +236,7 @@ class _Search:
         if score_ms is None:
             models = self._models[keeps]
             share = _share(counts, models)
-            score_ms = share * models.expected_ms(models.modes(counts), counts, limit_ms=limit_ms / share)
+            score_ms = share * models.slower_ms(models.modes(counts), counts, limit_ms=limit_ms / share)
             if score_ms < inf:
                 self._scores[keeps, counts] = score_ms
         return _Found(score_ms, keeps, counts)
@@ -257,9 +251,9 @@ class _Search:
             for direction in (*_ALONE, *_TOGETHER):
                 while (better := self._stepped(best, direction, step)) is not None:
                     best, improved = better, True
-            for name in _SWITCHED_OFF:  # setting it to 0 may gain where one less gains nothing
-                if (better := self._changed(best, best.counts._replace(**{name: 0}), best.score_ms)) is not None:
-                    best, improved = better, True
+            # Setting it to 0 may gain where one less gains nothing.
+            if (better := self._changed(best, best.counts._replace(n_weight_only=0), best.score_ms)) is not None:
+                best, improved = better, True
             for direction in _FOR_FEWER_PERSISTENT:
                 if (better := self._with_fewer_persistent(best, direction, step)) is not None:
                     best, improved = better, True
@@ -318,7 +312,7 @@ class _Search:
     def _allowed(self, keeps: bool, counts: Counts) -> bool:
         """Whether a plan of ``counts`` fits the memory, and uses nothing that is switched off or not calibrated."""
         models, hardware = self._models[keeps], self._hardware
-        if any(getattr(counts, name) for name in self._unused) or (counts.n_stream and not models.runtime.streams):
+        if any(getattr(counts, name) for name in self._unused):
             return False
         modes = models.modes(counts)
         on_device = models.device_bytes(modes, counts) <= hardware.device_bytes
@@ -331,11 +325,3 @@ def _share(counts: Counts, models: Models) -> float:
     share = 1.0 + sum(gain for name, gain in _MUST_GAIN.items() if used[name])
     share += sum(each * used[name] for name, each in _PER_CHUNK.items()) / max(1, models.n_chunks)
     return share + sum(each * used[name] for name, each in _PER_BLOCK.items()) / max(1, models.n_blocks)
-
-
-def _spread(starts: list[_Found], count: int) -> list[_Found]:
-    """The best ``count`` of sorted ``starts``, the best with streamed updates, and the best without."""
-    chosen = starts[:count]
-    for streams in (False, True):
-        chosen += [start for start in starts if bool(start.counts.n_stream) is streams][:1]
-    return list(dict.fromkeys(chosen))

@@ -63,7 +63,6 @@ def test_plans_are_drawn_from_all_that_fit(profile: ModelProfile) -> None:
     assert len({plan.n_ckpt for plan in plans}) > 1
     assert len({plan.n_ckpt_swap for plan in plans}) > 1
     assert len({plan.n_speculate for plan in plans}) > 1
-    assert len({plan.n_stream for plan in draw(profile, machine(2**28), 40, seed=3)}) > 1
     assert draw(profile, machine(2**20), 2, seed=0) == [], "nothing fits"
 
 

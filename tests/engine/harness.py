@@ -15,7 +15,6 @@ import protrain
 from protrain.common.batch import arguments
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import BlockMode, MemoryModel, Plan, check, choose_chunk_elements, evaluate, pack
-from protrain.planning.layout import updated_chunks
 from protrain.planning.plan import layout_of
 from protrain.profiler import ModelProfile
 from protrain_kernels import padded
@@ -42,7 +41,7 @@ class Spec:
     speculate: bool = False  # speculative updates
     weights: bool = False  # they compute weights only
     whole: bool = False  # except for half of them, rounded down
-    stream: bool = False  # the device updates half of the chunks in host memory that have no speculative update
+    stream: bool = False  # the device may update chunks in host memory, of which half have speculative updates at most
     attention: bool = False  # kept by recomputed blocks
     packed: bool = False  # what swapped blocks save goes to host memory in one buffer
 
@@ -100,7 +99,6 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside
     modes = tuple(spec.modes[index % len(spec.modes)] for index in range(len(profile.blocks)))
     n_speculate = (away // 2 if spec.stream else away) if spec.speculate and not inside else 0
     n_weight_only = (n_speculate - n_speculate // 2 if spec.whole else n_speculate) if spec.weights else 0
-    candidates = [chunk for chunk in updated_chunks(profile, layout) if chunk >= n_persist + n_speculate]
     plan = evaluate(
         profile,
         hardware,
@@ -111,7 +109,7 @@ def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside
         n_ckpt_swap=modes.count(CKPT_SWAP),
         n_speculate=n_speculate,
         n_weight_only=n_weight_only,
-        n_stream=-(-len(candidates) // 2) if spec.stream else 0,
+        stream=spec.stream,
         keep_attention=spec.attention,
         chunk_elements=chunk_elements,
         step_during_backward=inside,

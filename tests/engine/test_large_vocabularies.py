@@ -123,7 +123,7 @@ def test_bits(family: str, n_persist: int, mode: Any, inside: bool, device: torc
     assert_same(states(wrapped, optimizer), final)
 
 
-@pytest.mark.parametrize("counts", [{"n_speculate": 100}, {"n_speculate": 100, "n_weight_only": 100}, {"n_stream": 2}])
+@pytest.mark.parametrize("counts", [{"n_speculate": 100}, {"n_speculate": 100, "n_weight_only": 100}, {"stream": True}])
 def test_bits_where_updates_are_speculative_or_streamed(counts: dict[str, Any], device: torch.device) -> None:
     data = [make_batch() for _ in range(4)]
     loop = Loop(max_norm=0.5)

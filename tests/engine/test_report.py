@@ -18,6 +18,7 @@ REPORT = Report(
     fetches=24680,
     speculative_updates=30,
     redone_updates=2,
+    streamed_updates=3,
     host_gparams=4.0,
     predicted_host_gparams=5.0,
 )
@@ -32,6 +33,7 @@ def test_a_printed_report_is_aligned_lines_with_units() -> None:
         "host memory          20 MiB taken, predicted 21 MiB",
         "chunk uploads        24,680",
         "speculative updates  30, 2 of them done again",
+        "streamed updates     3",
         "AdamW on the host    4.00 G parameters a second, predicted 5.00 (measured -20.0%)",
     ]
     assert Report.from_json(REPORT.to_json()) == REPORT
@@ -49,5 +51,5 @@ def test_a_step_that_waits_for_a_slow_host_comes_with_the_remedy() -> None:
 def test_a_step_that_was_not_measured_is_said_to_be_so() -> None:
     lines = str(replace(REPORT, steps=1, step_ms=0.0, redone_updates=0, host_gparams=0.0)).splitlines()
     assert lines[2].endswith("not measured before two steps, predicted 2 s")
-    assert lines[-2].endswith(" 30")
+    assert lines[-3].endswith(" 30")
     assert lines[-1].endswith(" none")

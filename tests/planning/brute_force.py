@@ -19,7 +19,7 @@ from tests.planning.machines import H100
 MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
 # A mechanism that saves a smaller share of a step may be left unused.
-MUST_GAIN = {"n_stream": 0.05, "n_weight_only": 0.01, "keep_attention": 0.01}
+MUST_GAIN = {"n_weight_only": 0.01, "keep_attention": 0.01}
 CLOSE = 1.01  # the search may miss the best plan by so much
 
 
@@ -105,7 +105,7 @@ def as_measured(profile: ModelProfile, draw: random.Random) -> ModelProfile:
 def random_machine(draw: random.Random) -> HardwareProfile:
     """From a slow host or link to fast ones, with measured contention or shared ceilings, tight or roomy.
 
-    Nothing is known of streaming.
+    The GPU cannot help to update.
     """
     known = H100
     contention = known.contention if draw.random() < 0.5 else ()
@@ -127,7 +127,7 @@ def random_machine(draw: random.Random) -> HardwareProfile:
 
 
 def that_streams(machine: HardwareProfile) -> HardwareProfile:
-    """``machine`` with streamed updates that are as fast as the link allows."""
+    """``machine`` with a GPU that may help to update, as fast as the link allows."""
     draw = random.Random(machine.host_bytes)
     return replace(machine, streamed_adam_gparams=machine.h2d_gbps * draw.uniform(0.04, 0.06))
 
@@ -161,14 +161,8 @@ def every_plan(memory: MemoryModel) -> Iterator[Counts]:
             for n_buffer in range(least, most + 1):
                 if memory.device_bytes(n_persist, n_buffer, activations) > hardware.device_bytes:
                     break
-                streaming_bytes = memory.device_bytes(n_persist, n_buffer, activations, n_stream=1)
-                may_stream = runtime.streams and streaming_bytes <= hardware.device_bytes
                 for n_speculate, n_weight_only in updates:
-                    n_streams = runtime.streamable(n_persist, n_speculate) if may_stream else 0
-                    for n_stream in range(n_streams + 1):
-                        yield Counts(
-                            n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_stream
-                        )
+                    yield Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only)
 
 
 def margin(counts: Counts, *, keep_attention: bool = False) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.planning.machines import judge_as_calibrated
+
 
 @pytest.fixture
-def one_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host has its calibrated rate in every step, so that the mean over the scenarios is the predicted time."""
-    monkeypatch.setattr("protrain.planning.rates.host_rates.host_shares", lambda hardware: ((1.0, 1.0),))
+def judged_as_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made for the host as it was calibrated, so that the search judges them by the predicted time."""
+    judge_as_calibrated(monkeypatch)

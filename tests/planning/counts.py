@@ -5,7 +5,7 @@ from __future__ import annotations
 from protrain.planning.plan import Counts
 
 
-def placed(n_persist: int, n_buffer: int, n_speculate: int = 0, n_stream: int = 0, n_weight_only: int = 0) -> Counts:
+def placed(n_persist: int, n_buffer: int, n_speculate: int = 0, n_weight_only: int = 0) -> Counts:
     """Counts of a runtime model's call, which takes the blocks' modes apart from them."""
     return Counts(
         n_persist,
@@ -13,6 +13,5 @@ def placed(n_persist: int, n_buffer: int, n_speculate: int = 0, n_stream: int = 
         n_swap=0,
         n_ckpt=0,
         n_speculate=n_speculate,
-        n_stream=n_stream,
         n_weight_only=n_weight_only,
     )

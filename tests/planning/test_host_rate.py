@@ -14,7 +14,7 @@ from tests.planning.machines import H100
 from tests.planning.test_search import make_profile
 
 GIB = 1024**3
-MACHINE = replace(H100, device_bytes=60 * GIB, host_bytes=200 * GIB, host_adam_gparams=5.0)
+MACHINE = replace(H100, device_bytes=60 * GIB, host_bytes=200 * GIB, host_adam_gparams=5.0, streamed_adam_gparams=None)
 ALONE = replace(MACHINE, h2d_gbps=1e9, d2h_gbps=1e9, bidirectional_gbps=1e9)  # copies take no time
 PROFILE = make_profile(16, elements=208 * 1024**2, saved=1300 * 1024**2, ms=12.0)
 COUNTS: dict[str, Any] = {"n_persist": 2, "n_buffer": 4, "n_swap": 0, "n_ckpt": 16}
@@ -35,6 +35,10 @@ def test_alone_it_is_the_calibrated_one_and_beside_copies_less(counts: dict[str,
     assert 2.0 < rate(MACHINE, **counts) < 4.99
 
 
+def test_beside_updates_by_the_gpu_it_is_less() -> None:
+    assert rate(replace(ALONE, streamed_adam_gparams=3.4)) < 4.9
+
+
 def test_inside_backward_too() -> None:
     assert rate(ALONE, inside=True) == pytest.approx(5.0)
 
@@ -50,6 +54,3 @@ def test_on_a_cpu_nothing_runs_beside_it() -> None:
     assert rate(cpu) == 5.0
     n_chunks = evaluate(PROFILE, cpu, **COUNTS).n_chunks
     assert rate(replace(cpu, device_bytes=200 * GIB), n_persist=n_chunks, n_buffer=0) == 0.0
-    streamed: dict[str, Any] = {"n_persist": n_chunks - 2, "n_buffer": 2, "n_stream": 1}
-    assert rate(replace(cpu, device_bytes=200 * GIB), **streamed) == 5.0
-    assert rate(replace(cpu, device_bytes=200 * GIB), **{**streamed, "n_stream": 2}) == 0.0

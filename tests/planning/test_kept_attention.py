@@ -14,7 +14,7 @@ from protrain.planning.plan import as_planned
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import CLOSE, MIB, N, as_measured, check_search, random_machine, random_profile
 
-pytestmark = pytest.mark.usefixtures("one_scenario")
+pytestmark = pytest.mark.usefixtures("judged_as_calibrated")
 # Some cases keep attention and others do not; all have few enough plans to try every one.
 SEEDS = (31, 37, 43, 52, 55, 58)
 

@@ -28,7 +28,7 @@ def large_vocabulary(draw: random.Random, *, tied: bool) -> ModelProfile:
 
 
 @pytest.mark.parametrize("seed", [15, 33, 41, 83, 97])
-@pytest.mark.usefixtures("one_scenario")
+@pytest.mark.usefixtures("judged_as_calibrated")
 def test_no_plan_is_better(seed: int) -> None:
     draw = random.Random(seed)
     profile = large_vocabulary(draw, tied=draw.random() < 0.3)

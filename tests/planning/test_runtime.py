@@ -32,6 +32,7 @@ N = 1_280_000  # elements of a chunk: 2.56 MB of weights
 MACHINE = replace(
     H100,
     contention=(),
+    streamed_adam_gparams=None,
     flatten_gbps=None,
     host_adam_gparams=1.28,
     device_adam_gparams=128.0,

@@ -24,6 +24,7 @@ from protrain.planning import (
     evaluate,
     fingerprint,
     pack,
+    predict,
     search,
 )
 from protrain.planning.runtime import model as runtime
@@ -135,7 +136,8 @@ def test_no_plan_by_hand_is_better(device: str, kind: str) -> None:
                     assert plan.device_bytes <= hardware.device_bytes
                     assert plan.host_bytes <= hardware.host_bytes
     assert feasible > 10
-    assert best <= found.step_ms <= 1.01 * best
+    assert found.step_ms <= 1.01 * best
+    assert best <= found.step_ms or found.n_ckpt_swap or found.n_speculate, "plans by hand have neither"
     assert found.device_bytes <= hardware.device_bytes
 
 
@@ -145,12 +147,12 @@ def test_more_memory_never_makes_it_slower() -> None:
     for helped in (None, 3.4):  # with a device that helps it, a slow host matters less
         plans = [
             search(traced, machine(n * 256 * MIB, "4GiB", streamed_adam_gparams=helped, **slow_host))
-            for n in range(3, 30)
+            for n in range(4, 30)
         ]
         times = [plan.step_ms for plan in plans]
         assert all(more <= 1.01 * less for less, more in pairwise(times))
         assert times[0] > (1.0 if helped else 1.1) * times[-1]
-        assert any(plan.n_stream for plan in plans) == bool(helped)
+        assert any(plan.stream for plan in plans) == bool(helped)
 
 
 @pytest.mark.parametrize("host_adam_gparams", [0.5, 0.8])
@@ -158,7 +160,7 @@ def test_more_host_memory_never_makes_it_slower(host_adam_gparams: float) -> Non
     traced = make_profile(12, ms=2.0)
     rates = {"host_adam_gparams": host_adam_gparams, "streamed_adam_gparams": None}
     plans = [search(traced, machine("1200MiB", n * 512 * MIB, **rates)) for n in range(3, 12)]
-    # Whole updates are preferred to weight-only updates that gain less than 1% in the mean over the scenarios.
+    # Whole updates are preferred to weight-only updates that gain less than 1% on the slower host.
     assert all(more.step_ms <= (1.02 if less.n_weight_only else 1.01) * less.step_ms for less, more in pairwise(plans))
     assert plans[-1].step_ms < 0.95 * plans[0].step_ms
     assert plans[0].n_weight_only == plans[0].n_speculate > 0
@@ -170,47 +172,32 @@ def test_the_device_helps_a_host_that_forward_waits_for() -> None:
     tight = {"host_adam_gparams": 0.3, "streamed_adam_gparams": 0.3}
     alone = search(traced, machine("1200MiB", "3GiB", **{**tight, "streamed_adam_gparams": None}))
     plan = search(traced, machine("1200MiB", "3GiB", **tight))
-    assert plan.n_stream > 0 == alone.n_stream
+    assert plan.stream
+    assert not alone.stream
     assert plan.step_ms < 0.85 * alone.step_ms
-    by_hand = [
-        evaluate(
-            traced,
-            machine("1200MiB", "3GiB", **tight),
-            **plan.counts._replace(n_stream=n_stream)._asdict(),
-            chunk_elements=plan.chunk_elements,
-        ).step_ms
-        for n_stream in range(plan.n_chunks - plan.n_persist - plan.n_speculate + 1)
-    ]
-    assert by_hand[plan.n_stream] == plan.step_ms == min(by_hand)
-    # One that is in time, one that the link slows down too much, a CPU: none.
+    # One that is in time or that the link slows down too much gets no help, and on a CPU there is none to give.
     for changes in (
         {**tight, "host_adam_gparams": 100.0},
-        {**tight, "streamed_adam_gparams": 0.02},
+        {**tight, "streamed_adam_gparams": 0.001},
         {**tight, "device_type": "cpu"},
     ):
-        assert search(traced, machine("1200MiB", "3GiB", **changes)).n_stream == 0
+        hardware = machine("1200MiB", "3GiB", **changes)
+        found = search(traced, hardware)
+        assert found.stream is (hardware.device_type == "cuda")
+        assert (
+            predict(traced, hardware, found).step_ms == predict(traced, hardware, replace(found, stream=False)).step_ms
+        )
 
 
 def test_states_on_their_way_through_the_device_have_room_there() -> None:
     traced = make_profile(12, ms=2.0)
     options = {"host_adam_gparams": 0.3, "streamed_adam_gparams": 0.3}
-    streamed = 0
     for limit in range(1100, 3500, 200):
         hardware = machine(limit * MIB, "4GiB", **options)
         plan = search(traced, hardware)
-        without = evaluate(
-            traced,
-            hardware,
-            n_persist=plan.n_persist,
-            n_buffer=plan.n_buffer,
-            n_swap=plan.n_swap,
-            n_ckpt=plan.n_ckpt,
-            n_ckpt_swap=plan.n_ckpt_swap,
-            chunk_elements=plan.chunk_elements,
-        )
-        assert without.device_bytes + (128 * MIB if plan.n_stream else 0) == plan.device_bytes <= hardware.device_bytes
-        streamed += plan.n_stream > 0
-    assert streamed > 0
+        assert plan.stream
+        without = predict(traced, hardware, replace(plan, stream=False))
+        assert without.device_bytes + 128 * MIB == plan.device_bytes <= hardware.device_bytes
 
 
 def test_a_fast_link_and_slow_blocks_make_swapping_win() -> None:
@@ -324,14 +311,14 @@ def test_a_plan_survives_its_file_and_is_checked(tmp_path: Path) -> None:
     assert check(loaded, traced, hardware) == plan
 
 
-@pytest.mark.parametrize("name", ["n_ckpt_swap", "n_speculate", "n_stream"])
-def test_a_plan_from_before_there_was_a_count_has_none(name: str) -> None:
+@pytest.mark.parametrize("name", ["n_ckpt_swap", "n_speculate", "stream"])
+def test_a_plan_from_before_there_was_a_field_uses_nothing_of_it(name: str) -> None:
     traced, hardware = make_profile(), machine("3GiB", "3GiB")
     facts = evaluate(traced, hardware, **_counts(), chunk_elements=8 * MIB).to_dict()
     del facts[name]
     loaded = Plan.from_dict(facts)
-    assert getattr(loaded, name) == 0
-    assert getattr(check(loaded, traced, hardware), name) == 0
+    assert not getattr(loaded, name)
+    assert not getattr(check(loaded, traced, hardware), name)
 
 
 def test_check_refuses_what_does_not_belong() -> None:

@@ -13,11 +13,11 @@ import pytest
 from protrain.hardware import HardwareProfile
 from protrain.planning import MemoryModel, Plan, evaluate, explain, pack, search
 from protrain.planning.plan import Counts
+from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.runtime import model as runtime
 from protrain.planning.runtime.simulate import simulate
 from protrain.profiler import ModelProfile
 from tests.planning.brute_force import (
-    CLOSE,
     N,
     as_measured,
     every_plan,
@@ -28,8 +28,10 @@ from tests.planning.brute_force import (
 from tests.planning.test_input_offload import LONG
 from tests.planning.test_kept_attention import with_attention
 from tests.planning.test_search import machine, make_profile
+from tests.planning.test_weight_only import SCARCE, tight_case
 
 Case = tuple[ModelProfile, HardwareProfile]
+MISSED = 1.03  # a search may end so much above the best plan of a model with few blocks, each a large part of it
 TIES = 1.005  # among plans that are this close, the search prefers the plan with fewer transfers
 FITTING = [seed for seed in range(30) if seed not in (2, 18)]  # seeds of small models that have a plan
 SMALL = FITTING[:12]
@@ -54,7 +56,8 @@ def small_case(seed: int) -> Case:
     hardware = replace(random_machine(draw), host_adam_gparams=draw.choice([0.2, 0.4, 0.8]))
     hardware = replace(hardware, device_bytes=int(1.3 * hardware.device_bytes))
     if draw.random() < 0.5:
-        hardware = replace(hardware, streamed_adam_gparams=draw.choice([1.0, 2.0, 4.0]))
+        device_bytes = hardware.device_bytes + staging_bytes(N)
+        hardware = replace(hardware, device_bytes=device_bytes, streamed_adam_gparams=draw.choice([1.0, 2.0, 4.0]))
     return (with_attention(profile, 0.4, 16) if draw.random() < 0.3 else profile), hardware
 
 
@@ -71,8 +74,8 @@ CASES: list[Any] = [
 
 def score_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> float:
     """What the search judges ``plan`` by, small shares aside: [Note: what a plan is judged by]."""
-    expected_ms = explain(plan, profile, hardware, more_memory=False).expected_ms
-    return expected_ms * margin(plan.counts, keep_attention=plan.keep_attention)
+    slower_ms = explain(plan, profile, hardware, more_memory=False).slower_ms
+    return slower_ms * margin(plan.counts, keep_attention=plan.keep_attention)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -80,13 +83,13 @@ def test_no_plan_leaves_a_better_neighbour(case: Callable[[], Case]) -> None:
     profile, hardware = case()
     plan = search(profile, hardware)
     why = explain(plan, profile, hardware, more_memory=False)
-    own_ms = why.expected_ms * margin(plan.counts, keep_attention=plan.keep_attention)
+    own_ms = why.slower_ms * margin(plan.counts, keep_attention=plan.keep_attention)
     n_feasible = 0
     for change in why.changes:
-        if change.expected_ms is None or change.device_over_bytes or change.host_over_bytes:
+        if change.slower_ms is None or change.device_over_bytes or change.host_over_bytes:
             continue
         keep = plan.keep_attention ^ (change.knob == "keep_attention")
-        other_ms = change.expected_ms * margin(Counts(*change.counts), keep_attention=keep)
+        other_ms = change.slower_ms * margin(Counts(*change.counts), keep_attention=keep)
         assert other_ms >= own_ms / TIES, f"{change.knob} {change.step:+} of {plan}"
         n_feasible += 1
     assert n_feasible > 0
@@ -113,7 +116,7 @@ def test_a_search_is_never_worse_than_a_plan_that_it_knows(seed: int) -> None:
 
 def test_a_known_plan_that_no_start_leads_to_is_kept() -> None:
     """The fastest plan has fewer persistent chunks and buffers, and more offloaded inputs, than the plans around it."""
-    profile, hardware = make_profile(**LONG), machine("26GiB", "40GiB")
+    profile, hardware = make_profile(**LONG), machine("26GiB", "40GiB", streamed_adam_gparams=None)
     known = evaluate(profile, hardware, n_persist=2, n_buffer=3, n_swap=0, n_ckpt=11, n_ckpt_swap=10)
     assert search(profile, hardware, known=[known]).step_ms <= known.step_ms
 
@@ -123,7 +126,7 @@ def test_a_known_plan_that_no_start_leads_to_is_kept() -> None:
     [
         ("n_speculate", "speculates"),
         ("n_weight_only", "speculates"),
-        ("n_stream", "streams"),
+        ("stream", "streams"),
         ("n_swap", "swaps"),
         ("n_ckpt_swap", "offloads inputs"),
         ("keep_attention", "keeps attention"),
@@ -137,17 +140,18 @@ def test_a_mechanism_that_is_switched_off_is_not_used(name: str, case: str) -> N
     assert score_ms(without, profile, hardware) >= score_ms(plan, profile, hardware) / TIES
 
 
-@pytest.mark.parametrize(
-    "name", ["n_swap", "n_ckpt_swap", "n_speculate", "n_weight_only", "n_stream", "keep_attention"]
-)
+@pytest.mark.parametrize("name", ["n_swap", "n_ckpt_swap", "n_speculate", "n_weight_only", "stream", "keep_attention"])
 def test_what_is_switched_off_is_not_used_anywhere(name: str) -> None:
     """The last changes of a search, which are those of the what-if table, do not use it either."""
     n_used = 0
-    for seed in FITTING:
-        profile, hardware = small_case(seed)
-        plan, without = found_for(seed), search(profile, hardware, without=(name,))
+    scarce = name == "n_weight_only"  # which other small cases have no use for
+    for seed in SCARCE if scarce else FITTING:
+        profile, hardware = tight_case(seed) if scarce else small_case(seed)
+        plan = search(profile, hardware) if scarce else found_for(seed)
+        without = search(profile, hardware, without=(name,))
         assert not getattr(without, name), f"seed {seed}: {without}"
-        assert score_ms(without, profile, hardware) >= score_ms(plan, profile, hardware) / CLOSE
+        if name != "stream":  # its staging may take memory that is worth more than the help
+            assert score_ms(without, profile, hardware) >= score_ms(plan, profile, hardware) / MISSED
         n_used += bool(getattr(plan, name))
     assert n_used > 0
 

@@ -1,26 +1,30 @@
-"""Updates by the device of what lies in host memory: which chunks, how long they take, what they leave to others."""
+"""Updates by the GPU of what lies in host memory: which chunks, how long they take, what they leave to others."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import pytest
 
 from protrain.hardware import HardwareProfile
 from protrain.hardware.profile import Contention
-from protrain.planning import BlockMode, RuntimeModel, pack
-from protrain.planning.layout import streamed_chunks, updated_chunks
+from protrain.planning import BlockMode, Plan, RuntimeModel, check, evaluate, pack
+from protrain.planning.layout import updated_chunks
 from protrain.planning.rates.contention import OTHERS, rates
 from protrain.planning.rates.streaming import staging_bytes
-from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP
+from protrain.planning.runtime.run import Run
+from protrain.planning.sharing import Waiting, first_late
+from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline
 from tests.planning.counts import placed
 from tests.planning.machines import H100
 from tests.planning.test_runtime import MACHINE, MOVE, N, make_profile, model_of
 
 NONE = BlockMode.NONE
-SLOW = replace(MACHINE, host_adam_gparams=0.0128, streamed_adam_gparams=0.0064)  # 100 and 200 ms a chunk
+SLOW = replace(MACHINE, host_adam_gparams=0.0128, streamed_adam_gparams=0.00639)  # 100 ms a chunk, and just over 200
 MODES = (NONE,) * 7
 COMPUTE = 3.0  # ms: forward of a block
 
@@ -29,18 +33,45 @@ def slow_model(**options: Any) -> RuntimeModel:
     return model_of(make_profile(COMPUTE, 6.0, n=7), SLOW, **options)
 
 
-def test_the_last_of_every_few_is_streamed() -> None:
-    assert streamed_chunks(range(3, 12), 3) == [5, 8, 11]
-    assert streamed_chunks([1, 2, 5, 7, 8], 2) == [5, 8]
-    assert streamed_chunks(range(4), 4) == [0, 1, 2, 3]
-    assert streamed_chunks(range(4), 0) == streamed_chunks([], 0) == []
-    for count in range(1, 20):
-        for n_stream in range(count + 1):
-            found = streamed_chunks(range(count), n_stream)
-            assert len(set(found)) == n_stream
-            # Of the first so many it has its even share at most.
-            for first in range(count + 1):
-                assert -1 < sum(chunk < first for chunk in found) - first * n_stream / count <= 0 or not n_stream
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def waiting(*updates: tuple[float, float, float]) -> list[Waiting]:
+    """Updates by how long the host and the GPU take for them, and when the forward needs them."""
+    return [Waiting(*update) for update in updates]
+
+
+def test_a_host_in_time_gets_no_help() -> None:
+    assert first_late([], 0.0, 0.0) is None
+    assert first_late(waiting((10, 1, 10), (10, 1, 20), (10, 1, 30)), 0.0, 0.0) is None
+
+
+def test_the_gpu_takes_the_first_late_update_that_it_finishes_sooner() -> None:
+    # The host ends at 10, 20, 30, 40. The second update is late, and the GPU would be no sooner with it.
+    updates = waiting((10, 25, 10), (10, 20, 15), (10, 25, 25), (10, 25, 35))
+    assert first_late(updates, 0.0, 0.0) == 2
+    assert first_late(updates[:2], 0.0, 0.0) is None
+    assert first_late(waiting((10, 25, 10), (10, 19, 15)), 0.0, 0.0) == 1
+    assert first_late(waiting((10, 9, 9.0)), 0.0, 0.0) == 0
+
+
+def test_updates_that_the_gpu_cannot_do_are_passed_over_and_take_the_host_their_time() -> None:
+    assert first_late(waiting((10, inf, 0), (10, inf, 0), (10, 25, 0)), 0.0, 0.0) == 2
+    assert first_late(waiting((10, inf, 0), (10, inf, 0)), 0.0, 0.0) is None
+
+
+def test_lateness_counts_from_when_the_host_is_free_and_not_from_the_past() -> None:
+    updates = waiting((10, 5, 20), (10, 5, 30))
+    assert first_late(updates, 0.0, 10.0) is None
+    assert first_late(updates, 0.0, 11.0) == 0
+    assert first_late(updates, 10.0, 0.0) is None
+    assert first_late(updates, 11.0, 0.0) == 0
+    # The GPU begins now and not when the host is free.
+    assert first_late(waiting((10, 30, 20)), 0.0, 21.0) == 0
+    assert first_late(waiting((10, 30, 20)), 1.0, 21.0) is None
+
+
+# -- the runtime model -------------------------------------------------------------------------------------------------
 
 
 def test_chunks_that_no_unit_uses_and_frozen_ones_are_not_updated() -> None:
@@ -53,61 +84,127 @@ def test_chunks_that_no_unit_uses_and_frozen_ones_are_not_updated() -> None:
     assert [layout.chunks[chunk].trainable for chunk in updated_chunks(partly, layout)] == [True, True]
 
 
-def test_host_and_device_share_the_updates_between_norm_and_forward() -> None:
-    model = slow_model()
-    # Chunk 0 is persistent; 1, 2, 4, 5 are the host's, 3 and 6 the device's, which takes twice as long for one.
-    found = model.step_ms(MODES, placed(1, 6, 0, 2))
-    assert found == pytest.approx(4 * 100.0 + MOVE + COMPUTE + 7 * 6.0, rel=0.02)
-    alone = model.step_ms(MODES, placed(1, 6))
+def names(timeline: Timeline, lane: int) -> list[str]:
+    """What ``lane`` does between the begin of the step and the end of its forward, in order."""
+    return [op.name for op in timeline.operations if op.lane == lane and op.start_ms < timeline.forward_end_ms]
+
+
+def test_host_and_gpu_share_the_updates_between_norm_and_forward() -> None:
+    # Chunk 0 is persistent. The host takes 1, and the GPU the first that it finishes sooner, which is 3: after 200 ms.
+    # Meanwhile the host makes 2 and takes 4. Then the GPU takes 6, and the host makes 5. Both are done after 400 ms.
+    shared = slow_model().step_ms(MODES, placed(1, 6))
+    assert shared == pytest.approx(4 * 100.0 + MOVE + COMPUTE + 7 * 6.0, rel=0.02)
+    alone = slow_model(stream=False).step_ms(MODES, placed(1, 6))
     assert alone == pytest.approx(6 * 100.0 + MOVE + COMPUTE + 7 * 6.0, rel=0.02)
-    # One is too few, three are too many.
-    assert model.step_ms(MODES, placed(1, 6, 0, 1)) > found + 90
-    assert model.step_ms(MODES, placed(1, 6, 0, 3)) > found + 190
 
 
 def test_the_timeline_names_streamed_updates() -> None:
-    timeline = slow_model().timeline(MODES, placed(1, 6, 0, 2))
-    by_lane = {
-        lane: [op.name for op in timeline.operations if op.lane == lane and op.start_ms < timeline.forward_end_ms]
-        for lane in (HOST, STREAM)
-    }
+    timeline = slow_model().timeline(MODES, placed(1, 6))
     assert timeline.lanes[STREAM] == "streamed updates"
-    assert by_lane[STREAM] == ["update 3", "update 6"]
-    assert by_lane[HOST] == ["update 1", "update 2", "update 4", "update 5"]
-    assert len(slow_model().timeline(MODES, placed(1, 6)).lanes) == STREAM
+    assert names(timeline, STREAM) == ["update 3", "update 6"]
+    assert names(timeline, HOST) == ["update 1", "update 2", "update 4", "update 5"]
+    assert len(slow_model(stream=False).timeline(MODES, placed(1, 6)).lanes) == STREAM
     for lane in (HOST, STREAM):
         operations = [operation for operation in timeline.operations if operation.lane == lane]
         assert all(a.end_ms <= b.start_ms + 1e-9 for a, b in pairwise(operations))
 
 
+def test_a_host_that_forward_does_not_wait_for_is_left_alone() -> None:
+    # Forward needs another chunk every 3 ms, and an upload takes 2.56 of them. Only the first update comes too late, by
+    # its own time: the GPU would not be sooner.
+    profile, counts = make_profile(COMPUTE, 6.0, n=7), placed(1, 6)
+    in_time = replace(MACHINE, host_adam_gparams=0.64, streamed_adam_gparams=0.32)  # 2 and 4 ms a chunk
+    assert not names(model_of(profile, in_time).timeline(MODES, counts), STREAM)
+    late = replace(in_time, host_adam_gparams=0.32)  # 4 ms a chunk, so that the last of six is late by 6 ms
+    assert names(model_of(profile, late).timeline(MODES, counts), STREAM)
+    known = model_of(profile, replace(in_time, streamed_adam_gparams=None), stream=False)
+    assert model_of(profile, in_time).step_ms(MODES, counts) == known.step_ms(MODES, counts)
+
+
+def test_a_gpu_that_would_be_no_sooner_does_not_help() -> None:
+    hardware = replace(SLOW, streamed_adam_gparams=0.002)  # 640 ms a chunk, where the host needs 600 for all
+    assert not names(model_of(make_profile(COMPUTE, 6.0, n=7), hardware).timeline(MODES, placed(1, 6)), STREAM)
+
+
+def test_the_gpu_may_help_unless_the_plan_says_otherwise_or_its_rate_is_unknown() -> None:
+    profile = make_profile(COMPUTE, 6.0, n=7)
+    counts: dict[str, Any] = {"n_persist": 1, "n_buffer": 6, "n_swap": 0, "n_ckpt": 0, "chunk_elements": N}
+    plan, without = (evaluate(profile, SLOW, **counts, stream=stream) for stream in (None, False))
+    assert (plan.stream, without.stream) == (True, False)
+    assert plan.step_ms < without.step_ms
+    assert plan.device_bytes == without.device_bytes + staging_bytes(N)
+    for found in (plan, without):
+        assert check(found, profile, SLOW) == found
+        assert Plan.from_json(found.to_json()) == found
+    assert not evaluate(profile, replace(SLOW, streamed_adam_gparams=None), **counts).stream
+    assert not evaluate(replace(profile, device="cpu"), replace(SLOW, device_type="cpu"), **counts).stream
+    resident: dict[str, Any] = {**counts, "n_persist": 7, "n_buffer": 0}
+    nothing_away, alone = (evaluate(profile, SLOW, **resident, stream=stream) for stream in (None, False))
+    assert nothing_away.device_bytes == alone.device_bytes, "there is nothing to update in host memory"
+
+
 def test_speculative_updates_stay_with_the_host() -> None:
-    timeline = slow_model().timeline(MODES, placed(1, 6, 2, 2))
+    timeline = slow_model().timeline(MODES, placed(1, 6, 2))
     streamed = {operation.name for operation in timeline.operations if operation.lane == STREAM}
-    assert streamed == {"update 4", "update 6"}
+    assert streamed
+    assert streamed <= {f"update {chunk}" for chunk in range(3, 7)}
+    assert not names(slow_model().timeline(MODES, placed(1, 6, 6)), STREAM), "every update is speculative"
 
 
-def test_inside_backward_streamed_updates_begin_with_their_gradients() -> None:
-    timeline = slow_model(update_in_backward=True).timeline(MODES, placed(1, 6, 0, 2))
-    streamed = [operation for operation in timeline.operations if operation.lane == STREAM and operation.start_ms > 0]
-    first = next(operation for operation in streamed if operation.name.startswith("speculative update"))
-    assert first.name == "speculative update 6"
-    arrived = next(op for op in timeline.operations if op.name == "gradients 6")
-    assert arrived.end_ms <= first.start_ms < timeline.backward_end_ms
+def test_inside_backward_updates_that_the_host_begins_there_are_its_own_and_the_rest_is_shared() -> None:
+    # A backward of 42 ms is over while the host makes the first update, of the chunk whose gradient arrives first.
+    timeline = slow_model(update_in_backward=True).timeline(MODES, placed(1, 6))
+    # Only the begun update is the host's without a choice. Then it makes 1, 3 and 4 while the GPU makes 2 and 5.
+    assert names(timeline, HOST) == ["speculative update 6", "update 1", "update 3", "update 4"]
+    assert names(timeline, STREAM) == ["update 2", "update 5"]
+    in_backward = [op for op in timeline.operations if op.name.startswith("speculative update") and op.start_ms > 0]
+    assert [(op.name, op.lane) for op in in_backward] == [("speculative update 6", HOST)]
+    assert timeline.forward_end_ms < in_backward[0].start_ms < timeline.backward_end_ms < in_backward[0].end_ms
+    alone = slow_model(update_in_backward=True, stream=False).step_ms(MODES, placed(1, 6))
+    assert timeline.step_ms < 0.75 * alone
+
+
+def test_help_makes_no_step_longer_when_nothing_contends() -> None:
+    draw, helped, n_steps = random.Random(0), 0, 150
+    for _ in range(n_steps):
+        n = draw.choice([3, 5, 9])
+        profile = make_profile(draw.uniform(0.1, 5), draw.uniform(0.1, 9), n=n)
+        hardware = replace(
+            MACHINE,
+            bidirectional_gbps=1e6,
+            host_adam_gparams=1.28 / draw.uniform(0.2, 30),
+            streamed_adam_gparams=1.28 / draw.uniform(0.2, 60),
+        )
+        options = {"update_in_backward": draw.random() < 0.3}
+        n_persist = draw.randint(0, n - 1)
+        n_speculate = 0 if options["update_in_backward"] else draw.choice([0, draw.randint(0, n - n_persist)])
+        counts = placed(n_persist, draw.randint(1, n - n_persist), n_speculate, draw.randint(0, n_speculate))
+        with_help, alone = (
+            Run.of(model_of(profile, hardware, stream=stream, **options)._step((NONE,) * n, counts)).step_ms
+            for stream in (True, False)
+        )
+        assert with_help <= 1.02 * alone
+        helped += with_help < 0.98 * alone
+    assert helped > n_steps // 10
 
 
 def test_on_a_cpu_whoever_updates_takes_as_long() -> None:
     profile = replace(make_profile(3.0, 6.0), device="cpu")
-    model = model_of(profile, replace(SLOW, device_type="cpu"))
-    assert model.step_ms((NONE,) * 4, placed(1, 3, 0, 1)) == model.step_ms((NONE,) * 4, placed(1, 3))
+    hardware = replace(SLOW, device_type="cpu")
+    with_help, alone = (model_of(profile, hardware, stream=stream) for stream in (True, False))
+    assert with_help.step_ms((NONE,) * 4, placed(1, 3)) == alone.step_ms((NONE,) * 4, placed(1, 3))
 
 
 @pytest.mark.parametrize(("dtype", "sizes"), [("bfloat16", 26), ("float16", 30), ("float32", 28)])
 def test_wider_states_take_as_much_longer_as_they_have_bytes(dtype: str, sizes: int) -> None:
     """Calibration has bfloat16, with the gradient in host memory as here: 26 bytes a parameter in both directions."""
     model = model_of(replace(make_profile(COMPUTE, 6.0, n=7), dtype=dtype), SLOW)
-    timeline = model.timeline(MODES, placed(1, 6, 0, 6))
+    timeline = model.timeline(MODES, placed(1, 6))
     lengths = [operation.end_ms - operation.start_ms for operation in timeline.operations if operation.lane == STREAM]
     assert min(lengths) == pytest.approx(200.0 * sizes / 26, rel=0.01)
+
+
+# -- what they leave to others -----------------------------------------------------------------------------------------
 
 
 def left(hardware: HardwareProfile, lane: int, *beside: int) -> float:

@@ -25,7 +25,7 @@ from tests.planning.brute_force import as_measured, check_search, fastest_ms, ra
 from tests.planning.counts import placed
 from tests.planning.test_runtime import MACHINE, MOVE, NONE, N, make_profile
 
-pytestmark = pytest.mark.usefixtures("one_scenario")
+pytestmark = pytest.mark.usefixtures("judged_as_calibrated")
 # By seed, where weight-only updates make the fastest plan faster by more than 2%.
 SCARCE = (28, 35, 80, 309, 323, 324, 342, 355)
 ROOMY = replace(MACHINE, host_bytes=10**12)
@@ -251,7 +251,7 @@ def test_what_the_host_cannot_do_in_a_step_makes_steps_longer(update_ms: float) 
     for n_speculate in range(8):
         first = Run.of(runtime._step((NONE,) * 8, weight_only(1, 7, n_speculate)))
         run = Run(first.step, [repeat(1.0)] * len(LANES), 0.0)
-        run.in_time = first.in_time
+        run.choices = first.choices
         ends = []
         for _ in range(60):
             run.forward()
@@ -259,8 +259,8 @@ def test_what_the_host_cannot_do_in_a_step_makes_steps_longer(update_ms: float) 
             run.update()
             ends.append(run.free[GPU])
         assert (ends[-1] - ends[-21]) / 20 == pytest.approx(steps[n_speculate], rel=1e-3)
-    assert first.in_time is not None
-    work_ms = update_ms * (7 + first.in_time[0] * 16 / 26)
+    assert first.choices is not None
+    work_ms = update_ms * (7 + first.choices.n_in_time * 16 / 26)
     assert (steps[7] == pytest.approx(work_ms)) is (update_ms > 13.0)
 
 

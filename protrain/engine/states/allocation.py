@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -50,14 +50,13 @@ def size_bytes(record: ChunkRecord, kinds: Mapping[str, torch.dtype]) -> list[in
     return [record.elements * kind.itemsize for kind in kinds.values()]
 
 
-def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory, *, streamed: Collection[int] = ()) -> list[Chunk]:
+def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]:
     """All chunks, with zeros in their states. The arena is reserved in one piece.
 
     Persistent chunks have their weights and masters only, until :func:`complete_chunks` gives them the rest. The first
     ``plan.n_speculate`` of the other chunks get a second copy of the states that an update writes, and the first
-    ``plan.n_weight_only`` of these a second copy of the weight only. All states of the chunks whose indices are in
-    ``streamed`` are pinned, as the device updates them. Gradients that share memory are not allocated here, but the
-    arena is reserved for them too.
+    ``plan.n_weight_only`` of these a second copy of the weight only. All states of the others are pinned if the device
+    may update them. Gradients that share memory are not allocated here, but the arena is reserved for them too.
     """
     dtype, arena = memory.dtype, memory.arena
     offloaded = layout.chunks[plan.n_persist :]
@@ -82,10 +81,11 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory, *, streamed: C
     for record in layout.chunks:
         persistent = record.index < plan.n_persist
         kinds = planned_states(record, layout, plan, dtype)
+        streamable = plan.stream and record.trainable and record.index >= plan.n_persist + plan.n_speculate
         if persistent:
             states = _on_device(record, {name: kinds[name] for name in _VALUES if name in kinds}, memory.device)
         else:
-            states = in_host_memory(record, kinds, pin_all=record.index in streamed)
+            states = in_host_memory(record, kinds, pin_all=streamable)
         copies = in_host_memory(record, copied.get(record.index, {}), pin_all=False)
         chunk = Chunk(
             index=record.index,
@@ -103,7 +103,7 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory, *, streamed: C
             accumulator_on_host="accumulator" in states and not persistent,
             offloaded=memory.streams.mark(),
             uploaded=memory.streams.mark(),
-            streamed=record.index in streamed,
+            streamable=streamable,
         )
         if record.index in weight_only:
             chunk.speculative_weight = copies["weight"]

@@ -86,13 +86,18 @@ class Chunk:
     speculation: Job | None = None  # the last speculative update; None once its gradient was overwritten
     states_pending: bool = False  # a step has committed the speculative weight, and the other states are not updated
     deferred_update: Job | None = None  # the job that will update them
-    streamed: bool = False  # it lies in host memory, and the device updates it
+    streamable: bool = False  # it lies in host memory, and all its states are pinned, so that the device can update it
     version: int = 0  # counts changes of the weight
     users: int = 0  # units that use the weight now, if the chunk is persistent
     view_counter: ViewCounter = field(init=False)  # of the weight, if the chunk is persistent
 
     def __post_init__(self) -> None:
         self.view_counter = ViewCounter(self.weight)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether it has memory for what a speculative update writes."""
+        return self.speculative_states is not None or self.speculative_weight is not None
 
     def wait_for_update(self) -> None:
         """Block until the weight in host memory is that of the last step."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Piece
 from protrain.engine.updates.ordering import CommitsFirst
+from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.streamer import Scale
 from protrain.engine.updates.worker import Job
 
@@ -23,6 +24,7 @@ _TIMED_UPDATES = 2000
 class Tally:
     """How speculative updates turned out, and how fast updates were. The host worker writes it."""
 
+    host_rate: Rate = field(default_factory=lambda: Rate(0.0))  # of updates on the host that compute all states
     as_assumed: bool = True  # the last step was as its speculative updates had assumed
     committed: int = 0
     redone: int = 0
@@ -46,8 +48,9 @@ class Tally:
 
         begin = time.perf_counter()
         yield untimed
-        elements = sum(part.stop - part.start for part, _ in pieces)
-        self.timed.append((elements, time.perf_counter() - begin - untimed_s))
+        seconds = time.perf_counter() - begin - untimed_s
+        self.timed.append((sum(part.stop - part.start for part, _ in pieces), seconds))
+        self.host_rate.add(pieces, seconds)
 
 
 def wait_for_gradient(chunk: Chunk, scale: Scale | None, accumulation: Job | None) -> None:

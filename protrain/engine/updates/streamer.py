@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import time
+from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Piece
 from protrain.engine.streams import Mark, Streams
+from protrain.engine.updates.ordering import ChunkUpdate
+from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.worker import HostWorker
+from protrain.planning.sharing import Sharing, Waiting, first_late
 
 
 class Scale(NamedTuple):
@@ -19,23 +26,19 @@ class Scale(NamedTuple):
     ready: Mark  # on_host has its value
 
 
-class Streaming(NamedTuple):
-    """What it takes to have the device update chunks in host memory."""
-
-    streamer: Streamer
-    worker: HostWorker  # the thread that calls it
-
-
 class Streamer:
     """Has the device update chunks in host memory, one at a time.
 
     Args:
         streams: of the engine. On the CPU the host's kernel does the work, on the thread that calls.
         staging_bytes: device memory that states are copied through.
+        gparams: the predicted rate, in 1e9 elements a second.
     """
 
-    def __init__(self, streams: Streams, *, staging_bytes: int) -> None:
+    def __init__(self, streams: Streams, *, staging_bytes: int, gparams: float) -> None:
         self.staging_bytes = staging_bytes
+        self.rate = Rate(gparams)
+        self.updates = 0
         self._streams = streams
         self._staging = streams.adam_staging(staging_bytes)
         self._done = streams.mark()
@@ -49,7 +52,61 @@ class Streamer:
             gradient: the gradient in host memory.
             scale: factor on the gradient.
         """
+        begin = time.perf_counter()
         with self._streams.streaming(self._done):
             factor = None if scale is None else scale.on_device
             chunk.step_streamed(pieces, gradient, factor, self._staging)
         self._done.wait()
+        self.rate.add(pieces, time.perf_counter() - begin)
+        self.updates += 1
+
+
+class Streaming:
+    """Has the device do updates with which the host would be late, on a thread of its own.
+
+    Args:
+        streamer: has the device update a chunk.
+        sharing: when the forward needs each chunk.
+        host_rate: of the host's updates, as far as it is known.
+        worker: the thread.
+    """
+
+    def __init__(self, streamer: Streamer, sharing: Sharing, host_rate: Rate, worker: HostWorker) -> None:
+        self.streamer = streamer
+        self.worker = worker
+        self._needed_ms = sharing.needed_ms
+        self.host_rate = host_rate
+
+    def share(self, updates: Sequence[ChunkUpdate], norm: Mark) -> None:
+        """Have the device do those of ``updates`` with which the host would be late.
+
+        Args:
+            updates: in the order in which the host does them.
+            norm: where the norm is known, from which on forward runs.
+        """
+        if any(update.streamed is not None for update in updates):
+            self.worker.submit(functools.partial(self._share, updates, norm))
+
+    def _share(self, updates: Sequence[ChunkUpdate], norm: Mark) -> None:
+        norm.wait()
+        begin = time.perf_counter()
+        while left := [update for update in updates if not update.job.begun]:
+            if all(update.streamed is None for update in left):
+                return
+            now_ms = (time.perf_counter() - begin) * 1e3
+            running = [update for update in updates if update.job.begun and not update.job.done]  # by the host
+            free_ms = now_ms + sum(self._host_ms(update) for update in running)
+            index = first_late([self._waiting(update) for update in left], now_ms, free_ms)
+            if index is None:
+                (running or left)[0].job.end()  # then the host's rate and what it has done are known anew
+                continue
+            update = left[index]
+            assert update.streamed is not None
+            update.job.run(self.worker.named(update.streamed, f"update {update.chunk.index}"))
+
+    def _waiting(self, update: ChunkUpdate) -> Waiting:
+        device_ms = inf if update.streamed is None else self.streamer.rate.milliseconds(update.chunk.elements)
+        return Waiting(self._host_ms(update), device_ms, self._needed_ms[update.chunk.index])
+
+    def _host_ms(self, update: ChunkUpdate) -> float:
+        return 0.0 if update.can_commit() else self.host_rate.milliseconds(update.chunk.elements)

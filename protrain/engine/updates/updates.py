@@ -18,9 +18,11 @@ same order holds after backward for updates inside backward (``step_during_backw
 need no copy. While the host updates these chunks, those that were already updated are uploaded whenever the link is
 idle, even before their turn.
 
-[Note: streamed updates] The device updates some chunks in host memory while the host updates others. A thread takes
-these jobs. It waits for what the host worker would wait for, has the device stream the states through its memory, and
-sleeps until they are back. So what follows an update need not know who did it.
+[Note: streamed updates] Once the norm is known, updates wait in one queue, in the order of need. The host takes the
+first. Another thread has the device do those with which the host would be late, judged by when forward needs them and
+by the rates that both have had in this run (:mod:`protrain.planning.sharing`). It waits for what the host worker would
+wait for, has the device stream the states through its memory, and sleeps until they are back. So what follows an update
+need not know who did it. Chunks with speculative updates stay with the host.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from protrain.engine.streams import Mark
 from protrain.engine.updates.on_host import Tally, update_on_host, wait_for_gradient
 from protrain.engine.updates.ordering import ChunkUpdate, CommitsFirst
 from protrain.engine.updates.streamer import Scale
-from protrain.engine.updates.worker import HostWorker, Job
+from protrain.engine.updates.worker import Job
 from protrain_kernels import AdamScalars, adam_scalars
 
 
@@ -78,14 +80,15 @@ class Updates:
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, *, decoupled: bool) -> None:
         self.steps = [0] * len(engine.members)  # of each parameter, as those without a gradient are not updated
-        self.tally = Tally()
+        streaming = engine.streaming
+        self.tally = Tally() if streaming is None else Tally(streaming.host_rate)
         self._engine = engine
         self._optimizer = optimizer  # its list of groups may be replaced
         self._decoupled = decoupled  # the weight decay of AdamW, whatever the groups say
         self._speculations: dict[int, _Speculation] = {}  # by chunk
         self._window = _Window()
         self._assumed: list[AdamScalars] | None = None  # hyperparameters at the last backward; None: invalid ones
-        self._inside: list[tuple[Chunk, Job]] = []  # updates that this backward has given to the host
+        self._inside: list[ChunkUpdate] = []  # updates that this backward has given to the host
         self._backwards = 0  # since the last step, without those under no_sync()
         self._usual_backwards = 1
         self._all_done: list[Job] = []  # for each worker a job after all updates of the last step
@@ -130,7 +133,7 @@ class Updates:
         ``factor`` is the assumed scale of gradients. Nothing is done in a backward after which another one of the same
         step is to be expected, as its number differs from that of the last backward of the step before.
         """
-        if chunk.speculative_states is None and chunk.speculative_weight is None:
+        if not chunk.speculates:
             return
         if not self.tally.as_assumed or self._backwards != self._usual_backwards:
             return
@@ -170,10 +173,10 @@ class Updates:
 
     def step(self, scale: Scale | None, assumed: float) -> None:
         """Update every parameter that has a gradient. Speculative updates took ``assumed`` for the scale."""
-        self._close_window()
+        norm = self._close_window()
         foreseen = assumed if self.check_hyperparameters() == self._assumed else None
         made = (self._update(chunk, scale, foreseen) for chunk in self._engine.chunks)
-        self._queue(update for update in made if update is not None)
+        self._queue((update for update in made if update is not None), norm)
         self._usual_backwards = max(1, self._backwards)
         self._backwards = 0
 
@@ -190,32 +193,29 @@ class Updates:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return
-        update, window = self._worker(chunk).job(self._offloaded_update(chunk, pieces, None)), self._window
+        update, window = self._offloaded_update(chunk, pieces, None), self._window
 
         def on_host() -> None:
             if not window.is_closed():
-                update.finish()
+                update.job.run()
 
-        self._inside.append((chunk, update))
-        self._worker(chunk).queue(self._job(chunk, on_host, f"backward update {chunk.index}"))
+        self._inside.append(update)
+        self._engine.worker.submit(on_host)
 
     def backward_ends(self) -> None:
         """Queue the updates inside backward that the host has not begun, in the order in which forward needs them."""
-        self._close_window()
-        inside = sorted(self._inside, key=lambda pair: pair[0].index)
-
-        def queued_again(chunk: Chunk, update: Job) -> ChunkUpdate:
-            return ChunkUpdate(chunk, self._job(chunk, update.finish, f"update {chunk.index}"), lambda: update.done)
-
-        self._queue(queued_again(chunk, update) for chunk, update in inside)
+        norm = self._close_window()
+        self._queue(sorted(self._inside, key=lambda update: update.chunk.index), norm)
         self._inside.clear()
 
-    def _close_window(self) -> None:
+    def _close_window(self) -> Mark:
+        """Returns the end of backward on the device."""
         streams = self._engine.streams
         end = streams.mark()
         streams.compute_reached(end)
         self._window.end = end  # assigned after it was recorded, as an event that was never recorded counts as reached
         self._window = _Window()
+        return end
 
     def _begin(self, chunk: Chunk) -> list[Piece]:
         """The pieces to update. Counts a step for each parameter in them."""
@@ -233,14 +233,14 @@ class Updates:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, scale)
             return None
-        update = self._offloaded_update(chunk, pieces, scale)
-        if chunk.streamed:
-            return ChunkUpdate(chunk, self._job(chunk, update, f"update {chunk.index}"), lambda: False)
+        if not chunk.speculates:
+            return self._offloaded_update(chunk, pieces, scale)
         speculation, tally = self._speculations.pop(chunk.index, None), self.tally
+        update = self._on_host(chunk, pieces, scale)
         if chunk.speculation is None:  # another gradient has arrived, even if the backward that brought it failed
             speculation = None
 
-        def factor() -> float:  # it must not refer to the engine, as in _offloaded_update
+        def factor() -> float:  # it must not refer to the engine, as in _on_host
             if scale is None:
                 return 1.0
             scale.ready.wait()
@@ -286,21 +286,33 @@ class Updates:
         for first, gradient in engine.gradients.device_gradient(chunk):
             chunk.step(pieces, gradient, factor, threads=engine.worker.threads, first=first)
 
-    def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Callable[[], None]:
-        """The update of a chunk in host memory, to be called by the worker that does it: [Note: streamed updates].
+    def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> ChunkUpdate:
+        """The update of a chunk in host memory without regard to speculation."""
+        update, streamed = self._on_host(chunk, pieces, scale), None
+        if chunk.streamable:
+            assert self._engine.streaming is not None
+            streamed = self._waiting(chunk, pieces, scale, self._engine.streaming.streamer.update)
+        job = self._job(chunk, update, f"update {chunk.index}")
+        return ChunkUpdate(chunk, job, lambda: False, streamed=streamed)
+
+    def _on_host(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Callable[[], None]:
+        """The update of a chunk in host memory by the host."""
+        threads = self._engine.worker.threads
+        update = functools.partial(update_on_host, threads=threads, commits=self._commits, tally=self.tally)
+        return self._waiting(chunk, pieces, scale, update)
+
+    def _waiting(
+        self,
+        chunk: Chunk,
+        pieces: list[Piece],
+        scale: Scale | None,
+        update: Callable[[Chunk, list[Piece], Tensor, Scale | None], None],
+    ) -> Callable[[], None]:
+        """``update``, which first waits for what it reads.
 
         It does not refer to the engine, as a model that is dropped must not wait for updates.
         """
-        engine = self._engine
-        gradient = engine.gradients.host_gradient(chunk)
-        accumulation = chunk.accumulation
-        update: Callable[[Chunk, list[Piece], Tensor, Scale | None], None]
-        if chunk.streamed:
-            assert engine.streaming is not None
-            update = engine.streaming.streamer.update
-        else:
-            threads = engine.worker.threads
-            update = functools.partial(update_on_host, threads=threads, commits=self._commits, tally=self.tally)
+        gradient, accumulation = self._engine.gradients.host_gradient(chunk), chunk.accumulation
 
         def run() -> None:
             wait_for_gradient(chunk, scale, accumulation)
@@ -311,31 +323,30 @@ class Updates:
     def _job(self, chunk: Chunk, work: Callable[[], None], name: str) -> Job:
         """A job that the next fetch of ``chunk`` waits for."""
         self._engine.buffers.invalidate(chunk)
-        chunk.update = job = self._worker(chunk).job(work, name)
+        chunk.update = job = self._engine.worker.job(work, name)
         return job
 
-    def _worker(self, chunk: Chunk) -> HostWorker:
-        if not chunk.streamed:
-            return self._engine.worker
-        assert self._engine.streaming is not None
-        return self._engine.streaming.worker
+    def _queue(self, updates: Iterable[ChunkUpdate], norm: Mark) -> None:
+        """Queue ``updates``, which come in the order in which the next forward needs their chunks.
 
-    def _queue(self, updates: Iterable[ChunkUpdate]) -> None:
-        """Give the workers their jobs in the order in which the next forward needs the chunks."""
+        ``norm`` is where the norm is known on the device.
+        """
+        worker, streaming = self._engine.worker, self._engine.streaming
         made = list[ChunkUpdate]()
         try:
             for update in updates:
                 made.append(update)
         finally:  # after an error, too, every job that was made is queued
-            on_host = [update for update in made if not update.chunk.streamed]
-            self._engine.worker.submit(functools.partial(self._commits.find, on_host))
+            worker.submit(functools.partial(self._commits.find, made))
             for update in made:
-                self._worker(update.chunk).queue(update.job)
+                worker.queue(update.job)
+            if streaming is not None:
+                streaming.share(made, norm)
             for update in reversed(made):  # in the order in which the next backward needs the memory of their gradients
                 if update.deferred is not None:
-                    self._engine.worker.queue(update.deferred)
+                    worker.queue(update.deferred)
         # No job of an update tells that all are done, as each may have run ahead of its turn.
-        self._all_done = [worker.submit(lambda: None) for worker in self._engine.workers]
+        self._all_done = [each.submit(lambda: None) for each in self._engine.workers]
 
     def _pieces(self, chunk: Chunk) -> list[Piece]:
         """Runs of neighbouring parameters that have a gradient and share hyperparameters and the number of steps."""

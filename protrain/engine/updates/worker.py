@@ -41,11 +41,14 @@ class Job:
         if _all_ended:  # at the interpreter's exit, when no worker runs any more
             self.run()
 
-    def run(self) -> None:
-        """Do the work, then call the followers. A job that has run ahead of its turn does nothing in its turn."""
-        work, self._work = self._work, None
+    def run(self, instead: Callable[[], None] | None = None) -> None:
+        """Do the work, or ``instead`` of it, then call the followers. A job that was begun before does nothing."""
+        with self._lock:
+            work, self._work = self._work, None
         if work is None:
             return
+        if instead is not None:
+            work = instead
         try:
             work()
         except BaseException as error:
@@ -76,6 +79,11 @@ class Job:
             follower()
 
     @property
+    def begun(self) -> bool:
+        """Whether somebody does the work or has done it."""
+        return self._work is None
+
+    @property
     def done(self) -> bool:
         """Whether the work is over."""
         return self._done.is_set()
@@ -87,6 +95,14 @@ class Job:
         self._done.wait()
         if self._error is not None:
             raise self._error
+
+    def end(self) -> None:
+        """Block until the work is over, whether or not it has failed."""
+        try:
+            self.wait()
+        except BaseException:
+            if not self.done:
+                raise
 
 
 class _WorkerThread(threading.Thread):
@@ -137,9 +153,13 @@ class HostWorker:
 
     def job(self, work: Callable[[], None], name: str = "") -> Job:
         """A job that is not queued yet."""
-        if self.times is not None and name:
-            work = functools.partial(_timed, work, name, self.times)
-        return Job(work, self._queue)
+        return Job(self.named(work, name), self._queue)
+
+    def named(self, work: Callable[[], None], name: str) -> Callable[[], None]:
+        """``work``, which notes its times under ``name`` while a trace runs."""
+        if self.times is None or not name:
+            return work
+        return functools.partial(_timed, work, name, self.times)
 
     def queue(self, job: Job) -> None:
         """Put ``job`` behind everything that was submitted before."""

@@ -17,7 +17,7 @@ from protrain.planning.explain.phases import WAITS, Phase, phases
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, offloaded_input_bytes
 from protrain.planning.predict import Models
-from protrain.planning.rates.host_rates import slowest_share
+from protrain.planning.rates.host_rates import slower_share
 from protrain.planning.search import search
 from protrain.planning.tables import aligned, format_change, format_ms
 from protrain.profiler.model_profile import ModelProfile
@@ -44,9 +44,8 @@ class Explanation(Record):
     file_kind = "the explanation of a plan"
 
     plan: Plan  # with new predictions for this profile and machine
-    slowest_share: float  # of the host's calibrated rate, in the slowest host-rate scenario
-    slowest_ms: float  # of a step in that scenario
-    expected_ms: float  # the mean over the host-rate scenarios
+    slower_share: float  # of the host's calibrated rate, which plans are made for
+    slower_ms: float  # of a step on that slower host
     tokens_per_s: float
     device_limit_bytes: int
     host_limit_bytes: int
@@ -68,14 +67,14 @@ class Explanation(Record):
         return "\n\n".join((step, *tables))
 
     def on_slower_host(self) -> str:
-        """The step time in the slowest host-rate scenario, as text; "" if its host is as fast as calibrated."""
+        """The step time on the slower host that plans are made for, as text; "" if that is as fast as calibrated."""
         if not self._host_is_slower:
             return ""
-        return f"{format_ms(self.slowest_ms)} should the host update {1 - self.slowest_share:.0%} more slowly"
+        return f"{format_ms(self.slower_ms)} should the host update {1 - self.slower_share:.0%} more slowly"
 
     @property
     def _host_is_slower(self) -> bool:
-        return self.slowest_share < 0.995  # by at least what is printed as 1%
+        return self.slower_share < 0.995  # by at least what is printed as 1%
 
     def __str__(self) -> str:
         return self.table()
@@ -103,12 +102,12 @@ class Explanation(Record):
 
     def knob_table(self) -> str:
         """The effect of each knob, one more and one less."""
-        slower = [f"host {1 - self.slowest_share:.0%} slower"] if self._host_is_slower else []
+        slower = [f"host {1 - self.slower_share:.0%} slower"] if self._host_is_slower else []
         rows = [["one more or less", "step time", *slower, "device memory", "host memory", ""]]
         for change in self.changes:
             at = int(getattr(self.plan, change.knob))
             name = f"{change.knob} {at} -> {at + change.step}"
-            if change.step_ms is None or change.slowest_ms is None:
+            if change.step_ms is None or change.slower_ms is None:
                 rows.append([name, "-", *["-"] * len(slower), "-", "-", change.impossible])
                 continue
             over = [
@@ -120,7 +119,7 @@ class Explanation(Record):
                 [
                     name,
                     f"{format_ms(change.step_ms)} ({format_change(change.step_ms, self.plan.step_ms)})",
-                    *[format_change(change.slowest_ms, self.slowest_ms)] * len(slower),
+                    *[format_change(change.slower_ms, self.slower_ms)] * len(slower),
                     _signed(change.device_bytes - self.plan.device_bytes),
                     _signed(change.host_bytes - self.plan.host_bytes),
                     f"infeasible: {', '.join(over)}" if over else self._not_taken(change),
@@ -129,9 +128,9 @@ class Explanation(Record):
         return aligned(rows)
 
     def _not_taken(self, change: Change) -> str:
-        """Why the search does not make ``change`` although it saves time in the mean over the scenarios, else ""."""
-        saved = 1 - (change.expected_ms or self.expected_ms) / self.expected_ms
-        return f"saves {saved:.1%} on average, less than is asked of it" if saved >= _SHOWN else ""
+        """Why the search does not make ``change`` although it saves time on the slower host, else ""."""
+        saved = 1 - (change.slower_ms or self.slower_ms) / self.slower_ms
+        return f"saves {saved:.1%} on a slower host, less than is asked of it" if saved >= _SHOWN else ""
 
     def better_table(self) -> str:
         """The faster plans that more memory would allow."""
@@ -182,9 +181,8 @@ def explain(
         large_buffers=models.memory.large_buffers(plan.n_persist),
         device_parts=device_parts(plan, models.memory),
         host_parts=host_parts(plan, models.memory),
-        slowest_share=slowest_share(hardware),
-        slowest_ms=models.slowest_ms(modes, counts),
-        expected_ms=models.expected_ms(modes, counts),
+        slower_share=slower_share(hardware),
+        slower_ms=models.slower_ms(modes, counts),
         phases=phases(models.timeline(plan)),
         changes=tuple(changes_of(plan, profile, hardware, models, step_during_backward=step_during_backward)),
         here=here,
@@ -195,7 +193,7 @@ def explain(
 
 def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     """The parts of the device memory of ``plan``."""
-    static = memory.static_parts(plan.n_persist, plan.n_buffer, plan.n_stream)
+    static = memory.static_parts(plan.n_persist, plan.n_buffer)
     activations = memory.activations(plan.block_modes)
     parts = {**static, "activations": activations.peak_bytes}
     parts["margin and workspaces"] = memory.margined_bytes(activations) - activations.peak_bytes

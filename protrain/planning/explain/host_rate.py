@@ -19,8 +19,8 @@ def host_gparams(
     """Predicted 1e9 parameters a second of the host's whole updates under ``plan``, 0 if it makes none."""
     layout = layout_of(profile, plan)
     if hardware.device_type == "cpu":  # on a CPU nothing runs beside the updates
-        n_away = sum(chunk >= plan.n_persist for chunk in updated_chunks(profile, layout))
-        return host_update_gparams(profile, hardware) if n_away > plan.n_stream else 0.0
+        is_any_away = any(chunk >= plan.n_persist for chunk in updated_chunks(profile, layout))
+        return host_update_gparams(profile, hardware) if is_any_away else 0.0
     elements, milliseconds = 0, 0.0
     timeline = predict(profile, hardware, plan, step_during_backward=step_during_backward).timeline
     for operation in timeline.operations:

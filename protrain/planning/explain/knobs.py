@@ -25,8 +25,7 @@ class Change(Record):
     counts: tuple[int, ...]  # in the order of Counts
     impossible: str = ""  # the reason if there is no such plan; then no field below is set
     step_ms: float | None = None
-    expected_ms: float | None = None  # the mean over the host-rate scenarios
-    slowest_ms: float | None = None  # of a step in the slowest host-rate scenario
+    slower_ms: float | None = None  # on the slower host that plans are made for
     device_bytes: int = 0
     host_bytes: int = 0
     device_over_bytes: int = 0  # how much more than there is; 0 if it fits
@@ -64,8 +63,7 @@ def _effect(neighbour: Neighbour, models: Models, same_modes: Plan | None) -> Ch
     return replace(
         change,
         step_ms=models.runtime.step_ms(modes, counts),
-        expected_ms=models.expected_ms(modes, counts),
-        slowest_ms=models.slowest_ms(modes, counts),
+        slower_ms=models.slower_ms(modes, counts),
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         device_over_bytes=max(0, device_bytes - models.hardware.device_bytes),

@@ -26,7 +26,7 @@ from protrain.planning.layout import STAGING_BUFFERS, ChunkRecord, Layout, most_
 from protrain.planning.memory.gradient_regions import GradientRegions
 from protrain.planning.memory.segments import Bytes, Segments
 from protrain.planning.plan import BlockMode, Counts, block_modes, offloaded_input_bytes, swapped_block_bytes
-from protrain.planning.rates.streaming import staging_bytes
+from protrain.planning.rates.streaming import staging_bytes, streams
 from protrain.planning.rates.swap_copies import choose_packed
 from protrain.profiler.model_profile import ModelProfile
 
@@ -70,6 +70,7 @@ class MemoryModel:
         layout: of the model.
         update_in_backward: whether updates run inside backward (``step_during_backward``).
         pack_swaps: by block, whether what it saves is packed if it is swapped. By default the faster way is chosen.
+        stream: whether the GPU may update chunks in host memory. By default it may if calibration knows how fast it is.
     """
 
     def __init__(
@@ -80,11 +81,13 @@ class MemoryModel:
         *,
         update_in_backward: bool = False,
         pack_swaps: tuple[bool, ...] | None = None,
+        stream: bool | None = None,
     ) -> None:
         self.profile = profile
         self.hardware = hardware
         self.layout = layout
         self.update_in_backward = update_in_backward
+        self.stream = streams(hardware) if stream is None else stream
         self.pack_swaps = choose_packed(profile, hardware) if pack_swaps is None else pack_swaps
         packs = self.pack_swaps or (False,) * len(profile.blocks)
         self.gradients = GradientRegions(profile, hardware, layout, update_in_backward=update_in_backward)
@@ -100,7 +103,7 @@ class MemoryModel:
         self._large_bytes = [n * large * element for (_, n), (_, large) in zip(self._held, sizes, strict=True)]
         sizes = [layout.gradient_elements(n_persist) for n_persist in placements]
         self._staging_bytes = [(STAGING_BUFFERS * usual + large) * element for usual, large in sizes]
-        self.streaming_bytes = staging_bytes(layout.chunk_elements)  # if any update is streamed
+        self._streaming_bytes = staging_bytes(layout.chunk_elements) if self.stream else 0
         self._persistent = [0]  # by n_persist: bytes of all states of the persistent chunks
         for chunk in layout.chunks:
             self._persistent.append(self._persistent[-1] + self.chunk_bytes(chunk))
@@ -140,18 +143,18 @@ class MemoryModel:
         """The most buffers: one for every non-persistent chunk, without large ones."""
         return self._away[n_persist]
 
-    def most_buffers(self, n_persist: int, margined_bytes: Bytes, n_stream: int = 0) -> Bytes:
+    def most_buffers(self, n_persist: int, margined_bytes: Bytes) -> Bytes:
         """The number of chunk buffers that fit beside activations of these sizes; -1 where too few fit."""
         least, most = self.least_buffers(n_persist), self.all_buffers(n_persist)
-        free = self.hardware.device_bytes - self.static_bytes(n_persist, least, n_stream) - margined_bytes
+        free = self.hardware.device_bytes - self.static_bytes(n_persist, least) - margined_bytes
         n_buffer = np.minimum(most, least + free // max(1, self._buffer_bytes[n_persist]))
         return np.where(free < 0, -1, n_buffer)
 
-    def static_bytes(self, n_persist: int, n_buffer: int, n_stream: int = 0) -> int:
+    def static_bytes(self, n_persist: int, n_buffer: int) -> int:
         """Device memory that is taken for the whole training."""
-        return sum(self.static_parts(n_persist, n_buffer, n_stream).values())
+        return sum(self.static_parts(n_persist, n_buffer).values())
 
-    def static_parts(self, n_persist: int, n_buffer: int, n_stream: int = 0) -> dict[str, int]:
+    def static_parts(self, n_persist: int, n_buffer: int) -> dict[str, int]:
         """The parts of ``static_bytes``, by name."""
         parts = {"persistent chunks": self._persistent[n_persist]}
         if self.device_regions(n_persist):
@@ -162,13 +165,13 @@ class MemoryModel:
             "gradient staging": self._staging_bytes[n_persist] + self.partial_bytes,
             "the model's buffers": self.profile.buffer_bytes,
         }
-        if n_stream:
-            parts["staging for streamed updates"] = self.streaming_bytes
+        if self._streaming_bytes and n_persist < len(self.layout.chunks):
+            parts["staging for streamed updates"] = self._streaming_bytes
         return parts
 
-    def device_bytes(self, n_persist: int, n_buffer: int, activations: Activations, n_stream: int = 0) -> int:
+    def device_bytes(self, n_persist: int, n_buffer: int, activations: Activations) -> int:
         """Predicted peak of device memory."""
-        return self.static_bytes(n_persist, n_buffer, n_stream) + self.margined_bytes(activations)
+        return self.static_bytes(n_persist, n_buffer) + self.margined_bytes(activations)
 
     def margined_bytes(self, activations: Activations) -> int:
         """The peak of ``activations`` with the margin that this type of device needs."""

@@ -1,7 +1,7 @@
 """Streamed updates: the GPU updates some chunks in host memory while the host updates the others (not in the paper).
 
 Their states are streamed through the GPU. Host memory limits both kinds of update, and yet the two together update more
-parameters a second than the host does alone. :func:`protrain.planning.layout.streamed_chunks` chooses the chunks.
+parameters a second than the host does alone. :mod:`protrain.planning.sharing` chooses the chunks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ _STAGING_SLOTS = 2  # slots of the engine's AdamStaging: one is copied in while 
 _STAGING_BYTES = 128 * 1024**2  # makes pieces of a state about 20 MiB, which reach the full rate of a copy engine
 _UNREAD = {"bfloat16": 0, "float16": 2, "float32": 0}  # bytes a parameter that are copied in, though never read
 _STATE_BYTES = 18  # the most bytes a parameter: a float16 weight and everything else in float32
+
+
+def streams(hardware: HardwareProfile) -> bool:
+    """Whether the GPU may update chunks in host memory, which takes a calibrated rate of doing so."""
+    return hardware.device_type == "cuda" and hardware.streamed_adam_gparams is not None
 
 
 def staging_bytes(chunk_elements: int) -> int:

@@ -9,7 +9,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import STAGING_BUFFERS, updated_chunks
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.rates.compute_times import bytes_ms, compute_times
-from protrain.planning.rates.contention import OTHERS, rates
+from protrain.planning.rates.contention import rates
 from protrain.planning.rates.streaming import streamed_rates
 from protrain.planning.rates.swap_copies import SwapCopies, swap_copies
 from protrain.planning.rates.update_rates import (
@@ -22,7 +22,6 @@ from protrain.planning.rates.update_rates import (
 from protrain.planning.rates.visits import computing_by_visit, gradients_by_visit
 from protrain.planning.runtime.fetches import Fetches
 from protrain.planning.runtime.step import Visit
-from protrain.planning.timeline import GPU, HOST, STREAM
 
 _ACCUMULATOR_BYTES = 4  # a parameter in fp32; adding a gradient reads and writes it
 
@@ -91,7 +90,7 @@ class Durations:
         self._host_update = self._host_add if self._only_adds else update_ms
         streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
         self._rates = rates(hardware, host_gparams * moved_bytes(dtype, moment_bytes), streamed_gbps)
-        self._streamed_ms = host_gparams / streamed_gparams  # for an update that takes the host 1 ms
+        self._update_gparams = host_gparams, streamed_gparams
         # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
         # beside a whole update is calibrated in bf16, since arithmetic may be what limits it, not memory.
         self._weight_share = _weight_bytes_share(adam_bytes, written_bytes(dtype, moment_bytes), element)
@@ -99,22 +98,6 @@ class Durations:
             measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
             counted = _weight_bytes_share(moved_bytes(CALIBRATED_DTYPE), written_bytes(CALIBRATED_DTYPE), 2)
             self._weight_share = min(1.0, self._weight_share * (measured / counted))
-
-    def streamable(self, n_persist: int, n_speculate: int) -> int:
-        """The number of chunks in host memory that the device may update: those without a speculative update."""
-        return sum(chunk >= n_persist + n_speculate for chunk in self._updated)
-
-    def balanced(self, n_persist: int, n_speculate: int) -> int:
-        """The number of streamed chunks at which host and device finish together, both beside computing."""
-        host, device = (
-            self._rates[lane][tuple(other in (GPU, HOST, STREAM) for other in OTHERS[lane])] for lane in (HOST, STREAM)
-        )
-        return round(self.streamable(n_persist, n_speculate) / (1 + self._streamed_ms * host / device))
-
-    @property
-    def streams(self) -> bool:
-        """Whether the device may update chunks in host memory, which takes a calibrated rate of doing so."""
-        return self._hardware.device_type == "cuda" and self._hardware.streamed_adam_gparams is not None
 
     @property
     def speculates(self) -> bool:

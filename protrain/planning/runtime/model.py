@@ -20,16 +20,17 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.layout import streamed_chunks
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Counts
+from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.runtime.durations import Durations
 from protrain.planning.runtime.run import FirstPasses
 from protrain.planning.runtime.simulate import simulate, stages, stages_ms, timeline
 from protrain.planning.runtime.slowdowns import Slowdowns
 from protrain.planning.runtime.step import AwaitedUpdate, Step, Work
 from protrain.planning.runtime.update_queue import UpdateQueue
-from protrain.planning.timeline import HOST, STREAM, Timeline
+from protrain.planning.sharing import Sharing
+from protrain.planning.timeline import Timeline
 
 Modes = tuple[BlockMode, ...]
 
@@ -54,12 +55,13 @@ class RuntimeModel(Durations):
         self._before = RuntimeModel(memory, only_adds=True) if self._n_before else None
         starts = list(accumulate(self._forward_ms, initial=0.0))
         first_use = {chunk: at for at in range(len(self._needed) - 1, -1, -1) for chunk in self._needed[at]}
+        # By chunk, when forward first uses it, from its begin on; a chunk that it does not use counts as used at once.
+        used_ms = [starts[min(first_use.get(chunk, 0), len(self._forward_ms))] for chunk in range(len(self._upload))]
         # By chunk, the least time from its update to the end of forward: its upload, and all computing from its first
         # use on.
-        self._after_ms = [
-            upload + (starts[-1] - starts[min(first_use.get(chunk, 0), len(self._forward_ms))])
-            for chunk, upload in enumerate(self._upload or [0.0])
-        ]
+        self._after_ms = [upload + starts[-1] - used for upload, used in zip(self._upload, used_ms, strict=True)]
+        # By chunk, when its upload must begin, from the begin of forward on.
+        self._needed_ms = [used - upload for upload, used in zip(self._upload, used_ms, strict=True)]
         self._work: dict[Modes, tuple[list[Work], list[float]]] = {}
         self._first_passes: dict[tuple[Modes, int, int], FirstPasses] = {}
         # By visit, if nothing is swapped: its work in forward, and in backward without and with recomputation.
@@ -90,7 +92,7 @@ class RuntimeModel(Durations):
         """
         before_ms = 0.0
         if self._before is not None:
-            added = counts._replace(n_speculate=0, n_weight_only=0, n_stream=0)
+            added = counts._replace(n_speculate=0, n_weight_only=0)
             each_ms = self._before.step_ms(modes, added, limit_ms=limit_ms / self._n_before)
             before_ms = self._n_before * each_ms
             if before_ms >= limit_ms:
@@ -117,26 +119,21 @@ class RuntimeModel(Durations):
         work, swap_in_ms = self._work_for(modes)
         visits, fetches = self._placed(n_persist), self._fetches.of(n_persist, counts.n_buffer)
         on_cpu = self._hardware.device_type == "cpu"
-        by_device = streamed_chunks(
-            [chunk for chunk in self._updated if chunk >= last], 0 if on_cpu else counts.n_stream
-        )
-        host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist and c not in by_device]
+        host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist]
         if self._n_before:
             adds_all = self._in_backward or on_cpu
             host = [(c, t + self._host_add[c] * (adds_all or c < last)) for c, t in host]
             if not self._in_backward:
                 compute_ms, swap_ms, swap_in = work[-1]
                 work = [*work[:-1], (compute_ms + sum(self._host_norm[n_persist:]), swap_ms, swap_in)]
-        streamed = [(chunk, self._host_update[chunk] * self._streamed_ms) for chunk in by_device]
         awaited_updates: dict[int, AwaitedUpdate] = {}
         if self._in_backward:
             n_regions = self._memory.host_regions(n_persist, self._memory.swapped_bytes(modes))
             if handed_on := self._memory.gradients.handed_on(n_persist, n_regions):
-                updates = {chunk: AwaitedUpdate(HOST, chunk, ms) for chunk, ms in host}
-                updates.update({chunk: AwaitedUpdate(STREAM, chunk, ms) for chunk, ms in streamed})
-                awaited_updates = {index: updates[chunk] for index, chunk in handed_on}
+                updates = dict(host)
+                awaited_updates = {index: AwaitedUpdate(chunk, updates[chunk]) for index, chunk in handed_on}
                 awaited = {chunk for _, chunk in handed_on}
-                host, streamed = ([pair for pair in queue if pair[0] not in awaited] for queue in (host, streamed))
+                host = [pair for pair in host if pair[0] not in awaited]
         n_in_backward = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
         n_weight_only = (
             sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host) if counts.n_weight_only else 0
@@ -152,10 +149,27 @@ class RuntimeModel(Durations):
             swap_in_ms=swap_in_ms,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
-            streamed=UpdateQueue(streamed, len(streamed) if self._in_backward else 0),
+            streamed_ms=self._streamed_ms(n_persist + counts.n_speculate),
+            needed_ms=self.sharing(n_persist).needed_ms,
             after_ms=self._after_ms,
             awaited_updates=awaited_updates,
         )
+
+    def _streamed_ms(self, first: int) -> dict[int, float]:
+        """By chunk that the GPU may update in host memory: how long that takes. ``first`` is the first of these chunks.
+
+        It may update those without a speculative update, if the plan has staging for their states.
+        """
+        if not self._memory.stream or self._only_adds:
+            return {}
+        by_host, by_device = self._update_gparams
+        return {chunk: self._host_update[chunk] * by_host / by_device for chunk in self._updated if chunk >= first}
+
+    def sharing(self, n_persist: int) -> Sharing:
+        """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
+        before_ms = sum(self._device_update[:n_persist])  # forward follows the updates of persistent chunks
+        needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)
+        return Sharing(needed_ms, *self._update_gparams, staging_bytes(self._layout.chunk_elements))
 
     def _work_for(self, modes: Modes) -> tuple[list[Work], list[float]]:
         known = self._work.get(modes)

@@ -4,8 +4,8 @@
 (:mod:`protrain.planning.memory.gradient_regions`). Where no region is free, the engine issues nothing until an update
 ends that frees one: the update of the chunk whose gradient has been complete for the longest time. Until then the GPU
 runs what was issued, which ends with the gradient that needs the region, and is idle after that. Which updates are
-awaited does not depend on how long anything takes. So awaited updates are in no :class:`UpdateQueue`, and each lane
-makes them before the updates of its queue.
+awaited does not depend on how long anything takes. So awaited updates are not in the :class:`UpdateQueue`, and the host
+makes them before the updates of the queue.
 """
 
 from __future__ import annotations
@@ -15,21 +15,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, repeat
 from math import inf
 from operator import mul, sub
+from typing import NamedTuple
 
 from protrain.planning.layout import STAGING_BUFFERS
 from protrain.planning.runtime.fetches import Fetch
 from protrain.planning.runtime.step import Step
+from protrain.planning.runtime.update_queue import Updates
+from protrain.planning.sharing import Waiting, first_late
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP
 
 ROUNDED = 1 + 1e-9  # sums of the same times in another order differ by less than this factor
 _BY_CHUNK_OR_UNIT = ("_updated", "_deferred", "_released", "_loaded", "offloaded", "_drained", "_swapped_out", "_back")
 
 
+class Choices(NamedTuple):
+    """What depends on how long operations take, in the first step of a full-rate run. Later steps do the same."""
+
+    n_in_time: int  # updates inside backward that begin before backward is over
+    by_gpu: tuple[int, ...]  # the chunks in host memory that the GPU updates, in its order
+
+
 class FirstPasses:
     """The first forward and backward of a run at full rates, which wait for no update. Many steps share them.
 
-    They depend neither on how many updates are speculative or streamed nor on how fast the host is, as long as no
-    gradient waits for an update.
+    They depend neither on how many updates are speculative nor on how fast the host is, as long as no gradient waits
+    for an update.
     """
 
     def __init__(self, run: Run, n_forward: list[int]) -> None:
@@ -64,8 +74,7 @@ class Run:
     def __init__(self, step: Step, factors: list[Iterator[float]], start_ms: float) -> None:
         self.step = step
         self._factors = factors
-        # How many updates inside backward begin in time, on the host and on the GPU. The first step finds out.
-        self.in_time: tuple[int, int] | None = None
+        self.choices: Choices | None = None  # the first step makes them
         self.uploads: list[Fetch] = []  # in forward, in the order in which they went
         self.beyond_ms = 0.0  # how long updates inside backward of the first step go on after backward
         self.reordered = False  # whether an upload went before one that was issued earlier
@@ -91,22 +100,22 @@ class Run:
         cls,
         step: Step,
         factors: list[list[float]] | None = None,
-        in_time: tuple[int, int] | None = None,
+        choices: Choices | None = None,
         *,
         first_passes: FirstPasses | None = None,
         limit_ms: float = inf,
     ) -> Run:
         """The run of ``step``. It ends early once it shows that a step takes at least ``limit_ms``.
 
-        ``factors`` are by lane and operation, in the order of the full-rate run that they were made from; ``in_time``
-        is that run's. Without ``factors`` this is a full-rate run.
+        ``factors`` are by lane and operation, in the order of the full-rate run that they were made from; ``choices``
+        are that run's. Without ``factors`` this is a full-rate run.
         """
         first_passes = first_passes or FirstPasses.of(step)
         if factors is None:
             run, backward_ms = first_passes.run._continued(step), first_passes.computing_ms
         else:
             run = cls(step, [iter(of_lane) for of_lane in factors], 0.0)
-            run.in_time = in_time
+            run.choices = choices
             run.forward()
             run.backward()
             in_backward = islice(factors[GPU], len(factors[GPU]) // 2 + first_passes.n_forward[GPU], None)
@@ -297,8 +306,8 @@ class Run:
                 if staging >= 0:
                     ready = deferred[chunk]
                     if index in awaited_updates:
-                        lane, before, duration = awaited_updates[index]
-                        ready = self._do(lane, all_offloaded[before], duration)
+                        before, duration = awaited_updates[index]
+                        ready = self._do(HOST, all_offloaded[before], duration)
                     if ready > up:
                         up = ready  # until then the engine issues no upload
                     if ready > gpu:
@@ -311,30 +320,67 @@ class Run:
         self.free[GPU], self.free[UP], self.free[DOWN] = gpu, up, down
 
     def update(self) -> None:
-        """Make all updates that no gradient waited for. In the first step, find out which of them begin in backward."""
-        over = self.free[GPU]  # backward is over, and the norm is known
-        if self.in_time is None:
-            self.in_time = (
-                self.step.host.in_time(self.free[HOST], self.offloaded, over),
-                self.step.streamed.in_time(self.free[STREAM], self.offloaded, over),
-            )
-        updated, offloaded = self._updated, self.offloaded
-        queues = (self.step.host, self.step.streamed)
-        for lane, queue, in_time in zip((HOST, STREAM), queues, self.in_time, strict=True):
-            updates = queue.ordered(in_time)
-            in_backward, after = updates[:in_time], updates[in_time:]
-            # Updates inside backward take effect when the norm is known and none of them runs any more.
-            settled = max(over, self._do_all(lane, [(offloaded[chunk], duration) for chunk, duration in in_backward]))
-            self.beyond_ms = self.beyond_ms or (settled - over)
-            for chunk, _ in in_backward:
-                updated[chunk] = settled
-            for update in self.step.awaited_updates.values():
-                if update.lane == lane:
-                    updated[update.chunk] = settled
-            self._do_all(lane, [(max(over, offloaded[chunk]), duration) for chunk, duration in after])
-            for (chunk, _), end in zip(after, self.ends[lane][-len(after) :] if after else (), strict=True):
+        """Make all updates that no gradient waited for. In the first step, choose when and where they are made."""
+        over, step = self.free[GPU], self.step  # backward is over, and the norm is known
+        if self.choices is None:
+            n_in_time = step.host.in_time(self.free[HOST], self.offloaded, over)
+        else:
+            n_in_time = self.choices.n_in_time
+        updates, updated, offloaded = step.host.ordered(n_in_time), self._updated, self.offloaded
+        in_backward, after = updates[:n_in_time], updates[n_in_time:]
+        # Updates inside backward take effect when the norm is known and none of them runs any more.
+        settled = max(over, self._do_all(HOST, [(offloaded[chunk], duration) for chunk, duration in in_backward]))
+        self.beyond_ms = self.beyond_ms or (settled - over)
+        for chunk, _ in in_backward:
+            updated[chunk] = settled
+        for update in step.awaited_updates.values():
+            updated[update.chunk] = settled
+        if self.choices is None:
+            self.choices = Choices(n_in_time, _by_gpu(step, after, self.free[HOST] - over))
+        by_gpu = self.choices.by_gpu
+        for lane in (HOST, STREAM):
+            of_lane = [(chunk, ms) for chunk, ms in after if chunk not in by_gpu] if by_gpu else after
+            if lane == STREAM:
+                of_lane = [(chunk, step.streamed_ms[chunk]) for chunk in by_gpu]
+            self._do_all(lane, [(max(over, offloaded[chunk]), duration) for chunk, duration in of_lane])
+            for (chunk, _), end in zip(of_lane, self.ends[lane][-len(of_lane) :] if of_lane else (), strict=True):
                 updated[chunk] = end
         self._all_updated = max(over, self.free[HOST], self.free[STREAM])
-        for chunk, duration in self.step.host.deferred(self.in_time[0]):
+        for chunk, duration in step.host.deferred(n_in_time):
             self._deferred[chunk] = self._do(HOST, over, duration)
-        self._do_all(GPU, [(0.0, duration) for _, duration in self.step.device_update_ms])
+        self._do_all(GPU, [(0.0, duration) for _, duration in step.device_update_ms])
+
+
+def _by_gpu(step: Step, updates: Updates, host_free_ms: float) -> tuple[int, ...]:
+    """The chunks that the GPU updates of those in ``updates``, in its order, as the engine chooses them.
+
+    Times count from the norm, which the host knows at ``host_free_ms`` or at 0, whichever is later.
+    """
+    host_free_ms, gpu_free_ms = max(0.0, host_free_ms), 0.0
+    if not step.streamed_ms or not _is_late(step, updates, host_free_ms):
+        return ()
+    chunks = [chunk for chunk, _ in updates]
+    waiting = [Waiting(ms, step.streamed_ms.get(chunk, inf), step.needed_ms[chunk]) for chunk, ms in updates]
+    found = []
+    while waiting:
+        if host_free_ms <= gpu_free_ms:
+            host_free_ms += waiting.pop(0).host_ms
+            del chunks[0]
+            continue
+        index = first_late(waiting, gpu_free_ms, host_free_ms)
+        if index is None:
+            gpu_free_ms = host_free_ms  # when the GPU looks again
+        else:
+            gpu_free_ms += waiting.pop(index).device_ms
+            found.append(chunks.pop(index))
+    return tuple(found)
+
+
+def _is_late(step: Step, updates: Updates, host_free_ms: float) -> bool:
+    """Whether the host alone would be late with any of ``updates``."""
+    end_ms, needed_ms = host_free_ms, step.needed_ms
+    for chunk, duration in updates:
+        end_ms += duration
+        if end_ms > needed_ms[chunk]:
+            return True
+    return False

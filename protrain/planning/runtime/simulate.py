@@ -3,7 +3,7 @@
 GPU       computes, flattens gradients into chunks, updates persistent chunks
 up, down  the copy engines, first in first out; a weight is uploaded once its chunk is updated
 host      updates chunks in host memory, one after the other, in the order in which the next forward needs them
-streamed  the GPU updates some chunks in host memory through the link (:mod:`protrain.planning.rates.streaming`)
+streamed  the GPU updates chunks in host memory with which the host would be late (:mod:`protrain.planning.sharing`)
 
 The engine's order of issue is known (:mod:`protrain.planning.runtime.fetches` for uploads). Every operation starts when
 its lane is free and what it needs is there: a buffer is given up, a chunk is updated, a gradient is offloaded, or the
@@ -19,7 +19,7 @@ from itertools import accumulate, islice, zip_longest
 from math import inf
 from operator import mul, sub
 
-from protrain.planning.runtime.run import ROUNDED, FirstPasses, Run
+from protrain.planning.runtime.run import ROUNDED, Choices, FirstPasses, Run
 from protrain.planning.runtime.slowdowns import Slowdowns
 from protrain.planning.runtime.step import Step
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Operation, Timeline
@@ -45,7 +45,7 @@ def simulate(
     factors = slowdowns.of(full_rate.starts, full_rate.ends)
     if limit_ms < inf and _least_ms(step, first_passes, full_rate, factors) >= limit_ms * ROUNDED:
         return limit_ms
-    return Run.of(step, factors, full_rate.in_time, first_passes=first_passes, limit_ms=limit_ms).step_ms
+    return Run.of(step, factors, full_rate.choices, first_passes=first_passes, limit_ms=limit_ms).step_ms
 
 
 def _least_ms(step: Step, first_passes: FirstPasses, full_rate: Run, factors: list[list[float]]) -> float:
@@ -57,23 +57,22 @@ def _least_ms(step: Step, first_passes: FirstPasses, full_rate: Run, factors: li
     does meanwhile. All operations have their durations of the second run. If one of them started later than assumed
     here, the step would only end later. Updates of persistent chunks come after either norm.
     """
-    assert full_rate.in_time is not None
+    assert full_rate.choices is not None
+    n_in_time, by_gpu = full_rate.choices
     host, streamed = (
         list(map(mul, map(sub, full_rate.ends[lane], full_rate.starts[lane]), factors[lane][: len(factors[lane]) // 2]))
         for lane in (HOST, STREAM)
     )
-    in_time, n_updates = full_rate.in_time[0], len(step.host.updates)
-    host_ms = sum(host[in_time:n_updates])
-    after_norm = [
-        updates_ms + step.after_ms[queue.updates[-1][0]]
-        for queue, updates_ms in ((step.host, host_ms), (step.streamed, sum(streamed)))
-        if queue.n_in_backward < len(queue.updates)
-    ]
-    if not after_norm:
+    after = [chunk for chunk, _ in step.host.ordered(n_in_time)[n_in_time:]]
+    n_updates = len(step.host.updates) - len(by_gpu)
+    host_ms = sum(host[n_in_time:n_updates])
+    by_lane = (([chunk for chunk in after if chunk not in by_gpu], host_ms), (by_gpu, sum(streamed)))
+    after_norm = [updates_ms + step.after_ms[chunks[-1]] for chunks, updates_ms in by_lane if chunks]
+    if step.host.n_in_backward == len(step.host.updates) or not after_norm:
         return 0.0
     forward_end_ms = max(after_norm)  # from the norm on
     done = accumulate(host[n_updates:], initial=host_ms - forward_end_ms)
-    deferred = zip((chunk for chunk, _ in step.host.deferred(in_time)), islice(done, 1, None), strict=True)
+    deferred = zip((chunk for chunk, _ in step.host.deferred(n_in_time)), islice(done, 1, None), strict=True)
     n_gpu, n_device = len(factors[GPU]) // 2, len(step.device_update_ms)
     second_ms, first_ms = (
         sum(duration * factors[GPU][at] for at, (_, duration) in enumerate(step.device_update_ms, end - n_device))
@@ -87,7 +86,7 @@ def timeline(step: Step, slowdowns: Slowdowns) -> Timeline:
     """Every operation of one step in steady state."""
     run = Run.of(step)
     if not run.is_gpu_alone:
-        run = Run.of(step, slowdowns.of(run.starts, run.ends), run.in_time)
+        run = Run.of(step, slowdowns.of(run.starts, run.ends), run.choices)
     begin = run.begin_ms
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
@@ -139,7 +138,7 @@ def stages(step: Step) -> Timeline:
 
 def _names(step: Step, run: Run) -> list[list[tuple[str, object]]]:
     """By lane, the kind of each of its operations in the second step and what it works on, in the order of issue."""
-    in_time = run.in_time or (0, 0)
+    n_in_time, by_gpu = run.choices or Choices(0, ())
     names: list[list[tuple[str, object]]] = [[] for _ in LANES]
     names[UP] = [("weights", chunk) for chunk, _ in run.uploads]
     for visit, (_, swap_ms, _) in zip(step.forward, step.forward_work, strict=True):
@@ -152,13 +151,12 @@ def _names(step: Step, run: Run) -> list[list[tuple[str, object]]]:
         names[GPU].append(("backward", visit.name))
         names[GPU] += [("flatten", chunk) for _, chunk, _, _, _ in visit.gradients]
         names[DOWN] += [("gradients", chunk) for _, chunk, _, _, staging in visit.gradients if staging >= 0]
-    for update in step.awaited_updates.values():
-        names[update.lane].append(("speculative update", update.chunk))
-    for lane, queue, n_begun in zip((HOST, STREAM), (step.host, step.streamed), in_time, strict=True):
-        whole = min(n_begun, queue.n_in_backward - queue.n_weight_only)
-        kinds = ["speculative update"] * whole + ["speculative weight"] * (n_begun - whole)
-        chunks = [chunk for chunk, _ in queue.ordered(n_begun)]
-        names[lane] += zip_longest(kinds, chunks, fillvalue="update")
-        names[lane] += [("deferred update", chunk) for chunk, _ in queue.deferred(n_begun)]
+    names[HOST] = [("speculative update", update.chunk) for update in step.awaited_updates.values()]
+    whole = min(n_in_time, step.host.n_in_backward - step.host.n_weight_only)
+    kinds = ["speculative update"] * whole + ["speculative weight"] * (n_in_time - whole)
+    chunks = [chunk for chunk, _ in step.host.ordered(n_in_time) if chunk not in by_gpu]
+    names[HOST] += zip_longest(kinds, chunks, fillvalue="update")
+    names[HOST] += [("deferred update", chunk) for chunk, _ in step.host.deferred(n_in_time)]
+    names[STREAM] = [("update", chunk) for chunk in by_gpu]
     names[GPU] += [("update", chunk) for chunk, _ in step.device_update_ms]
     return names

@@ -35,7 +35,6 @@ class Visit:
 class AwaitedUpdate(NamedTuple):
     """An update that a gradient waits for: see [Note: waiting for regions] in :mod:`protrain.planning.runtime.run`."""
 
-    lane: int  # HOST or STREAM
     chunk: int
     ms: float
 
@@ -52,7 +51,8 @@ class Step(NamedTuple):
     upload_ms: Sequence[float]  # by chunk
     swap_in_ms: Sequence[float]  # by unit: its saved activations, or its offloaded inputs, back to the device
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
-    host: UpdateQueue  # updates by the host, without those in awaited_updates
-    streamed: UpdateQueue  # updates by the GPU of chunks in host memory, without those in awaited_updates
+    host: UpdateQueue  # updates of chunks in host memory, without those in awaited_updates
+    streamed_ms: Mapping[int, float]  # by chunk that the GPU may update in host memory: how long that takes
+    needed_ms: Sequence[float]  # by chunk: from the norm until forward needs its update, if forward waits for none
     after_ms: Sequence[float]  # by chunk: the least time from its update to the end of the next forward
     awaited_updates: Mapping[int, AwaitedUpdate]  # by gradient: the update whose region of host memory it waits for

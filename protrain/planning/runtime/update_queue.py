@@ -1,4 +1,4 @@
-"""The order in which one of host and GPU updates chunks in host memory.
+"""The order in which chunks in host memory are updated.
 
 [Note: weight-only updates] A speculative update that computes only the weight takes a share of the time of a whole
 update. The chunk's optimizer states are updated later ("deferred"), when the host has finished every update that the
@@ -18,7 +18,7 @@ Updates = Sequence[tuple[int, float]]  # (chunk, ms)
 
 
 class UpdateQueue(NamedTuple):
-    """The chunks in host memory that the host updates, or those that the GPU updates.
+    """The updates of chunks in host memory.
 
     Updates inside backward are the speculative updates, or all updates with ``step_during_backward``. Such an update
     follows its gradient, unless backward ends before the update begins: then it is one of the updates after backward.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import threading
@@ -105,14 +104,11 @@ def test_what_the_host_has_not_begun_by_the_end_of_backward_is_not_speculative(
 
 
 @pytest.mark.parametrize("idle", [0, 2, 4])
-@pytest.mark.parametrize("inside", [False, True], ids=["early", "inside-backward"])
 def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
-    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch, inside: bool, idle: int
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch, idle: int
 ) -> None:
     data, model = residual.batches(STEPS), residual.make()
-    ahead = dataclasses.replace(spec, speculate=not inside)
-    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "step_during_backward": inside}
-    wrapped, optimizer = wrap_under(ahead, model, adamw(model), data[0], **options)
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     n_chunks, begun = optimizer.plan.n_chunks, itertools.count(1)
     times: list[tuple[str, int, int]] = []
     optimizer._engine.worker.times = times
@@ -126,7 +122,7 @@ def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
     losses = Loop().run(wrapped, optimizer, data)
     found = states(wrapped, optimizer)
     order = [int(name.split()[-1]) for name, _, _ in times if name.startswith("update")]
-    kind = "backward update" if inside else f"speculative {'weight' if spec.weights else 'update'}"
+    kind = f"speculative {'weight' if spec.weights else 'update'}"
     assert times[n_chunks - 1][0] == f"{kind} 0", "its gradient comes last"
     assert order == STEPS * [*range(1, 1 + idle), 0, *range(1 + idle, n_chunks)]
     plain, trainer = prepare_plain(again := residual.make(), adamw(again), device=device, dtype=torch.bfloat16)

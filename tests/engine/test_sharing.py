@@ -1,0 +1,82 @@
+"""Who updates a chunk in host memory is chosen as a step runs, and no bit depends on it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+
+from protrain.engine.updates.on_host import update_on_host
+from protrain.engine.updates.rates import Rate
+from protrain.planning.sharing import Waiting
+from protrain_kernels import adam_scalars
+from tests.engine import residual
+from tests.engine.harness import Loop, adamw, wrap_under
+from tests.engine.test_streamed_updates import SPEC, looping, noted_updates, trained
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_whoever_does_it_the_bits_are_the_same(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    inside: bool,
+) -> None:
+    """The device takes an update at random, or waits until the host is done with one."""
+    choice, updates = random.Random(seed), noted_updates(monkeypatch)
+
+    def at_random(waiting: Sequence[Waiting], *_: float) -> int | None:
+        possible = [index for index, update in enumerate(waiting) if update.device_ms < inf]
+        return choice.choice([None, *possible])
+
+    monkeypatch.setattr("protrain.engine.updates.streamer.first_late", at_random)
+    run = looping() if inside else looping(max_norm=0.5)
+    steps = 200 if device.type == "cuda" else 25
+    optimizer = trained(run, device, batches=steps, step_during_backward=inside)
+    ways = Counter(how for _, how, _ in updates)
+    offloaded = sum(not chunk.persistent for chunk in optimizer._engine.chunks)
+    assert ways["step"] + ways["step_streamed"] == steps * offloaded
+    assert inside or min(ways["step"], ways["step_streamed"]) > steps // 5
+
+
+def test_a_host_that_is_late_gets_help_and_one_in_time_gets_none(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, found = residual.batches(4), []
+
+    def slow(*args: Any, **options: Any) -> None:  # otherwise the host may be done before the other thread looks
+        time.sleep(0.02)
+        update_on_host(*args, **options)
+
+    monkeypatch.setattr("protrain.engine.updates.updates.update_on_host", slow)
+    monkeypatch.setattr(Rate, "add", lambda *_: None)
+    for needed_ms in (0.0, 1e9):
+        model = residual.make()
+        wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+        streaming = optimizer._engine.streaming
+        assert streaming is not None
+        monkeypatch.setattr(streaming, "_needed_ms", [needed_ms] * optimizer.plan.n_chunks)
+        streaming.host_rate.gparams, streaming.streamer.rate.gparams = 1e-6, 1.0
+        Loop(max_norm=0.5).run(wrapped, optimizer, data)
+        optimizer._engine.wait_for_updates()
+        found.append(optimizer.report().streamed_updates)
+    assert found[0] > 0 == found[1]
+
+
+def test_a_rate_follows_what_is_measured() -> None:
+    rate = Rate(5.0)
+    assert rate.milliseconds(10_000_000) == pytest.approx(2.0)
+    scalars = adam_scalars(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1, decoupled=True)
+    pieces = [(slice(0, 3000), scalars), (slice(4000, 5000), scalars)]
+    rate.add(pieces, 4e-6)
+    assert rate.gparams == pytest.approx(1.0), "nothing of the prediction is left"
+    for _ in range(30):
+        rate.add(pieces, 2e-6)
+    assert rate.gparams == pytest.approx(2.0, rel=0.01)
