@@ -21,6 +21,16 @@ from tests.engine.harness import Loop, adamw, wrap_under
 from tests.engine.test_streamed_updates import SPEC, looping, noted_updates, trained
 
 
+def slow_down(monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> None:
+    """Let the host take longer for an update. Otherwise it may be done before the other thread looks."""
+
+    def slow(*args: Any, **options: Any) -> None:
+        time.sleep(seconds)
+        update_on_host(*args, **options)
+
+    monkeypatch.setattr("protrain.engine.updates.updates.update_on_host", slow)
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_whoever_does_it_the_bits_are_the_same(
@@ -37,6 +47,7 @@ def test_whoever_does_it_the_bits_are_the_same(
         return choice.choice([None, *possible])
 
     monkeypatch.setattr("protrain.engine.updates.streamer.first_late", at_random)
+    slow_down(monkeypatch, seconds=0.001)
     run = looping() if inside else looping(max_norm=0.5)
     steps = 200 if device.type == "cuda" else 25
     optimizer = trained(run, device, batches=steps, step_during_backward=inside)
@@ -50,12 +61,7 @@ def test_a_host_that_is_late_gets_help_and_one_in_time_gets_none(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, found = residual.batches(4), []
-
-    def slow(*args: Any, **options: Any) -> None:  # otherwise the host may be done before the other thread looks
-        time.sleep(0.02)
-        update_on_host(*args, **options)
-
-    monkeypatch.setattr("protrain.engine.updates.updates.update_on_host", slow)
+    slow_down(monkeypatch, seconds=0.02)
     monkeypatch.setattr(Rate, "add", lambda *_: None)
     for needed_ms in (0.0, 1e9):
         model = residual.make()
