@@ -46,7 +46,7 @@ from protrain.cli.summary import device_name, versions
 from protrain.common.errors import BudgetError, PlanError
 from protrain.common.records import Record
 from protrain.hardware import HardwareProfile, detect
-from protrain.planning import BlockMode, Plan, check, choose_chunk_elements, evaluate, pack
+from protrain.planning import BlockMode, Plan, check, evaluate, pack
 from protrain.planning.tables import aligned
 from protrain.profiler import ModelProfile
 
@@ -177,8 +177,8 @@ class Ideas(Record):
 
 def planned(comparison: Comparison, way: Way, profile: ModelProfile, hardware: HardwareProfile) -> Plan:
     """The plan of one way. PlanError if it does not fit."""
-    chunk_elements = choose_chunk_elements(profile)
-    n_chunks = len(pack(profile, chunk_elements).chunks)
+    layout = pack(profile)
+    n_chunks = len(layout.chunks)
     n_persist = int(comparison.persistent * n_chunks)
     n_away = n_chunks - n_persist
     with chunks_in(way.order, n_persist=n_persist):
@@ -190,7 +190,7 @@ def planned(comparison: Comparison, way: Way, profile: ModelProfile, hardware: H
             n_swap=way.n_swap,
             n_ckpt=way.n_ckpt,
             n_speculate=n_away,
-            chunk_elements=chunk_elements,
+            chunk_elements=layout.chunk_elements,
         )
         if way.in_a_row:
             order = [BlockMode.SWAP, BlockMode.CKPT, BlockMode.NONE]

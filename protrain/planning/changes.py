@@ -26,9 +26,8 @@ class Neighbour(NamedTuple):
 def neighbours(counts: Counts, models: Models) -> Iterator[Neighbour]:
     """All neighbours of ``counts``, whether they fit the memory or not, with a reason if there is no such plan.
 
-    If the changed integer puts another one out of its range, that one takes the nearest value in the range: buffers,
-    and speculative updates with another number of persistent chunks, offloaded inputs with fewer recomputed
-    blocks.
+    If the changed integer puts another one out of its range, that one takes the nearest value in the range: buffers
+    and speculative updates with another number of persistent chunks, offloaded inputs with fewer recomputed blocks.
     """
     for knob in KNOBS:
         for step in (1, -1):

@@ -1,7 +1,7 @@
 """Makes the meta device behave like a GPU in a trace: fused attention, and answers to questions about values.
 
-For most operators torch works out in Python what they return on the meta device. That takes it 0.1 ms or more for each,
-and a trace calls many thousands, nearly all of them alike. So the answers are remembered (:class:`_Results`).
+For most operators torch works out in Python what they return on the meta device, which takes most of the time of a
+trace. A trace calls many thousands, nearly all of them alike. So the answers are remembered (:class:`_Results`).
 """
 
 from __future__ import annotations

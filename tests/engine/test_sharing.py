@@ -14,6 +14,7 @@ import torch
 
 from protrain.engine.updates.on_host import update_on_host
 from protrain.engine.updates.rates import Rate
+from protrain.engine.updates.updates import _Window
 from protrain.planning.sharing import Waiting
 from protrain_kernels import adam_scalars
 from tests.engine import residual
@@ -48,13 +49,15 @@ def test_whoever_does_it_the_bits_are_the_same(
 
     monkeypatch.setattr("protrain.engine.updates.streamer.first_late", at_random)
     slow_down(monkeypatch, seconds=0.001)
+    if inside:
+        monkeypatch.setattr(_Window, "is_closed", lambda _: True)  # as if the host had begun none in backward
     run = looping() if inside else looping(max_norm=0.5)
     steps = 200 if device.type == "cuda" else 25
     optimizer = trained(run, device, batches=steps, step_during_backward=inside)
     ways = Counter(how for _, how, _ in updates)
     offloaded = sum(not chunk.persistent for chunk in optimizer._engine.chunks)
     assert ways["step"] + ways["step_streamed"] == steps * offloaded
-    assert inside or min(ways["step"], ways["step_streamed"]) > steps // 5
+    assert min(ways["step"], ways["step_streamed"]) > steps // 5
 
 
 def test_a_host_that_is_late_gets_help_and_one_in_time_gets_none(

@@ -282,7 +282,7 @@ def test_an_update_that_a_gradient_waits_for_is_the_hosts_however_fast_the_gpu_w
     update = next(one for one in found.operations if one.lane == HOST and one.name == "speculative update 3")
     offload = next(one for one in found.operations if one.name == "gradients 1" and one.start_ms > update.start_ms)
     assert offload.start_ms == update.end_ms > found.forward_end_ms + UPDATE
-    # Of the two that no gradient waits for, the GPU makes the one that the host would make last.
+    # No gradient waits for the updates of chunks 0 and 1. The GPU makes the second, which the host would make last.
     assert [one.name for one in found.operations if one.lane == STREAM and one.start_ms > 0] == ["update 1"]
 
 

@@ -2,7 +2,7 @@
 
 A worker thread takes jobs from a queue. Updates are queued in the order in which the next forward needs their chunks.
 The kernels that a job calls are multi-threaded and release the GIL, so the main thread goes on launching. A second
-worker has the device update some of the chunks.
+worker may begin a job before its turn, to have the device do the update.
 """
 
 from __future__ import annotations
@@ -63,11 +63,6 @@ class Job:
                     follower()
             except BaseException as error:  # whoever waits for the job raises it, and the thread goes on
                 self._error = error
-
-    def finish(self) -> None:
-        """Do the work on this thread, unless it is done already. Raises what the work has raised."""
-        self.run()
-        self.wait()
 
     def when_done(self, follower: Callable[[], None]) -> None:
         """Call ``follower`` after the work: at once if that is done already, else on the thread that does it."""

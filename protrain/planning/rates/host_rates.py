@@ -8,9 +8,9 @@ and a plan for a slower host 1,411 ms. So the search judges plans on a host that
 plan states is for the rate as calibrated.
 
 Ten machines with an H100 showed how slow hosts are in steps: six reached the predicted rate, one 90% of it, two 85% and
-one 79%. Plans for one slower host are as fast as plans for the mean over several rates, and take half the time to
-search: in seven cases of 7 to 13 B on that distribution they are between 1.3% faster and 0.1% slower by prediction.
-Plans for 80% of the rate lose up to 3% on a host as calibrated, plans for 95% up to 8% on one at 85%.
+one 79%. Predicted over that distribution, plans for one slower host are as fast as plans for the mean over two rates,
+and their search took a fifth less time. Plans for 80% of the rate are predicted to lose up to 3% on a host as
+calibrated, plans for 95% up to 8% on one at 85%. The seven cases are in bench/results/h100/NOTES.md.
 
 A host's usual rate lies about halfway between its mean rate in calibration and the rate that it kept four fifths of the
 time. That is 99% of the calibrated rate on steady hosts, and was 93% on a host that other tenants slowed down.
@@ -28,13 +28,11 @@ _SLOWER = 0.89  # share of a host's usual rate that plans are made for
 
 def slower_share(hardware: HardwareProfile) -> float:
     """The share of the host's calibrated rate that plans are made for. 1 on a CPU, where the device is the host."""
-    return 1.0 if hardware.device_type == "cpu" else usual_share(hardware) * _SLOWER
-
-
-def usual_share(hardware: HardwareProfile) -> float:
-    """The host's usual rate, as a share of the calibrated rate."""
+    if hardware.device_type == "cpu":
+        return 1.0
     slow = hardware.host_adam_p20_gparams
-    return UNKNOWN if slow is None else (1.0 + min(1.0, slow / hardware.host_adam_gparams)) / 2
+    usual = UNKNOWN if slow is None else (1.0 + min(1.0, slow / hardware.host_adam_gparams)) / 2
+    return usual * _SLOWER
 
 
 def with_host(hardware: HardwareProfile, share: float) -> HardwareProfile:
