@@ -118,7 +118,7 @@ class _Recorder:
             patches[engine.gradients, "_offload"] = self._offload(engine.gradients._offload)
         for (owner, name), function in patches.items():
             vars(owner)[name] = function
-        workers = dict(zip(self._jobs, engine.workers, strict=False))
+        workers = dict(zip(self._jobs, engine.step.updates.workers, strict=False))
         for lane, worker in workers.items():
             worker.times = self._jobs[lane]
         try:

@@ -75,7 +75,8 @@ def check_arguments(
         )
     refuse_several_processes(ValueError)
     check_supported(optimizer)
-    batches.check(example_batch)
+    if example_batch is not None:
+        batches.check(example_batch)
     target = _device(device)
     kind = choose_dtype(dtype, target)
     if step_during_backward and kind is torch.float16:

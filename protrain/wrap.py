@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from protrain.common import batch as batches
 from protrain.common.errors import MisuseError, PlanError
+from protrain.common.parameters import is_managed
 from protrain.common.progress import COUNTED, Progress
 from protrain.engine.build import build_engine
 from protrain.engine.states.empty import fill_buffers
@@ -34,7 +36,7 @@ from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import checkpointing_switches, say_switched_off, switch_off_checkpointing
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.trace import profile
-from protrain.validate import check_arguments, naming
+from protrain.validate import Checked, check_arguments, naming
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -48,7 +50,7 @@ def wrap(
     model: Model,
     optimizer: torch.optim.Optimizer,
     *,
-    example_batch: Mapping[str, Any] | tuple[Any, ...],
+    example_batch: Mapping[str, Any] | tuple[Any, ...] | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     device_memory: int | str | None = None,
@@ -69,7 +71,8 @@ def wrap(
             is in training mode. The same object comes back, with hooks.
         optimizer: torch.optim.AdamW or Adam over the model's parameters, with any groups. Its param_groups stay live.
         example_batch: a mapping (``model(**batch)``) or a tuple (``model(*batch)``). Every dimension must be as long as
-            in any batch of the training.
+            in any batch of the training. Without it the model is profiled and planned in its first call, which must be
+            one of the training, with the arguments that it is given there.
         device: "cuda", "cuda:1" or "cpu". The default is the current GPU, or the CPU if there is none.
         dtype: the type of the weights: bfloat16 (default on GPUs), float16 (needs ``optimizer.backward(loss)``) or
             float32 (default on the CPU). Parameters and the model's fp32 inputs are cast, buffers are not. In bfloat16
@@ -114,13 +117,81 @@ def wrap(
         accumulation=accumulation,
         moment_dtype=moment_dtype,
     )
-    target = checked.device
     say_switched_off(switch_off_checkpointing(checkpointing_switches(model)), stacklevel=2)
-    stages = Progress(enabled=progress)
-    gc.collect()  # frees a model that was wrapped and dropped: its hooks and engine refer to each other
-
-    if target.type == "cuda":
+    if checked.device.type == "cuda":
         use_expandable_segments()
+    detect(checked.device, device_memory=device_memory, host_memory=host_memory)  # refuses limits that are none
+    managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}
+    wrapped = ProTrainOptimizer(optimizer, managed, step_during_backward=step_during_backward)
+
+    def begin(batch: Any) -> None:
+        _begin(
+            model,
+            optimizer,
+            wrapped,
+            batch,
+            checked,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            weights=os.fspath(weights) if weights is not None else None,
+            accumulation=accumulation,
+            compile=compile,
+            chunked_loss=chunked_loss,
+            stages=Progress(enabled=progress),
+        )
+
+    if example_batch is not None:
+        begin(example_batch)
+    else:
+        _at_first_call(model, begin)
+    retire(optimizer)
+    _extend(model, wrapped, torch.zeros((), dtype=checked.dtype, device=checked.device))
+    return model, wrapped
+
+
+def _at_first_call(model: nn.Module, begin: Callable[[Any], None]) -> None:
+    """Let the first call of ``model`` call ``begin`` with its arguments as a batch. If that raises, the next call does.
+
+    Raises:
+        MisuseError: the call is not one of the training.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            raise MisuseError(
+                "the first call of a model that was wrapped without an example_batch plans the training, so it must be "
+                "a call of the training and not under torch.no_grad(): pass example_batch to protrain.wrap to evaluate "
+                "or generate first"
+            )
+        del vars(model)["_call_impl"]
+        try:
+            begin(batches.of_call(model, args, kwargs))
+        except BaseException:
+            vars(model)["_call_impl"] = call
+            raise
+        return model(*args, **kwargs)
+
+    vars(model)["_call_impl"] = call
+
+
+def _begin(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    wrapped: ProTrainOptimizer,
+    batch: Any,
+    checked: Checked,
+    *,
+    device_memory: int | str | None,
+    host_memory: int | str | None,
+    weights: str | None,
+    accumulation: int,
+    compile: bool,
+    chunked_loss: bool,
+    stages: Progress,
+) -> None:
+    """Profile ``model`` on ``batch``, plan, and give ``wrapped`` an engine. The arguments are those of :func:`wrap`."""
+    target, inside = checked.device, wrapped.step_during_backward
+    gc.collect()  # frees a model that was wrapped and dropped: its hooks and engine refer to each other
     hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
     fill_buffers(model, target)
     if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
@@ -130,7 +201,7 @@ def wrap(
         changes.callback(change())
         model_profile = _profile(
             model,
-            example_batch,
+            batch,
             optimizer,
             device=target,
             device_bytes=hardware.device_bytes,
@@ -141,7 +212,6 @@ def wrap(
         )
         model_profile = replace(model_profile, accumulation=accumulation, moment_dtype=checked.moment_dtype)
         with stages.stage("planning"), naming(checked.plan_file):
-            inside = step_during_backward
             chosen = _plan(checked.plan, model_profile, hardware, step_during_backward=inside)
             runtime = Models.of(chosen, model_profile, hardware, step_during_backward=inside).runtime
         stages.note(f"the plan: {chosen}")
@@ -155,21 +225,13 @@ def wrap(
                 host_bytes=hardware.host_bytes,
                 host_threads=_host_threads(hardware),
                 sharing=runtime.sharing(chosen.n_persist),
-                weights=os.fspath(weights) if weights is not None else None,
+                groups=wrapped.groups,
+                step_during_backward=inside,
+                weights=weights,
                 show=show,
             )
         changes.pop_all()
-    wrapped = ProTrainOptimizer(
-        engine,
-        optimizer,
-        step_during_backward=step_during_backward,
-        device_bytes=fixed_bytes,
-        hardware=hardware,
-    )
-    wrapped.adopt_state()
-    retire(optimizer)
-    _extend(model, wrapped, engine.placeholder)
-    return model, wrapped
+    wrapped.begin(engine, device_bytes=fixed_bytes, hardware=hardware)
 
 
 def _host_threads(hardware: HardwareProfile) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ class PlainOptimizer:
 
     def trains(self, model: nn.Module) -> bool:
         return model is self.model
+
+    def when_begun(self, action: Callable[[], None]) -> None:
+        """Do ``action`` at once, as there is nothing to wait for."""
+        action()
 
     def parameter_names(self) -> list[str]:
         return [name for name, p in self.model.named_parameters() if p.is_floating_point()]

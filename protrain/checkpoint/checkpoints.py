@@ -121,7 +121,8 @@ def load_checkpoint(
 
     The states of ``model``, ``optimizer`` and ``scheduler`` and the random states of torch, CUDA, Python and numpy
     become those of the save. Before anything is changed, every file is checked against its recorded size and CRC-32,
-    and its contents against ``model``, ``optimizer`` and ``scheduler``.
+    and its contents against ``model``, ``optimizer`` and ``scheduler``. If the model was wrapped without an example
+    batch and was not called yet, the states of its parameters are read in its first call, so ``folder`` must stay.
 
     Raises:
         ValueError: ``optimizer`` is not the wrapped one, or not that of ``model``.
@@ -150,8 +151,11 @@ def load_checkpoint(
         remedy = "load another save, or this one with the versions of torch and numpy that wrote it"
         raise CheckpointError(f"{save} holds {error}; {remedy}") from None
 
-    for file, parameters in with_parameters.items():  # first, because inside full_parameters() this raises
-        _load_parameters(file, parameters, optimizer)
+    def load_parameters() -> None:
+        for file, parameters in with_parameters.items():
+            _load_parameters(file, parameters, optimizer)
+
+    optimizer.when_begun(load_parameters)  # first, because inside full_parameters() this raises
     with torch.no_grad():
         for target, saved in buffers:
             target.copy_(saved)

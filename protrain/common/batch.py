@@ -86,6 +86,24 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(batch), {}
 
 
+def of_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The batch that calls ``model`` as ``model(*args, **kwargs)`` does.
+
+    Raises:
+        ValueError: there are both kinds of arguments, and forward has no names for those by position.
+    """
+    if not kwargs:
+        return args
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [name for name, taken in inspect.signature(model.forward).parameters.items() if taken.kind is kind]
+    if len(names) < len(args):
+        raise ValueError(
+            f"the model was called with {len(args)} arguments by position beside others by name, and its forward has "
+            f"names for {len(names)}: pass an example_batch to protrain.wrap"
+        )
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
 def excess(shape: tuple[int, ...], planned: tuple[int, ...], *, rows_first: bool) -> str:
     """How an input of ``shape`` could need more memory than one of the ``planned`` shape; "" if it cannot.
 

@@ -20,12 +20,16 @@ from protrain.engine.hooks import install
 from protrain.engine.states.allocation import complete_chunks, make_chunks, make_members, planned_states, size_bytes
 from protrain.engine.states.arena import Arena, EngineMemory, aligned
 from protrain.engine.states.chunks import DTYPES
+from protrain.engine.states.groups import Groups
 from protrain.engine.states.materialise import fill
+from protrain.engine.step import Step
 from protrain.engine.streams import streams_for
 from protrain.engine.units import make_units
 from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.streamer import Streamer, Streaming
+from protrain.engine.updates.updates import Updates
 from protrain.engine.updates.worker import HostWorker
+from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks
 from protrain.planning.layout import most_held
@@ -50,6 +54,8 @@ def build_engine(
     host_bytes: int,
     host_threads: int,
     sharing: Sharing,
+    groups: Groups,
+    step_during_backward: bool,
     weights: str | Path | None,
     show: Callable[[str, float], None],
 ) -> tuple[Engine, int]:
@@ -64,6 +70,8 @@ def build_engine(
         host_bytes: the limit of host memory.
         host_threads: number of threads of a kernel on the host.
         sharing: when updates are needed, and how fast host and device are at them.
+        groups: the hyperparameters.
+        step_during_backward: make updates inside backward.
         weights: a folder of safetensors to load.
         show: called with a text that says what is being done, and the share that is done, from 0 to 1.
 
@@ -124,17 +132,38 @@ def build_engine(
         )
     arena = memory.arena
     arena.reserve(_activation_bytes(profile, plan))
+    units = make_units(model, profile, plan, layout, chunks, members)
+    placeholder = torch.full((), float("nan"), dtype=dtype, device=device)  # expands to any shape
+    bindings = Bindings(members, units, buffers, placeholder)
+    updates = Updates(
+        memory,
+        chunks=chunks,
+        groups=groups,
+        gradients=gradients,
+        buffers=buffers,
+        worker=worker,
+        streaming=streaming,
+    )
+    step = Step(
+        chunks=chunks,
+        members=members,
+        groups=groups,
+        gradients=gradients,
+        updates=updates,
+        bindings=bindings,
+        inside=step_during_backward,
+    )
     engine = Engine(
         model=model,
         profile=profile,
         plan=plan,
         memory=memory,
-        worker=worker,
-        streaming=streaming,
+        step=step,
         chunks=chunks,
         members=members,
-        units=make_units(model, profile, plan, layout, chunks, members),
+        units=units,
         buffers=buffers,
+        bindings=bindings,
         gradients=gradients,
         swap_slots=HostSlots(arena, memory.streams, limit_bytes=max(host_bytes, arena.total_bytes)),
         ledger=ledger,

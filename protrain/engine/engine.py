@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from protrain.common.errors import MisuseError
 from protrain.engine.activations.ledger import Ledger
 from protrain.engine.activations.packed import PackedSwapFrame
 from protrain.engine.activations.saved import CheckpointFrame, Frame
@@ -37,9 +38,8 @@ from protrain.engine.inputs import Inputs
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.states.edits import repoint
+from protrain.engine.step import Phase, Step
 from protrain.engine.units import Unit
-from protrain.engine.updates.streamer import Streaming
-from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import Buffer, BufferPool
 from protrain.engine.weights.escaping import copy_escaping_weights, refuse_leaked_views
@@ -65,12 +65,12 @@ class Engine:
         profile: of the model.
         plan: what to do.
         memory: where tensors lie.
-        worker: updates chunks in host memory, and adds gradients there.
-        streaming: has the device update chunks in host memory. None: the plan has no such chunks.
+        step: collects and uses gradients.
         chunks: all chunks.
         members: all managed parameters.
         units: all units.
         buffers: the chunk buffers.
+        bindings: of parameters to their weights.
         gradients: collects gradients.
         swap_slots: host memory for activations.
         ledger: counts activations on a simulated device.
@@ -83,12 +83,12 @@ class Engine:
         profile: ModelProfile,
         plan: Plan,
         memory: EngineMemory,
-        worker: HostWorker,
-        streaming: Streaming | None,
+        step: Step,
         chunks: list[Chunk],
         members: list[Member],
         units: list[Unit],
         buffers: BufferPool,
+        bindings: Bindings,
         gradients: Gradients,
         swap_slots: HostSlots,
         ledger: Ledger,
@@ -101,8 +101,7 @@ class Engine:
         self.streams = memory.streams
         self.arena = memory.arena
         self.inputs = Inputs(memory.device, memory.streams)
-        self.worker = worker
-        self.streaming = streaming
+        self.step = step
         self.chunks = chunks
         self.members = members
         self.units = units
@@ -110,10 +109,10 @@ class Engine:
         self.gradients = gradients
         self.swaps = Swaps(swap_slots)
         self.ledger = ledger
-        self.placeholder = torch.full((), float("nan"), dtype=self.dtype, device=self.device)  # expands to any shape
-        self.bindings = Bindings(members, units, buffers, self.placeholder)
+        self.bindings = bindings
+        self.placeholder = bindings.placeholder
         self.steps = 0  # how often weights have changed, by optimizer steps and between them
-        self.updated_inside: set[int] = set()  # chunks that backward has updated, until step() is called
+        self.updated_inside = step.updated
         self.weight_storages: dict[int, Chunk | Buffer] = {  # by the address of the storage
             **{storage_address(chunk.weight): chunk for chunk in chunks if chunk.persistent},
             **{storage_address(buffer.memory): buffer for buffer in buffers.buffers},
@@ -129,15 +128,6 @@ class Engine:
         self._current_frame: Callable[[], Frame | None] = _no_frame  # a weak reference to the call in its forward
         # A weak reference to the callback that autograd calls at the end of backward. It is dead if backward raised.
         self._backward: weakref.ref[Any] | None = None
-        self._accumulates = False  # a gradient has arrived in this backward; torch.autograd.grad brings none
-        # The optimizer sets these, to be told of backwards that bring gradients: see protrain.optim.optimizer.
-        self.backward_begins: Callable[[], None] = lambda: None
-        self.gradients_arrived: Callable[[list[Chunk]], None] = lambda chunks: None
-        self.backward_ends: Callable[[], None] = lambda: None
-        # The optimizer sets these, too, to be asked for the gradient of one parameter.
-        self.forget_gradient: Callable[[int], None]
-        self.gradient_norm: Callable[[int], Tensor]
-        self.multiply_gradient: Callable[[int, Tensor | float], None]
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -146,18 +136,6 @@ class Engine:
         self.streams.refuse_another()
         self._end_interrupted()
         self._fetch_for_forward(self._training_order if torch.is_grad_enabled() else self._inference_order)
-
-    def begin_step(self) -> None:
-        """A step begins. MisuseError if it must not."""
-        self.streams.refuse_another()
-        self.bindings.refuse_inside_full_parameters("step()")
-        self._end_interrupted()
-        self.bindings.refuse_edits()
-        refuse_foreign_gradients(self.members)
-
-    def prefetch_next_forward(self) -> None:
-        """A step is over: fetch the chunks that the next forward needs first as soon as they are updated."""
-        self._fetch_for_forward(self._training_order)
 
     def _fetch_for_forward(self, order: Schedule) -> None:
         self._order = order
@@ -232,7 +210,6 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._backward = weakref.ref(end)
         del end  # now autograd has the only reference, and drops it when backward ends or raises
-        self._accumulates = False
         self._order = self._training_order
         self.swaps.begin_backward()
         self.gradients.delivered.clear()
@@ -265,27 +242,26 @@ class Engine:
     def gradient_ready(self, index: int) -> None:
         """Autograd has accumulated the whole gradient of parameter ``index``."""
         self.begin_backward()
-        if not self._accumulates:
+        if self.step.phase is not Phase.BACKWARD:
             try:
-                self.backward_begins()
+                self.step.begin_backward()
             except BaseException:  # backward is refused, and must leave nothing behind
                 self.gradients.discard(self.members[index])
                 raise
-            self._accumulates = True
         self.gradients.collect(self.members[index])
 
     def _leave_unit(self) -> None:
         self._unbind_current()
         arrived = self.gradients.flush()
         if arrived:
-            self.gradients_arrived(arrived)
+            self.step.gradients_arrived(arrived)
 
     def _end_backward(self) -> None:
         with self.streams.computing():  # autograd calls this on the stream that was current in backward()
             self._leave_unit()
             self._backward = None
-            if self._accumulates:
-                self.backward_ends()
+            if self.step.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
+                self.step.end_backward()
 
     def abandon_backward(self) -> bool:
         """Clean up after a backward that raised. Returns whether there was one."""
@@ -319,6 +295,7 @@ class Engine:
     def _abandon(self) -> None:
         self._backward = None
         self._unbind_current()
+        self.step.abandon_backward()
 
     def _unbind_current(self) -> None:
         self._current_frame = _no_frame
@@ -336,24 +313,77 @@ class Engine:
         """Whether a backward runs."""
         return self._backward is not None
 
-    def in_use(self, chunk: Chunk) -> bool:
-        """Whether a unit uses ``chunk`` in a buffer now."""
-        return not chunk.persistent and self.buffers.in_use(chunk)
+    # -- gradients and updates -----------------------------------------------------------------------------------------
+
+    def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``. Returns the norm before, 0-d and fp32."""
+        self._refuse_another_stream()
+        return self.step.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    def gradient_norm(self, index: int) -> Tensor:
+        """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: a 0-d fp32 tensor on the device."""
+        self._refuse_another_stream()
+        return self.step.gradient_norm(index)
+
+    def multiply_gradient(self, index: int, factor: Tensor | float) -> None:
+        """Multiply the gradient of parameter ``index`` by a number or a 0-d tensor, for ``.grad.mul_(factor)``."""
+        self._refuse_another_stream()
+        self.step.multiply_gradient(index, factor)
+
+    def _refuse_another_stream(self) -> None:
+        self.streams.refuse_another()
+        self.abandon_backward()
+
+    def forget_gradient(self, index: int) -> None:
+        """The user has set ``.grad`` of parameter ``index`` to None. When all are None, all are forgotten."""
+        gradients = self.gradients
+        if not gradients.present[index]:
+            raise MisuseError(
+                f"backward is just computing the gradient of {self.members[index].name}: set it to None when "
+                "backward is over, or in a hook that is registered before protrain.wrap"
+            )
+        gradients.forgotten.add(index)
+        if not gradients.pending and len(gradients.forgotten) == sum(gradients.present):
+            self.forget_gradients()
+
+    def forget_gradients(self) -> bool:
+        """Forget all gradients (``zero_grad``). Returns whether that ends a step whose backward was cut short."""
+        self.abandon_backward()
+        with self.streams.computing():
+            ends = self.step.forget()
+        if ends:
+            self._end_step()
+        return ends
+
+    def update(self) -> bool:
+        """Do what ``optimizer.step()`` does, and begin to fetch for the next forward.
+
+        Returns:
+            Whether weights have changed. They have not if gradients overflowed in float16.
+
+        Raises:
+            MisuseError: there are no gradients, a weight was edited, or this is inside full_parameters.
+            ValueError: a hyperparameter is invalid.
+        """
+        self.streams.refuse_another()
+        self.bindings.refuse_inside_full_parameters("step()")
+        self._end_interrupted()
+        self.bindings.refuse_edits()
+        refuse_foreign_gradients(self.members)
+        changed = self.step.update()
+        if changed:
+            self._end_step()
+        return changed
+
+    def _end_step(self) -> None:
+        self.steps += 1
+        self._fetch_for_forward(self._training_order)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
-    @property
-    def workers(self) -> list[HostWorker]:
-        """Every thread that updates chunks."""
-        return [self.worker] if self.streaming is None else [self.worker, self.streaming.worker]
-
     def wait_for_updates(self) -> None:
         """Block until every update of the last step is done and visible to the host."""
-        for worker in self.workers:
-            worker.drain()
-        for chunk in self.chunks:
-            chunk.wait_for_update()
-            chunk.wait_for_deferred_update()
+        self.step.updates.wait()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

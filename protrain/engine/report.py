@@ -13,7 +13,6 @@ from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.engine import Engine
-from protrain.engine.updates.on_host import Tally
 from protrain.planning.tables import format_change, format_ms
 
 _TIMED_STEPS = 200
@@ -101,10 +100,10 @@ class StepClock:
         self._last = now
 
 
-def make_report(
-    engine: Engine, clock: StepClock, tally: Tally, *, device_bytes: int, predicted_host_gparams: float
-) -> Report:
+def make_report(engine: Engine, clock: StepClock, *, device_bytes: int, predicted_host_gparams: float) -> Report:
     """The report of ``engine``. ``device_bytes`` is the device memory that stays allocated."""
+    updates = engine.step.updates
+    tally, streaming = updates.tally, updates.streaming
     if engine.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(engine.device)
     else:
@@ -121,7 +120,7 @@ def make_report(
         fetches=engine.buffers.fetches,
         speculative_updates=tally.committed + tally.redone,
         redone_updates=tally.redone,
-        streamed_updates=0 if engine.streaming is None else engine.streaming.streamer.updates,
+        streamed_updates=0 if streaming is None else streaming.streamer.updates,
         host_gparams=_rate_of(tuple(tally.timed)),
         predicted_host_gparams=predicted_host_gparams,
     )

@@ -7,8 +7,9 @@ backward and step. Reading state waits for all updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +18,10 @@ from torch import Tensor, nn
 from protrain.common.errors import MisuseError
 from protrain.engine.engine import Engine
 from protrain.engine.report import Report, StepClock, make_report
-from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.states.groups import Groups, check_options
-from protrain.engine.states.parameter_state import check_shapes, export_state, import_state
+from protrain.engine.states.parameter_state import check_shapes, export_state, import_state, with_master_step
 from protrain.engine.states.values import read_master, read_weight, write_weight
-from protrain.engine.updates.updates import Scale, Updates
 from protrain.hardware import HardwareProfile
-from protrain.optim.clipping import Clipping
-from protrain.optim.loss_scale import LossScale
 from protrain.optim.torch_state import match_state, pack_state
 from protrain.optim.user_optimizer import refuse_group
 from protrain.planning.explain.explanation import Explanation, explain
@@ -36,45 +33,93 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     """Adam or AdamW over the chunks of an engine, sharing the param_groups of the user's optimizer.
 
     Hyperparameters are read from ``param_groups`` when ``step`` is called, so every scheduler works.
+
+    Where :func:`protrain.wrap` is given no example batch, there is no engine before the first call of the model. Until
+    then groups can be read and changed, and a state can be loaded, which goes to the engine when that begins.
+
+    Args:
+        optimizer: of the user.
+        parameters: all managed parameters by name, in definition order.
+        step_during_backward: whether updates are made inside backward.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        *,
-        step_during_backward: bool,
-        device_bytes: int,
-        hardware: HardwareProfile,
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], *, step_during_backward: bool
     ) -> None:
         super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the same dicts, so schedulers made before wrapping keep working
         vars(self).update({name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")})
-        self._wrapped = optimizer
-        self._engine = engine
-        self._updates = Updates(engine, self, decoupled=isinstance(optimizer, torch.optim.AdamW))
-        self._groups = Groups(self.param_groups, engine.members)
-        self._by_name = {member.name: member for member in engine.members}
         self.step_during_backward = step_during_backward
-        self._loss_scale = LossScale() if engine.dtype is torch.float16 else None
-        self._clipping = Clipping(engine, self._loss_scale, refused=step_during_backward)
+        self.groups = Groups(
+            self,
+            {id(parameter): name for name, parameter in parameters.items()},
+            decoupled=isinstance(optimizer, torch.optim.AdamW),
+        )
+        self._wrapped = optimizer
+        self._parameters = dict(parameters)
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._trained = [name for name, p in parameters.items() if p.requires_grad and id(p) in held]
+        self._clock = StepClock()
+        self._running: Engine | None = None
+        self._no_sync = False
+        self._at_begin: list[Callable[[], None]] = []
+        # States of parameters by name, for the engine when that begins.
+        self._state_at_begin: dict[str, Mapping[str, Any]] = {}
+        for name, parameter in self._trainable():
+            if parameter in optimizer.state:
+                self._state_at_begin[name] = optimizer.state[parameter]
+                check_shapes(name, parameter.shape, optimizer.state[parameter])
+        self._predicted_host_gparams: float | None = None
+
+    def begin(self, engine: Engine, *, device_bytes: int, hardware: HardwareProfile) -> None:
+        """Train with ``engine`` from now on.
+
+        Args:
+            engine: has the chunks of all parameters.
+            device_bytes: the device memory that it keeps.
+            hardware: that it was planned for.
+        """
+        self._running = engine
         self._device_bytes = device_bytes
         self.hardware = hardware
-        self._clock = StepClock()
-        self._predicted_host_gparams: float | None = None
-        engine.backward_begins = self._backward_begins
-        engine.gradients_arrived = self._gradients_arrived
-        engine.backward_ends = self._backward_ends
-        engine.forget_gradient = self._forget_gradient
+        self._by_name = {member.name: member for member in engine.members}
+        engine.gradients.no_sync = self._no_sync
+        try:
+            self._import(self._state_at_begin)
+            for action in self._at_begin:
+                action()
+        except BaseException:  # such as a checkpoint that is gone: no step() may train what was not loaded
+            self._running = None
+            raise
+        self._at_begin.clear()
+        self._state_at_begin.clear()
+        self._wrapped.state.clear()
+
+    def when_begun(self, action: Callable[[], None]) -> None:
+        """Do ``action``, which needs the engine: now, or when there is one."""
+        if self._running is None:
+            self._at_begin.append(action)
+        else:
+            action()
+
+    @property
+    def _engine(self) -> Engine:
+        if self._running is None:
+            raise MisuseError(
+                "there is no plan before the first call of the model, as protrain.wrap was given no example_batch: "
+                "call the model on a training batch before this, or pass example_batch to protrain.wrap"
+            )
+        return self._running
 
     # -- the training step ---------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor) -> None:
         """Run ``loss.backward()``, with the loss scaled in float16 so that small gradients don't vanish."""
-        if self._loss_scale is None:
+        loss_scale = self._engine.step.loss_scale
+        if loss_scale is None:
             loss.backward()
             return
-        with self._loss_scale.for_backward() as scale:
+        with loss_scale.for_backward() as scale:
             (loss.float() * scale).backward()
 
     @torch.no_grad()
@@ -92,7 +137,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             raise ValueError(f"norm_type must be 2.0, not {norm_type!r}")
         if not float(max_norm) > 0:
             raise ValueError(f"max_norm must be a positive number, not {max_norm!r}")
-        return self._clipping.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
+        return self._engine.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -106,30 +151,9 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._engine.begin_step()
         vars(self._wrapped)["_opt_called"] = True  # schedulers that were made with it look for this
-        if self.step_during_backward:
-            if not self._engine.updated_inside:
-                self._clipping.need_gradients("step()")
-                raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
-            self._engine.updated_inside.clear()
-            self._end_step()
-            return result
-        self._clipping.need_gradients("step()")
-        self._check_hyperparameters()
-        factor = self._clipping.coefficient()
-        if self._loss_scale is not None and not self._loss_scale.update(self._clipping.is_finite()):
-            self._clock.tick(updated=False)
-            return result
-        used = 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used
-        self._updates.step(self._gradient_scale(factor, used), assumed=used)
-        self._end_step()
+        self._clock.tick(updated=self._engine.update())
         return result
-
-    def _end_step(self) -> None:
-        self._engine.steps += 1
-        self._engine.prefetch_next_forward()
-        self._clock.tick(updated=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. ``set_to_none`` is accepted for compatibility: they are always None afterwards.
@@ -137,22 +161,23 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         If updates run inside backward and that raised an exception, the updates made so far count as a step, which ends
         here.
         """
-        failed = self._engine.abandon_backward()
-        with self._engine.streams.computing():
-            self._forget_gradients()
-        if failed and self._engine.updated_inside:
-            self._engine.updated_inside.clear()
-            self._end_step()
+        if self._running is not None and self._running.forget_gradients():
+            self._clock.tick(updated=True)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Make backwards inside only accumulate gradients (``model.no_sync()``)."""
-        gradients = self._engine.gradients
-        before, gradients.no_sync = gradients.no_sync, True
+        before = self._no_sync
+        self._set_no_sync(True)
         try:
             yield
         finally:
-            gradients.no_sync = before
+            self._set_no_sync(before)
+
+    def _set_no_sync(self, value: bool) -> None:
+        self._no_sync = value
+        if self._running is not None:
+            self._running.gradients.no_sync = value
 
     # -- information ---------------------------------------------------------------------------------------------------
 
@@ -164,7 +189,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Steps skipped because float16 gradients overflowed."""
-        return 0 if self._loss_scale is None else self._loss_scale.skipped
+        loss_scale = None if self._running is None else self._running.step.loss_scale
+        return 0 if loss_scale is None else loss_scale.skipped
 
     def report(self) -> Report:
         """The predicted and the measured time and bytes so far."""
@@ -175,7 +201,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         return make_report(
             self._engine,
             self._clock,
-            self._updates.tally,
             device_bytes=self._device_bytes,
             predicted_host_gparams=self._predicted_host_gparams,
         )
@@ -192,15 +217,28 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         The master is used only if the state is loaded at the step at which it was saved (``master_step``), and not
         after steps that another optimizer made with it. In float16 the state also has the loss scale.
         """
-        self._engine.bindings.refuse_inside_full_parameters("the optimizer's state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        self._groups.check(self.param_groups)
-        with self._engine.quiet():
-            result = pack_state(self.param_groups, self._trainable(), self._updates.steps)
-        if self._loss_scale is not None:
-            result["loss_scale"] = self._loss_scale.state()
+        self.groups.check_members()
+        if self._running is None:
+            result = pack_state(self.param_groups, self._by_id(self._state_at_begin))
+        else:
+            result = self._state_of(self._running)
         return self._through(self._optimizer_state_dict_post_hooks, result)
+
+    def _state_of(self, engine: Engine) -> dict[str, Any]:
+        engine.bindings.refuse_inside_full_parameters("the optimizer's state_dict()")
+        steps, states = engine.step.updates.steps, dict[str, dict[str, Any]]()
+        with engine.quiet():
+            for name, _ in self._trainable():
+                member = self._by_name[name]
+                # Before its first step a parameter has state to keep only if it has a master.
+                if steps[member.index] or member.chunk.master is not None:
+                    states[name] = with_master_step(export_state(member, steps))
+        result = pack_state(self.param_groups, self._by_id(states))
+        if engine.step.loss_scale is not None:
+            result["loss_scale"] = engine.step.loss_scale.state()
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of this class or of torch.optim.Adam(W) returned, under any plan.
@@ -208,41 +246,42 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the groups or shapes are those of another model, or an option of a group is not supported.
         """
-        self._engine.bindings.refuse_inside_full_parameters("the optimizer's load_state_dict()")
-        self._groups.check(self.param_groups)
+        if self._running is not None:
+            self._running.bindings.refuse_inside_full_parameters("the optimizer's load_state_dict()")
+        self.groups.check_members()
         state_dict = self._through(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
         check_options(state_dict["param_groups"])
-        found = match_state(self.param_groups, self._trainable(), state_dict)
+        found = match_state(self.param_groups, dict(self._trainable()), state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        self._import(found)
-        if self._loss_scale is not None and "loss_scale" in state_dict:
-            self._loss_scale.load(state_dict["loss_scale"])
+        if self._running is None:
+            self._state_at_begin = found
+        else:
+            self._import(found)
+        self.when_begun(partial(self._load_loss_scale, state_dict.get("loss_scale")))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def adopt_state(self) -> None:
-        """Take over the state of the wrapped optimizer."""
-        known = self._wrapped.state
-        found = [(member, known[member.parameter]) for member in self._trainable() if member.parameter in known]
-        for member, tensors in found:
-            check_shapes(member, tensors)
-        self._import(found)
-        known.clear()
+    def _import(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        engine = self._engine
+        with engine.quiet():
+            members = [self._by_name[name] for name in found]
+            for member in members:
+                import_state(member, engine.step.updates.steps, found[member.name])
+            engine.weights_changed([member.chunk for member in members])
 
-    def _import(self, found: list[tuple[Member, Any]]) -> None:
-        with self._engine.quiet():
-            for member, tensors in found:
-                import_state(member, self._updates.steps, tensors)
-            self._engine.weights_changed([member.chunk for member, _ in found])
+    def _load_loss_scale(self, state: dict[str, Any] | None) -> None:
+        loss_scale = self._engine.step.loss_scale
+        if loss_scale is not None and state is not None:
+            loss_scale.load(state)
 
     def trains(self, model: nn.Module) -> bool:
         """Whether the optimizer's parameters are those of ``model``, or of a module that contains the wrapped model."""
-        return {id(member.parameter) for member in self._engine.members} <= set(map(id, model.parameters()))
+        return set(map(id, self._parameters.values())) <= set(map(id, model.parameters()))
 
     def parameter_names(self) -> list[str]:
         """The names of all managed parameters, in definition order."""
-        return list(self._by_name)
+        return list(self._parameters)
 
     def export_parameter(self, name: str) -> dict[str, Tensor]:
         """All state of one parameter as CPU copies, so that a checkpoint never holds the whole model twice.
@@ -255,18 +294,18 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         with self._engine.quiet():
             if member.group < 0:
                 return {"weight": read_weight(member)}
-            return {"master": read_master(member), **export_state(member, self._updates.steps)}
+            return {"master": read_master(member), **export_state(member, self._engine.step.updates.steps)}
 
     def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
         """Raise a ValueError if :meth:`import_parameter` could not set ``tensors``.
 
         Their shapes are enough to check.
         """
-        member = self._by_name.get(name)
-        if member is None:
+        parameter = self._parameters.get(name)
+        if parameter is None:
             raise ValueError(f"the model has no parameter {name!r}: load a checkpoint of the same model")
-        check_shapes(member, tensors)
-        if member.group < 0 and not {"weight", "master"} & set(tensors):
+        check_shapes(name, parameter.shape, tensors)
+        if name not in self._trained and not {"weight", "master"} & set(tensors):
             raise ValueError(f"there is neither a weight nor a master of {name}: load a whole checkpoint")
 
     def import_parameter(self, name: str, tensors: dict[str, Tensor]) -> None:
@@ -280,15 +319,16 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             elif member.group < 0:  # it was trainable when it was saved
                 write_weight(member, tensors["master"])
             if member.group >= 0:
-                import_state(member, self._updates.steps, tensors)
+                import_state(member, self._engine.step.updates.steps, tensors)
             self._engine.weights_changed([member.chunk])
 
     def scalar_state(self) -> dict[str, Any]:
         """The rest of the state as JSON values: the groups' hyperparameters and parameter names, and the loss scale."""
+        loss_scale = self._engine.step.loss_scale
         return {
             "param_groups": [{key: group[key] for key in group if key != "params"} for group in self.param_groups],
-            "parameters": self._groups.names(self.param_groups),
-            "loss_scale": None if self._loss_scale is None else self._loss_scale.state(),
+            "parameters": self.groups.names(),
+            "loss_scale": None if loss_scale is None else loss_scale.state(),
         }
 
     def check_scalar_state(self, state: dict[str, Any]) -> None:
@@ -299,19 +339,18 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             )
         check_options(state["param_groups"])
         # the first states of this format have no names
-        self._groups.check_names(self.param_groups, state.get("parameters", []))
+        self.groups.check_names(state.get("parameters", []))
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
         """Set what :meth:`scalar_state` returned."""
         self.check_scalar_state(state)
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group.update({key: tuple(value) if key == "betas" else value for key, value in saved.items()})
-        if self._loss_scale is not None and state.get("loss_scale") is not None:
-            self._loss_scale.load(state["loss_scale"])
+        self.when_begun(partial(self._load_loss_scale, state.get("loss_scale")))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which is possible only before wrapping. Afterwards it raises a MisuseError."""
-        if hasattr(self, "_engine"):
+        if hasattr(self, "groups"):
             refuse_group(param_group)
         super().add_param_group(param_group)
 
@@ -323,82 +362,9 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             state = state if changed is None else changed
         return state
 
-    def _trainable(self) -> Iterable[Member]:
-        return (member for member in self._engine.members if member.group >= 0)
+    def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that were trained when the model was wrapped, by name."""
+        return ((name, self._parameters[name]) for name in self._trained)
 
-    def _forget_gradient(self, index: int) -> None:
-        gradients = self._engine.gradients
-        if not gradients.present[index]:
-            raise MisuseError(
-                f"backward is just computing the gradient of {self._engine.members[index].name}: set it to None when "
-                "backward is over, or in a hook that is registered before protrain.wrap"
-            )
-        gradients.forgotten.add(index)
-        if not gradients.pending and len(gradients.forgotten) == sum(gradients.present):
-            self.zero_grad()
-
-    def _check_hyperparameters(self) -> None:
-        self._groups.check(self.param_groups)
-        check_options(self.param_groups)  # they may have been set or loaded since wrapping
-        self._updates.check_hyperparameters()
-
-    def _forget_gradients(self) -> None:
-        self._engine.gradients.reset()
-        self._updates.forget()
-        self._clipping.reset()
-
-    def _backward_begins(self) -> None:
-        # This is not called for autograd.grad, which computes no gradients of a step.
-        if self._clipping.has_begun:
-            raise MisuseError(
-                "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
-            )
-        if self._engine.gradients.forgotten:
-            self._clipping.need_gradients("backward()")
-        if self._loss_scale is not None and not self._loss_scale.is_used:
-            raise MisuseError(
-                "float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward(), and no "
-                "torch.amp.GradScaler"
-            )
-        if self._engine.updated_inside:
-            raise MisuseError(
-                "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
-                "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
-            )
-        if self.step_during_backward:
-            self._check_hyperparameters()
-            self._engine.bindings.refuse_edits()  # step() would be too late
-        if not self._engine.gradients.no_sync:
-            self._groups.check(self.param_groups)
-            self._updates.backward_begins()
-
-    def _gradients_arrived(self, chunks: list[Chunk]) -> None:
-        self._clipping.gradients_arrived()
-        gradients = self._engine.gradients
-        if gradients.no_sync:
-            return
-        for chunk in chunks:
-            if not all(member.index in gradients.delivered for member in chunk.members):
-                continue
-            if not self.step_during_backward:
-                self._updates.speculate(chunk, 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.used)
-            elif not self._engine.in_use(chunk):
-                self._updates.update_inside(chunk)
-                self._engine.updated_inside.add(chunk.index)
-
-    def _backward_ends(self) -> None:
-        if not self.step_during_backward or self._engine.gradients.no_sync:
-            return
-        for chunk in self._engine.chunks:
-            if chunk.index not in self._engine.updated_inside and self._updates.has_gradients(chunk):
-                self._updates.update_inside(chunk)
-                self._engine.updated_inside.add(chunk.index)
-        self._updates.backward_ends()
-        self._forget_gradients()
-
-    def _gradient_scale(self, factor: Tensor | None, unscaling: float) -> Scale | None:
-        """The factor of all gradients in the update: ``factor`` of clipping times ``unscaling`` of the loss scale."""
-        if self._loss_scale is not None:
-            inverse = torch.full((), unscaling, dtype=torch.float32, device=self._engine.device)
-            factor = inverse if factor is None else factor * inverse
-        return None if factor is None else self._updates.publish(factor)
+    def _by_id(self, states: Mapping[str, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        return {id(self._parameters[name]): state for name, state in states.items()}

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
-from protrain.engine.states.chunks import Member
-from protrain.engine.states.parameter_state import check_shapes, export_state, with_master_step
+from torch import nn
+
+from protrain.engine.states.parameter_state import check_shapes
 
 Groups = list[dict[str, Any]]
 
 
-def pack_state(groups: Groups, members: Iterable[Member], steps: list[int]) -> dict[str, Any]:
-    """The state of the trainable ``members``, of which ``steps`` says how many steps each has made."""
+def pack_state(groups: Groups, states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The state in torch's format. ``states`` has those of parameters, by their id."""
     numbers = {id(p): number for number, p in enumerate(p for group in groups for p in group["params"])}
-    state: dict[int, dict[str, Any]] = {}
-    for member in members:
-        # Before its first step a parameter has state to keep only if it has a master.
-        if steps[member.index] or member.chunk.master is not None:
-            state[numbers[id(member.parameter)]] = with_master_step(export_state(member, steps))
+    state = {numbers[key]: dict(value) for key, value in states.items()}
     packed = []
     for group in groups:
         own = {key: value for key, value in group.items() if key != "params"}
@@ -27,9 +24,9 @@ def pack_state(groups: Groups, members: Iterable[Member], steps: list[int]) -> d
 
 
 def match_state(
-    groups: Groups, members: Iterable[Member], state_dict: dict[str, Any]
-) -> list[tuple[Member, dict[str, Any]]]:
-    """Pair each of the trainable ``members`` with its state in ``state_dict``.
+    groups: Groups, parameters: Mapping[str, nn.Parameter], state_dict: dict[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """The states in ``state_dict`` of trainable ``parameters``, by name.
 
     Raises:
         ValueError: the groups or shapes are those of another model.
@@ -40,13 +37,12 @@ def match_state(
             f"the optimizer state has groups of {[len(group['params']) for group in saved]} parameters, this "
             f"optimizer of {[len(group['params']) for group in groups]}: load a state of the same model"
         )
-    by_parameter = {id(member.parameter): member for member in members}
-    found = []
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found: dict[str, Mapping[str, Any]] = {}
     for group, other in zip(groups, saved, strict=True):
         for parameter, number in zip(group["params"], other["params"], strict=True):
-            member = by_parameter.get(id(parameter))
-            if member is not None:
-                tensors = state_dict["state"].get(number, {})
-                check_shapes(member, tensors)
-                found.append((member, tensors))
+            if id(parameter) in names:
+                name = names[id(parameter)]
+                found[name] = state_dict["state"].get(number, {})
+                check_shapes(name, parameter.shape, found[name])
     return found

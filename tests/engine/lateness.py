@@ -135,12 +135,12 @@ class Lateness:
         def make_worker(*, threads: int, name: str = "") -> LateWorker:
             return LateWorker(threads=threads, schedule=self.schedule, choice=choice)
 
-        begin = ProTrainOptimizer.__init__
+        begin = ProTrainOptimizer.begin
 
-        def made(optimizer: ProTrainOptimizer, engine: Any, *args: Any, **options: Any) -> None:
-            begin(optimizer, engine, *args, **options)
-            workers = [weakref.ref(worker) for worker in engine.workers]
-            for worker in engine.workers:
+        def begun(optimizer: ProTrainOptimizer, engine: Any, **options: Any) -> None:
+            begin(optimizer, engine, **options)
+            workers = [weakref.ref(worker) for worker in engine.step.updates.workers]
+            for worker in engine.step.updates.workers:
                 worker.pool = weakref.ref(engine.buffers)
             engine.streams.between = lambda: _come_in(worker() for worker in workers)
 
@@ -152,7 +152,7 @@ class Lateness:
         with monkeypatch.context() as patch:
             patch.setattr("protrain.engine.build.streams_for", make_streams)
             patch.setattr("protrain.engine.build.HostWorker", make_worker)
-            patch.setattr(ProTrainOptimizer, "__init__", made)
+            patch.setattr(ProTrainOptimizer, "begin", begun)
             patch.setattr("protrain.engine.gradients.gradients.flatten", flattened)
             yield self
         faults = [fault for streams in self.streams for fault in streams.faults]

@@ -162,14 +162,14 @@ def test_dropping_model_and_optimizer_frees_everything(
     going_on = threading.Event()
     if failed:
         engine.wait_for_updates()
-        job = engine.worker.submit(functools.partial(_fail, engine))
+        job = engine.step.updates.worker.submit(functools.partial(_fail, engine))
         with pytest.raises(ArithmeticError):
             job.wait()
         del job
-    threads: list[threading.Thread] = [engine.worker._thread]
+    threads: list[threading.Thread] = [engine.step.updates.worker._thread]
     gone = [weakref.ref(thing) for thing in (engine, engine.arena._segments[0], engine.buffers.buffers[0], model)]
     chunk = next(chunk for chunk in engine.chunks if not chunk.persistent)
-    engine.worker.submit(functools.partial(_wait, going_on))
+    engine.step.updates.worker.submit(functools.partial(_wait, going_on))
     model(**tiny_batch()).loss.backward()
     optimizer.step()  # its updates come after that wait
     assert chunk.update is not None

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from protrain.common.errors import BudgetError
 from protrain.engine.activations.ledger import SimulatedLedger
+from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.states import chunks
 from protrain.engine.states.arena import Arena
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.updates.ordering import ChunkUpdate, CommitsFirst
 from protrain.engine.updates.worker import HostWorker, Job
-from protrain.optim.loss_scale import LossScale
 from protrain_kernels import adam_scalars
 
 

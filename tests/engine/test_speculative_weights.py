@@ -35,7 +35,7 @@ def test_states_follow_their_weight_when_nothing_else_waits(
     monkeypatch.setattr("protrain.engine.updates.streamer.first_late", lambda *_: None)
     data, model = residual.batches(3), residual.make()
     wrapped, optimizer = wrap_under(HALF, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    worker, n_speculate = optimizer._engine.worker, optimizer.plan.n_speculate
+    worker, n_speculate = optimizer._engine.step.updates.worker, optimizer.plan.n_speculate
     late = [chunk.index for chunk in optimizer._engine.chunks if chunk.index >= n_speculate]
     assert n_speculate
     assert late

@@ -84,12 +84,12 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Updates._queue
 
     def device_first(updates: Updates, made: Iterable[ChunkUpdate], norm: Mark) -> None:
-        done, engine = threading.Event(), updates._engine
-        if engine.streaming is not None:
-            engine.worker.submit(functools.partial(_wait_for, done))
+        done = threading.Event()
+        if updates.streaming is not None:
+            updates.worker.submit(functools.partial(_wait_for, done))
         queue(updates, made, norm)
-        if engine.streaming is not None:
-            engine.streaming.worker.submit(done.set)
+        if updates.streaming is not None:
+            updates.streaming.worker.submit(done.set)
 
     monkeypatch.setattr("protrain.engine.updates.streamer.first_late", first_possible)
     monkeypatch.setattr(Updates, "_queue", device_first)
@@ -250,7 +250,7 @@ def test_the_scale_of_a_step_outlives_its_updates(device: torch.device, monkeypa
     optimizer.clip_grad_norm_(0.5)
     optimizer.step()
     threading.Timer(0.2, go.set).start()
-    optimizer._updates.publish(torch.zeros((), device=device))
+    optimizer._engine.step.updates.publish(torch.zeros((), device=device))
     assert go.is_set()
     optimizer._engine.wait_for_updates()
     assert all(chunk.version == 1 for chunk in optimizer._engine.chunks)
@@ -279,7 +279,7 @@ def _fail(*_: Any, **__: Any) -> None:
 def test_threads_end_with_the_model(device: torch.device) -> None:
     data, model = residual.batches(1), residual.make()
     wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    threads = [worker._thread for worker in optimizer._engine.workers]
+    threads = [worker._thread for worker in optimizer._engine.step.updates.workers]
     assert [thread.name for thread in threads] == ["protrain-host-worker", "protrain-stream-worker"]
     default_loss(wrapped, data[0]).backward()
     optimizer.step()
@@ -328,4 +328,4 @@ def test_they_are_traced_in_a_row_of_their_own(device: torch.device, tmp_path: P
     for row, streamed in (("host optimizer", False), ("streamed updates", True)):
         names = Counter(event["name"] for event in rows.get(("ProTrain, measured", row), []))
         assert names == Counter({f"update {chunk.index}": 2 for chunk in chunks if chunk.streamable == streamed})
-    assert all(worker.times is None for worker in optimizer._engine.workers)
+    assert all(worker.times is None for worker in optimizer._engine.step.updates.workers)

@@ -1,18 +1,20 @@
-"""The optimizer's groups, whose lists of parameters must stay as they were when the model was wrapped.
+"""The groups of the user's optimizer: hyperparameters, and the parameters that have them.
 
-A chunk has memory and states for the parameters that were trained then.
+Hyperparameters are read at every step, so that every scheduler works. The lists of parameters must stay as they were
+when the model was wrapped, as a chunk has memory and states for the parameters that were trained then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
-from protrain.engine.states.chunks import Member
+from protrain_kernels import AdamScalars, adam_scalars
 
 _FORBIDDEN = ("amsgrad", "maximize", "differentiable")
 
@@ -25,15 +27,58 @@ def check_options(groups: Iterable[dict[str, Any]]) -> None:
 
 
 class Groups:
-    """Notices that a parameter was added to a group, removed, or moved to another group."""
+    """The live groups of ``optimizer``.
 
-    def __init__(self, groups: Sequence[dict[str, Any]], members: Sequence[Member]) -> None:
-        self._known = [list(group["params"]) for group in groups]
-        self._names = {id(member.parameter): member.name for member in members}
+    Args:
+        optimizer: whose list of groups may be replaced.
+        names: of all managed parameters, by their id.
+        decoupled: the weight decay is that of AdamW, whatever the groups say.
+    """
 
-    def check(self, groups: Sequence[dict[str, Any]]) -> None:
-        """MisuseError that names the first such parameter. Everything else in a group may change at any time."""
-        found = [group["params"] for group in groups]
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, decoupled: bool) -> None:
+        self._optimizer = optimizer
+        self._decoupled = decoupled
+        self._known = [list(group["params"]) for group in self._live]
+        self._names = names
+
+    @property
+    def _live(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def check(self) -> None:
+        """Raise an error for whatever a step would refuse, before anything is updated.
+
+        Raises:
+            MisuseError: a group has other parameters than it had.
+            ValueError: a hyperparameter is invalid.
+        """
+        self.check_members()
+        check_options(self._live)  # they may have been set or loaded since wrapping
+        self.all_scalars()
+
+    def all_scalars(self) -> list[AdamScalars]:
+        """The hyperparameters of all groups in a first step. ValueError for an invalid one."""
+        return [self.scalars(index, 1) for index in range(len(self._live))]
+
+    def scalars(self, index: int, step: int) -> AdamScalars:
+        """The hyperparameters of group ``index`` for parameters that make step number ``step``, from 1."""
+        group = self._live[index]
+        return adam_scalars(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=step,
+            decoupled=self._decoupled or bool(group.get("decoupled_weight_decay")),
+        )
+
+    def check_members(self) -> None:
+        """MisuseError that names a parameter that was added to a group, removed, or moved to another group.
+
+        Everything else in a group may change at any time.
+        """
+        found = [group["params"] for group in self._live]
         # Every step runs this, so the work in Python must not grow with the number of parameters.
         if len(found) == len(self._known) and all(
             len(now) == len(known) and all(map(is_, now, known)) for now, known in zip(found, self._known, strict=True)
@@ -64,17 +109,17 @@ class Groups:
             )
         self._known = [list(parameters) for parameters in found]  # they have another order
 
-    def names(self, groups: Sequence[dict[str, Any]]) -> list[list[str]]:
+    def names(self) -> list[list[str]]:
         """The names of the parameters of each group, without parameters that the model does not have."""
-        return [[self._names[id(p)] for p in group["params"] if id(p) in self._names] for group in groups]
+        return [[self._names[id(p)] for p in group["params"] if id(p) in self._names] for group in self._live]
 
-    def check_names(self, groups: Sequence[dict[str, Any]], saved: Sequence[Iterable[str]]) -> None:
+    def check_names(self, saved: Sequence[Iterable[str]]) -> None:
         """ValueError if a parameter is in another group in ``saved``, so that it would get the options of others.
 
         A parameter that is in no group, now or in ``saved``, has no options and is not checked.
         """
         before = {name: index for index, names in enumerate(saved) for name in names}
-        for index, names in enumerate(self.names(groups)):
+        for index, names in enumerate(self.names()):
             for name in names:
                 if before.get(name, index) != index:
                     raise ValueError(

@@ -44,11 +44,11 @@ def import_state(member: Member, steps: list[int], tensors: Mapping[str, Any]) -
         write_master(member, tensors["master"])
 
 
-def check_shapes(member: Member, tensors: Mapping[str, Any]) -> None:
-    """ValueError if ``tensors`` do not have the shape of the parameter."""
-    for name in ("master", "weight", *_STATES):
-        if name in tensors and tuple(tensors[name].shape) != tuple(member.shape):
+def check_shapes(name: str, shape: torch.Size, tensors: Mapping[str, Any]) -> None:
+    """ValueError if ``tensors`` are not states of the parameter ``name``, which has ``shape``."""
+    for kind in ("master", "weight", *_STATES):
+        if kind in tensors and tuple(tensors[kind].shape) != tuple(shape):
             raise ValueError(
-                f"{name} of {member.name} has shape {tuple(tensors[name].shape)}, the model's is "
-                f"{tuple(member.shape)}: load a state of the same model"
+                f"{kind} of {name} has shape {tuple(tensors[kind].shape)}, the model's is "
+                f"{tuple(shape)}: load a state of the same model"
             )

@@ -28,21 +28,24 @@ need not know who did it. Chunks with speculative updates stay with the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from protrain.engine.engine import Engine
+from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Piece
+from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Mark
 from protrain.engine.updates.on_host import Tally, update_on_host, wait_for_gradient
 from protrain.engine.updates.ordering import ChunkUpdate, CommitsFirst
-from protrain.engine.updates.streamer import Scale
-from protrain.engine.updates.worker import Job
-from protrain_kernels import AdamScalars, adam_scalars
+from protrain.engine.updates.streamer import Scale, Streaming
+from protrain.engine.updates.worker import HostWorker, Job
+from protrain.engine.weights.buffers import BufferPool
+from protrain_kernels import AdamScalars
 
 
 @dataclass(eq=False)
@@ -76,15 +79,38 @@ class _Speculation:
 
 
 class Updates:
-    """All updates of one engine. The param_groups of ``optimizer`` are read at every step."""
+    """All updates of one engine.
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, *, decoupled: bool) -> None:
-        self.steps = [0] * len(engine.members)  # of each parameter, as those without a gradient are not updated
-        streaming = engine.streaming
+    Args:
+        memory: where the factor on gradients is allocated.
+        chunks: all chunks.
+        groups: the hyperparameters.
+        gradients: of the step.
+        buffers: the chunk buffers, whose content an update makes out of date.
+        worker: updates chunks in host memory.
+        streaming: has the device update chunks in host memory. None: the plan has no such chunks.
+    """
+
+    def __init__(
+        self,
+        memory: EngineMemory,
+        *,
+        chunks: Sequence[Chunk],
+        groups: Groups,
+        gradients: Gradients,
+        buffers: BufferPool,
+        worker: HostWorker,
+        streaming: Streaming | None,
+    ) -> None:
+        self.steps = [0] * len(gradients.members)  # of each parameter, as those without a gradient are not updated
         self.tally = Tally() if streaming is None else Tally(streaming.host_rate)
-        self._engine = engine
-        self._optimizer = optimizer  # its list of groups may be replaced
-        self._decoupled = decoupled  # the weight decay of AdamW, whatever the groups say
+        self.streaming = streaming
+        self.worker = worker
+        self._streams = streams = memory.streams
+        self._chunks = chunks
+        self._groups = groups
+        self._gradients = gradients
+        self._buffers = buffers
         self._speculations: dict[int, _Speculation] = {}  # by chunk
         self._window = _Window()
         self._assumed: list[AdamScalars] | None = None  # hyperparameters at the last backward; None: invalid ones
@@ -92,24 +118,33 @@ class Updates:
         self._backwards = 0  # since the last step, without those under no_sync()
         self._usual_backwards = 1
         self._all_done: list[Job] = []  # for each worker a job after all updates of the last step
-        self._commits = CommitsFirst(engine.buffers.link_is_idle)
-        self._host_scale = engine.arena.take(1, torch.float32)
-        self._device_scale = engine.streams.record_streams(torch.ones(1, dtype=torch.float32, device=engine.device))
-        self._scale_ready = engine.streams.mark()
+        self._commits = CommitsFirst(buffers.link_is_idle)
+        self._host_scale = memory.arena.take(1, torch.float32)
+        self._device_scale = streams.record_streams(torch.ones(1, dtype=torch.float32, device=memory.device))
+        self._scale_ready = streams.mark()
 
-    def check_hyperparameters(self) -> list[AdamScalars]:
-        """The hyperparameters of all groups. ValueError for an invalid one, before anything is updated."""
-        return [self._scalars(group_index, 1) for group_index in range(len(self._optimizer.param_groups))]
+    @property
+    def workers(self) -> list[HostWorker]:
+        """Every thread that updates chunks."""
+        return [self.worker] if self.streaming is None else [self.worker, self.streaming.worker]
+
+    def wait(self) -> None:
+        """Block until every update of the last step is done and visible to the host."""
+        for worker in self.workers:
+            worker.drain()
+        for chunk in self._chunks:
+            chunk.wait_for_update()
+            chunk.wait_for_deferred_update()
 
     def has_gradients(self, chunk: Chunk) -> bool:
         """Whether any parameter of ``chunk`` has a gradient, so that there is something to update."""
-        return any(self._engine.gradients.present[member.index] for member in chunk.members)
+        return any(self._gradients.present[member.index] for member in chunk.members)
 
     def publish(self, factor: Tensor) -> Scale:
         """``factor``, 0-d on the device, for updates by the device and by the host."""
         for job in self._all_done:
             job.wait()  # usually done long ago: a forward and a backward have come in between
-        streams = self._engine.streams
+        streams = self._streams
         streams.compute_waits(self._scale_ready)  # the copy of the step before may still read it
         self._device_scale.copy_(factor.reshape(1))  # ``factor`` could be freed before the copy to the host has run
         computed = streams.mark()
@@ -123,7 +158,7 @@ class Updates:
         """A backward outside of no_sync() begins."""
         self._backwards += 1
         try:
-            self._assumed = self.check_hyperparameters()
+            self._assumed = self._groups.all_scalars()
         except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
             self._assumed = None
 
@@ -144,9 +179,9 @@ class Updates:
         if sum(part.stop - part.start for part, _ in pieces) != chunk.elements:
             return  # a commit would take over elements that were not written
         speculation = self._speculations[chunk.index] = _Speculation(pieces, factor)
-        gradient = self._engine.gradients.host_gradient(chunk)
+        gradient = self._gradients.host_gradient(chunk)
         scale = None if factor == 1.0 else torch.tensor([factor], dtype=torch.float32, device="cpu")
-        threads, window, accumulation = self._engine.worker.threads, self._window, chunk.accumulation
+        threads, window, accumulation = self.worker.threads, self._window, chunk.accumulation
         tally = self.tally
 
         def on_host() -> None:  # it must not refer to the engine, as in _offloaded_update
@@ -158,7 +193,7 @@ class Updates:
                 speculation.done = True
 
         what = "update" if chunk.speculative_weight is None else "weight"
-        chunk.speculation = self._engine.worker.submit(on_host, f"speculative {what} {chunk.index}")
+        chunk.speculation = self.worker.submit(on_host, f"speculative {what} {chunk.index}")
 
     def forget(self) -> None:
         """All gradients are forgotten, and so are the speculative updates."""
@@ -174,15 +209,15 @@ class Updates:
     def step(self, scale: Scale | None, assumed: float) -> None:
         """Update every parameter that has a gradient. Speculative updates took ``assumed`` for the scale."""
         norm = self._close_window()
-        foreseen = assumed if self.check_hyperparameters() == self._assumed else None
-        made = (self._update(chunk, scale, foreseen) for chunk in self._engine.chunks)
+        foreseen = assumed if self._groups.all_scalars() == self._assumed else None
+        made = (self._update(chunk, scale, foreseen) for chunk in self._chunks)
         self._queue((update for update in made if update is not None), norm)
         self._usual_backwards = max(1, self._backwards)
         self._backwards = 0
 
     def update_inside(self, chunk: Chunk) -> None:
         """Update ``chunk`` inside backward: on the device at once, or by the host worker."""
-        pieces, gradients = self._begin(chunk), self._engine.gradients
+        pieces, gradients = self._begin(chunk), self._gradients
         if pieces:
             self._begin_inside(chunk, pieces)
         for member in chunk.members:  # the gradient is used up, even if backward fails and zero_grad is never called
@@ -200,7 +235,7 @@ class Updates:
                 update.job.run()
 
         self._inside.append(update)
-        self._engine.worker.submit(on_host)
+        self.worker.submit(on_host)
 
     def backward_ends(self) -> None:
         """Queue the updates inside backward that the host has not begun, in the order in which forward needs them."""
@@ -210,7 +245,7 @@ class Updates:
 
     def _close_window(self) -> Mark:
         """Returns the end of backward on the device."""
-        streams = self._engine.streams
+        streams = self._streams
         end = streams.mark()
         streams.compute_reached(end)
         self._window.end = end  # assigned after it was recorded, as an event that was never recorded counts as reached
@@ -221,7 +256,7 @@ class Updates:
         """The pieces to update. Counts a step for each parameter in them."""
         pieces = self._pieces(chunk)
         for member in chunk.members if pieces else ():
-            if self._engine.gradients.present[member.index]:
+            if self._gradients.present[member.index]:
                 self.steps[member.index] += 1
         return pieces
 
@@ -269,7 +304,7 @@ class Updates:
 
     def _deferred_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Job:
         """A job that updates all states if the step has committed the speculative weight."""
-        gradient, threads = self._engine.gradients.host_gradient(chunk), self._engine.worker.threads
+        gradient, threads = self._gradients.host_gradient(chunk), self.worker.threads
         tally = self.tally
 
         def on_host() -> None:
@@ -278,26 +313,25 @@ class Updates:
                     chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
                 chunk.states_pending = False  # from now on the two weights have the same bits
 
-        return self._engine.worker.job(on_host, f"deferred update {chunk.index}")
+        return self.worker.job(on_host, f"deferred update {chunk.index}")
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
-        engine = self._engine
         factor = None if scale is None else scale.on_device
-        for first, gradient in engine.gradients.device_gradient(chunk):
-            chunk.step(pieces, gradient, factor, threads=engine.worker.threads, first=first)
+        for first, gradient in self._gradients.device_gradient(chunk):
+            chunk.step(pieces, gradient, factor, threads=self.worker.threads, first=first)
 
     def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> ChunkUpdate:
         """The update of a chunk in host memory without regard to speculation."""
         update, streamed = self._on_host(chunk, pieces, scale), None
         if chunk.streamable:
-            assert self._engine.streaming is not None
-            streamed = self._waiting(chunk, pieces, scale, self._engine.streaming.streamer.update)
+            assert self.streaming is not None
+            streamed = self._waiting(chunk, pieces, scale, self.streaming.streamer.update)
         job = self._job(chunk, update, f"update {chunk.index}")
         return ChunkUpdate(chunk, job, lambda: False, streamed=streamed)
 
     def _on_host(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Callable[[], None]:
         """The update of a chunk in host memory by the host."""
-        threads = self._engine.worker.threads
+        threads = self.worker.threads
         update = functools.partial(update_on_host, threads=threads, commits=self._commits, tally=self.tally)
         return self._waiting(chunk, pieces, scale, update)
 
@@ -312,7 +346,7 @@ class Updates:
 
         It does not refer to the engine, as a model that is dropped must not wait for updates.
         """
-        gradient, accumulation = self._engine.gradients.host_gradient(chunk), chunk.accumulation
+        gradient, accumulation = self._gradients.host_gradient(chunk), chunk.accumulation
 
         def run() -> None:
             wait_for_gradient(chunk, scale, accumulation)
@@ -322,8 +356,8 @@ class Updates:
 
     def _job(self, chunk: Chunk, work: Callable[[], None], name: str) -> Job:
         """A job that the next fetch of ``chunk`` waits for."""
-        self._engine.buffers.invalidate(chunk)
-        chunk.update = job = self._engine.worker.job(work, name)
+        self._buffers.invalidate(chunk)
+        chunk.update = job = self.worker.job(work, name)
         return job
 
     def _queue(self, updates: Iterable[ChunkUpdate], norm: Mark) -> None:
@@ -331,7 +365,7 @@ class Updates:
 
         ``norm`` is where the norm is known on the device.
         """
-        worker, streaming = self._engine.worker, self._engine.streaming
+        worker, streaming = self.worker, self.streaming
         made = list[ChunkUpdate]()
         try:
             for update in updates:
@@ -346,13 +380,13 @@ class Updates:
                 if update.deferred is not None:
                     worker.queue(update.deferred)
         # No job of an update tells that all are done, as each may have run ahead of its turn.
-        self._all_done = [each.submit(lambda: None) for each in self._engine.workers]
+        self._all_done = [each.submit(lambda: None) for each in self.workers]
 
     def _pieces(self, chunk: Chunk) -> list[Piece]:
         """Runs of neighbouring parameters that have a gradient and share hyperparameters and the number of steps."""
         runs: list[tuple[int, int, int, int]] = []
         for member in chunk.members:
-            if member.group < 0 or not self._engine.gradients.present[member.index]:
+            if member.group < 0 or not self._gradients.present[member.index]:
                 continue
             stop = member.offset + -(-member.numel // 128) * 128
             key = (member.group, self.steps[member.index] + 1)
@@ -360,16 +394,4 @@ class Updates:
                 runs[-1] = (runs[-1][0], stop, *key)
             else:
                 runs.append((member.offset, stop, *key))
-        return [(slice(start, stop), self._scalars(group, step)) for start, stop, group, step in runs]
-
-    def _scalars(self, group_index: int, step: int) -> AdamScalars:
-        group = self._optimizer.param_groups[group_index]
-        return adam_scalars(
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            step=step,
-            decoupled=self._decoupled or bool(group.get("decoupled_weight_decay")),
-        )
+        return [(slice(start, stop), self._groups.scalars(group, step)) for start, stop, group, step in runs]

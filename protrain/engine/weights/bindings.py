@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
-from protrain.engine.states.chunks import Member
+from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.states.edits import edit_in, repoint
 from protrain.engine.units import Unit
 from protrain.engine.weights.buffers import BufferPool
@@ -38,7 +38,7 @@ class Bindings:
         self._persistent_chunks = list(dict.fromkeys(chunk for unit in units for chunk in unit.persistent_chunks))
         self._persistent_members = [member for unit in units for member in unit.persistent_members]
         self._buffers = buffers
-        self._placeholder = placeholder
+        self.placeholder = placeholder
         self._edited: set[int] = set()  # chunks whose buffers have edited values, which must not be used again
 
     def bind(self, unit: Unit, schedule: Schedule) -> None:
@@ -63,7 +63,7 @@ class Bindings:
         for member in unit.members:
             member.bound -= 1
             if member.bound == 0:
-                release(member.parameter, self._placeholder)
+                release(member.parameter, self.placeholder)
         for member in unit.persistent_members:
             member.bound -= 1
             if member.bound == 0:
@@ -85,7 +85,7 @@ class Bindings:
             attach(member.parameter, member.view(member.chunk.weight))
             member.parameter.__class__ = ReleasedParameter
         else:
-            release(member.parameter, self._placeholder)
+            release(member.parameter, self.placeholder)
 
     def release_all(self) -> None:
         """Release every parameter, after an interrupt that has left some bound."""
@@ -99,6 +99,10 @@ class Bindings:
     def any_in_use(self) -> bool:
         """Whether any unit uses any chunk."""
         return self._buffers.any_in_use() or any(chunk.users for chunk in self._persistent_chunks)
+
+    def in_use(self, chunk: Chunk) -> bool:
+        """Whether a unit uses ``chunk`` in a buffer now."""
+        return not chunk.persistent and self._buffers.in_use(chunk)
 
     def end_state_dict(self, members: Iterable[int]) -> None:
         """A state_dict() or load_state_dict() is done with parameters, which are like all others again."""

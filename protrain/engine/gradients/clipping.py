@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
-from protrain.engine.engine import Engine
-from protrain.optim.loss_scale import LossScale
+from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.gradients.loss_scale import LossScale
 
 
 @dataclass
@@ -33,20 +33,18 @@ class _Factor:
 class Clipping:
     """The norm of one step's gradients and their factor. ``zero_grad`` resets both.
 
-    It is a separate object because wrappers of other libraries copy an optimizer's class and run its methods on
-    themselves. What such methods set would exist in the wrapper only.
+    Args:
+        gradients: of the step.
+        loss_scale: of float16.
     """
 
-    def __init__(self, engine: Engine, loss_scale: LossScale | None, *, refused: bool) -> None:
-        self._engine = engine
+    def __init__(self, gradients: Gradients, loss_scale: LossScale | None) -> None:
+        self._gradients = gradients
         self._loss_scale = loss_scale
-        self._refused = refused  # whether updates run inside backward
         self._norm_squared: Tensor | None = None
         self._norms: dict[int, Tensor] = {}
         self._coefficient: Tensor | None = None  # a 0-d fp32 tensor on the device
         self._multiplied: list[_Factor] = []
-        engine.gradient_norm = self.gradient_norm
-        engine.multiply_gradient = self.multiply_gradient
 
     @property
     def has_begun(self) -> bool:
@@ -55,11 +53,11 @@ class Clipping:
 
     def reset(self) -> None:
         """Forget everything, because there are no gradients any more."""
-        self.gradients_arrived()
+        self.forget_norms()
         self._coefficient = None
         self._multiplied = []
 
-    def gradients_arrived(self) -> None:
+    def forget_norms(self) -> None:
         """Forget the norms, because new gradients arrived."""
         self._norm_squared = None
         self._norms = {}
@@ -70,7 +68,6 @@ class Clipping:
         Returns:
             The norm before, as a 0-d fp32 tensor on the device.
         """
-        self._check("clip_grad_norm_()")
         norm = self._unscaled(self._sum_of_squares())
         coefficient = self.coefficient()
         norm = norm if coefficient is None else norm * coefficient
@@ -78,24 +75,6 @@ class Clipping:
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
         self._multiply(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
         return norm
-
-    def need_gradients(self, what: str, index: int | None = None) -> None:
-        """Raise a MisuseError if the gradients that ``what`` needs are missing.
-
-        With ``index`` it needs the gradient of that parameter. In any case it also raises if some gradients were set to
-        None and others were not.
-        """
-        self._engine.abandon_backward()
-        gradients, members = self._engine.gradients, self._engine.members
-        if not (any(gradients.present) if index is None else gradients.present[index]):
-            name = "gradients" if index is None else f"the gradient of {members[index].name}"
-            raise MisuseError(f"{what} without {name}: call loss.backward() first")
-        if gradients.forgotten:
-            raise MisuseError(
-                f"{what} after .grad of {len(gradients.forgotten)} parameters was set to None, of "
-                f"{members[min(gradients.forgotten)].name} among them, and that of others was not: clear all of them "
-                "with optimizer.zero_grad(), and set requires_grad=False for parameters that are not to be trained"
-            )
 
     def is_finite(self) -> bool:
         """Whether all gradients are finite. It waits for the device."""
@@ -107,9 +86,9 @@ class Clipping:
         Raises:
             MisuseError: some gradients were multiplied by a factor and others were not.
         """
-        present = self._engine.gradients.present
+        present = self._gradients.present
         for factor in self._multiplied:
-            missing = [m.name for m in self._engine.members if present[m.index] and m.index not in factor.indices]
+            missing = [m.name for m in self._gradients.members if present[m.index] and m.index not in factor.indices]
             if missing:
                 raise MisuseError(
                     f"{len(factor.indices)} gradients were multiplied by a factor and {len(missing)} were not, that of "
@@ -123,10 +102,9 @@ class Clipping:
 
     def gradient_norm(self, index: int) -> Tensor:
         """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: a 0-d fp32 tensor on the device."""
-        self._check("the norm of a gradient", index)
         if not self._norms:
             # All norms are computed at once in a few launches. One launch per parameter would take milliseconds.
-            indices, squares = self._engine.gradients.sums_of_squares()
+            indices, squares = self._gradients.sums_of_squares()
             self._norms = dict(zip(indices, self._unscaled(squares).unbind(), strict=True))
         norm = self._norms[index]
         for value in (self._coefficient, *(factor.value for factor in self._multiplied if index in factor.indices)):
@@ -135,7 +113,6 @@ class Clipping:
 
     def multiply_gradient(self, index: int, factor: Tensor | float) -> None:
         """Multiply the gradient of parameter ``index`` by a number or a 0-d tensor, for ``.grad.mul_(factor)``."""
-        self._check("to multiply a gradient", index)
         version = factor._version if isinstance(factor, Tensor) and not factor.is_inference() else None
         for known in self._multiplied:
             if known.version != version or index in known.indices:
@@ -146,15 +123,15 @@ class Clipping:
                 known.indices.add(index)
                 return
         if isinstance(factor, Tensor):
-            value = factor.detach().to(self._engine.device, torch.float32, copy=True)
+            value = factor.detach().to(self._gradients.device, torch.float32, copy=True)
         else:
             factor = float(factor)
-            value = torch.full((), factor, dtype=torch.float32, device=self._engine.device)
+            value = torch.full((), factor, dtype=torch.float32, device=self._gradients.device)
         self._multiplied.append(_Factor(factor, version, value, {index}))
 
     def _sum_of_squares(self) -> Tensor:
         if self._norm_squared is None:
-            self._norm_squared = self._engine.gradients.norm_squared()
+            self._norm_squared = self._gradients.norm_squared()
         return self._norm_squared
 
     def _multiply(self, factor: Tensor) -> None:
@@ -163,12 +140,3 @@ class Clipping:
     def _unscaled(self, squares: Tensor) -> Tensor:
         norm = squares.sqrt().float()
         return norm if self._loss_scale is None else norm / self._loss_scale.used
-
-    def _check(self, what: str, index: int | None = None) -> None:
-        if self._refused:
-            raise MisuseError(
-                f"{what} with step_during_backward=True, whose updates are made inside backward: wrap with "
-                "step_during_backward=False, which overlaps updates too"
-            )
-        self._engine.streams.refuse_another()
-        self.need_gradients(what, index)

@@ -1,0 +1,266 @@
+"""A training step from its first gradient to its update: its phase, and what may happen in each.
+
+[Note: phases] A step goes through these phases and no others:
+
+    EMPTY      no gradient is there
+    BACKWARD   a backward brings gradients
+    READY      gradients are there: another backward may add to them, and a factor or the update may use them
+    SCALED     the gradients have a factor, so that no backward may add to them
+    UPDATED    the last backward has made the updates: step() comes next
+    CUT_SHORT  a backward raised an exception after it had made some updates: step() or zero_grad() comes next
+
+Updates are made inside backward only with ``step_during_backward=True``; the last two phases exist only there. As in
+torch, step() leaves gradients where they are, and zero_grad() forgets them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from protrain.common.errors import MisuseError
+from protrain.engine.gradients.clipping import Clipping
+from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.gradients.loss_scale import LossScale
+from protrain.engine.states.chunks import Chunk, Member
+from protrain.engine.states.groups import Groups
+from protrain.engine.updates.updates import Updates
+from protrain.engine.weights.bindings import Bindings
+
+
+class Phase(enum.Enum):
+    """What has happened in a step so far. See [Note: phases]."""
+
+    EMPTY = "empty"
+    BACKWARD = "backward"
+    READY = "ready"
+    SCALED = "scaled"
+    UPDATED = "updated"
+    CUT_SHORT = "cut short"
+
+
+LEGAL = frozenset(
+    {
+        (Phase.EMPTY, Phase.BACKWARD),
+        (Phase.READY, Phase.BACKWARD),
+        (Phase.BACKWARD, Phase.EMPTY),  # it has failed, or all of its gradients were forgotten
+        (Phase.BACKWARD, Phase.READY),
+        (Phase.BACKWARD, Phase.SCALED),  # a hook has multiplied gradients
+        (Phase.BACKWARD, Phase.UPDATED),
+        (Phase.BACKWARD, Phase.CUT_SHORT),
+        (Phase.READY, Phase.SCALED),
+        (Phase.READY, Phase.EMPTY),  # zero_grad()
+        (Phase.SCALED, Phase.EMPTY),
+        (Phase.UPDATED, Phase.EMPTY),  # step()
+        (Phase.CUT_SHORT, Phase.EMPTY),
+    }
+)
+
+
+class Step:
+    """The step that runs now. It decides when gradients are used, and by what.
+
+    Args:
+        chunks: all chunks.
+        members: all managed parameters.
+        groups: the hyperparameters.
+        gradients: collects gradients.
+        updates: does AdamW.
+        bindings: knows which parameters are in use.
+        inside: whether updates are made inside backward.
+    """
+
+    def __init__(
+        self,
+        *,
+        chunks: Sequence[Chunk],
+        members: Sequence[Member],
+        groups: Groups,
+        gradients: Gradients,
+        updates: Updates,
+        bindings: Bindings,
+        inside: bool,
+    ) -> None:
+        self.updates = updates
+        self.groups = groups
+        self.loss_scale = LossScale() if gradients.dtype is torch.float16 else None
+        self.clipping = Clipping(gradients, self.loss_scale)
+        self.updated: set[int] = set()  # chunks that backward has updated, until step() is called
+        self._phase = Phase.EMPTY
+        self._chunks = chunks
+        self._members = members
+        self._gradients = gradients
+        self._bindings = bindings
+        self._inside = inside
+
+    @property
+    def phase(self) -> Phase:
+        """The phase. An illegal transition is a bug of the engine."""
+        return self._phase
+
+    def _go_to(self, new: Phase) -> None:
+        if new is not self._phase:
+            assert (self._phase, new) in LEGAL, f"a step cannot go from {self._phase.value} to {new.value}"
+            self._phase = new
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward has arrived. MisuseError if no backward may come now."""
+        # This is not called for autograd.grad, which computes no gradients of a step.
+        if self._phase is Phase.SCALED:
+            raise MisuseError(
+                "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
+            )
+        if self._gradients.forgotten:
+            self.need_gradients("backward()")
+        if self.loss_scale is not None and not self.loss_scale.is_used:
+            raise MisuseError(
+                "float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward(), and no "
+                "torch.amp.GradScaler"
+            )
+        if self._phase in (Phase.UPDATED, Phase.CUT_SHORT):
+            raise MisuseError(
+                "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
+                "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
+            )
+        if self._inside:
+            self.groups.check()
+            self._bindings.refuse_edits()  # step() would be too late
+        if not self._gradients.no_sync:
+            self.groups.check_members()
+            self.updates.backward_begins()
+        self._go_to(Phase.BACKWARD)
+
+    def gradients_arrived(self, chunks: Sequence[Chunk]) -> None:
+        """Backward has left a unit, whose gradients are in ``chunks`` now: begin updates that need not wait."""
+        self.clipping.forget_norms()
+        if self._gradients.no_sync:
+            return
+        for chunk in chunks:
+            if not all(member.index in self._gradients.delivered for member in chunk.members):
+                continue
+            if not self._inside:
+                self.updates.speculate(chunk, self._unscaling())
+            elif not self._bindings.in_use(chunk):
+                self._update_inside(chunk)
+
+    def end_backward(self) -> None:
+        """The backward is over."""
+        if not self._inside or self._gradients.no_sync:
+            self._go_to(Phase.SCALED if self.clipping.has_begun else Phase.READY)
+            return
+        for chunk in self._chunks:
+            if chunk.index not in self.updated and self.updates.has_gradients(chunk):
+                self._update_inside(chunk)
+        self.updates.backward_ends()
+        self._forget()
+        self._go_to(Phase.UPDATED if self.updated else Phase.EMPTY)
+
+    def abandon_backward(self) -> None:
+        """The backward has raised an exception. Gradients that it has brought into chunks stay."""
+        if self._phase is Phase.BACKWARD:
+            left = Phase.READY if any(self._gradients.present) else Phase.EMPTY
+            self._go_to(Phase.CUT_SHORT if self.updated else left)
+
+    def _update_inside(self, chunk: Chunk) -> None:
+        self.updates.update_inside(chunk)
+        self.updated.add(chunk.index)
+
+    # -- between backward and step() -----------------------------------------------------------------------------------
+
+    def need_gradients(self, what: str, index: int | None = None) -> None:
+        """Raise a MisuseError if the gradients that ``what`` needs are missing.
+
+        With ``index`` it needs the gradient of that parameter. In any case it also raises if some gradients were set to
+        None and others were not.
+        """
+        present, forgotten = self._gradients.present, self._gradients.forgotten
+        if not (any(present) if index is None else present[index]):
+            name = "gradients" if index is None else f"the gradient of {self._members[index].name}"
+            raise MisuseError(f"{what} without {name}: call loss.backward() first")
+        if forgotten:
+            raise MisuseError(
+                f"{what} after .grad of {len(forgotten)} parameters was set to None, of "
+                f"{self._members[min(forgotten)].name} among them, and that of others was not: clear all of them "
+                "with optimizer.zero_grad(), and set requires_grad=False for parameters that are not to be trained"
+            )
+
+    def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Scale the gradients so that their norm is at most ``max_norm``. Returns the norm before, 0-d and fp32."""
+        self._refuse_inside("clip_grad_norm_()")
+        norm = self.clipping.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
+        self._scaled()
+        return norm
+
+    def gradient_norm(self, index: int) -> Tensor:
+        """The 2-norm of the gradient of parameter ``index``: a 0-d fp32 tensor on the device."""
+        self._refuse_inside("the norm of a gradient", index)
+        return self.clipping.gradient_norm(index)
+
+    def multiply_gradient(self, index: int, factor: Tensor | float) -> None:
+        """Multiply the gradient of parameter ``index`` by a number or a 0-d tensor."""
+        self._refuse_inside("to multiply a gradient", index)
+        self.clipping.multiply_gradient(index, factor)
+        self._scaled()
+
+    def _scaled(self) -> None:
+        if self._phase is not Phase.BACKWARD:  # a hook inside backward: see end_backward
+            self._go_to(Phase.SCALED)
+
+    def _refuse_inside(self, what: str, index: int | None = None) -> None:
+        if self._inside:
+            raise MisuseError(
+                f"{what} with step_during_backward=True, whose updates are made inside backward: wrap with "
+                "step_during_backward=False, which overlaps updates too"
+            )
+        self.need_gradients(what, index)
+
+    # -- the end of a step ---------------------------------------------------------------------------------------------
+
+    def update(self) -> bool:
+        """Update every parameter that has a gradient. Returns whether weights have changed.
+
+        Raises:
+            MisuseError: there are no gradients.
+            ValueError: a hyperparameter is invalid.
+        """
+        if self._inside:
+            if self._phase not in (Phase.UPDATED, Phase.CUT_SHORT):
+                self.need_gradients("step()")
+                raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
+            self.updated.clear()
+            self._go_to(Phase.EMPTY)
+            return True
+        self.need_gradients("step()")
+        self.groups.check()
+        factor, unscaling = self.clipping.coefficient(), self._unscaling()
+        if self.loss_scale is not None:
+            if not self.loss_scale.update(self.clipping.is_finite()):
+                return False
+            inverse = torch.full((), unscaling, dtype=torch.float32, device=self._gradients.device)
+            factor = inverse if factor is None else factor * inverse
+        self.updates.step(None if factor is None else self.updates.publish(factor), assumed=unscaling)
+        return True
+
+    def forget(self) -> bool:
+        """Forget all gradients (``zero_grad``). Returns whether that ends a step whose backward was cut short."""
+        self._forget()
+        ends = self._phase is Phase.CUT_SHORT
+        if ends:
+            self.updated.clear()
+        if self._phase not in (Phase.BACKWARD, Phase.UPDATED):
+            self._go_to(Phase.EMPTY)
+        return ends
+
+    def _forget(self) -> None:
+        self._gradients.reset()
+        self.updates.forget()
+        self.clipping.reset()
+
+    def _unscaling(self) -> float:
+        """The factor on gradients that undoes the loss scale."""
+        return 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.used

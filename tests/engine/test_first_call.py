@@ -1,0 +1,246 @@
+"""``wrap`` without an example batch: the model is profiled and planned in its first call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import protrain
+from protrain.common.errors import CheckpointError, MisuseError, PlanError
+from protrain.optim.optimizer import ProTrainOptimizer
+from tests.engine.plain_loop import prepare_plain
+
+STEPS, ROWS, WIDTH = 5, 4, 16
+
+
+class Net(nn.Module):
+    """Three residual blocks with dropout, a head, and a loss if it is given labels."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, 32)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None, *, factor: float = 1.0) -> torch.Tensor:
+        """The loss, or the logits if there are no labels."""
+        if self.training:
+            self.calls.add_(1)
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        if labels is None:
+            return logits
+        return factor * nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def batches() -> list[torch.Tensor]:
+    """Token ids of every step."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(32, (ROWS, 8), generator=generator) for _ in range(STEPS)]
+
+
+def made(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
+    """The model and a plain optimizer, with a seed for the dropout that follows."""
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(7)
+    return model, optimizer
+
+
+def wrapped(**options: Any) -> tuple[Net, ProTrainOptimizer]:
+    """The model, wrapped within a budget that its states do not fit."""
+    model, optimizer = made()
+    return protrain.wrap(model, optimizer, device="cpu", device_memory="80KiB", progress=False, **options)
+
+
+def train(model: nn.Module, optimizer: Any, given: list[torch.Tensor]) -> list[float]:
+    """The losses of plain training."""
+    losses = []
+    for ids in given:
+        loss = model(ids, labels=ids, factor=0.5)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all weights and buffers."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether both have the same names and bits."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def plainly_trained() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses and weights of the plain loop."""
+    model, optimizer = made()
+    model, plain = prepare_plain(model, optimizer, device=torch.device("cpu"), dtype=torch.float32)
+    torch.manual_seed(7)
+    return train(model, plain, batches()), weights(model)
+
+
+def test_the_bits_are_those_of_the_plain_loop_and_of_a_wrap_with_a_batch() -> None:
+    expected, expected_weights = plainly_trained()
+    first = batches()[0]
+    with_batch = wrapped(example_batch={"ids": first, "labels": first, "factor": 0.5})
+    without = wrapped()
+    for pair in (with_batch, without):
+        torch.manual_seed(7)
+        assert train(*pair, batches()) == expected
+        assert same(weights(pair[0]), expected_weights)
+    assert without[1].plan.n_persist < without[1].plan.n_chunks, "something must be offloaded"
+    assert without[1].plan.counts == with_batch[1].plan.counts
+
+
+def test_the_usual_loop_may_begin_before_there_is_a_plan() -> None:
+    expected, _ = plainly_trained()
+    model, optimizer = wrapped()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer.zero_grad()
+    assert optimizer.skipped_steps == 0
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    optimizer.load_state_dict(optimizer.state_dict())  # as accelerate does when it prepares an optimizer
+    assert same(weights(model), weights(made()[0]))
+    torch.manual_seed(7)
+    assert train(model, optimizer, batches()) == expected
+    scheduler.step()
+
+
+def test_the_first_call_may_be_under_no_sync() -> None:
+    def accumulate(model: nn.Module, optimizer: Any, no_sync: Callable[[], Any]) -> None:
+        given = batches()
+        with no_sync():
+            model(given[0], labels=given[0]).backward()
+        model(given[1], labels=given[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = wrapped(accumulation=2)
+    other, other_optimizer = wrapped(accumulation=2, example_batch={"ids": batches()[0], "labels": batches()[0]})
+    for each, trainer in ((model, optimizer), (other, other_optimizer)):
+        torch.manual_seed(7)
+        no_sync: Any = each.no_sync
+        accumulate(each, trainer, no_sync)
+    assert same(weights(model), weights(other))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_cannot_be_the_first_call(context: Callable[[], Any]) -> None:
+    model, optimizer = wrapped()
+    with context(), pytest.raises(MisuseError, match="pass example_batch to "):
+        model(batches()[0])
+    torch.manual_seed(7)
+    assert train(model, optimizer, batches()) == plainly_trained()[0], "nothing is lost"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda optimizer: optimizer.plan,
+        lambda optimizer: optimizer.report(),
+        lambda optimizer: optimizer.step(),
+        lambda optimizer: optimizer.clip_grad_norm_(1.0),
+        lambda optimizer: optimizer.export_parameter("head.weight"),
+    ],
+)
+def test_what_needs_a_plan_says_that_there_is_none(asked: Callable[[ProTrainOptimizer], Any]) -> None:
+    _, optimizer = wrapped()
+    with pytest.raises(MisuseError, match="there is no plan before the first call"):
+        asked(optimizer)
+
+
+def test_a_model_that_waits_for_its_first_call_cannot_be_moved() -> None:
+    model, _ = wrapped()
+    with pytest.raises(MisuseError, match="cannot be moved"):
+        model.half()
+
+
+def test_what_does_not_fit_is_an_error_of_the_first_call_and_nothing_is_lost() -> None:
+    model, optimizer = wrapped()
+    before = weights(model)
+    large = torch.randint(32, (4096, 8))
+    for _ in range(2):
+        with pytest.raises(PlanError):
+            model(large, labels=large)
+    assert same(weights(model), before)
+    torch.manual_seed(7)
+    assert train(model, optimizer, batches()) == plainly_trained()[0]
+
+
+def test_a_wrong_limit_is_an_error_of_wrap() -> None:
+    model, optimizer = made()
+    with pytest.raises(ValueError, match="device_memory"):
+        protrain.wrap(model, optimizer, device="cpu", device_memory="much")
+
+
+def test_a_larger_batch_than_the_first_is_refused() -> None:
+    model, optimizer = wrapped()
+    train(model, optimizer, batches()[:1])
+    longer = torch.randint(32, (ROWS, 16))
+    with pytest.raises(MisuseError, match="pass an example_batch"):
+        model(longer, labels=longer)
+
+
+def test_a_run_resumes_before_its_first_call(tmp_path: Path) -> None:
+    whole = wrapped()
+    torch.manual_seed(7)
+    expected = train(*whole, batches())
+    begun = wrapped()
+    torch.manual_seed(7)
+    train(*begun, batches()[:2])
+    protrain.save_checkpoint(tmp_path, *begun, extra={"step": 2})
+    resumed = wrapped()
+    assert protrain.load_checkpoint(tmp_path, *resumed) == {"step": 2}
+    assert train(*resumed, batches()[2:]) == expected[2:]
+    assert same(weights(resumed[0]), weights(whole[0]))
+
+
+def test_a_state_of_torch_is_taken_over_before_the_first_call() -> None:
+    plain_model, plain = made()
+    train(plain_model, plain, batches()[:2])
+    state, values, random = copy.deepcopy(plain.state_dict()), weights(plain_model), torch.get_rng_state()
+    expected = train(plain_model, plain, batches()[2:])
+    model, optimizer = wrapped()
+    model.load_state_dict(values)
+    optimizer.load_state_dict(state)
+    torch.set_rng_state(random)
+    assert train(model, optimizer, batches()[2:]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_state_of_another_model_is_refused_before_the_first_call() -> None:
+    _, optimizer = wrapped()
+    other = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="load a state of the same model"):
+        optimizer.load_state_dict(torch.optim.AdamW(other.parameters()).state_dict())
+
+
+def test_a_checkpoint_that_is_gone_by_the_first_call_stops_the_training(tmp_path: Path) -> None:
+    begun = wrapped()
+    train(*begun, batches()[:1])
+    save = protrain.save_checkpoint(tmp_path, *begun)
+    model, optimizer = wrapped()
+    protrain.load_checkpoint(tmp_path, model, optimizer)
+    for file in save.glob("state-*"):
+        file.unlink()
+    with pytest.raises((CheckpointError, OSError)):
+        train(model, optimizer, batches())
+    with pytest.raises(MisuseError):
+        train(model, optimizer, batches())
