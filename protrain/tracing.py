@@ -95,10 +95,10 @@ class _Recorder:
         for chunk in engine.chunks:
             self._names[chunk.weight.data_ptr()] = f"weights {chunk.index}"
             # After a speculative update was committed, uploads read its weight.
-            states = chunk.speculative_states
-            second = chunk.speculative_weight if states is None else states.weight
+            second = chunk.speculative
             if second is not None:
-                self._names[second.data_ptr()] = f"weights {chunk.index}"
+                weight = second if isinstance(second, torch.Tensor) else second.weight
+                self._names[weight.data_ptr()] = f"weights {chunk.index}"
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -101,7 +101,7 @@ def build_engine(
     )
     worker = HostWorker(threads=host_threads)
     streaming = None
-    if any(chunk.streamable for chunk in chunks):
+    if plan.stream and any(chunk.trainable and not chunk.persistent for chunk in chunks):
         streamer = Streamer(memory.streams, staging_bytes=sharing.staging_bytes, gparams=sharing.device_gparams)
         thread = HostWorker(threads=1, name="protrain-stream-worker")
         streaming = Streaming(streamer, sharing, Rate(sharing.host_gparams), thread)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.common.errors import MisuseError
 from protrain.engine.states.arena import Arena, EngineMemory
-from protrain.engine.states.chunks import Chunk, Member
+from protrain.engine.states.chunks import Chunk, ChunkState, Member
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import LEGAL, BufferPool, Residency
@@ -58,7 +58,7 @@ def test_units_called_out_of_order_keep_the_schedule_usable() -> None:
 
 def make_chunk(index: int, update: Job | None = None) -> Chunk:
     streams = Streams()
-    return Chunk(
+    chunk = Chunk(
         index=index,
         elements=ELEMENTS,
         trainable=True,
@@ -71,8 +71,10 @@ def make_chunk(index: int, update: Job | None = None) -> Chunk:
         grad=None,
         offloaded=streams.mark(),
         uploaded=streams.mark(),
-        update=update,
     )
+    if update is not None:
+        chunk.begin(ChunkState.UPDATING, update)
+    return chunk
 
 
 def make_pool(n_buffer: int) -> BufferPool:
@@ -153,7 +155,7 @@ def test_a_chunk_whose_update_runs_is_uploaded_by_whoever_finishes_it() -> None:
         assert gate.wait(20)
         chunk.weight.fill_(9.0)
 
-    chunk.update = worker.submit(update)
+    chunk.begin(ChunkState.UPDATING, worker.submit(update))
     schedule, pool = Schedule([0], [[0]]), make_pool(1)
     pool.prefetch([chunk], schedule)
     assert pool.buffers[0].state is Residency.QUEUED
@@ -173,7 +175,7 @@ def test_a_chunk_queued_again_waits_for_the_later_update() -> None:
     schedule, pool = Schedule([0], [[0]]), make_pool(1)
     pool.prefetch([chunk], schedule)
     pool.invalidate(chunk)
-    chunk.update = later
+    chunk.begin(ChunkState.UPDATING, later)
     pool.prefetch([chunk], schedule)
     earlier.run()  # late: a step has passed meanwhile
     assert pool.buffers[0].state is Residency.QUEUED

@@ -15,7 +15,7 @@ from protrain.common.errors import PlanError
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.gradients.pool import GradientPool
 from protrain.engine.states.arena import aligned
-from protrain.engine.states.chunks import Chunk
+from protrain.engine.states.chunks import Chunk, ChunkState
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import Job
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -284,7 +284,7 @@ def test_the_first_to_be_free_is_handed_on() -> None:
     assert mine.data_ptr() != yours.data_ptr()
     assert first.host_grad is mine
     jobs: SimpleQueue[Job | None] = SimpleQueue()
-    first.update = Job(lambda: None, jobs)
+    first.begin(ChunkState.UPDATING, Job(lambda: None, jobs))
     for chunk in (first, second):
         pool.release(chunk)
     pool.acquire(third)
@@ -293,7 +293,8 @@ def test_the_first_to_be_free_is_handed_on() -> None:
     assert second.grad is None
     assert second.host_grad is None
     done: list[int] = []
-    first.update = job = Job(lambda: done.append(1), jobs)
+    job = Job(lambda: done.append(1), jobs)
+    first.begin(ChunkState.UPDATING, job)
     timer = Timer(0.05, job.run)
     timer.start()
     pool.acquire(fourth)

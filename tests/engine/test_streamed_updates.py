@@ -138,15 +138,15 @@ def looping(**options: Any) -> Run:
 
 
 def check_shared(updates: list[tuple[Chunk, str, str]], optimizer: ProTrainOptimizer, *, steps: int) -> None:
-    """The device updated every chunk that it can update, on a thread of its own, and the host the others."""
+    """The device made every update that counted, on a thread of its own, and the host the speculative ones."""
     chunks = [chunk for chunk in optimizer._engine.chunks if not chunk.persistent]
-    assert sum(chunk.streamable for chunk in chunks) > 1
+    assert len(chunks) > 1
     for chunk in chunks:
         found = [(how, thread) for one, how, thread in updates if one is chunk]
-        if chunk.streamable:
-            assert found == [("step_streamed", "protrain-stream-worker")] * steps
-        else:
-            assert {thread for _, thread in found} == {"protrain-host-worker"}
+        assert [pair for pair in found if pair[0] != "step_speculatively"] == [
+            ("step_streamed", "protrain-stream-worker")
+        ] * steps
+        assert {thread for how, thread in found if how == "step_speculatively"} <= {"protrain-host-worker"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -195,17 +195,39 @@ def test_after_a_backward_with_updates_inside(
     check_shared(updates, optimizer, steps=STEPS // accumulate)
 
 
-def test_beside_persistent_chunks_and_speculative_updates(
-    device: torch.device, updates: list[tuple[Chunk, str, str]]
+@pytest.mark.parametrize("weights", [False, True], ids=["states", "weights"])
+def test_beside_persistent_chunks_and_speculative_updates_that_are_redone(
+    device: torch.device, updates: list[tuple[Chunk, str, str]], weights: bool
 ) -> None:
-    spec = Spec("some", "middle", (SWAP, CKPT, NONE), small=True, speculate=True, stream=True)
+    spec = Spec("some", "middle", (SWAP, CKPT, NONE), small=True, speculate=True, weights=weights, stream=True)
     optimizer = trained(looping(max_norm=0.05), device, spec=spec)
     assert optimizer.plan.n_persist > 0 < optimizer.plan.n_speculate
-    first = optimizer.plan.n_persist + optimizer.plan.n_speculate
-    assert {chunk.index for chunk in optimizer._engine.chunks if chunk.streamable} == set(
-        range(first, optimizer.plan.n_chunks)
-    )
     check_shared(updates, optimizer, steps=STEPS)
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["states", "weights"])
+def test_what_can_be_committed_is_not_streamed(
+    device: torch.device, updates: list[tuple[Chunk, str, str]], weights: bool
+) -> None:
+    spec = Spec("none", "least", (CKPT,), small=True, speculate=True, weights=weights, stream=True)
+
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> list[float]:
+        losses = []
+        for batch in data:
+            loss = default_loss(model, batch)
+            loss.backward()
+            if isinstance(optimizer, ProTrainOptimizer):
+                optimizer._engine.wait_for_updates()  # the speculative ones
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    optimizer = trained(run, device, spec=spec)
+    first = optimizer.plan.n_speculate
+    assert optimizer.report().redone_updates == 0
+    streamed = {chunk.index for chunk, how, _ in updates if how == "step_streamed"}
+    assert streamed == set(range(first, optimizer.plan.n_chunks))
 
 
 def test_states_are_read_after_every_update(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,5 +349,5 @@ def test_they_are_traced_in_a_row_of_their_own(device: torch.device, tmp_path: P
     chunks = optimizer._engine.chunks
     for row, streamed in (("host optimizer", False), ("streamed updates", True)):
         names = Counter(event["name"] for event in rows.get(("ProTrain, measured", row), []))
-        assert names == Counter({f"update {chunk.index}": 2 for chunk in chunks if chunk.streamable == streamed})
+        assert names == Counter({f"update {chunk.index}": 2 for chunk in chunks if streamed})
     assert all(worker.times is None for worker in optimizer._engine.step.updates.workers)

@@ -27,7 +27,7 @@ from protrain.common.errors import PlanError
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.gradients.pool import GradientPool
 from protrain.engine.states.arena import EngineMemory, aligned
-from protrain.engine.states.chunks import Chunk, Member
+from protrain.engine.states.chunks import Chunk, ChunkState, Member
 from protrain.engine.streams import Mark
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.parameter import take_gradient
@@ -180,7 +180,7 @@ class Gradients:
             yield 0, gradient
             return
         assert chunk.accumulator is not None
-        chunk.wait_for_accumulation()  # which itself has waited for the offload of chunk.grad
+        chunk.wait()  # for the sum, which itself has waited for the offload of chunk.grad
         memory = self._staging_memory
         if chunk.elements > self._staging_elements:
             own = self._own_staging(chunk)
@@ -284,8 +284,7 @@ class Gradients:
 
     def _offload(self, chunk: Chunk, source: Tensor, ranges: list[tuple[int, int]], drained: Mark) -> None:
         assert chunk.host_grad is not None
-        # An addition may still read it, or an update, if no forward has come in between (a graph that is used twice).
-        chunk.wait_for_host_grad()
+        chunk.wait()  # an addition may read it, or an update if no forward has come in between
         self.streams.compute_reached(self._filled)
         for start, stop in ranges:
             self.streams.offload(
@@ -305,7 +304,11 @@ class Gradients:
                     accumulator[start:stop], host_grad[start:stop], initialise=initialise, threads=self.worker.threads
                 )
 
-        chunk.accumulation = self.worker.submit(add, f"accumulate {chunk.index}")
+        if chunk.state is not ChunkState.SUMMING:
+            chunk.wait()
+        job = self.worker.job(add, f"accumulate {chunk.index}")
+        chunk.begin(ChunkState.SUMMING, job)
+        self.worker.queue(job)
 
     def _make_accumulator(self, chunk: Chunk) -> None:
         """Give ``chunk`` an fp32 accumulator with the gradient that it has, if any. See [Note: accumulation]."""

@@ -69,7 +69,7 @@ class SquareSums:
             stop = start + tiles(member.numel)
             self._on_host[start:stop] = True
             if present[member.index]:
-                member.chunk.wait_for_accumulation()
+                member.chunk.wait_for_sum()
                 assert member.chunk.accumulator is not None
                 values = member.chunk.accumulator[member.offset : member.offset + member.numel]
                 sum_of_squares(values, host_partials[start:stop])

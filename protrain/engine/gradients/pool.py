@@ -61,8 +61,8 @@ class GradientPool:
         if not self._released:
             return self._more()
         # The device may still be updating the first of them when the host is done with later ones.
-        chunk = next((one for one in self._released if one.host_grad_is_free()), next(iter(self._released)))
-        chunk.wait_for_host_grad()
+        chunk = next((one for one in self._released if one.is_free()), next(iter(self._released)))
+        chunk.wait()
         chunk.grad = None
         if not chunk.persistent:
             chunk.host_grad = None

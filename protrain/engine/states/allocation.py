@@ -55,7 +55,7 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
 
     Persistent chunks have their weights and masters only, until :func:`complete_chunks` gives them the rest. The first
     ``plan.n_speculate`` of the other chunks get a second copy of the states that an update writes, and the first
-    ``plan.n_weight_only`` of these a second copy of the weight only. All states of the others are pinned if the device
+    ``plan.n_weight_only`` of these a second copy of the weight only. All states in host memory are pinned if the device
     may update them. Gradients that share memory are not allocated here, but the arena is reserved for them too.
     """
     dtype, arena = memory.dtype, memory.arena
@@ -71,9 +71,9 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
     sizes += [layout.region_elements(plan.n_persist)[1] * dtype.itemsize] * plan.n_host_gradient
     arena.reserve(sum(map(aligned, sizes)))
 
-    def in_host_memory(record: ChunkRecord, kinds: Mapping[str, torch.dtype], *, pin_all: bool) -> dict[str, Tensor]:
+    def in_host_memory(record: ChunkRecord, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         return {
-            name: arena.take(record.elements, kind, transferred=pin_all or name in _TRANSFERRED)
+            name: arena.take(record.elements, kind, transferred=plan.stream or name in _TRANSFERRED)
             for name, kind in kinds.items()
         }
 
@@ -81,12 +81,11 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
     for record in layout.chunks:
         persistent = record.index < plan.n_persist
         kinds = planned_states(record, layout, plan, dtype)
-        streamable = plan.stream and record.trainable and record.index >= plan.n_persist + plan.n_speculate
         if persistent:
             states = _on_device(record, {name: kinds[name] for name in _VALUES if name in kinds}, memory.device)
         else:
-            states = in_host_memory(record, kinds, pin_all=streamable)
-        copies = in_host_memory(record, copied.get(record.index, {}), pin_all=False)
+            states = in_host_memory(record, kinds)
+        copies = in_host_memory(record, copied.get(record.index, {}))
         chunk = Chunk(
             index=record.index,
             elements=record.elements,
@@ -103,12 +102,11 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
             accumulator_on_host="accumulator" in states and not persistent,
             offloaded=memory.streams.mark(),
             uploaded=memory.streams.mark(),
-            streamable=streamable,
         )
         if record.index in weight_only:
-            chunk.speculative_weight = copies["weight"]
+            chunk.speculative = copies["weight"]
         elif copies:
-            chunk.speculative_states = AdamStates(
+            chunk.speculative = AdamStates(
                 copies["weight"], copies.get("master"), copies["exp_avg"], copies["exp_avg_sq"]
             )
         chunks.append(chunk)

@@ -9,13 +9,27 @@ into a chunk buffer while it is needed. A frozen chunk has a weight and nothing 
 an fp32 accumulator of gradients as well. Chunks that share memory for gradients
 (:mod:`protrain.engine.gradients.pool`) have no gradient of their own. Every length is a multiple of 128 elements.
 
+[Note: chunk states] The host works on a chunk beside the main thread. The state of the chunk says what the main thread
+has queued and not waited for; only the main thread changes it:
+
+    CURRENT     nothing: the states are those of the last step, and nothing reads the gradient
+    SUMMING     the gradient that has arrived is being added to the sum of several backwards
+    SPECULATED  a speculative update, which reads the gradient and the states, and which a step may commit
+    UPDATING    the update of a step, after which the weight is that of the step. A deferred update of the other states
+                may follow it.
+
+Ctrl-C may come between any two lines. So the state and its jobs are assigned at once, before the jobs are queued, and
+whoever waits for a job that was not queued yet does that.
+
 :mod:`protrain.engine.states.allocation` makes chunks from a plan.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +47,42 @@ from protrain_kernels import (
     streamed_adam,
 )
 
+
+class ChunkState(enum.Enum):
+    """What the host has been given to do with a chunk. See [Note: chunk states]."""
+
+    CURRENT = "current"
+    SUMMING = "summing"
+    SPECULATED = "speculated"
+    UPDATING = "updating"
+
+
+LEGAL = frozenset(
+    {
+        (ChunkState.CURRENT, ChunkState.SUMMING),
+        (ChunkState.CURRENT, ChunkState.SPECULATED),
+        (ChunkState.CURRENT, ChunkState.UPDATING),
+        (ChunkState.SUMMING, ChunkState.SUMMING),
+        (ChunkState.SUMMING, ChunkState.SPECULATED),
+        (ChunkState.SUMMING, ChunkState.UPDATING),
+        (ChunkState.SPECULATED, ChunkState.UPDATING),
+        (ChunkState.UPDATING, ChunkState.UPDATING),  # step() twice with the same gradients
+        (ChunkState.SUMMING, ChunkState.CURRENT),  # the main thread has waited
+        (ChunkState.SPECULATED, ChunkState.CURRENT),
+        (ChunkState.UPDATING, ChunkState.CURRENT),
+    }
+)
+
+
+class _Queued(NamedTuple):
+    """A state of a chunk and its jobs. It is one object, so that an interrupt cannot come in between."""
+
+    state: ChunkState
+    last: Job | None = None  # the last job that reads the gradient or writes states; None: CURRENT
+    update: Job | None = None  # the job after which the weight is that of the step; None: not UPDATING
+
+
+_CURRENT = _Queued(ChunkState.CURRENT)
 _SLICE = 1 << 25  # elements that the host updates in about 7 ms
 Piece = tuple[slice, AdamScalars]  # a run of elements of a chunk, and the hyperparameters that it has in a step
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -79,58 +129,86 @@ class Chunk:
     host_grad: Tensor | None = None  # host memory for gradients that are offloaded: ``grad`` if not persistent
     accumulator: Tensor | None = None  # the fp32 sum of gradients of several backwards
     accumulator_on_host: bool = False
-    accumulation: Job | None = None  # the last addition on the host that reads ``host_grad``
-    update: Job | None = None  # the last update on the host
-    speculative_states: AdamStates | None = None  # what a speculative update writes, and a commit exchanges
-    speculative_weight: Tensor | None = None  # what it writes if the plan has it compute the weight only
-    speculation: Job | None = None  # the last speculative update; None once its gradient was overwritten
-    states_pending: bool = False  # a step has committed the speculative weight, and the other states are not updated
-    deferred_update: Job | None = None  # the job that will update them
-    streamable: bool = False  # it lies in host memory, and all its states are pinned, so that the device can update it
+    # What a speculative update writes: all states, or the weight only, as the plan has it. A commit exchanges them.
+    speculative: AdamStates | Tensor | None = None
     version: int = 0  # counts changes of the weight
     users: int = 0  # units that use the weight now, if the chunk is persistent
     view_counter: ViewCounter = field(init=False)  # of the weight, if the chunk is persistent
+    # The weight of the last step, which uploads read. It is the speculative one while the other states are not updated.
+    current_weight: Tensor = field(init=False)
+    _queued: _Queued = _CURRENT
 
     def __post_init__(self) -> None:
         self.view_counter = ViewCounter(self.weight)
+        self.current_weight = self.weight
+
+    @property
+    def state(self) -> ChunkState:
+        """What the host has been given to do."""
+        return self._queued.state
+
+    @property
+    def last_job(self) -> Job | None:
+        """The last job that was queued for the chunk. None if it is CURRENT."""
+        return self._queued.last
+
+    @property
+    def update(self) -> Job | None:
+        """The job after which the weight is that of the last step. None if it is already."""
+        return self._queued.update
+
+    def begin(self, state: ChunkState, job: Job, *, then: Job | None = None) -> None:
+        """The host gets ``job`` to do, and ``then`` after it. An illegal transition is a bug of the engine."""
+        self._go_to(_Queued(state, last=then or job, update=job if state is ChunkState.UPDATING else None))
+
+    def _go_to(self, new: _Queued) -> None:
+        old = self._queued.state
+        assert (old, new.state) in LEGAL, f"a chunk cannot go from {old.value} to {new.state.value}"
+        self._queued = new
+
+    def wait_for_update(self) -> None:
+        """Block until the weight in host memory is that of the last step."""
+        queued = self._queued
+        if queued.update is not None:
+            queued.update.wait()
+            if queued.last is queued.update:
+                self._go_to(_CURRENT)
+
+    def wait(self) -> None:
+        """Block until nothing that was queued reads the gradient, or reads or writes the states."""
+        queued = self._queued
+        if queued.last is None:
+            return
+        if queued.state is ChunkState.SPECULATED:  # an error is raised once, as it has left the states unchanged
+            self._go_to(_CURRENT)
+            queued.last.wait()
+            return
+        if queued.update is not None:
+            queued.update.wait()
+        queued.last.wait()  # an error in it is raised in all who wait
+        self._go_to(_CURRENT)
+
+    def wait_for_sum(self) -> None:
+        """Block until the sum of the gradients that have arrived is complete."""
+        if self.state is ChunkState.SUMMING:
+            self.wait()
+        elif self.last_job is not None:
+            self.last_job.end()  # it comes after the addition, and its own error is raised in whoever needs it
+
+    def is_free(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        last = self._queued.last
+        return last is None or last.done
 
     @property
     def speculates(self) -> bool:
         """Whether it has memory for what a speculative update writes."""
-        return self.speculative_states is not None or self.speculative_weight is not None
+        return self.speculative is not None
 
-    def wait_for_update(self) -> None:
-        """Block until the weight in host memory is that of the last step."""
-        if self.update is not None:
-            self.update.wait()
-            self.update = None
-
-    def wait_for_accumulation(self) -> None:
-        """Block until no addition reads ``host_grad``."""
-        if self.accumulation is not None:
-            self.accumulation.wait()
-            self.accumulation = None
-
-    def wait_for_host_grad(self) -> None:
-        """Block until no addition and no update reads ``host_grad``."""
-        self.wait_for_accumulation()
-        # An error in a speculative update is raised once, as it has left the states unchanged.
-        speculation, self.speculation = self.speculation, None
-        if speculation is not None:
-            speculation.wait()
-        self.wait_for_update()
-        self.wait_for_deferred_update()
-
-    def wait_for_deferred_update(self) -> None:
-        """Block until the states belong to the weight. An error in the deferred update is raised in all who wait."""
-        if self.deferred_update is not None:
-            self.deferred_update.wait()
-            self.deferred_update = None
-
-    def host_grad_is_free(self) -> bool:
-        """Whether :meth:`wait_for_host_grad` would return at once."""
-        jobs = (self.accumulation, self.speculation, self.update, self.deferred_update)
-        return all(job is None or job.done for job in jobs)
+    @property
+    def speculates_weight_only(self) -> bool:
+        """Whether a speculative update computes the weight only."""
+        return isinstance(self.speculative, Tensor)
 
     def step(
         self,
@@ -177,35 +255,39 @@ class Chunk:
             streamed_adam(*states, gradient[part], scalars, staging, scale=scale)
         self.version += 1
 
-    @property
-    def current_weight(self) -> Tensor:
-        """The weight of the last step, which an upload copies."""
-        if not self.states_pending:
-            return self.weight
-        assert self.speculative_weight is not None
-        return self.speculative_weight
-
     def step_speculatively(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
-        """AdamW from the states into ``speculative_states`` or ``speculative_weight``, whichever the chunk has.
-
-        ``pieces`` must cover the chunk, as a commit takes all of what was written.
-        """
+        """AdamW from the states into ``speculative``. ``pieces`` must cover the chunk, as a commit takes all of it."""
+        assert self.speculative is not None
         for part, scalars in pieces:
             old = _part(self.states, part)
-            if self.speculative_states is not None:
-                new = _part(self.speculative_states, part)
-                adam_out_of_place(old, new, gradient[part], scalars, scale=scale, threads=threads)
+            if isinstance(self.speculative, Tensor):
+                adam_weight(old, self.speculative[part], gradient[part], scalars, scale=scale, threads=threads)
             else:
-                assert self.speculative_weight is not None
-                adam_weight(old, self.speculative_weight[part], gradient[part], scalars, scale=scale, threads=threads)
+                new = _part(self.speculative, part)
+                adam_out_of_place(old, new, gradient[part], scalars, scale=scale, threads=threads)
 
     def commit(self) -> None:
-        """Exchange the states for those that :meth:`step_speculatively` wrote."""
-        assert self.speculative_states is not None
+        """Take over what :meth:`step_speculatively` wrote. If that is the weight only, :meth:`catch_up` comes later."""
+        assert self.speculative is not None
+        if isinstance(self.speculative, Tensor):
+            self.uploaded.wait()  # it reads the weight before: from now on uploads read the speculative one
+            self.current_weight = self.speculative
+            return
         before = self.states
-        self.weight, self.master, self.exp_avg, self.exp_avg_sq = self.speculative_states
-        self.speculative_states = before
+        self.weight, self.master, self.exp_avg, self.exp_avg_sq = self.speculative
+        self.speculative = before
+        self.current_weight = self.weight
         self.version += 1
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a step has committed the weight only, so that the other states are not those of the step."""
+        return self.current_weight is not self.weight
+
+    def catch_up(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
+        """Update all states, after a commit of the weight only."""
+        self.step(pieces, gradient, scale, threads=threads)
+        self.current_weight = self.weight  # from now on the two weights have the same bits
 
     @property
     def states(self) -> AdamStates:

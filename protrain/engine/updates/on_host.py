@@ -53,19 +53,19 @@ class Tally:
         self.host_rate.add(pieces, seconds)
 
 
-def wait_for_gradient(chunk: Chunk, scale: Scale | None, accumulation: Job | None) -> None:
+def wait_for_gradient(chunk: Chunk, scale: Scale | None, summing: Job | None) -> None:
     """Block until ``chunk`` in host memory may be updated.
 
     Args:
         chunk: its gradient must have arrived, and no upload may read its weight any more. A forward after the last
             gradient, such as an evaluation, may still do so.
         scale: the factor on the gradient, which must have arrived, too.
-        accumulation: the job that adds to the gradient. An error in it is raised here.
+        summing: the job that adds to the gradient. An error in it is raised here.
     """
     if scale is not None:
         scale.ready.wait()
-    if accumulation is not None:
-        accumulation.wait()
+    if summing is not None:
+        summing.wait()
     chunk.offloaded.wait()
     chunk.uploaded.wait()
 

@@ -17,7 +17,7 @@ class ChunkUpdate(NamedTuple):
     job: Job
     can_commit: Callable[[], bool]  # whether the work is done already; it waits for the factor on the gradients
     deferred: Job | None = None  # updates the states after a commit of the weight alone; no forward waits for it
-    streamed: Callable[[], None] | None = None  # has the device do the same as the job; None: it cannot
+    streamed: Callable[[], None] | None = None  # has the device do the update; None: there is no staging
 
 
 class CommitsFirst:

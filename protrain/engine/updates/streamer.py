@@ -84,14 +84,14 @@ class Streaming:
             updates: in the order in which the host does them.
             norm: where the norm is known, from which on forward runs.
         """
-        if any(update.streamed is not None for update in updates):
+        if updates:
             self.worker.submit(functools.partial(self._share, updates, norm))
 
     def _share(self, updates: Sequence[ChunkUpdate], norm: Mark) -> None:
         norm.wait()
         begin = time.perf_counter()
         while left := [update for update in updates if not update.job.begun]:
-            if all(update.streamed is None for update in left):
+            if all(update.can_commit() for update in left):
                 return
             now_ms = (time.perf_counter() - begin) * 1e3
             running = [update for update in updates if update.job.begun and not update.job.done]  # by the host
@@ -105,7 +105,7 @@ class Streaming:
             update.job.run(self.worker.named(update.streamed, f"update {update.chunk.index}"))
 
     def _waiting(self, update: ChunkUpdate) -> Waiting:
-        device_ms = inf if update.streamed is None else self.streamer.rate.milliseconds(update.chunk.elements)
+        device_ms = inf if update.can_commit() else self.streamer.rate.milliseconds(update.chunk.elements)
         return Waiting(self._host_ms(update), device_ms, self._needed_ms[update.chunk.index])
 
     def _host_ms(self, update: ChunkUpdate) -> float:

@@ -22,7 +22,8 @@ idle, even before their turn.
 first. Another thread has the device do those with which the host would be late, judged by when forward needs them and
 by the rates that both have had in this run (:mod:`protrain.planning.sharing`). It waits for what the host worker would
 wait for, has the device stream the states through its memory, and sleeps until they are back. So what follows an update
-need not know who did it. Chunks with speculative updates stay with the host.
+need not know who did it. A commit of a speculative update costs the host nothing, so the device takes such a chunk only
+if its update must be done again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.states.arena import EngineMemory
-from protrain.engine.states.chunks import Chunk, Piece
+from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Mark
 from protrain.engine.updates.on_host import Tally, update_on_host, wait_for_gradient
@@ -133,8 +134,8 @@ class Updates:
         for worker in self.workers:
             worker.drain()
         for chunk in self._chunks:
-            chunk.wait_for_update()
-            chunk.wait_for_deferred_update()
+            if chunk.state is ChunkState.UPDATING:
+                chunk.wait()
 
     def has_gradients(self, chunk: Chunk) -> bool:
         """Whether any parameter of ``chunk`` has a gradient, so that there is something to update."""
@@ -181,19 +182,20 @@ class Updates:
         speculation = self._speculations[chunk.index] = _Speculation(pieces, factor)
         gradient = self._gradients.host_gradient(chunk)
         scale = None if factor == 1.0 else torch.tensor([factor], dtype=torch.float32, device="cpu")
-        threads, window, accumulation = self.worker.threads, self._window, chunk.accumulation
-        tally = self.tally
+        threads, window, tally, summing = self.worker.threads, self._window, self.tally, _summing(chunk)
 
         def on_host() -> None:  # it must not refer to the engine, as in _offloaded_update
             if not speculation.dropped and not window.is_closed():
-                wait_for_gradient(chunk, None, accumulation)
+                wait_for_gradient(chunk, None, summing)
                 speculation.version = chunk.version
-                with tally.timing(pieces) if chunk.speculative_weight is None else nullcontext():
+                with nullcontext() if chunk.speculates_weight_only else tally.timing(pieces):
                     chunk.step_speculatively(pieces, gradient, scale, threads=threads)
                 speculation.done = True
 
-        what = "update" if chunk.speculative_weight is None else "weight"
-        chunk.speculation = self.worker.submit(on_host, f"speculative {what} {chunk.index}")
+        what = "weight" if chunk.speculates_weight_only else "update"
+        job = self.worker.job(on_host, f"speculative {what} {chunk.index}")
+        chunk.begin(ChunkState.SPECULATED, job)
+        self.worker.queue(job)
 
     def forget(self) -> None:
         """All gradients are forgotten, and so are the speculative updates."""
@@ -271,8 +273,8 @@ class Updates:
         if not chunk.speculates:
             return self._offloaded_update(chunk, pieces, scale)
         speculation, tally = self._speculations.pop(chunk.index, None), self.tally
-        update = self._on_host(chunk, pieces, scale)
-        if chunk.speculation is None:  # another gradient has arrived, even if the backward that brought it failed
+        update, stream = self._on_host(chunk, pieces, scale), self._streamed(chunk, pieces, scale)
+        if chunk.state is not ChunkState.SPECULATED:  # another gradient has come, even if by a backward that failed
             speculation = None
 
         def factor() -> float:  # it must not refer to the engine, as in _on_host
@@ -284,23 +286,25 @@ class Updates:
         def can_commit() -> bool:
             return speculation is not None and speculation.holds(pieces, factor(), chunk.version)
 
-        def on_host() -> None:
+        def redo(update: Callable[[], None]) -> None:
             tally.as_assumed = factor() == assumed
+            update()
+            tally.redone += speculation is not None and speculation.done
+
+        def on_host() -> None:
             if can_commit():
-                if chunk.speculative_states is None:
-                    chunk.uploaded.wait()  # it reads the weight before: from now on uploads read the speculative one
-                    chunk.states_pending = True
-                else:
-                    chunk.commit()
+                tally.as_assumed = factor() == assumed
+                chunk.commit()
                 tally.committed += 1
             else:
-                update()
-                tally.redone += speculation is not None and speculation.done
+                redo(update)
 
-        job = self._job(chunk, on_host, f"update {chunk.index}")
-        if speculation is not None and chunk.speculative_weight is not None:
-            chunk.deferred_update = self._deferred_update(chunk, pieces, scale)
-        return ChunkUpdate(chunk, job, can_commit, chunk.deferred_update)
+        deferred = None
+        if speculation is not None and chunk.speculates_weight_only:
+            deferred = self._deferred_update(chunk, pieces, scale)
+        job = self._job(chunk, on_host, f"update {chunk.index}", then=deferred)
+        streamed = None if stream is None else functools.partial(redo, stream)
+        return ChunkUpdate(chunk, job, can_commit, deferred, streamed)
 
     def _deferred_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Job:
         """A job that updates all states if the step has committed the speculative weight."""
@@ -308,10 +312,9 @@ class Updates:
         tally = self.tally
 
         def on_host() -> None:
-            if chunk.states_pending:
+            if chunk.is_behind:
                 with tally.timing(pieces):
-                    chunk.step(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
-                chunk.states_pending = False  # from now on the two weights have the same bits
+                    chunk.catch_up(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
 
         return self.worker.job(on_host, f"deferred update {chunk.index}")
 
@@ -322,12 +325,15 @@ class Updates:
 
     def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> ChunkUpdate:
         """The update of a chunk in host memory without regard to speculation."""
-        update, streamed = self._on_host(chunk, pieces, scale), None
-        if chunk.streamable:
-            assert self.streaming is not None
-            streamed = self._waiting(chunk, pieces, scale, self.streaming.streamer.update)
+        update, streamed = self._on_host(chunk, pieces, scale), self._streamed(chunk, pieces, scale)
         job = self._job(chunk, update, f"update {chunk.index}")
         return ChunkUpdate(chunk, job, lambda: False, streamed=streamed)
+
+    def _streamed(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Callable[[], None] | None:
+        """The update of a chunk in host memory by the device. None: it has no staging for that."""
+        if self.streaming is None:
+            return None
+        return self._waiting(chunk, pieces, scale, self.streaming.streamer.update)
 
     def _on_host(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Callable[[], None]:
         """The update of a chunk in host memory by the host."""
@@ -346,18 +352,19 @@ class Updates:
 
         It does not refer to the engine, as a model that is dropped must not wait for updates.
         """
-        gradient, accumulation = self._gradients.host_gradient(chunk), chunk.accumulation
+        gradient, summing = self._gradients.host_gradient(chunk), _summing(chunk)
 
         def run() -> None:
-            wait_for_gradient(chunk, scale, accumulation)
+            wait_for_gradient(chunk, scale, summing)
             update(chunk, pieces, gradient, scale)
 
         return run
 
-    def _job(self, chunk: Chunk, work: Callable[[], None], name: str) -> Job:
-        """A job that the next fetch of ``chunk`` waits for."""
+    def _job(self, chunk: Chunk, work: Callable[[], None], name: str, *, then: Job | None = None) -> Job:
+        """A job that the next fetch of ``chunk`` waits for. The deferred update ``then`` comes after it."""
         self._buffers.invalidate(chunk)
-        chunk.update = job = self.worker.job(work, name)
+        job = self.worker.job(work, name)
+        chunk.begin(ChunkState.UPDATING, job, then=then)
         return job
 
     def _queue(self, updates: Iterable[ChunkUpdate], norm: Mark) -> None:
@@ -395,3 +402,8 @@ class Updates:
             else:
                 runs.append((member.offset, stop, *key))
         return [(slice(start, stop), self._groups.scalars(group, step)) for start, stop, group, step in runs]
+
+
+def _summing(chunk: Chunk) -> Job | None:
+    """The job that adds to the gradient of ``chunk`` and that its update must wait for."""
+    return chunk.last_job if chunk.state is ChunkState.SUMMING else None

@@ -204,7 +204,7 @@ def test_a_backward_that_fails_between_the_gradients_of_a_unit_leaves_no_specula
     assert_same(results[0], results[1])
 
 
-def test_an_error_in_a_speculative_update_is_raised_once_and_harms_no_state(
+def test_a_step_redoes_a_speculative_update_that_failed(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = residual.batches(3)
@@ -221,11 +221,33 @@ def test_an_error_in_a_speculative_update_is_raised_once_and_harms_no_state(
                 optimizer.step()
                 optimizer._engine.wait_for_updates()
             optimizer.zero_grad()
-            if fails and index == 0:
-                for _ in optimizer._engine.chunks:  # of each
-                    with pytest.raises(ArithmeticError, match="the speculative update failed"):
-                        default_loss(wrapped, batch).backward()
-                    optimizer.zero_grad()
+        results.append(states(wrapped, optimizer))
+    assert_same(results[1], results[0])
+
+
+def test_an_error_in_a_speculative_update_that_no_step_redoes_is_raised_once(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = residual.batches(3)
+    results = []
+    for fails in (False, True):
+        model = residual.make()
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+        if fails:
+            with monkeypatch.context() as patch:
+                patch.setattr(Chunk, "step_speculatively", _fail)
+                default_loss(wrapped, data[0]).backward()
+                optimizer._engine.wait_for_updates()
+            optimizer.zero_grad()
+            for _ in optimizer._engine.chunks:  # of each
+                with pytest.raises(ArithmeticError, match="the speculative update failed"):
+                    default_loss(wrapped, data[0]).backward()
+                optimizer.zero_grad()
+        for index, batch in enumerate(data):
+            torch.manual_seed(index)
+            default_loss(wrapped, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         results.append(states(wrapped, optimizer))
     assert_same(results[1], results[0])
 

@@ -1,0 +1,117 @@
+"""The states of a chunk: which work may follow which, and who waits for what."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+
+import pytest
+import torch
+
+from protrain.engine.states.chunks import LEGAL, Chunk, ChunkState
+from protrain.engine.streams import Streams
+from protrain.engine.updates.worker import Job
+from tests.engine.test_gradient_pool import chunk_of
+
+JOBS: SimpleQueue[Job | None] = SimpleQueue()
+BEGUN = [ChunkState.SUMMING, ChunkState.SPECULATED, ChunkState.UPDATING]
+
+
+def job(*, fails: bool = False) -> Job:
+    """A job that is over, so that whoever waits for it goes on."""
+
+    def work() -> None:
+        if fails:
+            raise RuntimeError("the work failed")
+
+    made = Job(work, JOBS)
+    made.run()
+    return made
+
+
+def chunk_in(state: ChunkState) -> Chunk:
+    """A chunk in ``state``."""
+    chunk = chunk_of(0)
+    if state is not ChunkState.CURRENT:
+        chunk.begin(state, job())
+    assert chunk.state is state
+    return chunk
+
+
+@pytest.mark.parametrize("before", list(ChunkState))
+@pytest.mark.parametrize("after", BEGUN)
+def test_only_legal_work_begins(before: ChunkState, after: ChunkState) -> None:
+    chunk, new = chunk_in(before), job()
+    if (before, after) in LEGAL:
+        chunk.begin(after, new)
+        assert (chunk.state, chunk.last_job) == (after, new)
+    else:
+        old = chunk.last_job
+        with pytest.raises(AssertionError, match=f"from {before.value} to {after.value}"):
+            chunk.begin(after, new)
+        assert (chunk.state, chunk.last_job) == (before, old)
+
+
+@pytest.mark.parametrize("state", BEGUN)
+def test_a_wait_ends_in_a_current_chunk(state: ChunkState) -> None:
+    chunk = chunk_in(state)
+    chunk.wait()
+    assert (chunk.state, chunk.last_job, chunk.update) == (ChunkState.CURRENT, None, None)
+
+
+def test_a_fetch_waits_for_the_weight_and_not_for_the_deferred_update() -> None:
+    chunk, deferred = chunk_of(0), Job(lambda: None, JOBS)
+    chunk.begin(ChunkState.UPDATING, job(), then=deferred)
+    chunk.wait_for_update()
+    assert not deferred.done
+    assert not chunk.is_free()
+    assert chunk.state is ChunkState.UPDATING
+    deferred.run()
+    chunk.wait()
+    assert chunk.state is ChunkState.CURRENT
+
+
+def test_a_fetch_of_a_chunk_that_only_speculates_does_not_wait() -> None:
+    chunk = chunk_of(0)
+    chunk.begin(ChunkState.SPECULATED, Job(lambda: None, JOBS))  # nobody runs it
+    chunk.wait_for_update()
+    assert chunk.state is ChunkState.SPECULATED
+
+
+@pytest.mark.parametrize(("state", "times"), [(ChunkState.SPECULATED, 1), (ChunkState.UPDATING, 2)])
+def test_an_error_is_raised_in_all_who_wait_unless_nothing_was_changed(state: ChunkState, times: int) -> None:
+    chunk = chunk_of(0)
+    chunk.begin(state, job(fails=True))
+    raised = 0
+    for _ in range(2):
+        try:
+            chunk.wait()
+        except RuntimeError:
+            raised += 1
+    assert raised == times
+
+
+def test_uploads_read_the_committed_weight_until_the_other_states_have_caught_up() -> None:
+    streams = Streams()
+    weight, other = torch.zeros(128), torch.ones(128)
+    chunk = Chunk(
+        index=0,
+        elements=128,
+        trainable=True,
+        persistent=False,
+        large=False,
+        weight=weight,
+        master=None,
+        exp_avg=torch.zeros(128),
+        exp_avg_sq=torch.zeros(128),
+        grad=None,
+        offloaded=streams.mark(),
+        uploaded=streams.mark(),
+        speculative=other,
+    )
+    assert chunk.current_weight is weight
+    chunk.commit()
+    assert chunk.is_behind
+    assert chunk.current_weight is other
+    chunk.catch_up([], torch.zeros(128), None, threads=1)
+    assert not chunk.is_behind
+    assert chunk.current_weight is weight
