@@ -18,6 +18,19 @@ protrain.calibrate("cuda")
 """
 
 
+_THREADS = """
+import torch
+from protrain.hardware import detect
+print(detect(torch.device("cuda")).host_adam_threads or 1)
+"""
+
+
 def calibrate_once() -> None:
     """Calibrate this machine's GPU unless that was done before. CalledProcessError when it fails."""
     subprocess.run([sys.executable, "-c", _CALIBRATE], check=True)
+
+
+def host_adam_threads() -> int:
+    """The threads of the host's AdamW on this machine, which has a GPU. CalledProcessError when it fails."""
+    done = subprocess.run([sys.executable, "-c", _THREADS], check=True, capture_output=True, text=True)
+    return int(done.stdout)

@@ -4,7 +4,7 @@ python -m bench.planner.ablation --out bench/results/h100
 
 Every case is planned with all mechanisms and without each one, for the host as it was calibrated and for a host whose
 AdamW keeps 70% of that rate. One process per case then measures every distinct plan, on the host as it is and beside
-real load on the host's DRAM (``bench.planner.dram_load``) that slows its AdamW to about 70%. A plan that is predicted
+real load on the host's DRAM (``bench.dram_load``) that slows its AdamW to about 70%. A plan that is predicted
 to be within 0.5% of the best is not measured: what it lacks cannot be worth 3%.
 """
 
@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 
 import protrain
+from bench.dram_load import DramLoad
 from bench.planner.cases import Case
-from bench.planner.dram_load import HOST_BYTES, DramLoad
 from bench.planner.measure import WARM_UP, Training, profiled
 from protrain.cli.summary import device_name, versions
 from protrain.common.errors import BudgetError, PlanError
 from protrain.common.records import Record
-from protrain.hardware import HardwareProfile, detect
+from protrain.hardware import detect
 from protrain.planning import Plan, search
 from protrain.planning.rates.host_rates import with_host
 from protrain.planning.tables import aligned
@@ -37,7 +37,6 @@ from protrain.planning.tables import aligned
 FILE = "ablation.json"
 MECHANISMS = ("n_weight_only", "keep_attention", "stream")
 SLOW = 0.7  # of the host's rate
-GIB, MIB = 1024**3, 1024**2
 WORTH = 0.005  # a plan predicted to be this close to the best on every host is not measured
 STEPS = 3  # timed, on the host as it is and beside the load
 
@@ -164,12 +163,12 @@ def _wanted(plans: list[Plan], choices: list[Choice]) -> list[int]:
 
 
 def _measured(
-    case: Case, plan: Plan, device: torch.device, load: DramLoad | None
+    case: Case, plan: Plan, device: torch.device, load: DramLoad | None, loaders: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Step times on the host as it is, and beside the load."""
     training = Training(case, plan, device)
     step_ms = training.run(WARM_UP + STEPS)[WARM_UP:]
-    with load.running() if load is not None else nullcontext():
+    with load.running(loaders) if load is not None else nullcontext():
         return step_ms, training.run(WARM_UP + STEPS)[WARM_UP:]
 
 
@@ -186,9 +185,12 @@ def _work(case: Case, out: Path, until: float, loaders: float) -> None:
         )
     hardware = detect(device)
     threads = hardware.host_adam_threads or 1
-    load = DramLoad(SLOW, threads=threads, loaders=loaders) if device.type == "cuda" else None
-    rates = (load.alone_gparams, load.loaded_gparams) if load else (0.0, 0.0)
-    print(f"host {rates[0]:.2f} alone, {rates[1]:.2f} beside the load", file=sys.stderr, flush=True)
+    load, rates = None, (0.0, 0.0)
+    if device.type == "cuda":
+        load = DramLoad(threads=threads)
+        found_load = load.leaving(SLOW, loaders=loaders)
+        loaders, rates = found_load.loaders, (found_load.alone_gparams, found_load.loaded_gparams)
+        print(found_load, file=sys.stderr, flush=True)
     found = Ablated(
         case=case,
         choices=tuple(choices),
@@ -202,7 +204,7 @@ def _work(case: Case, out: Path, until: float, loaders: float) -> None:
             if time.time() > until:
                 break
             try:
-                found = found.with_times(index, *_measured(case, plans[index], device, load))
+                found = found.with_times(index, *_measured(case, plans[index], device, load, loaders))
                 medians = (statistics.median(times[index]) for times in (found.step_ms, found.loaded_ms))
                 text = "{:.0f} ms, loaded {:.0f} ms".format(*medians)
             except (torch.OutOfMemoryError, BudgetError, PlanError) as error:
@@ -212,17 +214,6 @@ def _work(case: Case, out: Path, until: float, loaders: float) -> None:
     finally:
         if load is not None:
             load.close()
-
-
-def _within(case: Case, hardware: HardwareProfile) -> Case:
-    """``case`` with fixed limits, so that every plan of it is made and run under the same ones.
-
-    The host's leaves room for the load; the device's for what else may be on the device when a plan is made.
-    """
-    if hardware.device_type == "cpu":
-        return case
-    device_memory = case.device_memory or f"{(hardware.device_bytes - GIB) // MIB}MiB"
-    return replace(case, device_memory=device_memory, host_memory=f"{(hardware.host_bytes - HOST_BYTES) // MIB}MiB")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -251,12 +242,11 @@ def main(argv: list[str] | None = None) -> int:
     found = []
     loaders = args.loaders
     if device.type == "cuda" and not loaders:
-        load = DramLoad(SLOW, threads=hardware.host_adam_threads or 1)
-        loaders = load.loaders
+        load = DramLoad(threads=hardware.host_adam_threads or 1)
+        loaders = load.leaving(SLOW).loaders
         load.close()
-        print(f"load {loaders:.2f}: {load.alone_gparams:.2f} -> {load.loaded_gparams:.2f}", file=sys.stderr, flush=True)
     for index in chosen:
-        case = _within(cases[index], hardware)
+        case = cases[index].beside_load(hardware)
         if time.time() > until:
             break
         source, out = args.out / f"case-{index}.json", args.out / f"ablated-{index}.json"

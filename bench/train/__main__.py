@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from bench.calibrated import calibrate_once
+from bench.calibrated import calibrate_once, host_adam_threads
+from bench.dram_load import DramLoad, Load
 from bench.train.contestants import DEFAULT, DEFAULT_ON_CPU, KINDS, Contestant, parse_all
 from bench.train.launch import take_part
 from bench.train.models import replace_loss
@@ -83,6 +85,13 @@ def _parser() -> Parser:
     )
     parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="of the host, for ProTrain")
     parser.add_argument(
+        "--host-rate",
+        type=_share,
+        default=1.0,
+        metavar="SHARE",
+        help="such as 70%%: all run beside a load on the host's DRAM that leaves AdamW this share of its rate",
+    )
+    parser.add_argument(
         "--time-limit", type=number(1), default=3600.0, metavar="SECONDS", help="for the whole run (default: an hour)"
     )
     parser.add_argument(
@@ -92,8 +101,40 @@ def _parser() -> Parser:
     return parser
 
 
+def _share(text: str) -> float:
+    """A share of more than 0 and at most 1, from "70%" or "0.7"."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"must be a share of the host's rate such as 70%, not {text!r}")
+    return share
+
+
+@contextmanager
+def _beside(share: float) -> Iterator[Load | None]:
+    """A load that leaves the host's AdamW ``share`` of its rate, for as long as the context lasts; 1: none.
+
+    It lives in this process, so that it is one and the same for all contestants.
+    """
+    if share == 1.0:
+        yield None
+        return
+    load = DramLoad(threads=host_adam_threads())
+    try:
+        found = load.leaving(share)
+        print(found, file=sys.stderr, flush=True)
+        with load.running(found.loaders):
+            yield found
+    finally:
+        load.close()
+
+
 def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
-    """ValueError when there is no such model, it has fewer positions, or its loss cannot be chunked here."""
+    """ValueError when an argument does not suit the model or this machine."""
+    if args.host_rate != 1.0 and not on_gpu:
+        raise ValueError("--host-rate needs a GPU: on a CPU the device that trains is the host itself")
     device = torch.device("cuda" if on_gpu else "cpu")
     task = Task(
         model=args.model or ("llama-7b" if on_gpu else "tiny"),
@@ -106,6 +147,7 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
         clip_norm=args.clip,
         device_memory=args.device_memory,
         host_memory=args.host_memory,
+        host_share=args.host_rate,
     )
     loaded = load_model(task.model, layers=task.layers)
     fit_positions(loaded, task.sequence)
@@ -129,9 +171,10 @@ def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant
             dtype=str(weight_dtype(device)).removeprefix("torch."),
             task=task,
             outcomes=tuple(outcomes),
+            dram_load=load,
         )
 
-    with tempfile.TemporaryDirectory() as name:
+    with _beside(task.host_share) as load, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_tokens(task, folder / "tokens.pt")
         for contestant in contestants:

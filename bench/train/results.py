@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.dram_load import Load
 from bench.train.contestants import Contestant
 from bench.train.task import Task
 from protrain.common.records import Record
@@ -78,6 +79,7 @@ class Comparison(Record):
     dtype: str
     task: Task
     outcomes: tuple[Outcome, ...]
+    dram_load: Load | None = None  # on the host's DRAM, beside every contestant
 
     @property
     def device(self) -> str:
@@ -153,5 +155,5 @@ class Comparison(Record):
         loss = "chunked loss" if self.task.chunked_loss else "whole logits"
         return (
             f"{self.task.label}: {size}{self.task.tokens_per_step:,} tokens a step, {self.dtype}, {loss}, clipping to "
-            f"{self.task.clip_norm:g}, {self.device}"
+            f"{self.task.clip_norm:g}, {self.device}" + (f"; {self.dram_load}" if self.dram_load else "")
         )

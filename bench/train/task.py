@@ -32,6 +32,7 @@ class Task(Record):
     learning_rate: float = 1e-4
     device_memory: str | None = None  # for every contestant, cached blocks included
     host_memory: str | None = None
+    host_share: float = 1.0  # of its AdamW rate, which a load on its DRAM leaves the host; 1: there is no load
 
     @property
     def tokens_per_step(self) -> int:
@@ -43,7 +44,8 @@ class Task(Record):
         """For file names."""
         depth = "" if self.layers is None else f"-{self.layers}layers"
         within = "" if self.device_memory is None else f"-within-{self.device_memory}"
-        return f"{self.model}{depth}-{self.batch}x{self.sequence}{within}"
+        host = "" if self.host_share == 1.0 else f"-host-at-{100 * self.host_share:g}"
+        return f"{self.model}{depth}-{self.batch}x{self.sequence}{within}{host}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,20 +105,25 @@ def _reached(report: Report) -> dict[str, Any]:
 
 
 def floor_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
-    """Forward and backward with all weights resident and every gradient dropped at once: no trainer can be faster.
-
-    Blocks are checkpointed where the ProTrain row's plan checkpoints them. A swapped block is one that is kept here: it
-    computes the same.
-    """
+    """The floor under the ProTrain row's plan."""
     assert job.planned_by is not None
     plan = Outcome.load(Path(job.planned_by)).plan
     assert plan is not None
-    model = build_model(job.task)
-    replace_loss(model, job.task, device)
+    return floor_under(plan, job.task, device, compile=job.contestant.compile)
+
+
+def floor_under(plan: Plan, task: Task, device: torch.device, *, compile: bool) -> Trainer:
+    """Forward and backward with all weights resident and every gradient dropped at once: no trainer can be faster.
+
+    Blocks are checkpointed where ``plan`` checkpoints them. A swapped block is one that is kept here: it computes the
+    same.
+    """
+    model = build_model(task)
+    replace_loss(model, task, device)
     checkpointed = [mode.recomputes for mode in plan.block_modes]
     fill(model, device=device, dtype=weight_dtype(device))
     model.to(device)
-    shape_blocks(blocks_of(model), compile=job.contestant.compile, checkpointed=checkpointed)
+    shape_blocks(blocks_of(model), compile=compile, checkpointed=checkpointed)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_drop_gradient)
 
@@ -131,9 +136,9 @@ def floor_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
         step=step,
         parameters=count(model),
         config={
-            **model_config(model, job.task),
+            **model_config(model, task),
             "weights": str(weight_dtype(device)),
-            "compile": job.contestant.compile,
+            "compile": compile,
             "checkpointed_blocks": [index for index, wanted in enumerate(checkpointed) if wanted],
             "blocks": len(checkpointed),
             "optimizer": None,
