@@ -159,7 +159,7 @@ class _Runner:
 
     def _row(self, training: Training, index: int, host: Host, steps: int, untimed: int) -> Row:
         case, optimizer = self.record.case, training.optimizer
-        optimizer._updates.tally.timed.clear()  # so that the rate in the report is that of these steps
+        optimizer._engine.step.updates.tally.timed.clear()  # so that the rate in the report is that of these steps
         before = optimizer.report()
         with self._beside(host.share):
             step_ms = training.run(steps)
@@ -222,7 +222,7 @@ def _begun(args: argparse.Namespace, file: Path, command: str, device: torch.dev
             commands=(command,),
             device=device_name(device),
             versions=versions(),
-            case=case.beside_load(detect(device)),
+            case=case.beside_load(detect(device, host_memory=args.host_memory)),
             calibrated_gparams=detect(device).host_adam_gparams,
             steps=args.steps,
             switch_every=args.switch_every,
@@ -245,6 +245,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--switch-every", type=int, default=50, help="steps after which the load is switched; 0: not (default: 50)"
     )
+    parser.add_argument("--host-memory", help="limit, as 120GiB, less what the load takes (default: what is free)")
     parser.add_argument("--quick", action="store_true", help="3 timed steps, and the load switched after 5")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds for what is begun")
     args = parser.parse_args(argv)
