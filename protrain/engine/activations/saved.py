@@ -2,8 +2,8 @@
 
 [Note: saved weights] Autograd saves views of weights (``F.linear`` saves ``weight.t()``), and a weight in a chunk
 buffer is gone by the time backward runs. So every tensor that a unit saves passes through hooks. If its storage is a
-chunk buffer, the hooks save the chunk and the form of the view (type, shape, stride, offset), and make the same view on
-the buffer that has the chunk in backward. This copies nothing, allocates nothing, and works for any operator.
+chunk buffer, the hooks save the chunk beside the view. If backward finds the chunk in another buffer, they make a view
+of the same form (type, shape, stride, offset) there. This copies nothing and works for any operator.
 
 [Note: written over] Autograd raises if a backward needs a saved tensor that was changed in place since, but it does not
 check tensors that go through hooks. So the engine checks the version of every tensor that stays on the device, or is
@@ -46,19 +46,13 @@ GIVEN = "parameters that it was given, as it is recomputed"
 _ORDINARY = frozenset({Tensor, nn.Parameter, PresentParameter})
 
 
-class SavedWeight(NamedTuple):
-    """A saved view of a weight in a chunk buffer. See [Note: saved weights]."""
-
-    chunk: Chunk
-    form: ViewForm
-
-
 class SavedTensor(NamedTuple):
-    """A saved tensor that stays on the device. See [Note: written over]."""
+    """A saved tensor that stays on the device, or a view of a weight. See [Note: written over]."""
 
     tensor: Tensor
     version: int  # autograd's count of changes in place when it was saved
-    chunk: Chunk | None  # the persistent chunk of which it is a view
+    buffer: Buffer | None  # where it is a view of a weight: see [Note: saved weights]
+    chunk: Chunk | None  # whose weight was in ``buffer`` then
 
 
 class Copy(torch.autograd.Function):
@@ -99,7 +93,6 @@ class FrameEngine(Protocol):
     buffers: BufferPool
     steps: int  # how often weights have changed
     updated_inside: set[int]  # chunks that backward has updated
-    weight_storages: dict[int, Chunk | Buffer]  # by the address of the storage
 
     @property
     def swaps(self) -> Offloads:
@@ -132,17 +125,14 @@ class Frame:
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd saves in place of ``tensor``."""
-        owner = self.engine.weight_storages.get(storage_address(tensor))
-        if isinstance(owner, Buffer):
-            assert owner.users > 0, "a weight is used while no unit uses its chunk"
-            assert owner.chunk is not None
-            return SavedWeight(owner.chunk, ViewForm.of(tensor))
+        buffer = self.engine.buffers.by_address.get(storage_address(tensor))
         saved = detached(tensor)
-        if owner is None:
+        if buffer is None:
             self.engine.ledger.hold(saved)
-        else:
-            owner.view_counter.known += 1
-        return SavedTensor(saved, saved._version, owner)
+            return SavedTensor(saved, saved._version, None, None)
+        assert buffer.users > 0, "a weight is used while no unit uses its chunk"
+        buffer.view_counter.known += 1
+        return SavedTensor(saved, saved._version, buffer, buffer.chunk)
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor on the device that ``packed`` stands for."""
@@ -161,22 +151,26 @@ class Frame:
 
     def rebuild(self, packed: Any) -> Tensor:
         """The saved tensor that ``packed`` stands for. MisuseError if its values have changed."""
+        saved, version, buffer, chunk = packed
+        if saved._version != version:
+            raise self.written_over(SAVED)
+        if buffer is None:
+            return saved
         updated = self.engine.updated_inside
-        if updated and packed.chunk is not None and packed.chunk.index in updated - self.updated:
+        if updated and chunk.index in updated - self.updated:
             raise MisuseError(
                 f"backward through {self.unit.label} needs a weight that step_during_backward=True updated already, "
                 "because another backward() came before, or because the weight is detached here and all of its "
                 "gradients had arrived: wrap with step_during_backward=False"
             )
-        if isinstance(packed, SavedWeight):
-            weight = packed.form.on(self.engine.buffers.content(packed.chunk))
-            if torch.is_grad_enabled():  # with create_graph=True the graph outlives the content of the buffer
-                weight = Copy.apply(weight)
-                self.engine.ledger.hold(weight)
-            return weight
-        if packed.tensor._version != packed.version:
-            raise self.written_over(SAVED)
-        return packed.tensor
+        if buffer.resident:
+            return saved
+        memory = self.engine.buffers.content(chunk)
+        weight = saved if memory is buffer.memory else ViewForm.of(saved).on(memory)
+        if torch.is_grad_enabled():  # with create_graph=True the graph outlives the content of the buffer
+            weight = Copy.apply(weight)
+            self.engine.ledger.hold(weight)
+        return weight
 
     def written_over(self, what: str) -> MisuseError:
         """The error for a backward that needs values which were changed since forward: [Note: written over]."""

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from protrain.engine.streams import Mark
 from protrain.engine.updates.worker import Job
-from protrain.engine.weights.views import ViewCounter
 from protrain_kernels import (
     AdamScalars,
     AdamStaging,
@@ -51,7 +50,7 @@ class Member:
     chunk: Chunk
     offset: int  # elements
     bound: int = 0  # how many running units use it
-    address: int = 0  # of its weight, if the chunk is persistent
+    address: int = 0  # of its data while a unit uses it
     edits: int = 0  # autograd's count of changes in place that the engine knows of: see [Note: edits]
 
     def view(self, flat: Tensor) -> Tensor:
@@ -88,11 +87,6 @@ class Chunk:
     deferred_update: Job | None = None  # the job that will update them
     streamable: bool = False  # it lies in host memory, and all its states are pinned, so that the device can update it
     version: int = 0  # counts changes of the weight
-    users: int = 0  # units that use the weight now, if the chunk is persistent
-    view_counter: ViewCounter = field(init=False)  # of the weight, if the chunk is persistent
-
-    def __post_init__(self) -> None:
-        self.view_counter = ViewCounter(self.weight)
 
     @property
     def speculates(self) -> bool:
