@@ -7,7 +7,6 @@ every activation that the engine keeps is counted here, and an excess is an erro
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -25,6 +24,14 @@ class Ledger:
         """Count the storage of ``tensor`` until the tensor object dies."""
 
 
+class _Held(weakref.ref[Tensor]):
+    """A tensor that is counted. Every saved tensor has one, and ``weakref.finalize`` takes several times as long."""
+
+    __slots__ = ("address", "size_bytes")
+    address: int  # of the storage
+    size_bytes: int
+
+
 class SimulatedLedger(Ledger):
     """Counts the distinct storages that the engine keeps, and raises BudgetError beyond ``budget_bytes``."""
 
@@ -34,19 +41,23 @@ class SimulatedLedger(Ledger):
         self._fixed = {tensor.untyped_storage().data_ptr() for tensor in fixed}  # counted in fixed_bytes
         self.held_bytes = 0
         self.peak_bytes = fixed_bytes
-        self._holders: Counter[int] = Counter()
+        self._holders: dict[int, int] = {}  # the number of tensors, by the address of the storage
+        self._held: dict[int, _Held] = {}  # by its id, until the tensor dies
 
     @override
     def hold(self, tensor: Tensor) -> None:
         for part in made_of(tensor).values():
             storage = part.untyped_storage()
-            address, size_bytes = storage.data_ptr(), storage.nbytes()
+            address = storage.data_ptr()
             if address in self._fixed:
                 continue
-            self._holders[address] += 1
-            if self._holders[address] == 1:
-                self.held_bytes += size_bytes
-            weakref.finalize(tensor, self._drop, address, size_bytes)
+            held = _Held(tensor, self._drop)
+            held.address, held.size_bytes = address, storage.nbytes()
+            self._held[id(held)] = held
+            holders = self._holders.get(address, 0)
+            self._holders[address] = holders + 1
+            if not holders:
+                self.held_bytes += held.size_bytes
         taken = self.fixed_bytes + self.held_bytes
         if taken > self.budget_bytes:  # it is no peak, as it may be freed again and the training go on
             raise BudgetError(
@@ -58,8 +69,10 @@ class SimulatedLedger(Ledger):
             )
         self.peak_bytes = max(self.peak_bytes, taken)
 
-    def _drop(self, address: int, size_bytes: int) -> None:
-        self._holders[address] -= 1
-        if self._holders[address] == 0:
-            del self._holders[address]
-            self.held_bytes -= size_bytes
+    def _drop(self, held: _Held) -> None:
+        del self._held[id(held)]
+        others = self._holders.pop(held.address) - 1
+        if others:
+            self._holders[held.address] = others
+        else:
+            self.held_bytes -= held.size_bytes
