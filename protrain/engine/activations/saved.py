@@ -211,7 +211,7 @@ class CheckpointFrame(Frame):
             if not isinstance(tensor, nn.Parameter):  # parameters lie in chunks
                 self.engine.ledger.hold(tensor)
         self.watched = watch(given)
-        self.autocast = _autocast_state(self.engine.device.type)
+        self.autocast = _Autocast.of(self.engine.device.type)
         self.modules = self.unit.modules.called()
         self.random_state = BlockRandomState(self.engine.device, self.unit.modules.generators)
         if self.attention is None:
@@ -250,9 +250,10 @@ class CheckpointFrame(Frame):
     def rebuild(self, packed: int) -> Tensor:
         if packed not in self.recomputed:
             self._recompute()
-        if packed not in self.recomputed:
+        found = self.recomputed.pop(packed, None)
+        if found is None:
             raise self._other_operations(f"saved {len(self.forms)} tensors in forward but fewer when recomputed")
-        return super().rebuild(self.recomputed.pop(packed))
+        return Frame.rebuild(self, found)
 
     def _other_operations(self, what: str) -> MisuseError:
         return MisuseError(
@@ -291,7 +292,7 @@ class CheckpointFrame(Frame):
             suppress(_Stop),
             torch.enable_grad(),
             self.random_state,
-            self.autocast(),
+            self.autocast.again(),
             self._keeping(),
             attention,
         ):
@@ -316,12 +317,13 @@ class CheckpointFrame(Frame):
                 running.clear()
 
     def _keep(self, tensor: Tensor) -> int:
-        index = len(self.recomputed)
-        if (tensor.shape, tensor.dtype) != self.forms[index]:
-            first, second = self._form(*self.forms[index]), self._form(tensor.shape, tensor.dtype)
+        recomputed, forms = self.recomputed, self.forms
+        index = len(recomputed)
+        if (tensor.shape, tensor.dtype) != forms[index]:
+            first, second = self._form(*forms[index]), self._form(tensor.shape, tensor.dtype)
             raise self._other_operations(f"saved {first} in forward and {second} in its place when recomputed")
-        self.recomputed[index] = super().pack(tensor)
-        if index + 1 == len(self.forms):
+        recomputed[index] = Frame.pack(self, tensor)
+        if index + 1 == len(forms):
             raise _Stop
         return index
 
@@ -347,8 +349,28 @@ def detached(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def _autocast_state(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    enabled = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type)
-    cache = torch.is_autocast_cache_enabled()
-    return lambda: torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache)
+class _Autocast(NamedTuple):
+    """What torch.autocast does to operators on one kind of device."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache_enabled: bool
+
+    @classmethod
+    def of(cls, device_type: str) -> _Autocast:
+        """The state now."""
+        return cls(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def again(self) -> AbstractContextManager[Any]:
+        """A context in which the state is this one."""
+        if not self.enabled and not torch.is_autocast_enabled(self.device_type):  # nearly always, so it must be fast
+            return nullcontext()
+        return torch.autocast(
+            self.device_type, enabled=self.enabled, dtype=self.dtype, cache_enabled=self.cache_enabled
+        )
