@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import Tensor
 from typing_extensions import override
@@ -27,9 +28,17 @@ class Ledger:
 class _Held(weakref.ref[Tensor]):
     """A tensor that is counted. Every saved tensor has one, and ``weakref.finalize`` takes several times as long."""
 
-    __slots__ = ("address", "size_bytes")
-    address: int  # of the storage
+    __slots__ = ("storage",)
+    storage: _Storage
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage that is counted."""
+
+    address: int
     size_bytes: int
+    holders: int = 0  # tensors that keep it
 
 
 class SimulatedLedger(Ledger):
@@ -41,23 +50,24 @@ class SimulatedLedger(Ledger):
         self._fixed = {tensor.untyped_storage().data_ptr() for tensor in fixed}  # counted in fixed_bytes
         self.held_bytes = 0
         self.peak_bytes = fixed_bytes
-        self._holders: dict[int, int] = {}  # the number of tensors, by the address of the storage
+        self._storages: dict[int, _Storage] = {}  # by address
         self._held: dict[int, _Held] = {}  # by its id, until the tensor dies
 
     @override
     def hold(self, tensor: Tensor) -> None:
-        for part in made_of(tensor).values():
+        for part in (tensor,) if type(tensor) is Tensor else made_of(tensor).values():
             storage = part.untyped_storage()
             address = storage.data_ptr()
             if address in self._fixed:
                 continue
+            counted = self._storages.get(address)
+            if counted is None:
+                counted = self._storages[address] = _Storage(address, storage.nbytes())
+                self.held_bytes += counted.size_bytes
+            counted.holders += 1
             held = _Held(tensor, self._drop)
-            held.address, held.size_bytes = address, storage.nbytes()
+            held.storage = counted
             self._held[id(held)] = held
-            holders = self._holders.get(address, 0)
-            self._holders[address] = holders + 1
-            if not holders:
-                self.held_bytes += held.size_bytes
         taken = self.fixed_bytes + self.held_bytes
         if taken > self.budget_bytes:  # it is no peak, as it may be freed again and the training go on
             raise BudgetError(
@@ -71,8 +81,8 @@ class SimulatedLedger(Ledger):
 
     def _drop(self, held: _Held) -> None:
         del self._held[id(held)]
-        others = self._holders.pop(held.address) - 1
-        if others:
-            self._holders[held.address] = others
-        else:
-            self.held_bytes -= held.size_bytes
+        storage = held.storage
+        storage.holders -= 1
+        if storage.holders == 0:
+            del self._storages[storage.address]
+            self.held_bytes -= storage.size_bytes
