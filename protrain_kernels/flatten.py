@@ -24,7 +24,6 @@ from collections.abc import Sequence
 
 import torch
 
-from protrain_kernels.checks import padded, tiles
 from protrain_kernels.flatten_kernels import flatten_reference, unflatten_reference
 from protrain_kernels.flatten_plan import FlattenPlan
 from protrain_kernels.host_kernels import host_flatten
@@ -69,11 +68,8 @@ def flatten(
     if chunk.is_cuda:
         plan.launch_flatten(tensors, chunk, partials, accumulate=accumulate)
         return
-    for tensor, offset, start in zip(tensors, plan.offsets, plan.starts, strict=True):
-        own = None if partials is None else partials[start : start + tiles(tensor.numel())]
-        target = chunk[offset : offset + padded(tensor.numel())]
-        if not host_flatten(tensor, target, own, accumulate=accumulate):
-            flatten_reference([tensor], target, [0], own, [0], accumulate=accumulate)
+    if not host_flatten(tensors, chunk, plan.offsets, partials, plan.starts, accumulate=accumulate):
+        flatten_reference(tensors, chunk, plan.offsets, partials, plan.starts, accumulate=accumulate)
 
 
 def unflatten(

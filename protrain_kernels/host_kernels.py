@@ -135,29 +135,33 @@ def host_sum_of_squares(values: torch.Tensor, partials: torch.Tensor) -> bool:
 
 
 def host_flatten(
-    tensor: torch.Tensor,
-    target: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    chunk: torch.Tensor,
+    offsets: Sequence[int],
     partials: torch.Tensor | None,
+    partial_offsets: Sequence[int],
     *,
     accumulate: bool,
 ) -> bool:
-    """One tensor of ``flatten`` on checked CPU tensors. ``target`` and ``partials`` start at its place.
-
-    Returns False, and does nothing, without a compiled library.
-    """
+    """``flatten`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
     compiled = library()
     if compiled is None:
         return False
-    compiled.protrain_flatten(
-        tensor.data_ptr(),
-        _DTYPE_CODES[tensor.dtype],
-        target.data_ptr(),
-        _DTYPE_CODES[target.dtype],
-        tensor.numel(),
-        None if partials is None else partials.data_ptr(),
-        int(accumulate),
-        torch.get_num_threads(),
-    )
+    source, target, threads = _DTYPE_CODES[tensors[0].dtype], _DTYPE_CODES[chunk.dtype], torch.get_num_threads()
+    # Addresses are computed, as slices of tensors would take longer than the copies of small ones.
+    start, itemsize = chunk.data_ptr(), chunk.itemsize
+    sums = None if partials is None else partials.data_ptr()
+    for tensor, offset, partial in zip(tensors, offsets, partial_offsets, strict=True):
+        compiled.protrain_flatten(
+            tensor.data_ptr(),
+            source,
+            start + offset * itemsize,
+            target,
+            tensor.numel(),
+            None if sums is None else sums + 4 * partial,
+            int(accumulate),
+            threads,
+        )
     return True
 
 

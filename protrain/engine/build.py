@@ -96,6 +96,7 @@ def build_engine(
     complete_chunks(chunks, layout, plan, memory)
     buffers = BufferPool(
         memory,
+        resident=chunks[: plan.n_persist],
         n_buffers=(plan.n_buffer, most_held(profile, layout)[plan.n_persist][1]),
         buffer_elements=layout.buffer_elements(plan.n_persist),
     )
@@ -150,6 +151,7 @@ def build_engine(
         groups=groups,
         gradients=gradients,
         updates=updates,
+        buffers=buffers,
         bindings=bindings,
         inside=step_during_backward,
     )

@@ -37,14 +37,12 @@ from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.inputs import Inputs
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.states.edits import repoint
 from protrain.engine.step import Phase, Step
 from protrain.engine.units import Unit
 from protrain.engine.weights.bindings import Bindings
-from protrain.engine.weights.buffers import Buffer, BufferPool
+from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.escaping import copy_escaping_weights, refuse_leaked_views
 from protrain.engine.weights.parameter import refuse_foreign_gradients
-from protrain.engine.weights.views import storage_address
 from protrain.planning.plan import BlockMode, Plan
 from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
@@ -113,11 +111,7 @@ class Engine:
         self.placeholder = bindings.placeholder
         self.steps = 0  # how often weights have changed, by optimizer steps and between them
         self.updated_inside = step.updated
-        self.weight_storages: dict[int, Chunk | Buffer] = {  # by the address of the storage
-            **{storage_address(chunk.weight): chunk for chunk in chunks if chunk.persistent},
-            **{storage_address(buffer.memory): buffer for buffer in buffers.buffers},
-        }
-        fetched = [[chunk.index for chunk in unit.chunks] for unit in units]
+        fetched = [[chunk.index for chunk in unit.chunks if not chunk.persistent] for unit in units]
         self._training_order = Schedule([*profile.calls, *reversed(profile.calls)], fetched)
         self._inference_order = Schedule(profile.calls, fetched)
         self._order = self._training_order
@@ -146,7 +140,7 @@ class Engine:
         """Call the forward of ``unit`` with its parameters on the device."""
         unit.calls += 1
         self._begin_unit(unit)
-        args, kwargs = copy_escaping_weights((args, kwargs), self.weight_storages, own=unit)
+        args, kwargs = copy_escaping_weights((args, kwargs), self.buffers, own=unit)
         self.bindings.bind(unit, self._order)
         try:
             self.buffers.prefetch(self.chunks, self._order)
@@ -154,8 +148,7 @@ class Engine:
                 output = self._frames[unit.index](self, unit).run(function, args, kwargs)
             else:
                 output = function(*args, **kwargs)
-            repoint(unit.persistent_members)
-            output = copy_escaping_weights(output, self.weight_storages)
+            output = copy_escaping_weights(output, self.buffers)
         finally:
             self.bindings.unbind(unit)
         if torch.is_grad_enabled():
@@ -175,7 +168,7 @@ class Engine:
             frame = Frame(self, unit)
             with saved_tensors_hooks(frame.pack, frame.unpack) if torch.is_grad_enabled() else nullcontext():
                 output = function(*args, **kwargs)
-            output = copy_escaping_weights(output, self.weight_storages)
+            output = copy_escaping_weights(output, self.buffers)
         finally:
             self.bindings.unbind(unit)
         if torch.is_grad_enabled():
@@ -276,7 +269,7 @@ class Engine:
     def _end_interrupted(self) -> None:
         """Clean up after an error or Ctrl-C in the middle of a step: between steps no unit uses any chunk."""
         self.abandon_backward()
-        if self._backward is None and self.bindings.any_in_use() and not self._runs_a_unit():
+        if self._backward is None and self.buffers.any_in_use() and not self._runs_a_unit():
             self.bindings.release_all()
 
     def _runs_a_unit(self) -> bool:
@@ -398,8 +391,7 @@ class Engine:
         """The weights of ``chunks`` were written outside of a step, so that their buffers are out of date."""
         for chunk in chunks:
             chunk.version += 1
-            if not chunk.persistent:
-                self.buffers.invalidate(chunk)
+            self.buffers.invalidate(chunk)
         self.steps += 1
 
 

@@ -29,6 +29,7 @@ from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.states.groups import Groups
 from protrain.engine.updates.updates import Updates
 from protrain.engine.weights.bindings import Bindings
+from protrain.engine.weights.buffers import BufferPool
 
 
 class Phase(enum.Enum):
@@ -69,7 +70,8 @@ class Step:
         groups: the hyperparameters.
         gradients: collects gradients.
         updates: does AdamW.
-        bindings: knows which parameters are in use.
+        buffers: know which chunks are in use.
+        bindings: know which weights were edited.
         inside: whether updates are made inside backward.
     """
 
@@ -81,6 +83,7 @@ class Step:
         groups: Groups,
         gradients: Gradients,
         updates: Updates,
+        buffers: BufferPool,
         bindings: Bindings,
         inside: bool,
     ) -> None:
@@ -93,6 +96,7 @@ class Step:
         self._chunks = chunks
         self._members = members
         self._gradients = gradients
+        self._buffers = buffers
         self._bindings = bindings
         self._inside = inside
 
@@ -145,7 +149,7 @@ class Step:
                 continue
             if not self._inside:
                 self.updates.speculate(chunk, self._unscaling())
-            elif not self._bindings.in_use(chunk):
+            elif not self._buffers.in_use(chunk):
                 self._update_inside(chunk)
 
     def end_backward(self) -> None:

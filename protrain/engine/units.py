@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -22,12 +22,14 @@ class Unit:
     module: nn.Module
     mode: BlockMode
     packs: bool  # what it swaps goes to host memory in one buffer
-    chunks: list[Chunk]  # the chunks that it needs in buffers
+    chunks: list[Chunk]  # the chunks that it needs on the device
     members: list[Member]  # its parameters in those
-    persistent_chunks: list[Chunk]  # the persistent chunks that it needs
-    persistent_members: list[Member]  # its parameters in those
     modules: BlockModules  # the module and all modules inside it
     calls: int = 0  # of its forward, so far
+    moving: list[Member] = field(init=False)  # the members whose data lies in another buffer from time to time
+
+    def __post_init__(self) -> None:
+        self.moving = [member for member in self.members if not member.chunk.persistent]
 
 
 def make_units(
@@ -37,8 +39,6 @@ def make_units(
     units = []
     for index, record in enumerate(profile.units):
         module = model.get_submodule(record.name)
-        own_chunks = [chunks[chunk] for chunk in layout.unit_chunks[index]]
-        own_members = [members[member] for member in record.parameters]
         units.append(
             Unit(
                 index=index,
@@ -46,10 +46,8 @@ def make_units(
                 module=module,
                 mode=BlockMode.NONE if record.block is None else plan.block_modes[record.block],
                 packs=record.block is not None and plan.packs(record.block),
-                chunks=[chunk for chunk in own_chunks if not chunk.persistent],
-                members=[member for member in own_members if not member.chunk.persistent],
-                persistent_chunks=[chunk for chunk in own_chunks if chunk.persistent],
-                persistent_members=[member for member in own_members if member.chunk.persistent],
+                chunks=[chunks[chunk] for chunk in layout.unit_chunks[index]],
+                members=[members[member] for member in record.parameters],
                 modules=BlockModules(module),
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,7 @@ _NAMES = {
 }
 
 
+@functools.cache  # asked for every operator of a block
 def is_attention(operator: Any) -> bool:
     """Whether ``operator``, as a dispatch mode sees it, is the forward of a fused attention kernel.
 

@@ -56,13 +56,13 @@ def test_units_called_out_of_order_keep_the_schedule_usable() -> None:
 # -- chunk buffers -----------------------------------------------------------------------------------------------------
 
 
-def make_chunk(index: int, update: Job | None = None) -> Chunk:
+def make_chunk(index: int, update: Job | None = None, *, persistent: bool = False) -> Chunk:
     streams = Streams()
     chunk = Chunk(
         index=index,
         elements=ELEMENTS,
         trainable=True,
-        persistent=False,
+        persistent=persistent,
         large=False,
         weight=torch.full((ELEMENTS,), float(index + 1)),
         master=None,
@@ -77,10 +77,10 @@ def make_chunk(index: int, update: Job | None = None) -> Chunk:
     return chunk
 
 
-def make_pool(n_buffer: int) -> BufferPool:
+def make_pool(n_buffer: int, *, resident: Sequence[Chunk] = ()) -> BufferPool:
     device = torch.device("cpu")
     memory = EngineMemory(device=device, dtype=torch.float32, streams=Streams(), arena=Arena(device), poison=True)
-    return BufferPool(memory, n_buffers=(n_buffer, 0), buffer_elements=(ELEMENTS, 0))
+    return BufferPool(memory, resident=resident, n_buffers=(n_buffer, 0), buffer_elements=(ELEMENTS, 0))
 
 
 def test_only_legal_transitions_are_possible() -> None:
@@ -126,6 +126,25 @@ def test_a_buffer_is_kept_while_held_and_poisoned_when_given_up() -> None:
         pool.content(chunks[1])
 
 
+def test_a_persistent_chunk_has_its_weight_for_a_buffer_and_never_gives_it_up() -> None:
+    chunks = [make_chunk(0, persistent=True), make_chunk(1), make_chunk(2)]
+    schedule, pool = Schedule([0, 1], [[1], [2]]), make_pool(1, resident=chunks[:1])
+    for unit, other in enumerate(chunks[1:]):
+        schedule.enter(unit)
+        found = pool.acquire_all([chunks[0], other], schedule)
+        assert found[0] is chunks[0].weight
+        assert found[other.index].eq(other.index + 1.0).all()
+        assert pool.content(chunks[0]) is chunks[0].weight
+        pool.release(other)
+        assert pool.any_in_use()
+        pool.release(chunks[0])
+        assert not pool.any_in_use()
+    chunks[0].weight.fill_(7.0)
+    pool.invalidate(chunks[0])
+    assert pool.acquire(chunks[0], schedule).eq(7.0).all(), "an update of the weight is one of the buffer"
+    assert pool.fetches == 2, "of the others"
+
+
 def test_a_fetch_ahead_gives_up_nothing_that_is_needed_sooner() -> None:
     chunks = [make_chunk(index) for index in range(4)]
     schedule, pool = Schedule([0, 1, 2, 3], [[0], [1], [2], [3]]), make_pool(2)
@@ -158,13 +177,13 @@ def test_a_chunk_whose_update_runs_is_uploaded_by_whoever_finishes_it() -> None:
     chunk.begin(ChunkState.UPDATING, worker.submit(update))
     schedule, pool = Schedule([0], [[0]]), make_pool(1)
     pool.prefetch([chunk], schedule)
-    assert pool.buffers[0].state is Residency.QUEUED
+    assert pool.buffers[0].state is Residency.ASSIGNED
     assert pool.fetches == 0
     gate.set()
     worker.drain()
-    assert pool.buffers[0].state is Residency.LOADING, "nobody asked for it yet"
+    assert pool.buffers[0].state is Residency.UPLOADED, "nobody asked for it yet"
     assert pool.acquire(chunk, schedule).eq(9.0).all()
-    assert pool.buffers[0].state is Residency.PRESENT
+    assert pool.buffers[0].state is Residency.WHOLE
     assert pool.fetches == 1
 
 
@@ -178,7 +197,7 @@ def test_a_chunk_queued_again_waits_for_the_later_update() -> None:
     chunk.begin(ChunkState.UPDATING, later)
     pool.prefetch([chunk], schedule)
     earlier.run()  # late: a step has passed meanwhile
-    assert pool.buffers[0].state is Residency.QUEUED
+    assert pool.buffers[0].state is Residency.ASSIGNED
     later.run()
     assert pool.fetches == 1
     assert pool.acquire(chunk, schedule).eq(1.0).all()

@@ -47,7 +47,8 @@ def engine_state(optimizer: ProTrainOptimizer) -> dict[str, Any]:
         "order": len(engine.swaps._order),
         "pending": len(engine.gradients.pending),
         "held": ledger.held_bytes,
-        "users": len(ledger._holders),
+        "users": len(ledger._storages),
+        "tensors": len(ledger._held),
         "finalizers": len(vars(weakref.finalize)["_registry"]),
     }
 

@@ -74,9 +74,10 @@ class KeptAttention:
 
     def note_saved(self, tensor: Tensor) -> None:
         """Autograd saves ``tensor`` in the first run. Recorded outputs are alive, so their addresses are unique."""
-        address = _address(tensor)
-        for call in self._calls:
-            call.note_saved(tensor, address)
+        if self._calls:
+            address = _address(tensor)
+            for call in self._calls:
+                call.note_saved(tensor, address)
 
     def keep(self) -> list[Tensor]:
         """The first run is over. Returns the tensors that are kept."""

@@ -7,8 +7,8 @@ every activation that the engine keeps is counted here, and an excess is an erro
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import Tensor
 from typing_extensions import override
@@ -25,6 +25,22 @@ class Ledger:
         """Count the storage of ``tensor`` until the tensor object dies."""
 
 
+class _Held(weakref.ref[Tensor]):
+    """A tensor that is counted. Every saved tensor has one, and ``weakref.finalize`` takes several times as long."""
+
+    __slots__ = ("storage",)
+    storage: _Storage
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage that is counted."""
+
+    address: int
+    size_bytes: int
+    holders: int = 0  # tensors that keep it
+
+
 class SimulatedLedger(Ledger):
     """Counts the distinct storages that the engine keeps, and raises BudgetError beyond ``budget_bytes``."""
 
@@ -34,19 +50,24 @@ class SimulatedLedger(Ledger):
         self._fixed = {tensor.untyped_storage().data_ptr() for tensor in fixed}  # counted in fixed_bytes
         self.held_bytes = 0
         self.peak_bytes = fixed_bytes
-        self._holders: Counter[int] = Counter()
+        self._storages: dict[int, _Storage] = {}  # by address
+        self._held: dict[int, _Held] = {}  # by its id, until the tensor dies
 
     @override
     def hold(self, tensor: Tensor) -> None:
-        for part in made_of(tensor).values():
+        for part in (tensor,) if type(tensor) is Tensor else made_of(tensor).values():
             storage = part.untyped_storage()
-            address, size_bytes = storage.data_ptr(), storage.nbytes()
+            address = storage.data_ptr()
             if address in self._fixed:
                 continue
-            self._holders[address] += 1
-            if self._holders[address] == 1:
-                self.held_bytes += size_bytes
-            weakref.finalize(tensor, self._drop, address, size_bytes)
+            counted = self._storages.get(address)
+            if counted is None:
+                counted = self._storages[address] = _Storage(address, storage.nbytes())
+                self.held_bytes += counted.size_bytes
+            counted.holders += 1
+            held = _Held(tensor, self._drop)
+            held.storage = counted
+            self._held[id(held)] = held
         taken = self.fixed_bytes + self.held_bytes
         if taken > self.budget_bytes:  # it is no peak, as it may be freed again and the training go on
             raise BudgetError(
@@ -58,8 +79,10 @@ class SimulatedLedger(Ledger):
             )
         self.peak_bytes = max(self.peak_bytes, taken)
 
-    def _drop(self, address: int, size_bytes: int) -> None:
-        self._holders[address] -= 1
-        if self._holders[address] == 0:
-            del self._holders[address]
-            self.held_bytes -= size_bytes
+    def _drop(self, held: _Held) -> None:
+        del self._held[id(held)]
+        storage = held.storage
+        storage.holders -= 1
+        if storage.holders == 0:
+            del self._storages[storage.address]
+            self.held_bytes -= storage.size_bytes

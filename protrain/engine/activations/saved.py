@@ -2,8 +2,8 @@
 
 [Note: saved weights] Autograd saves views of weights (``F.linear`` saves ``weight.t()``), and a weight in a chunk
 buffer is gone by the time backward runs. So every tensor that a unit saves passes through hooks. If its storage is a
-chunk buffer, the hooks save the chunk and the form of the view (type, shape, stride, offset), and make the same view on
-the buffer that has the chunk in backward. This copies nothing, allocates nothing, and works for any operator.
+chunk buffer, the hooks save the chunk beside the view. If backward finds the chunk in another buffer, they make a view
+of the same form (type, shape, stride, offset) there. This copies nothing and works for any operator.
 
 [Note: written over] Autograd raises if a backward needs a saved tensor that was changed in place since, but it does not
 check tensors that go through hooks. So the engine checks the version of every tensor that stays on the device, or is
@@ -46,19 +46,13 @@ GIVEN = "parameters that it was given, as it is recomputed"
 _ORDINARY = frozenset({Tensor, nn.Parameter, PresentParameter})
 
 
-class SavedWeight(NamedTuple):
-    """A saved view of a weight in a chunk buffer. See [Note: saved weights]."""
-
-    chunk: Chunk
-    form: ViewForm
-
-
 class SavedTensor(NamedTuple):
-    """A saved tensor that stays on the device. See [Note: written over]."""
+    """A saved tensor that stays on the device, or a view of a weight. See [Note: written over]."""
 
     tensor: Tensor
     version: int  # autograd's count of changes in place when it was saved
-    chunk: Chunk | None  # the persistent chunk of which it is a view
+    buffer: Buffer | None  # where it is a view of a weight: see [Note: saved weights]
+    chunk: Chunk | None  # whose weight was in ``buffer`` then
 
 
 class Copy(torch.autograd.Function):
@@ -99,7 +93,6 @@ class FrameEngine(Protocol):
     buffers: BufferPool
     steps: int  # how often weights have changed
     updated_inside: set[int]  # chunks that backward has updated
-    weight_storages: dict[int, Chunk | Buffer]  # by the address of the storage
 
     @property
     def swaps(self) -> Offloads:
@@ -132,17 +125,14 @@ class Frame:
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd saves in place of ``tensor``."""
-        owner = self.engine.weight_storages.get(storage_address(tensor))
-        if isinstance(owner, Buffer):
-            assert owner.users > 0, "a weight is used while no unit uses its chunk"
-            assert owner.chunk is not None
-            return SavedWeight(owner.chunk, ViewForm.of(tensor))
+        buffer = self.engine.buffers.by_address.get(storage_address(tensor))
         saved = detached(tensor)
-        if owner is None:
+        if buffer is None:
             self.engine.ledger.hold(saved)
-        else:
-            owner.view_counter.known += 1
-        return SavedTensor(saved, saved._version, owner)
+            return SavedTensor(saved, saved._version, None, None)
+        assert buffer.users > 0, "a weight is used while no unit uses its chunk"
+        buffer.view_counter.known += 1
+        return SavedTensor(saved, saved._version, buffer, buffer.chunk)
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor on the device that ``packed`` stands for."""
@@ -161,22 +151,26 @@ class Frame:
 
     def rebuild(self, packed: Any) -> Tensor:
         """The saved tensor that ``packed`` stands for. MisuseError if its values have changed."""
+        saved, version, buffer, chunk = packed
+        if saved._version != version:
+            raise self.written_over(SAVED)
+        if buffer is None:
+            return saved
         updated = self.engine.updated_inside
-        if updated and packed.chunk is not None and packed.chunk.index in updated - self.updated:
+        if updated and chunk.index in updated - self.updated:
             raise MisuseError(
                 f"backward through {self.unit.label} needs a weight that step_during_backward=True updated already, "
                 "because another backward() came before, or because the weight is detached here and all of its "
                 "gradients had arrived: wrap with step_during_backward=False"
             )
-        if isinstance(packed, SavedWeight):
-            weight = packed.form.on(self.engine.buffers.content(packed.chunk))
-            if torch.is_grad_enabled():  # with create_graph=True the graph outlives the content of the buffer
-                weight = Copy.apply(weight)
-                self.engine.ledger.hold(weight)
-            return weight
-        if packed.tensor._version != packed.version:
-            raise self.written_over(SAVED)
-        return packed.tensor
+        if buffer.resident:
+            return saved
+        memory = self.engine.buffers.content(chunk)
+        weight = saved if memory is buffer.memory else ViewForm.of(saved).on(memory)
+        if torch.is_grad_enabled():  # with create_graph=True the graph outlives the content of the buffer
+            weight = Copy.apply(weight)
+            self.engine.ledger.hold(weight)
+        return weight
 
     def written_over(self, what: str) -> MisuseError:
         """The error for a backward that needs values which were changed since forward: [Note: written over]."""
@@ -217,7 +211,7 @@ class CheckpointFrame(Frame):
             if not isinstance(tensor, nn.Parameter):  # parameters lie in chunks
                 self.engine.ledger.hold(tensor)
         self.watched = watch(given)
-        self.autocast = _autocast_state(self.engine.device.type)
+        self.autocast = _Autocast.of(self.engine.device.type)
         self.modules = self.unit.modules.called()
         self.random_state = BlockRandomState(self.engine.device, self.unit.modules.generators)
         if self.attention is None:
@@ -256,9 +250,10 @@ class CheckpointFrame(Frame):
     def rebuild(self, packed: int) -> Tensor:
         if packed not in self.recomputed:
             self._recompute()
-        if packed not in self.recomputed:
+        found = self.recomputed.pop(packed, None)
+        if found is None:
             raise self._other_operations(f"saved {len(self.forms)} tensors in forward but fewer when recomputed")
-        return super().rebuild(self.recomputed.pop(packed))
+        return Frame.rebuild(self, found)
 
     def _other_operations(self, what: str) -> MisuseError:
         return MisuseError(
@@ -297,7 +292,7 @@ class CheckpointFrame(Frame):
             suppress(_Stop),
             torch.enable_grad(),
             self.random_state,
-            self.autocast(),
+            self.autocast.again(),
             self._keeping(),
             attention,
         ):
@@ -322,12 +317,13 @@ class CheckpointFrame(Frame):
                 running.clear()
 
     def _keep(self, tensor: Tensor) -> int:
-        index = len(self.recomputed)
-        if (tensor.shape, tensor.dtype) != self.forms[index]:
-            first, second = self._form(*self.forms[index]), self._form(tensor.shape, tensor.dtype)
+        recomputed, forms = self.recomputed, self.forms
+        index = len(recomputed)
+        if (tensor.shape, tensor.dtype) != forms[index]:
+            first, second = self._form(*forms[index]), self._form(tensor.shape, tensor.dtype)
             raise self._other_operations(f"saved {first} in forward and {second} in its place when recomputed")
-        self.recomputed[index] = super().pack(tensor)
-        if index + 1 == len(self.forms):
+        recomputed[index] = Frame.pack(self, tensor)
+        if index + 1 == len(forms):
             raise _Stop
         return index
 
@@ -353,8 +349,28 @@ def detached(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def _autocast_state(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    enabled = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type)
-    cache = torch.is_autocast_cache_enabled()
-    return lambda: torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache)
+class _Autocast(NamedTuple):
+    """What torch.autocast does to operators on one kind of device."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache_enabled: bool
+
+    @classmethod
+    def of(cls, device_type: str) -> _Autocast:
+        """The state now."""
+        return cls(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def again(self) -> AbstractContextManager[Any]:
+        """A context in which the state is this one."""
+        if not self.enabled and not torch.is_autocast_enabled(self.device_type):  # nearly always, so it must be fast
+            return nullcontext()
+        return torch.autocast(
+            self.device_type, enabled=self.enabled, dtype=self.dtype, cache_enabled=self.cache_enabled
+        )

@@ -133,7 +133,7 @@ class Offload:
         if tensor.device.type != self._engine.device.type:
             return False
         address, size_bytes = storage_address(tensor), tensor.untyped_storage().nbytes()
-        return address != 0 and size_bytes >= _SMALLEST_BYTES and address not in self._engine.weight_storages
+        return address != 0 and size_bytes >= _SMALLEST_BYTES and address not in self._engine.buffers.by_address
 
     def add(self, tensor: Tensor) -> OffloadedTensor:
         """Offload the storage of ``tensor``. Returns what to keep in place of it."""
@@ -249,7 +249,7 @@ class SwapFrame(Frame):
     @override
     def pack(self, tensor: Tensor) -> Any:
         address = storage_address(tensor)
-        if address in self.engine.weight_storages or address in self._stays or not self.offload.accepts(tensor):
+        if address in self.engine.buffers.by_address or address in self._stays or not self.offload.accepts(tensor):
             return super().pack(tensor)
         return self.offload.add(tensor)
 

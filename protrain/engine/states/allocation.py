@@ -148,8 +148,6 @@ def make_members(
             chunk=chunks[slot.chunk],
             offset=slot.offset,
         )
-        if member.chunk.persistent:
-            member.address = member.view(member.chunk.weight).data_ptr()
         member.chunk.members.append(member)
         members.append(member)
     for chunk in chunks:

@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 from protrain.engine.streams import Mark
 from protrain.engine.updates.worker import Job
-from protrain.engine.weights.views import ViewCounter
 from protrain_kernels import (
     AdamScalars,
     AdamStaging,
@@ -101,7 +100,7 @@ class Member:
     chunk: Chunk
     offset: int  # elements
     bound: int = 0  # how many running units use it
-    address: int = 0  # of its weight, if the chunk is persistent
+    address: int = 0  # of its data while a unit uses it
     edits: int = 0  # autograd's count of changes in place that the engine knows of: see [Note: edits]
 
     def view(self, flat: Tensor) -> Tensor:
@@ -132,14 +131,11 @@ class Chunk:
     # What a speculative update writes: all states, or the weight only, as the plan has it. A commit exchanges them.
     speculative: AdamStates | Tensor | None = None
     version: int = 0  # counts changes of the weight
-    users: int = 0  # units that use the weight now, if the chunk is persistent
-    view_counter: ViewCounter = field(init=False)  # of the weight, if the chunk is persistent
     # The weight of the last step, which uploads read. It is the speculative one while the other states are not updated.
     current_weight: Tensor = field(init=False)
     _queued: _Queued = _CURRENT
 
     def __post_init__(self) -> None:
-        self.view_counter = ViewCounter(self.weight)
         self.current_weight = self.weight
 
     @property

@@ -10,52 +10,44 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.values import write_master
-from protrain.engine.weights.parameter import edit_error, same_bits, set_data
+from protrain.engine.weights.parameter import same_bits, set_data
 
 
-def repoint(members: Iterable[Member]) -> None:
-    """Let parameters of persistent chunks be views of their chunks again, if a module has replaced their storage.
+def find_edited(members: Iterable[Member]) -> list[Member]:
+    """Those of ``members`` whose data was replaced or changed in place while a unit used them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            member
+            for member in members
+            if member.parameter._version != member.edits or member.parameter.data_ptr() != member.address
+        ]
 
-    Recurrent modules replace it (``flatten_parameters``) by one with the same values. An update of the chunk would no
-    longer reach the parameter.
 
-    Raises:
-        MisuseError: the values differ, or were changed in place. Values that were changed in place become the master.
+def undo_edit(member: Member, weight: Tensor) -> str | None:
+    """Let the parameter of ``member`` be ``weight`` again. Returns how it was edited: "replaced", "changed in place".
+
+    None: its storage was replaced by one with the same values, as recurrent modules do (``flatten_parameters``). Values
+    that were changed in place stay in ``weight``.
     """
-    edited = []
-    for member in members:
+    with torch._C.DisableTorchFunctionSubclass():
+        how = None if member.parameter._version == member.edits else "changed in place"
         if member.parameter.data_ptr() != member.address:
-            _restore_storage(member)
-        elif member.parameter._version != member.edits:
-            edited.append(member)
-    for member in edited:  # all of them, as a master that does not belong to its weight can be NaN
+            how = None if _has_values_of(member, weight) else "replaced"
+            set_data(member.parameter, weight)
         member.edits = member.parameter._version
-        if member.chunk.master is not None:
-            write_master(member, member.parameter.detach())
-        member.chunk.version += 1
-    if edited:
-        raise edit_error(edited[0].name, "changed in place")
+    return how
 
 
-def edit_in(member: Member, buffer: Tensor) -> str | None:
-    """How a parameter was edited while its data lay in ``buffer``: "replaced", "changed in place", or None."""
-    before, member.edits = member.edits, member.parameter._version
-    if member.parameter.data_ptr() != buffer.data_ptr() + member.offset * buffer.itemsize:
-        return None if _has_values_of(member, member.view(buffer)) else "replaced"
-    return None if before == member.edits else "changed in place"
-
-
-def _restore_storage(member: Member) -> None:
-    weight = member.view(member.chunk.weight)
-    same = _has_values_of(member, weight)
-    set_data(member.parameter, weight)
-    member.edits = member.parameter._version
-    if not same:
-        raise edit_error(member.name, "replaced")
+def keep_edit(member: Member) -> None:
+    """The weight of ``member`` was changed in place for good: a master that does not belong to it can be NaN."""
+    if member.chunk.master is not None:
+        write_master(member, member.view(member.chunk.weight))
+    member.chunk.version += 1
 
 
 def _has_values_of(member: Member, weight: Tensor) -> bool:

@@ -1,24 +1,32 @@
-"""Chunk buffers: the device memory through which the weights of chunks in host memory pass.
+"""Chunk buffers: the device memory in which units find the weights of their chunks.
 
-There are ``plan.n_buffer`` buffers for usual chunks, and others for large chunks.
+Every persistent chunk has a buffer of its own, which is its weight, and which it never gives up. All other chunks lie
+in host memory and pass through a pool of ``plan.n_buffer`` buffers for usual chunks, and others for large chunks.
 
-[Note: residency] The content of a buffer goes through these states and no others:
+[Note: residency] The content of a buffer in the pool goes through these states and no others:
 
-    EMPTY -> QUEUED     a chunk is assigned; while its host update still runs, whoever finishes that issues the upload
-    QUEUED -> LOADING   the upload is issued
-    LOADING -> PRESENT  the compute stream was told to wait for the upload
-    PRESENT -> EMPTY    the content is evicted or out of date; no unit uses it
-    QUEUED/LOADING -> EMPTY  the content is given up before use; the next upload follows on the same stream
+    EMPTY -> ASSIGNED     the main thread has chosen the buffer for a chunk
+    ASSIGNED -> UPLOADED  the upload is issued and its mark is placed, by whoever finishes the update of the chunk
+    UPLOADED -> WHOLE     the main thread has made the whole weight of what was uploaded, and compute may use it
+    WHOLE -> EMPTY        the content is evicted or out of date; no unit uses it
+    ASSIGNED/UPLOADED -> EMPTY  the content is given up before use; the next upload follows on the same stream
+
+The buffer of a persistent chunk is RESIDENT. No transition leads to that state or out of it.
+
+Only the main thread assigns and evicts, in the order of the schedule, whatever the timing: other threads do no more
+than fill a buffer that is assigned already. Between UPLOADED and WHOLE is the place for what all ranks must do in one
+order, the gather of a chunk's shards. On one GPU the upload is the whole weight, and compute waits for it.
 
 [Note: interrupts] Ctrl-C may come between any two lines. The buffer itself therefore says which chunk it holds, and an
-entry in the pool's table counts only if the buffer agrees. A buffer is QUEUED until its upload was issued. Whoever
-needs a chunk in a QUEUED buffer issues the upload, a second time if need be.
+entry in the pool's table counts only if the buffer agrees. A buffer is ASSIGNED until its upload was issued. Whoever
+needs a chunk in an ASSIGNED buffer issues the upload, a second time if need be.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -28,7 +36,7 @@ from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.updates.worker import Job
-from protrain.engine.weights.views import ViewCounter
+from protrain.engine.weights.views import ViewCounter, storage_address
 from protrain.planning.schedule import FAR, Schedule
 
 
@@ -36,35 +44,42 @@ class Residency(enum.Enum):
     """The state of a buffer's content."""
 
     EMPTY = "empty"
-    QUEUED = "queued"
-    LOADING = "loading"
-    PRESENT = "present"
+    ASSIGNED = "assigned"
+    UPLOADED = "uploaded"
+    WHOLE = "whole"
+    RESIDENT = "resident"
 
 
 LEGAL = frozenset(
     {
-        (Residency.EMPTY, Residency.QUEUED),
-        (Residency.QUEUED, Residency.LOADING),
-        (Residency.LOADING, Residency.PRESENT),
-        (Residency.PRESENT, Residency.EMPTY),
-        (Residency.QUEUED, Residency.EMPTY),
-        (Residency.LOADING, Residency.EMPTY),
+        (Residency.EMPTY, Residency.ASSIGNED),
+        (Residency.ASSIGNED, Residency.UPLOADED),
+        (Residency.UPLOADED, Residency.WHOLE),
+        (Residency.WHOLE, Residency.EMPTY),
+        (Residency.ASSIGNED, Residency.EMPTY),
+        (Residency.UPLOADED, Residency.EMPTY),
     }
 )
 
 
 class Buffer:
-    """One buffer: its memory, the chunk in it, and the marks that order its uses."""
+    """One buffer: its memory, the chunk in it, and the marks that order its uses.
 
-    def __init__(self, memory: Tensor, streams: Streams) -> None:
+    Args:
+        memory: 1-d, from the start of its storage, which holds the weights of no other buffer.
+        streams: make the marks.
+        resident: the chunk whose weight ``memory`` is. None: the buffer is one of the pool.
+    """
+
+    def __init__(self, memory: Tensor, streams: Streams, *, resident: Chunk | None = None) -> None:
         self.memory = memory
-        self.chunk: Chunk | None = None
-        self.awaited: Job | None = None  # the update that must be done before a queued chunk is uploaded
+        self.chunk = resident
+        self.awaited: Job | None = None  # the update that must be done before the assigned chunk is uploaded
         self.users = 0  # units that use the content now
-        self.loaded: Mark = streams.mark()  # the upload is done
+        self.uploaded: Mark = streams.mark()  # the upload is done
         self.free: Mark = streams.mark()  # the last kernel that reads the content is done
         self.view_counter = ViewCounter(memory)
-        self._state = Residency.EMPTY
+        self._state = Residency.EMPTY if resident is None else Residency.RESIDENT
 
     @property
     def state(self) -> Residency:
@@ -76,17 +91,30 @@ class Buffer:
         assert (self._state, new) in LEGAL, f"illegal buffer transition {self._state.value} -> {new.value}"
         self._state = new
 
+    @property
+    def resident(self) -> bool:
+        """Whether the chunk never gives the buffer up."""
+        return self._state is Residency.RESIDENT
+
 
 class BufferPool:
     """Fetches chunks into buffers ahead of their use, and keeps them there while units use them.
 
     Args:
         memory: where buffers are allocated.
-        n_buffers: the number of buffers for usual chunks, and for large ones.
+        resident: the persistent chunks, whose weights are buffers of their own.
+        n_buffers: the number of buffers for other usual chunks, and for large ones.
         buffer_elements: the size of a buffer for usual chunks, and for large ones.
     """
 
-    def __init__(self, memory: EngineMemory, *, n_buffers: tuple[int, int], buffer_elements: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        memory: EngineMemory,
+        *,
+        resident: Iterable[Chunk],
+        n_buffers: tuple[int, int],
+        buffer_elements: tuple[int, int],
+    ) -> None:
         self.streams = streams = memory.streams
         self.poison = memory.poison
         start = float("nan") if memory.poison else 0.0
@@ -100,11 +128,14 @@ class BufferPool:
             [Buffer(allocated(elements), streams) for _ in range(n_buffer)]
             for n_buffer, elements in zip(n_buffers, buffer_elements, strict=True)
         )
-        self.buffers = [*usual, *large]
+        self.buffers = [*usual, *large]  # that chunks take turns in
         self._for_large = {False: usual, True: large}
         for buffer in self.buffers:
             streams.compute_reached(buffer.free)
-        self._by_chunk: dict[int, Buffer] = {}  # may be out of date: see _buffer_of
+        self._by_chunk = {chunk.index: Buffer(chunk.weight, streams, resident=chunk) for chunk in resident}
+        self._all = [*self._by_chunk.values(), *self.buffers]
+        # From here on the table of buffers by chunk may be out of date: see _buffer_of.
+        self.by_address = {storage_address(buffer.memory): buffer for buffer in self._all}
         self._lock = threading.Lock()  # the threads that update chunks issue uploads too
         self._last: Mark = streams.mark()  # the last upload that was issued
         self.fetches = 0  # uploads that were issued
@@ -121,12 +152,11 @@ class BufferPool:
                     "step that was profiled: pass an example_batch with which the model runs as it will be trained"
                 )
             self._assign(buffer, chunk)
-        if buffer.state is Residency.QUEUED:
+        if buffer.state is Residency.ASSIGNED:
             chunk.wait_for_update()
             self._issue(buffer, buffer.awaited)
-        if buffer.state is Residency.LOADING:
-            self.streams.compute_waits(buffer.loaded)
-            buffer.state = Residency.PRESENT
+        if buffer.state is Residency.UPLOADED:
+            self._make_whole(buffer)
         if not buffer.users:
             buffer.view_counter.begin_use()
         buffer.users += 1
@@ -153,11 +183,11 @@ class BufferPool:
         buffer = self._buffer_of(chunk.index)
         assert buffer is not None
         assert buffer.users > 0
-        assert buffer.state is Residency.PRESENT
+        assert buffer.state in (Residency.WHOLE, Residency.RESIDENT)
         return buffer.memory
 
     def in_use(self, chunk: Chunk) -> bool:
-        """Whether any unit uses ``chunk`` in a buffer."""
+        """Whether any unit uses ``chunk``."""
         buffer = self._buffer_of(chunk.index)
         return buffer is not None and buffer.users > 0
 
@@ -167,18 +197,18 @@ class BufferPool:
         assert buffer is not None
         assert buffer.users > 0
         if buffer.users == 1:
-            self.streams.compute_reached(buffer.free)
+            self._last_use_ends(buffer)
         buffer.users -= 1
 
     def any_in_use(self) -> bool:
-        """Whether any unit uses any buffer."""
-        return any(buffer.users for buffer in self.buffers)
+        """Whether any unit uses any chunk."""
+        return any(buffer.users for buffer in self._all)
 
     def release_all(self) -> None:
         """End every ``acquire``, after an interrupt that left some open."""
-        for buffer in self.buffers:
+        for buffer in self._all:
             if buffer.users:
-                self.streams.compute_reached(buffer.free)
+                self._last_use_ends(buffer)
                 buffer.users = 0
 
     def has_leaked_view(self, chunk: Chunk) -> bool:
@@ -198,9 +228,9 @@ class BufferPool:
             self._assign(buffer, chunk)
 
     def invalidate(self, chunk: Chunk) -> None:
-        """Evict ``chunk``, whose weight is about to change."""
+        """Evict ``chunk``, whose weight is about to change, unless its buffer is the weight itself."""
         buffer = self._buffer_of(chunk.index)
-        if buffer is not None:
+        if buffer is not None and not buffer.resident:
             assert buffer.users == 0, "a chunk is updated while a unit uses it"
             self._evict(buffer)
 
@@ -237,9 +267,9 @@ class BufferPool:
 
     def _evict(self, buffer: Buffer) -> None:
         with self._lock:
-            if buffer.state is Residency.LOADING:
+            if buffer.state is Residency.UPLOADED:
                 # Nobody has waited for the upload, and what comes next on the compute stream must not overtake it.
-                self.streams.compute_waits(buffer.loaded)
+                self.streams.compute_waits(buffer.uploaded)
             buffer.state = Residency.EMPTY
             buffer.awaited = None
             if self.poison:
@@ -249,7 +279,7 @@ class BufferPool:
     def _assign(self, buffer: Buffer, chunk: Chunk) -> None:
         buffer.chunk = chunk
         buffer.awaited = update = chunk.update
-        buffer.state = Residency.QUEUED
+        buffer.state = Residency.ASSIGNED
         self._by_chunk[chunk.index] = buffer
         if update is None:
             self._issue(buffer, None)
@@ -262,14 +292,23 @@ class BufferPool:
         The thread that updates chunks may call this late, when the chunk waits for the update after ``update``.
         """
         with self._lock:
-            if buffer.state is Residency.QUEUED and buffer.awaited is update and buffer.chunk is not None:
+            if buffer.state is Residency.ASSIGNED and buffer.awaited is update and buffer.chunk is not None:
                 self._upload(buffer, buffer.chunk)
-                buffer.state = Residency.LOADING
+                buffer.state = Residency.UPLOADED
 
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
         self.fetches += 1
-        self._last = buffer.loaded
+        self._last = buffer.uploaded
         self.streams.upload(
-            buffer.memory[: chunk.elements], chunk.current_weight, after=buffer.free, done=buffer.loaded
+            buffer.memory[: chunk.elements], chunk.current_weight, after=buffer.free, done=buffer.uploaded
         )
         self.streams.upload_reached(chunk.uploaded)
+
+    def _make_whole(self, buffer: Buffer) -> None:
+        """Let compute use what was uploaded. The main thread alone calls this."""
+        self.streams.compute_waits(buffer.uploaded)
+        buffer.state = Residency.WHOLE
+
+    def _last_use_ends(self, buffer: Buffer) -> None:
+        if not buffer.resident:  # nothing is ever uploaded over a resident weight
+            self.streams.compute_reached(buffer.free)

@@ -1,12 +1,11 @@
 """Views of weights that leave the unit that made them: when they are used the chunk may lie elsewhere.
 
-Views of persistent chunks are treated like all others, so that what a script may do does not depend on the plan.
+Views of resident weights are treated like all others, so that what a script may do does not depend on the plan.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,28 +13,28 @@ from torch import Tensor
 from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.activations.saved import Copy
-from protrain.engine.states.chunks import Chunk
 from protrain.engine.units import Unit
-from protrain.engine.weights.buffers import Buffer, BufferPool
+from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.released import ReleasedParameter
 from protrain.engine.weights.views import storage_address
 
 
-def copy_escaping_weights(tree: Any, storages: Mapping[int, Chunk | Buffer], *, own: Unit | None = None) -> Any:
+def copy_escaping_weights(tree: Any, buffers: BufferPool, *, own: Unit | None = None) -> Any:
     """``tree`` with copies in place of the views of weights that it passes from one unit to another.
 
     Args:
         tree: the arguments or the output of a unit.
-        storages: the storages of weights by their addresses.
+        buffers: where weights lie.
         own: the unit that gets ``tree``. Its own parameters are not copied, as they are on the device while it runs.
     """
+    storages = buffers.by_address
 
     def escapes(leaf: Any) -> bool:
         if type(leaf) is Tensor:
             return storage_address(leaf) in storages
         if not isinstance(leaf, Tensor) or isinstance(leaf, ReleasedParameter) or storage_address(leaf) not in storages:
             return False
-        return own is None or not any(leaf is member.parameter for member in (*own.members, *own.persistent_members))
+        return own is None or not any(leaf is member.parameter for member in own.members)
 
     for tensor in tensors_in(tree):  # every call of every unit runs this loop, and hardly any finds something
         if escapes(tensor):
@@ -49,18 +48,11 @@ def refuse_leaked_views(unit: Unit, buffers: BufferPool) -> None:
     The engine knows the views that autograd saves. Any other view would show another chunk's weight in backward. It is
     found by counting: the memory of the chunk has more users after the unit than before it.
     """
-
-    def has_leaked(chunk: Chunk) -> bool:
-        if chunk.persistent:
-            return chunk.users == 0 and chunk.view_counter.has_unknown()
-        return buffers.has_leaked_view(chunk)
-
-    chunks = (*unit.chunks, *unit.persistent_chunks)
-    if not any(map(has_leaked, chunks)):
+    if not any(map(buffers.has_leaked_view, unit.chunks)):
         return
     gc.collect()  # an unreachable cycle may hold the view
-    for chunk in filter(has_leaked, chunks):
-        names = [member.name for member in (*unit.members, *unit.persistent_members) if member.chunk is chunk]
+    for chunk in filter(buffers.has_leaked_view, unit.chunks):
+        names = [member.name for member in unit.members if member.chunk is chunk]
         raise MisuseError(
             f"{unit.label} keeps a view of a weight ({', '.join(names)}) after its forward, when the weight may have "
             "left the device: in a torch.autograd.Function use ctx.save_for_backward and no attribute of ctx, and "

@@ -25,7 +25,7 @@ from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.metadata import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, as_contiguous
-from protrain.engine.weights.parameter import PresentParameter, edit_error, raw_data, set_data
+from protrain.engine.weights.parameter import PresentParameter, edit_error, raw_data
 from protrain.engine.weights.views import ViewForm, storage_address
 
 # Methods that give a tensor other memory, or hand out its own.
@@ -147,8 +147,6 @@ def weight_of(handle: Handle) -> Tensor:
     engine = handle.engine
     member = engine.members[handle.index]
     chunk = member.chunk
-    if chunk.persistent:
-        return member.view(chunk.weight).clone()
     if engine.buffers.in_use(chunk):
         return member.view(engine.buffers.content(chunk)).clone()
     chunk.wait_for_update()
@@ -309,18 +307,6 @@ def _edge(parameter: Any) -> Any:
         return parameter
     with torch._C.DisableTorchFunctionSubclass():
         return get_gradient_edge(parameter)
-
-
-def attach(parameter: nn.Parameter, data: Tensor) -> None:
-    """Let ``data`` on the device be the data of ``parameter``, which a unit begins to use."""
-    parameter.__class__ = PresentParameter
-    set_data(parameter, data)
-
-
-def release(parameter: nn.Parameter, placeholder: Tensor) -> None:
-    """Take the data of ``parameter`` away. ``placeholder`` is one NaN element on its device."""
-    set_data(parameter, placeholder.expand(parameter.shape))
-    parameter.__class__ = ReleasedParameter
 
 
 def make_full(parameter: nn.Parameter, copy: Tensor) -> None:
