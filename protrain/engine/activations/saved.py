@@ -16,8 +16,8 @@ memory and run forward again (CKPT_SWAP).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -287,36 +287,28 @@ class CheckpointFrame(Frame):
         self.recomputed.clear()
         args, kwargs = map_leaves(self.fresh_input, (self.args, self.kwargs))
         attention = nullcontext() if self.attention is None else self.attention.again(self.fresh_input)
-        with (
-            self.modules.again(),
-            suppress(_Stop),
-            torch.enable_grad(),
-            self.random_state,
-            self.autocast.again(),
-            self._keeping(),
-            attention,
-        ):
-            self.function(*args, **kwargs)
+        running = [self]  # the second run's graph may outlive it, and must not keep the frame alive
 
-    @contextmanager
-    def _keeping(self) -> Iterator[None]:
-        """Keep the tensors that the second run saves.
-
-        Its graph runs backward only if the block computes gradients itself.
-        """
-        running = [self]  # the graph may outlive the run, and must not keep the frame alive
-
-        def unpack(index: int) -> Tensor:
+        def unpack(index: int) -> Tensor:  # the block computes gradients itself
             assert running, "the recomputed graph has no backward of its own"
             return Frame.rebuild(running[0], running[0].recomputed[index])
 
-        with saved_tensors_hooks(self._keep, unpack):
-            try:
-                yield
-            finally:
-                running.clear()
+        try:
+            with (
+                self.modules.again(),
+                torch.enable_grad(),
+                self.random_state,
+                self.autocast.again(),
+                saved_tensors_hooks(self._keep, unpack),
+                attention,
+                suppress(_Stop),  # the innermost, as contexts end sooner without an error
+            ):
+                self.function(*args, **kwargs)
+        finally:
+            running.clear()
 
     def _keep(self, tensor: Tensor) -> int:
+        """Keep a tensor that the second run saves. Returns its number, which autograd saves in place of it."""
         recomputed, forms = self.recomputed, self.forms
         index = len(recomputed)
         if (tensor.shape, tensor.dtype) != forms[index]:

@@ -168,7 +168,9 @@ class BufferPool:
         Chunks that are in a buffer already come first, so that the others cannot evict them.
         """
         acquired: dict[int, Tensor] = {}
-        present_first = sorted(chunks, key=lambda chunk: self._buffer_of(chunk.index) is None)
+        present_first = chunks
+        if len(chunks) > 1:
+            present_first = sorted(chunks, key=lambda chunk: self._buffer_of(chunk.index) is None)
         try:
             for chunk in present_first:
                 acquired[chunk.index] = self.acquire(chunk, schedule)
