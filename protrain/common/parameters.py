@@ -12,6 +12,12 @@ from protrain.common.trees import named_tensors
 
 # The types in which weights can train, by name.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# The methods that return what a sparse tensor consists of.
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
 _MANAGED = frozenset({torch.float64, *DTYPES.values()})
 
 
@@ -42,15 +48,25 @@ def moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 def made_of(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
     """The plain tensors that make up ``tensor``, under dotted names that begin with ``name``.
 
-    For example, a quantised tensor of torchao consists of numbers, scales and zero points, and has no memory of its
-    own.
+    For example, a quantised tensor of torchao consists of numbers, scales and zero points, a jagged nested tensor of
+    values and offsets, and a sparse one of indices and values. None of these has memory of its own.
     """
-    if type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor):
+    if is_plain(tensor):
+        return {name: tensor}
+    if tensor.layout in _SPARSE_PARTS:
+        with torch.no_grad():
+            return {f"{name}.{part}": getattr(tensor, part)() for part in _SPARSE_PARTS[tensor.layout]}
+    if not is_traceable_wrapper_subclass(tensor):
         return {name: tensor}
     parts: dict[str, Tensor] = {}
     for attribute in tensor.__tensor_flatten__()[0]:
         parts |= made_of(getattr(tensor, attribute), f"{name}.{attribute}")
     return parts
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of no other class, dense, and has one shape and memory of its own."""
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def kept_beside(tensor: Tensor, name: str = "") -> dict[str, Tensor]:

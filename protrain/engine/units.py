@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from protrain.engine.activations.module_state import BlockModules
 from protrain.engine.states.chunks import Chunk, Member
+from protrain.engine.weights.parameter import PresentParameter
+from protrain.forward.module_state import BlockModules
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode, Plan
 from protrain.profiler.model_profile import ModelProfile
@@ -50,7 +51,7 @@ def make_units(
                 members=[member for member in own_members if not member.chunk.persistent],
                 persistent_chunks=[chunk for chunk in own_chunks if chunk.persistent],
                 persistent_members=[member for member in own_members if member.chunk.persistent],
-                modules=BlockModules(module),
+                modules=BlockModules(module, PresentParameter),
             )
         )
     return units

@@ -16,8 +16,8 @@ memory and run forward again (CKPT_SWAP).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,22 +26,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from protrain.common.errors import MisuseError
-from protrain.common.trees import map_leaves, tensors_in
-from protrain.engine.activations.caches import copied, is_cache, tensors_of
+from protrain.common.trees import tensors_in
 from protrain.engine.activations.kept_attention import KeptAttention
 from protrain.engine.activations.ledger import Ledger
-from protrain.engine.activations.rng import BlockRandomState
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Streams
 from protrain.engine.units import Unit
 from protrain.engine.weights.buffers import Buffer, BufferPool
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.views import ViewForm, storage_address
+from protrain.forward.recomputation import INPUTS, Recomputation, watch, written_over
 from protrain.planning.plan import Plan
 
-INPUTS = "its inputs, as it is recomputed"
 SAVED = "tensors that it saved"
-GIVEN = "parameters that it was given, as it is recomputed"
 
 _ORDINARY = frozenset({Tensor, nn.Parameter, PresentParameter})
 
@@ -180,165 +177,73 @@ class Frame:
 
     def written_over(self, what: str) -> MisuseError:
         """The error for a backward that needs values which were changed since forward: [Note: written over]."""
-        return MisuseError(
-            f"backward through {self.unit.label} needs {what}, but one was changed in place since: change a copy "
-            "(tensor.clone())"
-        )
+        return written_over(self.unit.label, what)
 
 
-class _Stop(Exception):
-    """Recomputation has saved all that the first run saved, so the rest of the unit need not run again."""
+class CheckpointFrame(Frame, Recomputation):
+    """One call of a unit that keeps its inputs and is recomputed in backward (CKPT): [Note: a second run].
 
-
-class CheckpointFrame(Frame):
-    """One call of a unit that keeps its inputs and is recomputed in backward (CKPT).
-
-    The second run has the same random numbers, the same autocast state and the same saved tensors. torch's own
-    checkpoint would keep views of weights from the second run. Those would outlive the content of their buffers when
-    backward alternates between units, so here they are saved as [Note: saved weights] says. With
+    torch's own checkpoint would keep views of weights from the second run. Those would outlive the content of their
+    buffers when backward alternates between units, so here they are saved as [Note: saved weights] says. With
     ``Plan.keep_attention`` the outputs of attention are kept beside the inputs: [Note: what is not computed twice].
     """
 
     def __init__(self, engine: FrameEngine, unit: Unit) -> None:
-        super().__init__(engine, unit)
-        self.forms: list[tuple[torch.Size, torch.dtype]] = []  # of the tensors that the first run saved
-        self.recomputed: dict[int, Any] = {}  # the tensors that the second run saved, by their number
+        Frame.__init__(self, engine, unit)
+        Recomputation.__init__(self, unit.label, unit.modules, engine.device)
         self.attention = KeptAttention(engine.device) if engine.plan.keep_attention else None
         self.watched: list[tuple[Tensor, int]] = []  # inputs, with their versions when the first run began
         self.inputs_changed = False  # whether an input has changed since
-        self.cached: list[tuple[Tensor, int]] = []  # the tensors in key/value caches, with their versions
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Lists and dictionaries are copied, as the model may put more into them later.
-        self.function, (self.args, self.kwargs) = function, map_leaves(self._as_given, (args, kwargs))
         given = tensors_in((args, kwargs))
         for tensor in given:
             if not isinstance(tensor, nn.Parameter):  # parameters lie in chunks
                 self.engine.ledger.hold(tensor)
         self.watched = watch(given)
-        self.autocast = _autocast_state(self.engine.device.type)
-        self.modules = self.unit.modules.called()
-        self.random_state = BlockRandomState(self.engine.device, self.unit.modules.generators)
+        self.called(function, args, kwargs)
         if self.attention is None:
             output = super().run(function, args, kwargs)
         else:
             output = super().run(self.attention.noting(function), args, kwargs)
             for tensor in self.attention.keep():
                 self.engine.ledger.hold(tensor)
-        self.modules.over()
-        self.recomputed.clear()  # it has entries if the block has computed gradients itself
-        self._look_at_caches()
+        self.over()
         return output
-
-    def _as_given(self, leaf: Any) -> Any:
-        if is_cache(leaf):
-            self.cached += watch(tensors_of(leaf))
-            return copied(leaf)
-        return leaf
-
-    def _look_at_caches(self) -> None:
-        """MisuseError if the copies of key/value caches are no longer what the first run was given."""
-        if any(tensor._version != version for tensor, version in self.cached):
-            raise MisuseError(
-                f"{self.unit.label} was given a key/value cache whose tensors were written to since, so it cannot be "
-                "recomputed: pass use_cache=False, or a cache that grows (transformers.DynamicCache)"
-            )
 
     @override
     def pack(self, tensor: Tensor) -> int:
         if self.attention is not None and tensor.layout == torch.strided:
             self.attention.note_saved(tensor)
-        self.forms.append((tensor.shape, tensor.dtype))
-        return len(self.forms) - 1
+        return self.note(tensor)
 
     @override
     def rebuild(self, packed: int) -> Tensor:
-        if packed not in self.recomputed:
-            self._recompute()
-        if packed not in self.recomputed:
-            raise self._other_operations(f"saved {len(self.forms)} tensors in forward but fewer when recomputed")
-        return super().rebuild(self.recomputed.pop(packed))
+        return self.tensor_of(self.again(packed))
 
-    def _other_operations(self, what: str) -> MisuseError:
-        return MisuseError(
-            f"{self.unit.label} {what}: to be checkpointed its forward must do the same operations each time, and "
-            "sdpa_kernel and requires_grad must be the same when backward runs"
-        )
+    @override
+    def keep(self, tensor: Tensor) -> Any:
+        return Frame.pack(self, tensor)
 
-    def fresh_input(self, leaf: Any) -> Any:
-        """What the second run is given in place of ``leaf``, so that it is no part of the first run's graph."""
-        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
-            return leaf.detach().requires_grad_(leaf.requires_grad)
-        return copied(leaf) if is_cache(leaf) else leaf
+    @override
+    def tensor_of(self, kept: Any) -> Tensor:
+        return Frame.rebuild(self, kept)
+
+    @override
+    def around_second_run(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.attention is None else self.attention.again(self.fresh_input)
+
+    @override
+    def refuse_changes(self) -> None:
+        self.look_at_inputs()
+        if self.inputs_changed:
+            raise self.written_over(INPUTS)
+        super().refuse_changes()
 
     def look_at_inputs(self) -> None:
         """Note whether an input has changed since the first run."""
         self.inputs_changed |= any(tensor._version != version for tensor, version in self.watched)
-
-    def _recompute(self) -> None:
-        self.look_at_inputs()
-        if self.inputs_changed:
-            raise self.written_over(INPUTS)
-        self._look_at_caches()
-        if self.modules.given_changed():
-            raise self.written_over(GIVEN)
-        if (name := self.modules.changed_table()) is not None:
-            raise MisuseError(
-                f"backward through {self.unit.label} needs its buffer {name} as it was in forward, but the buffer has "
-                "changed since. This had not happened before, so no copy was made: run this step again, for which a "
-                "copy will be made"
-            )
-        self.recomputed.clear()
-        args, kwargs = map_leaves(self.fresh_input, (self.args, self.kwargs))
-        attention = nullcontext() if self.attention is None else self.attention.again(self.fresh_input)
-        with (
-            self.modules.again(),
-            suppress(_Stop),
-            torch.enable_grad(),
-            self.random_state,
-            self.autocast(),
-            self._keeping(),
-            attention,
-        ):
-            self.function(*args, **kwargs)
-
-    @contextmanager
-    def _keeping(self) -> Iterator[None]:
-        """Keep the tensors that the second run saves.
-
-        Its graph runs backward only if the block computes gradients itself.
-        """
-        running = [self]  # the graph may outlive the run, and must not keep the frame alive
-
-        def unpack(index: int) -> Tensor:
-            assert running, "the recomputed graph has no backward of its own"
-            return Frame.rebuild(running[0], running[0].recomputed[index])
-
-        with saved_tensors_hooks(self._keep, unpack):
-            try:
-                yield
-            finally:
-                running.clear()
-
-    def _keep(self, tensor: Tensor) -> int:
-        index = len(self.recomputed)
-        if (tensor.shape, tensor.dtype) != self.forms[index]:
-            first, second = self._form(*self.forms[index]), self._form(tensor.shape, tensor.dtype)
-            raise self._other_operations(f"saved {first} in forward and {second} in its place when recomputed")
-        self.recomputed[index] = super().pack(tensor)
-        if index + 1 == len(self.forms):
-            raise _Stop
-        return index
-
-    @staticmethod
-    def _form(shape: torch.Size, dtype: torch.dtype) -> str:
-        return f"a {dtype} tensor of shape {tuple(shape)}"
-
-
-def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-    """``tensors`` with their versions, without tensors that have none, and without parameters: see [Note: edits]."""
-    return [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -351,10 +256,3 @@ def detached(tensor: Tensor) -> Tensor:
         return tensor.detach()
     with torch._C._DisableTorchDispatch():
         return tensor.detach()
-
-
-def _autocast_state(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    enabled = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type)
-    cache = torch.is_autocast_cache_enabled()
-    return lambda: torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache)

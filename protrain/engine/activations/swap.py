@@ -22,11 +22,12 @@ from typing_extensions import override
 from protrain.common.errors import BudgetError
 from protrain.common.quantities import format_bytes
 from protrain.common.trees import Leaf, map_leaves, tensors_in
-from protrain.engine.activations.saved import INPUTS, SAVED, CheckpointFrame, Frame, FrameEngine, watch
+from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame, FrameEngine
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.units import Unit
 from protrain.engine.weights.views import ViewForm, storage_address
+from protrain.forward.recomputation import INPUTS, watch
 from protrain.planning.plan import SWAP_ALIGNMENT_BYTES
 
 _SMALLEST_BYTES = 512  # to offload a smaller storage (a random seed, a scalar) frees nothing in the allocator
@@ -128,7 +129,7 @@ class Offload:
 
     def accepts(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` can be offloaded, and this frees device memory, as it does not for weights in chunks."""
-        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
             return False
         if tensor.device.type != self._engine.device.type:
             return False
@@ -289,7 +290,7 @@ class CheckpointSwapFrame(CheckpointFrame):
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().run(function, args, kwargs)
-        if self.forms:
+        if self.needed:
             self.engine.swaps.defer_inputs(self)
         return output
 

@@ -1,0 +1,224 @@
+"""A call of a block that runs again in backward, for the tensors that its first run saved.
+
+[Note: a second run] The second run must do what the first has done, and leave no trace. It gets the arguments as they
+were at the call: lists, dictionaries, objects and key/value caches are copied beforehand, as the model may put more
+into them, and tensors are cut off from the graph of the first run. Its modules have the content that the first run
+found (see [Note: what a block changes]), and it draws the same random numbers under the same autocast. The tensors that
+autograd saves in it are those that the first run saved, in the same order. It ends with the last of them.
+
+The engine recomputes blocks that a plan checkpoints, and the profiler recomputes every block. Both do it by this class,
+so what works in the one works in the other, and what is refused is refused in both, in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from protrain.common.caches import copied, is_cache, tensors_of
+from protrain.common.errors import MisuseError
+from protrain.common.parameters import is_plain, made_of
+from protrain.common.trees import map_leaves
+from protrain.forward.module_state import BlockModules
+from protrain.forward.rng import BlockRandomState
+
+INPUTS = "its inputs, as it is recomputed"
+GIVEN = "parameters that it was given, as it is recomputed"
+
+_Form = tuple[tuple[Any, torch.dtype], ...]
+
+
+class _Stop(Exception):
+    """The second run has saved all that the first run saved, so the rest of the block need not run again."""
+
+
+class Recomputation:
+    """One call of the block ``modules``, which errors name by ``label``, on ``device``. See [Note: a second run].
+
+    Who runs the block calls, in this order: :meth:`called`, the block, with :meth:`note` for every tensor that autograd
+    saves, and :meth:`over`. In backward :meth:`again` gives what stands for a saved tensor.
+    """
+
+    def __init__(self, label: str, modules: BlockModules, device: torch.device) -> None:
+        self._label = label
+        self._block = modules
+        self._on = device
+        self._forms: list[_Form] = []  # of the tensors that the first run saved
+        self._recomputed: dict[int, Any] = {}  # what keeps the tensors that the second run saved, by their number
+        self._cached: list[tuple[Tensor, int]] = []  # the tensors in key/value caches, with their versions
+
+    # -- what a subclass may change
+
+    def as_given(self, leaf: Any) -> Any:
+        """What is kept of ``leaf`` of the arguments."""
+        if is_cache(leaf):
+            self._cached += watch(tensors_of(leaf))
+            return copied(leaf)
+        return leaf
+
+    def fresh_input(self, leaf: Any) -> Any:
+        """What a second run is given in place of the kept ``leaf``, so that it is no part of the first run's graph."""
+        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+            return leaf.detach().requires_grad_(leaf.requires_grad)
+        return copied(leaf) if is_cache(leaf) else leaf
+
+    def keep(self, tensor: Tensor) -> Any:
+        """What keeps ``tensor``, which a second run saved."""
+        return tensor.detach()  # an output that keeps its own graph node alive would never be freed
+
+    def tensor_of(self, kept: Any) -> Tensor:
+        """The tensor that ``kept`` keeps."""
+        assert isinstance(kept, Tensor)
+        return kept
+
+    def around_second_run(self) -> AbstractContextManager[Any]:
+        """A further context for the second run."""
+        return nullcontext()
+
+    def refuse_changes(self) -> None:
+        """MisuseError if the second run would find something that has changed since the first."""
+        self._look_at_caches()
+        if self._modules.given_changed():
+            raise written_over(self._label, GIVEN)
+        if (name := self._modules.changed_table()) is not None:
+            raise MisuseError(
+                f"backward through {self._label} needs its buffer {name} as it was in forward, but the buffer has "
+                "changed since. This had not happened before, so no copy was made: run this step again, for which a "
+                "copy will be made"
+            )
+
+    # -- the first run
+
+    def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first run of ``function`` begins, which is given the arguments as they are."""
+        self._function = function
+        self.args, self.kwargs = map_leaves(self.as_given, (args, kwargs))
+        self._autocast = _autocast_state(self._on.type)
+        self._modules = self._block.called()
+        self._random_state = BlockRandomState(self._on, self._block.generators)
+
+    def note(self, tensor: Tensor) -> int:
+        """The first run saves ``tensor``. Returns what stands for it."""
+        self._forms.append(_form(tensor))
+        return len(self._forms) - 1
+
+    def over(self) -> None:
+        """The first run is over."""
+        self._modules.over()
+        self._recomputed.clear()  # it has entries if the block has computed gradients itself
+        self._look_at_caches()
+
+    @property
+    def needed(self) -> bool:
+        """Whether the first run saved a tensor, so that backward may need a second run."""
+        return bool(self._forms)
+
+    # -- the second run
+
+    def again(self, noted: int) -> Any:
+        """What keeps the saved tensor that ``noted`` stands for. It is no longer kept here."""
+        if noted not in self._recomputed:
+            self._recompute()
+        if noted not in self._recomputed:
+            raise self._other_operations(f"saved {len(self._forms)} tensors in forward but fewer when recomputed")
+        return self._recomputed.pop(noted)
+
+    def _recompute(self) -> None:
+        self.refuse_changes()
+        self._recomputed.clear()
+        args, kwargs = map_leaves(self.fresh_input, (self.args, self.kwargs))
+        with (
+            self._modules.again(),
+            suppress(_Stop),
+            torch.enable_grad(),
+            self._random_state,
+            self._autocast(),
+            self._keeping(),
+            self.around_second_run(),
+        ):
+            self._function(*args, **kwargs)
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Keep the tensors that the second run saves.
+
+        Its graph runs backward only if the block computes gradients itself.
+        """
+        running = [self]  # the graph may outlive the run, and must not keep this object alive
+
+        def unpack(index: int) -> Tensor:
+            assert running, "the recomputed graph has no backward of its own"
+            return running[0].tensor_of(running[0]._recomputed[index])
+
+        with saved_tensors_hooks(self._keep, unpack):
+            try:
+                yield
+            finally:
+                running.clear()
+
+    def _keep(self, tensor: Tensor) -> int:
+        index, form = len(self._recomputed), _form(tensor)
+        if form != self._forms[index]:
+            first, second = _described(self._forms[index]), _described(form)
+            raise self._other_operations(f"saved {first} in forward and {second} in its place when recomputed")
+        self._recomputed[index] = self.keep(tensor)
+        if index + 1 == len(self._forms):
+            raise _Stop
+        return index
+
+    def _look_at_caches(self) -> None:
+        """MisuseError if the copies of key/value caches are no longer what the first run was given."""
+        if any(tensor._version != version for tensor, version in self._cached):
+            raise MisuseError(
+                f"{self._label} was given a key/value cache whose tensors were written to since, so it cannot be "
+                "recomputed: pass use_cache=False, or a cache that grows (transformers.DynamicCache)"
+            )
+
+    def _other_operations(self, what: str) -> MisuseError:
+        return MisuseError(
+            f"{self._label} {what}: to be checkpointed its forward must do the same operations each time, and "
+            "sdpa_kernel and requires_grad must be the same when backward runs"
+        )
+
+
+def written_over(label: str, what: str) -> MisuseError:
+    """The error for a backward that needs values which were changed since forward."""
+    return MisuseError(
+        f"backward through {label} needs {what}, but one was changed in place since: change a copy (tensor.clone())"
+    )
+
+
+def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """``tensors`` with their versions, without tensors that have none, and without parameters: see [Note: edits]."""
+    return [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
+
+
+def _form(tensor: Tensor) -> _Form:
+    """The shape and type of ``tensor``, or of all plain tensors that it consists of.
+
+    A nested tensor has a length that is a symbol, which is another one in each run. A nested tensor of the older layout
+    has no shape at all, but one size.
+    """
+    if is_plain(tensor):
+        return ((tensor.shape, tensor.dtype),)
+    parts = made_of(tensor).values()
+    return tuple([(part.numel() if part.is_nested else part.shape, part.dtype) for part in parts])
+
+
+def _described(form: _Form) -> str:
+    return " and ".join(
+        f"a {dtype} tensor of {f'{size} elements' if isinstance(size, int) else f'shape {tuple(size)}'}"
+        for size, dtype in form
+    )
+
+
+def _autocast_state(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    cache = torch.is_autocast_cache_enabled()
+    return lambda: torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache)
