@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from protrain.forward.rng import GENERATORS
 
-_TABLE_ELEMENTS = 1 << 16  # larger buffers are usually masks and tables
+TABLE_ELEMENTS = 1 << 16  # larger buffers are usually masks and tables
 _PLAIN = frozenset({type(None), bool, int, float, complex, str})
 _Content: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # a dictionary of a module, and what was in it
 
@@ -137,7 +137,7 @@ class ModulesBefore:
         for name, buffer in held.items():
             if buffer is None:
                 continue
-            large = buffer.numel() > _TABLE_ELEMENTS and (module, name) not in self._block.updated
+            large = buffer.numel() > TABLE_ELEMENTS and (module, name) not in self._block.updated
             if large:
                 self._tables.append(_Table(module, name, buffer, _version(buffer)))
             compared = self._watched and buffer.layout == torch.strided and not buffer.is_meta

@@ -22,7 +22,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from protrain.common.caches import copied, is_cache, tensors_of
 from protrain.common.errors import MisuseError
-from protrain.common.parameters import is_plain, made_of
 from protrain.common.trees import map_leaves
 from protrain.forward.module_state import BlockModules
 from protrain.forward.rng import BlockRandomState
@@ -30,7 +29,7 @@ from protrain.forward.rng import BlockRandomState
 INPUTS = "its inputs, as it is recomputed"
 GIVEN = "parameters that it was given, as it is recomputed"
 
-_Form = tuple[tuple[Any, torch.dtype], ...]
+_Form = tuple[torch.Size, torch.dtype]
 
 
 class _Stop(Exception):
@@ -64,7 +63,9 @@ class Recomputation:
     def fresh_input(self, leaf: Any) -> Any:
         """What a second run is given in place of the kept ``leaf``, so that it is no part of the first run's graph."""
         if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
-            return leaf.detach().requires_grad_(leaf.requires_grad)
+            # Integers are in no graph, and torch knows the offsets of a nested tensor by their object.
+            in_graph = leaf.is_floating_point() or leaf.is_complex()
+            return leaf.detach().requires_grad_(leaf.requires_grad) if in_graph else leaf
         return copied(leaf) if is_cache(leaf) else leaf
 
     def keep(self, tensor: Tensor) -> Any:
@@ -83,9 +84,9 @@ class Recomputation:
     def refuse_changes(self) -> None:
         """MisuseError if the second run would find something that has changed since the first."""
         self._look_at_caches()
-        if self._modules.given_changed():
+        if self.modules.given_changed():
             raise written_over(self._label, GIVEN)
-        if (name := self._modules.changed_table()) is not None:
+        if (name := self.modules.changed_table()) is not None:
             raise MisuseError(
                 f"backward through {self._label} needs its buffer {name} as it was in forward, but the buffer has "
                 "changed since. This had not happened before, so no copy was made: run this step again, for which a "
@@ -96,10 +97,10 @@ class Recomputation:
 
     def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first run of ``function`` begins, which is given the arguments as they are."""
-        self._function = function
+        self.function = function
         self.args, self.kwargs = map_leaves(self.as_given, (args, kwargs))
         self._autocast = _autocast_state(self._on.type)
-        self._modules = self._block.called()
+        self.modules = self._block.called()
         self._random_state = BlockRandomState(self._on, self._block.generators)
 
     def note(self, tensor: Tensor) -> int:
@@ -109,7 +110,7 @@ class Recomputation:
 
     def over(self) -> None:
         """The first run is over."""
-        self._modules.over()
+        self.modules.over()
         self._recomputed.clear()  # it has entries if the block has computed gradients itself
         self._look_at_caches()
 
@@ -133,7 +134,7 @@ class Recomputation:
         self._recomputed.clear()
         args, kwargs = map_leaves(self.fresh_input, (self.args, self.kwargs))
         with (
-            self._modules.again(),
+            self.modules.again(),
             suppress(_Stop),
             torch.enable_grad(),
             self._random_state,
@@ -141,7 +142,7 @@ class Recomputation:
             self._keeping(),
             self.around_second_run(),
         ):
-            self._function(*args, **kwargs)
+            self.function(*args, **kwargs)
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
@@ -164,6 +165,11 @@ class Recomputation:
     def _keep(self, tensor: Tensor) -> int:
         index, form = len(self._recomputed), _form(tensor)
         if form != self._forms[index]:
+            if tensor.layout is torch.jagged:
+                raise MisuseError(
+                    f"{self._label} makes the offsets of a nested tensor itself, and torch takes those of the "
+                    "recomputation for others: make the offsets where the block is called, and pass them to it"
+                )
             first, second = _described(self._forms[index]), _described(form)
             raise self._other_operations(f"saved {first} in forward and {second} in its place when recomputed")
         self._recomputed[index] = self.keep(tensor)
@@ -199,25 +205,18 @@ def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
 
 
 def _form(tensor: Tensor) -> _Form:
-    """The shape and type of ``tensor``, or of all plain tensors that it consists of.
-
-    A nested tensor has a length that is a symbol, which is another one in each run. A nested tensor of the older layout
-    has no shape at all, but one size.
-    """
-    if is_plain(tensor):
-        return ((tensor.shape, tensor.dtype),)
-    parts = made_of(tensor).values()
-    return tuple([(part.numel() if part.is_nested else part.shape, part.dtype) for part in parts])
+    """The shape and type of ``tensor``. A nested tensor of the older layout has no shape, but one size."""
+    whole = tensor.is_nested and tensor.layout is torch.strided
+    return torch.Size((tensor.numel(),)) if whole else tensor.shape, tensor.dtype
 
 
 def _described(form: _Form) -> str:
-    return " and ".join(
-        f"a {dtype} tensor of {f'{size} elements' if isinstance(size, int) else f'shape {tuple(size)}'}"
-        for size, dtype in form
-    )
+    return f"a {form[1]} tensor of shape {tuple(form[0])}"
 
 
 def _autocast_state(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    if not torch.amp.is_autocast_available(device_type):  # the meta device knows none
+        return nullcontext
     enabled = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type)
     cache = torch.is_autocast_cache_enabled()

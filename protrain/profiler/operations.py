@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,8 +13,9 @@ from torch.utils.flop_counter import flop_registry
 
 from protrain.common.trees import tensors_in
 from protrain.forward.attention import for_backward, is_attention
+from protrain.forward.dispatch import are_wrappers
 from protrain.profiler.attention_calls import AttentionCall, attention_call
-from protrain.profiler.storages import storage_key
+from protrain.profiler.storages import memory_in, storage_key
 
 
 class Operations(TorchDispatchMode):
@@ -21,6 +23,7 @@ class Operations(TorchDispatchMode):
 
     ``traffic_bytes`` counts the other operators as if each ran alone. ``fused_bytes`` counts them as if a compiler
     fused them: they read each outside tensor once, and they write only what a product reads or what backward needs.
+    Operators on tensors of other classes (nested, quantised) are counted as the operators that these run.
     """
 
     supports_higher_order_operators = True
@@ -41,6 +44,8 @@ class Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func`` and count what it computes and moves."""
+        if are_wrappers(types):
+            return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         sources, targets = _bytes_by_storage((args, kwargs)), _bytes_by_storage(result)
@@ -71,7 +76,7 @@ def _bytes_by_storage(tree: Any) -> dict[StorageWeakRef, int]:
     """The bytes that an operator touches of each storage. A view may be of a part, or may repeat the same elements."""
     return {
         storage_key(tensor): min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-        for tensor in tensors_in(tree)
+        for tensor in memory_in(tree)
     }
 
 
@@ -82,8 +87,11 @@ def is_product(func: Any) -> bool:
 
 
 def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
-    """The flops of a product, convolution or attention; None for any other operator."""
-    if not is_product(func):
+    """The flops of a product, convolution or attention; None for any other operator.
+
+    It is None, too, for products of sparse tensors, whose time is that of moving them.
+    """
+    if not is_product(func) or any(tensor.layout is not torch.strided for tensor in tensors_in((args, kwargs))):
         return None
     packet = getattr(func, "_overloadpacket", func)
     if packet.__name__.startswith("_scaled_dot_product") and not packet.__name__.endswith("_backward"):
