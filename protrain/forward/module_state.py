@@ -137,11 +137,10 @@ class ModulesBefore:
         for name, buffer in held.items():
             if buffer is None:
                 continue
-            large = buffer.numel() > TABLE_ELEMENTS and (module, name) not in self._block.updated
+            large = buffer.numel() > TABLE_ELEMENTS and (module, name) not in self._block.updated and not buffer.is_meta
             if large:
                 self._tables.append(_Table(module, name, buffer, _version(buffer)))
-            compared = self._watched and buffer.layout == torch.strided and not buffer.is_meta
-            if (not large or compared) and id(buffer) not in self._copies:
+            if (not large or (self._watched and buffer.layout == torch.strided)) and id(buffer) not in self._copies:
                 # The copy of a large buffer is in host memory, as it is for a comparison only.
                 value = buffer.detach().to("cpu" if large else buffer.device, copy=True)
                 self._copies[id(buffer)] = _Copy(value, buffer.device)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -23,7 +24,8 @@ class Operations(TorchDispatchMode):
 
     ``traffic_bytes`` counts the other operators as if each ran alone. ``fused_bytes`` counts them as if a compiler
     fused them: they read each outside tensor once, and they write only what a product reads or what backward needs.
-    Operators on tensors of other classes (nested, quantised) are counted as the operators that these run.
+    Operators on tensors of other classes (nested, quantised) are counted as the operators that these run. Products of
+    sparse tensors, and of nested ones of the older layout, are counted by their bytes, as moving takes their time.
     """
 
     supports_higher_order_operators = True
@@ -47,9 +49,13 @@ class Operations(TorchDispatchMode):
         if are_wrappers(types):
             return NotImplemented
         kwargs = kwargs or {}
+        dense = all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors_in((args, kwargs)))
+        if dense and not is_product(func) and isinstance(func, OpOverload) and func._can_decompose():
+            with self:  # tensors of other classes run whole what autograd would have split up, such as aten.linear
+                return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
         sources, targets = _bytes_by_storage((args, kwargs)), _bytes_by_storage(result)
-        flops = _flops_of(func, args, kwargs, result)
+        flops = _flops_of(func, args, kwargs, result) if dense else None
         if flops is not None:
             self.flops += flops
             self._write(sources)
@@ -87,11 +93,8 @@ def is_product(func: Any) -> bool:
 
 
 def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
-    """The flops of a product, convolution or attention; None for any other operator.
-
-    It is None, too, for products of sparse tensors, whose time is that of moving them.
-    """
-    if not is_product(func) or any(tensor.layout is not torch.strided for tensor in tensors_in((args, kwargs))):
+    """The flops of a product, convolution or attention; None for any other operator."""
+    if not is_product(func):
         return None
     packet = getattr(func, "_overloadpacket", func)
     if packet.__name__.startswith("_scaled_dot_product") and not packet.__name__.endswith("_backward"):
