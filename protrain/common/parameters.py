@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,17 +52,37 @@ def made_of(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
     For example, a quantised tensor of torchao consists of numbers, scales and zero points, a jagged nested tensor of
     values and offsets, and a sparse one of indices and values. None of these has memory of its own.
     """
-    if is_plain(tensor):
-        return {name: tensor}
-    if tensor.layout in _SPARSE_PARTS:
-        with torch.no_grad():
-            return {f"{name}.{part}": getattr(tensor, part)() for part in _SPARSE_PARTS[tensor.layout]}
-    if not is_traceable_wrapper_subclass(tensor):
+    split = None if is_plain(tensor) else split_up(tensor)
+    if split is None:
         return {name: tensor}
     parts: dict[str, Tensor] = {}
-    for attribute in tensor.__tensor_flatten__()[0]:
-        parts |= made_of(getattr(tensor, attribute), f"{name}.{attribute}")
+    for attribute, part in split[0].items():
+        parts |= made_of(part, f"{name}.{attribute}")
     return parts
+
+
+def split_up(tensor: Tensor) -> tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], Tensor]] | None:
+    """The tensors that ``tensor`` consists of, and a function that makes such a tensor of others in their place.
+
+    It is None for a tensor that has memory of its own. The function does not keep ``tensor``.
+    """
+    layout = tensor.layout
+    if layout in _SPARSE_PARTS:
+        shape = tensor.shape
+        make: Any = torch.sparse_coo_tensor if layout is torch.sparse_coo else torch.sparse_compressed_tensor
+        with torch.no_grad():
+            parts = {name: getattr(tensor, name)() for name in _SPARSE_PARTS[layout]}
+        if layout is not torch.sparse_coo:
+            return parts, lambda parts: make(*parts.values(), shape, layout=layout)
+        coalesced = tensor.is_coalesced()
+        return parts, lambda parts: make(*parts.values(), shape, is_coalesced=coalesced)
+    if is_traceable_wrapper_subclass(tensor):
+        shape, stride = tensor.shape, tensor.stride()
+        names, context = tensor.__tensor_flatten__()
+        kind: Any = type(tensor)
+        parts = {name: getattr(tensor, name) for name in names}
+        return parts, lambda parts: kind.__tensor_unflatten__(parts, context, shape, stride)
+    return None
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -82,9 +82,8 @@ class Step:
         self.calls: list[str] = []  # paths of units in the order in which one forward calls them
         self.uses: dict[str, dict[int, None]] = {}  # from a unit to the parameters it used without owning them
         self.blocks: dict[str, BlockUse] = {}  # blocks in execution order
-        self.kept_until_backward: set[StorageWeakRef] = (
-            set()
-        )  # storages that code outside the blocks keeps until backward
+        # storages that code outside the blocks keeps until backward
+        self.kept_until_backward: set[StorageWeakRef] = set()
         self.active: list[str] = []  # units whose calls are active, innermost last
         self.within: dict[str, set[str]] = {}  # from a unit to the units that were active when it was called
         self.differentiating = set(differentiating)  # blocks whose forward computes gradients with create_graph=True
@@ -112,7 +111,6 @@ class Step:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Queue one forward and backward. An exception of the model passes, with a note on where it came from."""
-        inputs = tensors_in((args, kwargs))
         with ExitStack() as stack:
             stack.enter_context(self._hooks())
             if self._device.type == "meta":
@@ -124,7 +122,7 @@ class Step:
                 self._weights.measured_by(self._meter)
                 stack.callback(self._before.clear)
                 stack.callback(self._weights.measured_by, None)
-                self._meter.count(inputs)
+                self._meter.count(tensors_in((args, kwargs)))
                 stack.enter_context(self._meter)
             self._weights.keep(self._outer)
             try:
@@ -208,9 +206,8 @@ class Step:
                 stack.callback(module.register_forward_pre_hook(self._enter_hook(path), prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave_hook(path), always_call=True).remove)
             for path in self._modules:
-                module = self._model.get_submodule(path)
-                forward = self._block_forward(path, module.forward)
-                stack.callback(replace_attributes([(module, "forward", forward)]))
+                block = self._model.get_submodule(path)
+                stack.callback(replace_attributes([(block, "forward", self._block_forward(path, block.forward))]))
             for parameter in self._weights.stand_ins:
                 if parameter.requires_grad:
                     stack.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
@@ -320,10 +317,8 @@ class Step:
     def _recomputed(self, call: _Call, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._forward:
-                if torch._C._current_graph_task_id() != -1 and call.unit not in (
-                    *self.active,
-                    self._inner.filled_block,
-                ):
+                filled = (*self.active, self._inner.filled_block)
+                if torch._C._current_graph_task_id() != -1 and call.unit not in filled:
                     self._reached(call.unit, lasting=True)  # its outputs have no hook that could tell
                 return forward(*args, **kwargs)
             # its outputs have no hook of their own, so its segment starts when backward needs the first saved tensor

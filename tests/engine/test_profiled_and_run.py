@@ -36,6 +36,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "looks twice": partial(awkward.make, awkward.LooksTwice),
     "sparse": partial(awkward.make, awkward.Sparse),
     "sparse rows": partial(awkward.make, awkward.SparseRows),
+    "sparse weight": partial(awkward.make, awkward.SparseWeight),
+    "sparse weight rows": partial(awkward.make, awkward.SparseWeightRows),
     "sparse outside": awkward.make_sparse_outside,
     "nested": partial(awkward.make, awkward.Nested),
     "counts": partial(awkward.make, awkward.Counts),

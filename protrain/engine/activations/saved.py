@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from protrain.common.errors import MisuseError
+from protrain.common.parameters import made_of, split_up
 from protrain.common.trees import tensors_in
 from protrain.engine.activations.kept_attention import KeptAttention
 from protrain.engine.activations.ledger import Ledger
@@ -56,6 +57,13 @@ class SavedTensor(NamedTuple):
     tensor: Tensor
     version: int  # autograd's count of changes in place when it was saved
     chunk: Chunk | None  # the persistent chunk of which it is a view
+
+
+class SavedParts(NamedTuple):
+    """A saved tensor that consists of others (a sparse one of indices and values), some of them views of weights."""
+
+    parts: dict[str, Any]  # by name, what is saved in place of each
+    remade: Callable[[dict[str, Tensor]], Tensor]
 
 
 class Copy(torch.autograd.Function):
@@ -129,7 +137,10 @@ class Frame:
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd saves in place of ``tensor``."""
-        owner = self.engine.weight_storages.get(storage_address(tensor))
+        address = storage_address(tensor)
+        if not address and (parts := self._pack_parts(tensor)) is not None:
+            return parts
+        owner = self.engine.weight_storages.get(address)
         if isinstance(owner, Buffer):
             assert owner.users > 0, "a weight is used while no unit uses its chunk"
             assert owner.chunk is not None
@@ -140,6 +151,15 @@ class Frame:
         else:
             owner.view_counter.known += 1
         return SavedTensor(saved, saved._version, owner)
+
+    def _pack_parts(self, tensor: Tensor) -> SavedParts | None:
+        """What autograd saves in place of ``tensor`` if it consists of others, of which some are views of weights."""
+        storages = self.engine.weight_storages
+        split = split_up(tensor)
+        if split is None or not any(storage_address(part) in storages for part in made_of(tensor).values()):
+            return None
+        parts, remade = split
+        return SavedParts({name: Frame.pack(self, part) for name, part in parts.items()}, remade)
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor on the device that ``packed`` stands for."""
@@ -158,6 +178,8 @@ class Frame:
 
     def rebuild(self, packed: Any) -> Tensor:
         """The saved tensor that ``packed`` stands for. MisuseError if its values have changed."""
+        if isinstance(packed, SavedParts):
+            return packed.remade({name: Frame.rebuild(self, part) for name, part in packed.parts.items()})
         updated = self.engine.updated_inside
         if updated and packed.chunk is not None and packed.chunk.index in updated - self.updated:
             raise MisuseError(
