@@ -50,7 +50,7 @@ def made_of(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
     """The plain tensors that make up ``tensor``, under dotted names that begin with ``name``.
 
     For example, a quantised tensor of torchao consists of numbers, scales and zero points, a jagged nested tensor of
-    values and offsets, and a sparse one of indices and values. None of these has memory of its own.
+    values and offsets, and a sparse one of indices and values.
     """
     split = None if is_plain(tensor) else split_up(tensor)
     if split is None:
@@ -64,7 +64,7 @@ def made_of(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
 def split_up(tensor: Tensor) -> tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], Tensor]] | None:
     """The tensors that ``tensor`` consists of, and a function that makes such a tensor of others in their place.
 
-    It is None for a tensor that has memory of its own. The function does not keep ``tensor``.
+    It is None for a tensor that consists of itself alone. The function does not keep ``tensor``.
     """
     layout = tensor.layout
     if layout in _SPARSE_PARTS:
@@ -76,13 +76,24 @@ def split_up(tensor: Tensor) -> tuple[dict[str, Tensor], Callable[[dict[str, Ten
             return parts, lambda parts: make(*parts.values(), shape, layout=layout)
         coalesced = tensor.is_coalesced()
         return parts, lambda parts: make(*parts.values(), shape, is_coalesced=coalesced)
+    if layout is torch.strided and tensor.is_nested:  # of the older layout: it has a storage and no shape
+        form = tensor._nested_tensor_size(), tensor._nested_tensor_strides(), tensor._nested_tensor_storage_offsets()
+        memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+        return {"memory": memory}, lambda parts: torch._nested_view_from_buffer(_whole(parts["memory"]), *form)
     if is_traceable_wrapper_subclass(tensor):
         shape, stride = tensor.shape, tensor.stride()
         names, context = tensor.__tensor_flatten__()
         kind: Any = type(tensor)
         parts = {name: getattr(tensor, name) for name in names}
-        return parts, lambda parts: kind.__tensor_unflatten__(parts, context, shape, stride)
+        # torch knows the lengths of nested tensors by the object that holds the offsets
+        offsets = {name: part for name, part in parts.items() if layout is torch.jagged and name != "_values"}
+        return parts, lambda parts: kind.__tensor_unflatten__(parts | offsets, context, shape, stride)
     return None
+
+
+def _whole(memory: Tensor) -> Tensor:
+    """``memory``, or a copy if its storage is larger, because operators on nested tensors take all of a storage."""
+    return memory if memory.untyped_storage().nbytes() == memory.nbytes else memory.clone()
 
 
 def is_plain(tensor: Tensor) -> bool:

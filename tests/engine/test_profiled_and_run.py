@@ -145,3 +145,14 @@ def test_offsets_that_a_block_makes_are_refused_in_both() -> None:
         block.makes = True
     with pytest.raises(MisuseError, match=words):
         wrapped(*batch).backward()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["sparse", "sparse rows", "nested"])
+def test_sparse_and_nested_tensors_leave_the_device_where_the_plan_says_so(name: str, packed: bool) -> None:
+    batches, spec = awkward.batches(), Spec("none", "least", (SWAP,), packed=packed)
+    expected, final = plain_run(MODELS[name], batches, loop=Loop(), device=CPU, dtype=torch.float32)
+    model = MODELS[name]()
+    wrapped, trainer = wrap_under(spec, model, adamw(model), batches[0], device=CPU, tight=True)
+    assert Loop().run(wrapped, trainer, batches) == expected
+    assert_same(states(wrapped, trainer), final)

@@ -137,9 +137,13 @@ class Frame:
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd saves in place of ``tensor``."""
+        return self.keep(tensor)
+
+    def keep(self, tensor: Tensor) -> Any:
+        """What keeps ``tensor`` until backward needs it."""
         address = storage_address(tensor)
-        if not address and (parts := self._pack_parts(tensor)) is not None:
-            return parts
+        if not address and (parts := split_up(tensor)) is not None and self._hold_weights(tensor):
+            return self.keep_parts(*parts)
         owner = self.engine.weight_storages.get(address)
         if isinstance(owner, Buffer):
             assert owner.users > 0, "a weight is used while no unit uses its chunk"
@@ -152,14 +156,13 @@ class Frame:
             owner.view_counter.known += 1
         return SavedTensor(saved, saved._version, owner)
 
-    def _pack_parts(self, tensor: Tensor) -> SavedParts | None:
-        """What autograd saves in place of ``tensor`` if it consists of others, of which some are views of weights."""
-        storages = self.engine.weight_storages
-        split = split_up(tensor)
-        if split is None or not any(storage_address(part) in storages for part in made_of(tensor).values()):
-            return None
-        parts, remade = split
-        return SavedParts({name: Frame.pack(self, part) for name, part in parts.items()}, remade)
+    def keep_parts(self, parts: dict[str, Tensor], remade: Callable[[dict[str, Tensor]], Tensor]) -> SavedParts:
+        """What keeps a tensor that consists of ``parts``, and that ``remade`` makes of such."""
+        return SavedParts({name: self.keep(part) for name, part in parts.items()}, remade)
+
+    def _hold_weights(self, tensor: Tensor) -> bool:
+        """Whether some of the tensors that ``tensor`` consists of are views of weights."""
+        return any(storage_address(part) in self.engine.weight_storages for part in made_of(tensor).values())
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor on the device that ``packed`` stands for."""
@@ -178,24 +181,28 @@ class Frame:
 
     def rebuild(self, packed: Any) -> Tensor:
         """The saved tensor that ``packed`` stands for. MisuseError if its values have changed."""
-        if isinstance(packed, SavedParts):
-            return packed.remade({name: Frame.rebuild(self, part) for name, part in packed.parts.items()})
+        return self.tensor_of(packed)
+
+    def tensor_of(self, kept: Any) -> Tensor:
+        """The tensor that ``kept`` keeps. MisuseError if its values have changed."""
+        if isinstance(kept, SavedParts):
+            return kept.remade({name: self.tensor_of(part) for name, part in kept.parts.items()})
         updated = self.engine.updated_inside
-        if updated and packed.chunk is not None and packed.chunk.index in updated - self.updated:
+        if updated and kept.chunk is not None and kept.chunk.index in updated - self.updated:
             raise MisuseError(
                 f"backward through {self.unit.label} needs a weight that step_during_backward=True updated already, "
                 "because another backward() came before, or because the weight is detached here and all of its "
                 "gradients had arrived: wrap with step_during_backward=False"
             )
-        if isinstance(packed, SavedWeight):
-            weight = packed.form.on(self.engine.buffers.content(packed.chunk))
+        if isinstance(kept, SavedWeight):
+            weight = kept.form.on(self.engine.buffers.content(kept.chunk))
             if torch.is_grad_enabled():  # with create_graph=True the graph outlives the content of the buffer
                 weight = Copy.apply(weight)
                 self.engine.ledger.hold(weight)
             return weight
-        if packed.tensor._version != packed.version:
+        if kept.tensor._version != kept.version:
             raise self.written_over(SAVED)
-        return packed.tensor
+        return kept.tensor
 
     def written_over(self, what: str) -> MisuseError:
         """The error for a backward that needs values which were changed since forward: [Note: written over]."""
@@ -243,14 +250,6 @@ class CheckpointFrame(Frame, Recomputation):
     @override
     def rebuild(self, packed: int) -> Tensor:
         return self.tensor_of(self.again(packed))
-
-    @override
-    def keep(self, tensor: Tensor) -> Any:
-        return Frame.pack(self, tensor)
-
-    @override
-    def tensor_of(self, kept: Any) -> Tensor:
-        return Frame.rebuild(self, kept)
 
     @override
     def around_second_run(self) -> AbstractContextManager[Any]:

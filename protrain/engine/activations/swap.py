@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from protrain.common.errors import BudgetError
+from protrain.common.parameters import made_of, split_up
 from protrain.common.quantities import format_bytes
 from protrain.common.trees import Leaf, map_leaves, tensors_in
 from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame, FrameEngine
@@ -240,7 +241,8 @@ class SwapFrame(Frame):
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._stays = {storage_address(tensor) for tensor in tensors_in((args, kwargs))}
+        given = tensors_in((args, kwargs))
+        self._stays = {storage_address(part) for tensor in given for part in made_of(tensor).values()}
         self._stays |= {storage_address(buffer) for buffer in self.unit.module.buffers()}
         output = super().run(function, args, kwargs)
         if self.offload:
@@ -248,19 +250,23 @@ class SwapFrame(Frame):
         return output
 
     @override
-    def pack(self, tensor: Tensor) -> Any:
+    def keep(self, tensor: Tensor) -> Any:
+        # Sparse and nested tensors are made in forward. Others that consist of several are quantised weights, and stay.
+        made = tensor.layout is not torch.strided or tensor.is_nested
+        if made and (parts := split_up(tensor)) is not None:
+            return self.keep_parts(*parts)
         address = storage_address(tensor)
         if address in self.engine.weight_storages or address in self._stays or not self.offload.accepts(tensor):
-            return super().pack(tensor)
+            return super().keep(tensor)
         return self.offload.add(tensor)
 
     @override
-    def rebuild(self, packed: Any) -> Tensor:
-        if not isinstance(packed, OffloadedTensor):
-            return super().rebuild(packed)
-        if packed.written_over:
+    def tensor_of(self, kept: Any) -> Tensor:
+        if not isinstance(kept, OffloadedTensor):
+            return super().tensor_of(kept)
+        if kept.written_over:
             raise self.written_over(SAVED)
-        return self.offload.rebuild(packed)
+        return self.offload.rebuild(kept)
 
 
 @dataclass(frozen=True, slots=True)
