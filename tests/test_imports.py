@@ -16,7 +16,7 @@ PROFILES = ("protrain.hardware.profile", "protrain.profiler.model_profile")
 ALLOWED = {
     "protrain_kernels": (),
     "protrain.common": (),
-    "protrain.forward": (),
+    "protrain.forward": ("protrain.common",),
     "protrain.planning": (*DATA, *PROFILES),
     "protrain.hardware": (*DATA, "protrain.common.host_memory", "protrain_kernels"),
     "protrain.profiler": ("protrain.common", "protrain.forward", "protrain_kernels.cache_folder"),

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from protrain.common import caches
 from protrain.common.trees import knows_to, map_leaves, named_tensors, replace_leaves, tensors_in
 
 
@@ -148,17 +149,20 @@ def move(tree: Any, device: torch.device, moved: Callable[[Tensor], Tensor]) -> 
 def own_copy(batch: Any) -> Any:
     """A copy of ``batch`` that forward may write to without changing ``batch``.
 
-    Tensors, containers and objects are new. A tensor that occurs twice in the batch is one tensor in the copy. A tensor
-    that requires a gradient does so in the copy, as a leaf.
+    Tensors, containers, objects and key/value caches are new. A tensor that occurs twice in the batch is one tensor in
+    the copy. A tensor that requires a gradient does so in the copy, as a leaf.
     """
     copies: dict[int, Tensor] = {}
 
+    def own(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _cloned(tensor.detach()).requires_grad_(tensor.requires_grad)
+        return copies[id(tensor)]
+
     def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in copies:
-            copies[id(leaf)] = _cloned(leaf.detach()).requires_grad_(leaf.requires_grad)
-        return copies[id(leaf)]
+        if isinstance(leaf, Tensor):
+            return own(leaf)
+        return caches.copied(leaf, own) if caches.is_cache(leaf) else leaf
 
     return map_leaves(copied, batch)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,12 @@ from protrain.common.trees import named_tensors
 
 # The types in which weights can train, by name.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# The methods that return what a sparse tensor consists of.
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
 _MANAGED = frozenset({torch.float64, *DTYPES.values()})
 
 
@@ -42,15 +49,56 @@ def moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 def made_of(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
     """The plain tensors that make up ``tensor``, under dotted names that begin with ``name``.
 
-    For example, a quantised tensor of torchao consists of numbers, scales and zero points, and has no memory of its
-    own.
+    For example, a quantised tensor of torchao consists of numbers, scales and zero points, a jagged nested tensor of
+    values and offsets, and a sparse one of indices and values.
     """
-    if type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor):
+    split = None if is_plain(tensor) else split_up(tensor)
+    if split is None:
         return {name: tensor}
     parts: dict[str, Tensor] = {}
-    for attribute in tensor.__tensor_flatten__()[0]:
-        parts |= made_of(getattr(tensor, attribute), f"{name}.{attribute}")
+    for attribute, part in split[0].items():
+        parts |= made_of(part, f"{name}.{attribute}")
     return parts
+
+
+def split_up(tensor: Tensor) -> tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], Tensor]] | None:
+    """The tensors that ``tensor`` consists of, and a function that makes such a tensor of others in their place.
+
+    It is None for a tensor that consists of itself alone. The function does not keep ``tensor``.
+    """
+    layout = tensor.layout
+    if layout in _SPARSE_PARTS:
+        shape = tensor.shape
+        make: Any = torch.sparse_coo_tensor if layout is torch.sparse_coo else torch.sparse_compressed_tensor
+        with torch.no_grad():
+            parts = {name: getattr(tensor, name)() for name in _SPARSE_PARTS[layout]}
+        if layout is not torch.sparse_coo:
+            return parts, lambda parts: make(*parts.values(), shape, layout=layout)
+        coalesced = tensor.is_coalesced()
+        return parts, lambda parts: make(*parts.values(), shape, is_coalesced=coalesced)
+    if layout is torch.strided and tensor.is_nested:  # of the older layout: it has a storage and no shape
+        form = tensor._nested_tensor_size(), tensor._nested_tensor_strides(), tensor._nested_tensor_storage_offsets()
+        memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+        return {"memory": memory}, lambda parts: torch._nested_view_from_buffer(_whole(parts["memory"]), *form)
+    if is_traceable_wrapper_subclass(tensor):
+        shape, stride = tensor.shape, tensor.stride()
+        names, context = tensor.__tensor_flatten__()
+        kind: Any = type(tensor)
+        parts = {name: getattr(tensor, name) for name in names}
+        # torch knows the lengths of nested tensors by the object that holds the offsets
+        offsets = {name: part for name, part in parts.items() if layout is torch.jagged and name != "_values"}
+        return parts, lambda parts: kind.__tensor_unflatten__(parts | offsets, context, shape, stride)
+    return None
+
+
+def _whole(memory: Tensor) -> Tensor:
+    """``memory``, or a copy if its storage is larger, because operators on nested tensors take all of a storage."""
+    return memory if memory.untyped_storage().nbytes() == memory.nbytes else memory.clone()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of no other class, dense, and has one shape and memory of its own."""
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def kept_beside(tensor: Tensor, name: str = "") -> dict[str, Tensor]:

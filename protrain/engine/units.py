@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from protrain.engine.activations.module_state import BlockModules
 from protrain.engine.states.chunks import Chunk, Member
+from protrain.engine.weights.parameter import PresentParameter
+from protrain.forward.module_state import BlockModules
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode, Plan
 from protrain.profiler.model_profile import ModelProfile
@@ -48,7 +49,7 @@ def make_units(
                 packs=record.block is not None and plan.packs(record.block),
                 chunks=[chunks[chunk] for chunk in layout.unit_chunks[index]],
                 members=[members[member] for member in record.parameters],
-                modules=BlockModules(module),
+                modules=BlockModules(module, PresentParameter),
             )
         )
     return units

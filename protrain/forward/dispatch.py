@@ -1,8 +1,10 @@
-"""The base class of dispatch modes that must not change what is compiled."""
+"""Dispatch modes that must not change what is compiled, and that see what operators on wrapped tensors run."""
 
 from __future__ import annotations
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from collections.abc import Iterable
+
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 
 class RuntimeMode(TorchDispatchMode):
@@ -27,3 +29,11 @@ class RuntimeMode(TorchDispatchMode):
         alone (:func:`protrain.forward.compilation.compile_blocks`).
         """
         return False
+
+
+def are_wrappers(types: Iterable[type]) -> bool:
+    """Whether tensors of ``types`` consist of others (nested, quantised).
+
+    Operators on them run operators on those others. A mode that returns NotImplemented for the former sees the latter.
+    """
+    return any(map(is_traceable_wrapper_subclass_type, types))

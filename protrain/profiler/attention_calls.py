@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain.profiler.segments import elapsed_ms, finish, time_stamp
-from protrain.profiler.storages import allocated_bytes
+from protrain.profiler.storages import allocated_bytes, memory_in, storage_key
 
 _REPEATS = 3
 
@@ -67,11 +67,7 @@ class AttentionCall:
 def attention_call(operator: Any, args: Any, kwargs: Any, outputs: Any, *, flops: int) -> AttentionCall:
     """Record a call of ``operator`` with its arguments and outputs."""
     leaves, tree = tree_flatten((args, kwargs))
-    storages = {
-        leaf.untyped_storage()._cdata: allocated_bytes(leaf)
-        for leaf in tree_leaves(outputs)
-        if isinstance(leaf, Tensor)
-    }
+    storages = {storage_key(tensor): allocated_bytes(tensor) for tensor in memory_in(outputs)}
     return AttentionCall(operator, tuple(map(_described, leaves)), tree, sum(storages.values()), flops)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from protrain.common.caches import copied, is_cache, tensors_of
 from protrain.common.parameters import made_of
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.forward.compilation import eager_of, graphs_compiled
+from protrain.forward.module_state import BlockModules
 from protrain.profiler.attention_calls import AttentionCall
 from protrain.profiler.memory_meter import Meter
 from protrain.profiler.operations import Operations
-from protrain.profiler.storages import allocated_bytes, storage_key
+from protrain.profiler.restored_model import snapshot
+from protrain.profiler.stand_in_weights import StandInWeights
+from protrain.profiler.storages import allocated_bytes, memory_in, storage_key
 
 
 @dataclass
@@ -39,12 +43,28 @@ class BlockUse:
     saved_inputs: set[StorageWeakRef] = field(default_factory=set)  # the inputs that autograd saves for the block
 
 
+@contextmanager
+def run_apart(block: BlockModules, device: torch.device, weights: StandInWeights) -> Iterator[set[StorageWeakRef]]:
+    """A context for a run of ``block`` that leaves no trace in its modules and in random states.
+
+    It gives the storages of weights and buffers, copies of which replace the buffers that the run may change.
+    """
+    with weights.unobserved():
+        before, known = block.called(), weights.storages()
+    put_back = snapshot(block.module, device)
+    with before.again():
+        yield known.union(map(storage_key, memory_in([*block.module.buffers()])))
+    put_back()
+    with weights.unobserved():  # the copies are freed
+        del before
+
+
 def measure_block(
     use: BlockUse,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    constants: Set[StorageWeakRef],
+    apart: Callable[[], AbstractContextManager[Set[StorageWeakRef]]],
     meter: Meter,
     device: torch.device,
     without_modes: Callable[[], AbstractContextManager[None]],
@@ -53,21 +73,22 @@ def measure_block(
 
     Dispatch modes see nothing inside a compiled forward, so the eager forward says what is computed and used. On the
     CPU, where the meter is such a mode, the eager forward is traced in place of the compiled one, which needs no more
-    memory. ``without_modes`` suspends the trace's function modes.
+    memory. ``apart`` is the context of each run (:func:`run_apart`). ``without_modes`` suspends the trace's function
+    modes.
     """
     eager = eager_of(forward)
     if eager is forward or device.type == "cpu":
-        _measure(use, eager, args, kwargs, constants, meter, device)
+        _measure(use, eager, args, kwargs, apart, meter)
         return eager
     computed = BlockUse()
-    _measure(computed, eager, args, kwargs, constants, meter, device)
+    _measure(computed, eager, args, kwargs, apart, meter)
     use.flops += computed.flops
     use.traffic_bytes += computed.traffic_bytes
     use.fused_bytes += computed.fused_bytes
     use.attention += computed.attention
     known = graphs_compiled()
     with without_modes():
-        _measure(use, forward, args, kwargs, constants, meter, device, count=False)
+        _measure(use, forward, args, kwargs, apart, meter, count=False)
     if graphs_compiled() != known:
         # If the garbage collector ran meanwhile, the compiler leaves reference cycles that hold what the block saved.
         gc.collect()
@@ -79,28 +100,35 @@ def _measure(
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    constants: Set[StorageWeakRef],
+    apart: Callable[[], AbstractContextManager[Set[StorageWeakRef]]],
     meter: Meter,
-    device: torch.device,
     *,
     count: bool = True,
 ) -> None:
-    """Call ``forward`` and add what it uses to ``use``. Random states come out as they went in.
+    """Call ``forward`` with copies of the arguments and add what it uses to ``use``.
 
-    Saved tensors are counted by storage, without the arguments and without ``constants`` (weights and buffers).
+    Saved tensors are counted by storage, without the arguments, weights and buffers.
     """
     saved: dict[StorageWeakRef, int] = {}
     not_only_bools: set[StorageWeakRef] = set()
-    given = tensors_in((args, kwargs))
-    for tensor in given:
+    for tensor in tensors_in((args, kwargs)):
         if tensor.grad_fn is not None:  # leaves out masks, and tensors that the caller holds anyway
-            use.inputs[storage_key(tensor)] = allocated_bytes(tensor)
+            use.inputs |= {storage_key(part): allocated_bytes(part) for part in memory_in(tensor)}
+    given = memory_in((args, kwargs))
+    cached: list[Tensor] = []
+
+    def copy(leaf: Any) -> Any:
+        if is_cache(leaf):
+            cached.extend(tensors_of(leaf))
+            return copied(leaf)
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
     # The arguments are copied, because a block may write to its inputs in place.
-    args, kwargs = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+    args, kwargs = map_leaves(copy, (args, kwargs))
     copies = {
-        storage_key(copy): storage_key(tensor) for copy, tensor in zip(tensors_in((args, kwargs)), given, strict=True)
+        storage_key(copy): storage_key(tensor) for copy, tensor in zip(memory_in((args, kwargs)), given, strict=True)
     }
-    known = {*constants, *copies}
+    known = {*copies, *map(storage_key, memory_in(cached))}
 
     def pack(tensor: Tensor) -> Tensor:
         for part in made_of(tensor).values():
@@ -113,16 +141,17 @@ def _measure(
                     not_only_bools.add(key)
         return tensor.detach()  # an output that keeps its own graph node alive would never be freed
 
-    meter.reset_peak()
-    before = meter.alive_bytes
-    with (
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        Operations() if count else nullcontext() as operations,
-    ):
-        output = forward(*args, **kwargs)
+    with apart() as constants:
+        known |= constants
+        meter.reset_peak()
+        before = meter.alive_bytes
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            Operations() if count else nullcontext() as operations,
+        ):
+            output = forward(*args, **kwargs)
     outputs = {
-        storage_key(tensor): allocated_bytes(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()
+        storage_key(tensor): allocated_bytes(tensor) for tensor in memory_in(output) if tensor.is_floating_point()
     }
     use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - before)
     use.saved_bytes += sum(saved.values())

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
-from protrain.common.trees import map_leaves
-from protrain.profiler.storages import storage_key
+from protrain.forward.recomputation import Recomputation
+from protrain.profiler.storages import memory_in, storage_key
 
 
 class BlockInputs:
@@ -41,10 +41,11 @@ class BlockInputs:
         until: dict[StorageWeakRef, int] = {}
         computed: dict[StorageWeakRef, None] = {}
         for tensor in tensors:
-            key = storage_key(tensor)
-            self._given[key] += 1
-            if tensor.grad_fn is not None:
-                computed[key] = None
+            for part in memory_in(tensor):
+                key = storage_key(part)
+                self._given[key] += 1
+                if tensor.grad_fn is not None:
+                    computed[key] = None
         self._held.append((segment, list(computed), until))
         return until
 
@@ -70,26 +71,21 @@ class BlockInputs:
         return torch._C._storage_Use_Count(key.cdata) - self._itself
 
 
-def run_checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``forward`` under a checkpoint that saves the tensors in ``kwargs`` and in tuples like those in ``args``.
+class CheckpointedCall(Recomputation):
+    """A call of a block in the trace, which keeps its inputs and is recomputed in backward.
 
-    ``torch.utils.checkpoint`` alone would keep the caller's own tensor objects of these, and so would not count as one
-    more user of their storages. Lists, dictionaries and objects are passed through whole, as forward may change them.
-    The recomputation gets copies of what they were at the call.
+    It keeps a tensor object of its own for each tensor that the block was given, so that it counts as one more user of
+    the storage. A block that changes its own inputs in place is recomputed with the changed ones: a plan may do without
+    recomputing that block.
     """
-    leaves, spec = tree_flatten((args, tuple(kwargs.values())), is_leaf=lambda part: type(part) is not tuple)
-    names, is_tensor = list(kwargs), [isinstance(leaf, Tensor) for leaf in leaves]
-    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-    kept = map_leaves(_itself, others)
-    runs = [others]  # the first run is given the caller's own objects
 
-    def run(*tensors: Tensor) -> Any:
-        parts = iter(tensors), iter(runs.pop() if runs else map_leaves(_itself, kept))
-        args, values = tree_unflatten([next(parts[0 if tensor else 1]) for tensor in is_tensor], spec)
-        return forward(*args, **dict(zip(names, values, strict=True)))
+    @override
+    def as_given(self, leaf: Any) -> Any:
+        return self.fresh_input(leaf) if isinstance(leaf, Tensor) else super().as_given(leaf)
 
-    return checkpoint(run, *(leaf for leaf in leaves if isinstance(leaf, Tensor)), use_reentrant=False)
-
-
-def _itself(leaf: Any) -> Any:
-    return leaf
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first run, after :meth:`called`."""
+        with saved_tensors_hooks(self.note, self.again):
+            output = self.function(*args, **kwargs)
+        self.over()
+        return output

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protrain.common.trees import tensors_in
 from protrain.forward.compilation_on_meta import inside_graph
-from protrain.forward.dispatch import RuntimeMode
+from protrain.forward.dispatch import RuntimeMode, are_wrappers
 from protrain.profiler.operations import is_product
-from protrain.profiler.storages import allocated_bytes, storage_key
+from protrain.profiler.storages import allocated_bytes, memory_in, storage_key
 
 
 class StorageMeter(RuntimeMode):
@@ -25,6 +24,8 @@ class StorageMeter(RuntimeMode):
 
     In a graph that stands for compiled code, a storage counts only if it is still alive when a matrix product runs or
     the graph ends. What is made and freed in between never leaves a fused kernel.
+
+    Tensors of other classes (nested, quantised) are counted as the plain tensors that they make and consist of.
     """
 
     def __init__(self) -> None:
@@ -32,6 +33,7 @@ class StorageMeter(RuntimeMode):
         self._alive_bytes = 0
         self._peak_bytes = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._counts = True
         self._fused: dict[int, int] = {}  # the bytes of known storages that are not counted yet
 
     @property
@@ -48,12 +50,12 @@ class StorageMeter(RuntimeMode):
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Never count the storages of ``tensors``."""
-        for tensor in tensors:
+        for tensor in memory_in([*tensors]):
             self._remember(tensor.untyped_storage(), 0)
 
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of ``tensors``, once each, until they are freed."""
-        for tensor in tensors:
+        for tensor in memory_in([*tensors]):
             storage = tensor.untyped_storage()
             self._remember(storage, storage.nbytes())
 
@@ -68,20 +70,26 @@ class StorageMeter(RuntimeMode):
 
     @contextmanager
     def managed(self) -> Iterator[None]:
-        """Do nothing: the storages that the body resizes are ignored ones."""
-        yield
+        """Never count the storages that the body makes. Those that it resizes are ignored ones."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func`` and count what it returns."""
+        if are_wrappers(types):
+            return NotImplemented
         fused = inside_graph() and not is_product(func)
         if not fused:
             self._count_fused()
         result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
+        for tensor in memory_in(result):
             storage = tensor.untyped_storage()
-            self._remember(storage, storage.nbytes(), fused=fused)
+            self._remember(storage, storage.nbytes() if self._counts else 0, fused=fused)
         return result
 
     def _remember(self, storage: torch.UntypedStorage, size: int, *, fused: bool = False) -> None:
@@ -141,7 +149,9 @@ class CudaMeter:
 
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Count ``tensors``, which were allocated before the meter."""
-        self._outside -= sum({storage_key(tensor): allocated_bytes(tensor) for tensor in tensors}.values())
+        self._outside -= sum(
+            {storage_key(tensor): allocated_bytes(tensor) for tensor in memory_in([*tensors])}.values()
+        )
 
     def hold(self, size_bytes: int) -> None:
         """Count ``size_bytes`` of managed weights until the end."""

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from protrain.common.trees import tensors_in
 from protrain.forward.dispatch import RuntimeMode
-from protrain.profiler.storages import storage_key
+from protrain.profiler.storages import memory_in, storage_key
 
 _USUAL = F.scaled_dot_product_attention
 
@@ -162,7 +161,7 @@ def _is_plain(leaf: Any) -> bool:
 def _have_own_storages(made: tuple[Tensor, ...], args: Any, kwargs: Any) -> bool:
     """Whether each of ``made`` has a storage of its own, of just the size that it needs."""
     keys = [storage_key(part) for part in made]
-    if len({*keys}) < len(keys) or not {*keys}.isdisjoint(map(storage_key, tensors_in((args, kwargs)))):
+    if len({*keys}) < len(keys) or not {*keys}.isdisjoint(map(storage_key, memory_in((args, kwargs)))):
         return False
     return all(
         part.untyped_storage().nbytes() == _empty(part.shape, part.stride(), part.dtype).untyped_storage().nbytes()

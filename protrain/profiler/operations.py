@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from protrain.common.trees import tensors_in
 from protrain.forward.attention import for_backward, is_attention
+from protrain.forward.dispatch import are_wrappers
 from protrain.profiler.attention_calls import AttentionCall, attention_call
-from protrain.profiler.storages import storage_key
+from protrain.profiler.storages import memory_in, storage_key
 
 
 class Operations(TorchDispatchMode):
@@ -21,6 +24,8 @@ class Operations(TorchDispatchMode):
 
     ``traffic_bytes`` counts the other operators as if each ran alone. ``fused_bytes`` counts them as if a compiler
     fused them: they read each outside tensor once, and they write only what a product reads or what backward needs.
+    Operators on tensors of other classes (nested, quantised) are counted as the operators that these run. Products of
+    sparse tensors, and of nested ones of the older layout, are counted by their bytes, as moving takes their time.
     """
 
     supports_higher_order_operators = True
@@ -41,10 +46,16 @@ class Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func`` and count what it computes and moves."""
+        if are_wrappers(types):
+            return NotImplemented
         kwargs = kwargs or {}
+        dense = all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors_in((args, kwargs)))
+        if dense and not is_product(func) and isinstance(func, OpOverload) and func._can_decompose():
+            with self:  # tensors of other classes run whole what autograd would have split up, such as aten.linear
+                return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
         sources, targets = _bytes_by_storage((args, kwargs)), _bytes_by_storage(result)
-        flops = _flops_of(func, args, kwargs, result)
+        flops = _flops_of(func, args, kwargs, result) if dense else None
         if flops is not None:
             self.flops += flops
             self._write(sources)
@@ -71,7 +82,7 @@ def _bytes_by_storage(tree: Any) -> dict[StorageWeakRef, int]:
     """The bytes that an operator touches of each storage. A view may be of a part, or may repeat the same elements."""
     return {
         storage_key(tensor): min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-        for tensor in tensors_in(tree)
+        for tensor in memory_in(tree)
     }
 
 

@@ -13,6 +13,8 @@ from protrain.common.trees import tensors_in
 
 # These need only the place of a parameter in the graph, not its values.
 _PLACES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+# Attributes that are tensors made of the values. All others, such as the shape, describe the parameter.
+_VALUES = frozenset([getattr(Tensor, name).__get__ for name in ("data", "T", "H", "mT", "mH", "real", "imag")])
 _DATA: Any = Tensor.data
 
 
@@ -38,13 +40,8 @@ class Uses(TorchFunctionMode):
         found = [self._index[id(tensor)] for tensor in tensors_in((args, kwargs)) if id(tensor) in self._index]
         if not found or func in _PLACES:
             return func(*args, **kwargs)
-        if getattr(func, "__name__", "") != "__get__":
+        if getattr(func, "__name__", "") != "__get__" or func in _VALUES:
             for index in found:
                 self._used(index)
-            return func(*args, **kwargs)
         # Autograd counts no in-place changes of .data. A detached tensor shares the parameter's count of them.
-        result = args[0].detach() if func == _DATA.__get__ else func(*args, **kwargs)
-        if isinstance(result, Tensor):  # weight.T uses the values, weight.dtype does not
-            for index in found:
-                self._used(index)
-        return result
+        return args[0].detach() if func == _DATA.__get__ else func(*args, **kwargs)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import operator
-import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
+from protrain.common.caches import is_part
+from protrain.forward.rng import GENERATORS, BlockRandomState
+
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
-_GENERATORS = (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator, random.Random)
 
 
 class _Contents(NamedTuple):
@@ -35,67 +34,60 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[Callable[[], Ca
     to go back to between steps must be taken with the stand-in weights in place. Recurrent modules keep lists of their
     weights, and where those are not the parameters, they flatten them again.
 
-    What an attribute refers to is restored, and so are the contents of lists, dictionaries and sets in attributes,
-    nested ones too. Other objects that forward changed are not. A model may register hooks on itself in its first
-    forward and remember in an attribute that it did, as models of transformers do. If only the attribute were restored,
-    the next forward would register the hooks again.
+    What an attribute refers to is restored, and so are the contents of lists, dictionaries, sets and key/value caches
+    in attributes, nested ones too. Other objects that forward changed are not. A model may register hooks on itself in
+    its first forward and remember in an attribute that it did, as models of transformers do. If only the attribute were
+    restored, the next forward would register the hooks again.
     """
-    put_back = _snapshot(model, device)
+    put_back = snapshot(model, device)
     try:
         model.train()
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            yield lambda: _snapshot(model, device)
+            yield lambda: snapshot(model, device)
     finally:
         put_back()
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the engine allocates chunks next, and they need whole segments
 
 
-def _snapshot(model: nn.Module, device: torch.device) -> Callable[[], None]:
+def snapshot(model: nn.Module, device: torch.device) -> Callable[[], None]:
     """A function that puts the modules of ``model`` and the random states back to how they are now."""
     containers = _containers(vars(module) for module in model.modules())
-    sources = {id(value): value for held in containers for value in held.values if isinstance(value, _GENERATORS)}
-    generators = [_random_state(source) for source in sources.values() if not isinstance(source, random.SystemRandom)]
-    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    generators = {id(value): value for held in containers for value in held.values if isinstance(value, GENERATORS)}
+    random_state = BlockRandomState(device, generators.values())
 
     def put_back() -> None:
         for held in containers:
             _refill(held)
-        for set_state in generators:
-            set_state()
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+        random_state.set()
 
     return put_back
-
-
-def _random_state(source: Any) -> Callable[[], object]:
-    """A function that puts the random number generator ``source`` back to its present state."""
-    if isinstance(source, torch.Generator):
-        return partial(source.set_state, source.get_state())
-    if isinstance(source, np.random.RandomState):
-        return partial(source.set_state, source.get_state(legacy=False))
-    if isinstance(source, random.Random):
-        return partial(source.setstate, source.getstate())
-    bits = source.bit_generator if isinstance(source, np.random.Generator) else source
-    return partial(setattr, bits, "state", bits.state)
 
 
 def _containers(attributes: Iterable[dict[str, Any]]) -> list[_Contents]:
     """The contents of the modules' ``attributes`` and of all containers nested in them, each container once."""
     found: dict[int, _Contents] = {}
+    seen: dict[int, Any] = {}
     level: list[Any] = list(attributes)
     while level:
-        new = {id(value): value for value in level if isinstance(value, _CONTAINERS) and id(value) not in found}
-        # An instance of a subclass may have attributes that must agree with its contents.
-        own = [vars(value) for value in new.values() if type(value) not in _CONTAINERS and hasattr(value, "__dict__")]
-        found |= {id(value): _contents(value) for value in (*new.values(), *own)}
-        level = [value for key in new for value in found[key].values if isinstance(value, _CONTAINERS)]
+        new = {id(value): value for value in level if id(value) not in seen and _is_restored(value)}
+        seen |= new
+        held = [_contents(container) for value in new.values() for container in _consists_of(value)]
+        found |= {id(contents.container): contents for contents in held}
+        level = [value for contents in held for value in contents.values]
     return list(found.values())
+
+
+def _is_restored(value: Any) -> bool:
+    return isinstance(value, _CONTAINERS) or is_part(value)
+
+
+def _consists_of(value: Any) -> list[Any]:
+    """``value`` if it is a container, and its attributes if it is more, as these must agree with its contents."""
+    found = [value] if isinstance(value, _CONTAINERS) else []
+    if type(value) not in _CONTAINERS and hasattr(value, "__dict__"):
+        found.append(vars(value))
+    return found
 
 
 def _contents(container: Any) -> _Contents:

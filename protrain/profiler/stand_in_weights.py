@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain.common.parameters import is_managed, moved, plain_tensors
+from protrain.forward.module_state import TABLE_ELEMENTS
 from protrain.profiler.memory_meter import Meter
-from protrain.profiler.storages import storage_key
+from protrain.profiler.storages import memory_in, storage_key
 
 _STAGE_ELEMENTS = 16 * 1024**2
 
@@ -50,6 +52,7 @@ class StandInWeights:
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) not in self._index_of_original and id(tensor) not in self.unmanaged:
                 self.unmanaged[id(tensor)] = self._copied(tensor)
+        self._buffers = [(b, self.unmanaged[id(b)], self.unmanaged[id(b)]._version) for b in model.buffers()]
         # pinned staging memory, each piece with the event of its last copy
         self._staging: list[tuple[Tensor, torch.cuda.Event]] = []
         self._before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
@@ -65,7 +68,7 @@ class StandInWeights:
         wanted = [index for index in indexes if index not in self._filled]
         if not wanted or self._device.type == "meta":
             return
-        with self._unobserved():
+        with self.unobserved():
             self._fill(wanted)
 
     def empty(self, indexes: Iterable[int]) -> None:
@@ -82,7 +85,7 @@ class StandInWeights:
             else:
                 unwanted.append(index)
         if unwanted:
-            with self._unobserved():
+            with self.unobserved():
                 self._free(unwanted)
 
     def filled(self, index: int) -> bool:
@@ -98,6 +101,22 @@ class StandInWeights:
         """Make the meter count the parameters ``indexes`` until the end."""
         if self._meter is not None:
             self._meter.hold(sum(self.stand_ins[index].nbytes for index in indexes))
+
+    def put_back_buffers(self) -> None:
+        """Give buffers that a step has changed the values of the model's own again, for the next step to start alike.
+
+        Large buffers are nearly always masks and tables, so they are put back only if autograd counted a change.
+        """
+        with torch.no_grad(), self.unobserved():
+            for original, buffer, version in self._buffers:
+                if not buffer.is_meta and (buffer._version != version or buffer.numel() <= TABLE_ELEMENTS):
+                    buffer.data = self._copied(original)
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Inside, the meter counts nothing, and an operation is not taken for the model's use of a parameter."""
+        with torch._C.DisableTorchFunction(), nullcontext() if self._meter is None else self._meter.managed():
+            yield
 
     def refuse_writes(self) -> None:
         """Raise a ValueError if the model changed a parameter in place, as autograd counts changes.
@@ -128,6 +147,10 @@ class StandInWeights:
         """The plain tensors that buffers and unmanaged parameters consist of."""
         return plain_tensors(self.unmanaged.values())
 
+    def storages(self) -> set[StorageWeakRef]:
+        """The storages of all stand-ins, buffers and unmanaged parameters."""
+        return set(map(storage_key, memory_in([*self.stand_ins, *self.unmanaged_memory()])))
+
     def __enter__(self) -> StandInWeights:
         for module in self._model.modules():
             self._before.append((module, dict(module._parameters), dict(module._buffers)))
@@ -149,12 +172,6 @@ class StandInWeights:
             module._buffers.update(buffers)
         self._before.clear()
         self._free(list(self._filled))
-
-    @contextmanager
-    def _unobserved(self) -> Iterator[None]:
-        """Inside, the meter counts nothing, and an operation is not taken for the model's use of a parameter."""
-        with torch._C.DisableTorchFunction(), nullcontext() if self._meter is None else self._meter.managed():
-            yield
 
     def _fill(self, indexes: list[int]) -> None:
         for index in indexes:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from protrain.common.parameters import is_plain, made_of
+from protrain.common.trees import tensors_in
 
 _CUDA_GRAIN_BYTES = 512  # CUDA's caching allocator rounds every allocation up to a multiple of this
 
 
+def memory_in(tree: Any) -> list[Tensor]:
+    """The plain tensors that all tensors in ``tree`` consist of. Each of them has a storage."""
+    found: list[Tensor] = []
+    for tensor in tensors_in(tree):
+        if is_plain(tensor):
+            found.append(tensor)
+        else:
+            found += made_of(tensor).values()
+    return found
+
+
 def storage_key(tensor: Tensor) -> StorageWeakRef:
-    """An identifier for the storage of ``tensor``. It is valid as long as it lives, and does not keep the storage."""
+    """An identifier for the storage of the plain ``tensor``.
+
+    It is valid as long as the storage lives, and does not keep it alive.
+    """
     return StorageWeakRef(tensor.untyped_storage())
 
 

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from protrain.common import batch as batches
 from protrain.common.parameters import DTYPES, is_managed
 from protrain.forward.chunked_loss import is_chunked
+from protrain.forward.module_state import BlockModules
 from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
 from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_units, switch_off_checkpointing
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
@@ -108,7 +109,8 @@ def _traced(
         switch_off_checkpointing(checkpointing_switches(model))
         rewind = snapshot()
         owned = _owned(model, find_units(model, blocks), blocks, weights)
-        parts = (model, owned, blocks, weights, device)
+        modules = {path: BlockModules(model.get_submodule(path), nn.Parameter) for path in blocks}
+        parts = (model, owned, modules, weights, device)
 
         def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
             """Inputs for one step, as copies that the step may write to."""
@@ -129,6 +131,7 @@ def _traced(
 
             def timed_step() -> list[Segment]:
                 rewind()
+                weights.put_back_buffers()
                 show = tell("measuring times")
                 once = Step(*parts, measure=False, show=show, differentiating=step.differentiating)
                 once.run(*inputs())

@@ -1,8 +1,8 @@
 """Runs one traced training step: which unit uses which parameter when, and what every segment of the step takes.
 
-The step is the user's own forward and backward with each block under non-reentrant checkpointing, so the trace needs
-the memory of one block, whatever the size of the model. The weights of a block are on the device while its forward, or
-its recomputation and backward, run.
+The step is the user's own forward and backward with each block recomputed, as the engine recomputes blocks, so the
+trace needs the memory of one block, whatever the size of the model. The weights of a block are on the device while its
+forward, or its recomputation and backward, run.
 
 The step is cut into segments. In forward, a block's segment is its call. In backward, it starts with the gradients of
 the block's outputs and ends with those of its inputs. Between blocks, each unit ends a segment in forward and starts
@@ -26,22 +26,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _pop_mode_temporarily
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from protrain.common import batch as batches
-from protrain.common.parameters import made_of
 from protrain.common.trees import tensors_in
 from protrain.forward.compilation import CompiledForward, eager_of
+from protrain.forward.module_state import BlockModules, ModulesBefore
 from protrain.forward.replacing import replace_attributes
-from protrain.profiler.block_forward import BlockUse, measure_block
-from protrain.profiler.block_inputs import BlockInputs, run_checkpointed
+from protrain.profiler.block_forward import BlockUse, measure_block, run_apart
+from protrain.profiler.block_inputs import BlockInputs, CheckpointedCall
 from protrain.profiler.inner_backwards import InnerBackwards
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu, fused_attention_in_graphs
 from protrain.profiler.parameter_uses import Uses
 from protrain.profiler.segments import Segment, time_stamp
 from protrain.profiler.stand_in_weights import StandInWeights
-from protrain.profiler.storages import storage_key
+from protrain.profiler.storages import memory_in, storage_key
 
 
 @dataclass(eq=False)
@@ -58,7 +57,7 @@ class Step:
     Args:
         model: the model, holding the stand-ins of ``weights``.
         owned: for each unit's path, the indexes of the parameters it owns.
-        blocks: the units that are blocks.
+        modules: for each unit that is a block, its modules. Steps share them, as later steps know what they change.
         weights: the stand-ins.
         device: where the step runs.
         measure: whether to count memory, parameter uses and operations. If not, only times are taken, undisturbed by
@@ -71,7 +70,7 @@ class Step:
         self,
         model: nn.Module,
         owned: dict[str, tuple[int, ...]],
-        blocks: list[str],
+        modules: dict[str, BlockModules],
         weights: StandInWeights,
         device: torch.device,
         *,
@@ -83,26 +82,26 @@ class Step:
         self.calls: list[str] = []  # paths of units in the order in which one forward calls them
         self.uses: dict[str, dict[int, None]] = {}  # from a unit to the parameters it used without owning them
         self.blocks: dict[str, BlockUse] = {}  # blocks in execution order
-        self.kept_until_backward: set[StorageWeakRef] = (
-            set()
-        )  # storages that code outside the blocks keeps until backward
+        # storages that code outside the blocks keeps until backward
+        self.kept_until_backward: set[StorageWeakRef] = set()
         self.active: list[str] = []  # units whose calls are active, innermost last
         self.within: dict[str, set[str]] = {}  # from a unit to the units that were active when it was called
         self.differentiating = set(differentiating)  # blocks whose forward computes gradients with create_graph=True
-        self.compiled = any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in blocks)
+        self.compiled = any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in modules)
         self._model = model
         self._owned = owned
-        self._block_paths = blocks
+        self._modules = modules
         self._weights = weights
         self._device = device
         self._measure = measure
         self._show = show
-        self._outer = {index for unit, indexes in owned.items() if unit not in blocks for index in indexes}
-        self._inner = InnerBackwards({path: owned[path] for path in blocks}, self._outer, weights)
-        self._constants = {storage_key(tensor) for tensor in (*weights.stand_ins, *weights.unmanaged_memory())}
+        self._outer = {index for unit, indexes in owned.items() if unit not in modules for index in indexes}
+        self._inner = InnerBackwards({path: owned[path] for path in modules}, self._outer, weights)
+        self._constants = weights.storages()
         self.output_bytes = 0  # of the tensors that the model returned and was not given
         self._meter: Meter | None = None
         self._given = BlockInputs()
+        self._before: list[ModulesBefore] = []  # with copies of buffers, which the meter must not see being freed
         self._open: Segment | None = None
         self._open_call: _Call | None = None
         self._segment_gradients: list[Tensor] = []  # parameters' gradients of the open segment
@@ -112,7 +111,6 @@ class Step:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Queue one forward and backward. An exception of the model passes, with a note on where it came from."""
-        inputs = tensors_in((args, kwargs))
         with ExitStack() as stack:
             stack.enter_context(self._hooks())
             if self._device.type == "meta":
@@ -122,8 +120,9 @@ class Step:
             if self._measure:
                 self._meter = CudaMeter(self._device) if self._device.type == "cuda" else StorageMeter()
                 self._weights.measured_by(self._meter)
+                stack.callback(self._before.clear)
                 stack.callback(self._weights.measured_by, None)
-                self._meter.count(inputs)
+                self._meter.count(tensors_in((args, kwargs)))
                 stack.enter_context(self._meter)
             self._weights.keep(self._outer)
             try:
@@ -139,16 +138,16 @@ class Step:
                 raise
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with torch.enable_grad(), set_checkpoint_early_stop(True):
+        with torch.enable_grad():
             self._switch(None)
             saved = saved_tensors_hooks(self._note_saved, lambda tensor: tensor)
             uses = Uses(self._weights.index, self.used, self._differentiates)
             # a forward may add tensors to its arguments, so they are listed before
-            given = self._constants | {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+            given = self._constants | {storage_key(tensor) for tensor in memory_in((args, kwargs))}
             with uses if self._measure else nullcontext(), saved if self._measure else nullcontext():
                 output = self._model(*args, **kwargs)
                 loss = batches.loss_of(output)
-            sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_in(output)}
+            sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in memory_in(output)}
             self.output_bytes = sum(size for key, size in sizes.items() if key not in given)
             self._forward = False
             self._switch(None)
@@ -157,9 +156,7 @@ class Step:
             self._close()
 
     def _note_saved(self, tensor: Tensor) -> Tensor:
-        # inside a block, it is the checkpoint that saves the inputs
-        if self._open is not None and self._open.block is None:
-            self.kept_until_backward.update(map(storage_key, made_of(tensor).values()))
+        self.kept_until_backward.update(map(storage_key, memory_in(tensor)))
         return tensor.detach()  # an output that keeps its own graph node alive would never be freed
 
     # -- segments
@@ -208,10 +205,9 @@ class Step:
                 module = self._model.get_submodule(path)
                 stack.callback(module.register_forward_pre_hook(self._enter_hook(path), prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave_hook(path), always_call=True).remove)
-            for path in self._block_paths:
-                module = self._model.get_submodule(path)
-                forward = self._block_forward(path, module.forward)
-                stack.callback(replace_attributes([(module, "forward", forward)]))
+            for path in self._modules:
+                block = self._model.get_submodule(path)
+                stack.callback(replace_attributes([(block, "forward", self._block_forward(path, block.forward))]))
             for parameter in self._weights.stand_ins:
                 if parameter.requires_grad:
                     stack.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
@@ -226,7 +222,7 @@ class Step:
                 if not self._measuring_block:
                     self.calls.append(path)
             # its weights are not on the device
-            elif path in self._block_paths and (self._open is None or self._open.block != path):
+            elif path in self._modules and (self._open is None or self._open.block != path):
                 raise ValueError(
                     f"the model itself computes {path} again inside backward: take torch.utils.checkpoint out of its "
                     "forward, as the plan decides what is checkpointed"
@@ -235,7 +231,7 @@ class Step:
         return enter
 
     def _leave_hook(self, path: str) -> Callable[..., None]:
-        inner = [block for block in self._block_paths if f"{block}.".startswith(f"{path}." if path else "")]
+        inner = [block for block in self._modules if f"{block}.".startswith(f"{path}." if path else "")]
         between = path in self._owned and not inner
 
         def start(_: Tensor, call: _Call) -> None:
@@ -253,7 +249,7 @@ class Step:
             if between and torch.is_grad_enabled() and self._open is not None and self._open.block is None:
                 self._switch(None)
             call = _Call(path)
-            if path in self._owned and path not in self._block_paths and not self._measuring_block:
+            if path in self._owned and path not in self._modules and not self._measuring_block:
                 for tensor in tensors_in(output):
                     if tensor.grad_fn is not None:
                         self._watch_nested(tensor.grad_fn, path)
@@ -287,18 +283,23 @@ class Step:
                 self._weights.fill(self._owned[path])
                 self._measuring_block = True
                 try:
+                    apart = partial(run_apart, self._modules[path], self._device, self._weights)
                     traced = measure_block(
-                        use, forward, args, kwargs, self._constants, self._meter, self._device, self._as_compiled
+                        use, forward, args, kwargs, apart, self._meter, self._device, self._as_compiled
                     )
                 finally:
                     self._measuring_block = False
             self._switch(path)
             assert self._open is not None
             call, inputs = _Call(path), tensors_in((args, kwargs))
+            checkpointed_call = CheckpointedCall(path, self._modules[path], self._device)
+            with self._weights.unobserved():
+                checkpointed_call.called(self._recomputed(call, traced), args, kwargs)
             if self._meter is not None:
+                self._before.append(checkpointed_call.modules)
                 self._open.held_until = self._given.add(len(self.segments), inputs)
             with self._as_compiled() if traced is not eager_of(forward) else nullcontext():
-                output = run_checkpointed(self._recomputed(call, traced), args, kwargs)
+                output = checkpointed_call.run(args, kwargs)
             self._watch(call, inputs, tensors_in(output))
             self._switch(None)
             return output
@@ -316,10 +317,8 @@ class Step:
     def _recomputed(self, call: _Call, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._forward:
-                if torch._C._current_graph_task_id() != -1 and call.unit not in (
-                    *self.active,
-                    self._inner.filled_block,
-                ):
+                filled = (*self.active, self._inner.filled_block)
+                if torch._C._current_graph_task_id() != -1 and call.unit not in filled:
                     self._reached(call.unit, lasting=True)  # its outputs have no hook that could tell
                 return forward(*args, **kwargs)
             # its outputs have no hook of their own, so its segment starts when backward needs the first saved tensor
@@ -388,7 +387,7 @@ class Step:
         self._inner.reached(unit, self.active, lasting=lasting)
 
     def _differentiates(self) -> None:
-        self.differentiating.update(path for path in self.active if path in self._block_paths)
+        self.differentiating.update(path for path in self.active if path in self._modules)
 
     def used(self, index: int) -> None:
         """Fill the parameter ``index``, which an operation is about to use, and note which unit uses it."""

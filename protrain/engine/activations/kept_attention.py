@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from protrain.common.trees import map_leaves, tensors_in
-from protrain.engine.activations.rng import RandomState
 from protrain.forward.attention import for_backward, is_attention
 from protrain.forward.dispatch import RuntimeMode
+from protrain.forward.rng import RandomState
 
 
 @dataclass(slots=True)

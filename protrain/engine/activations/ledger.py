@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -55,7 +56,8 @@ class SimulatedLedger(Ledger):
 
     @override
     def hold(self, tensor: Tensor) -> None:
-        for part in (tensor,) if type(tensor) is Tensor else made_of(tensor).values():
+        whole = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        for part in (tensor,) if whole else made_of(tensor).values():
             storage = part.untyped_storage()
             address = storage.data_ptr()
             if address in self._fixed:

@@ -16,8 +16,8 @@ memory and run forward again (CKPT_SWAP).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,22 +26,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from protrain.common.errors import MisuseError
-from protrain.common.trees import map_leaves, tensors_in
-from protrain.engine.activations.caches import copied, is_cache, tensors_of
+from protrain.common.parameters import made_of, split_up
+from protrain.common.trees import tensors_in
 from protrain.engine.activations.kept_attention import KeptAttention
 from protrain.engine.activations.ledger import Ledger
-from protrain.engine.activations.rng import BlockRandomState
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Streams
 from protrain.engine.units import Unit
 from protrain.engine.weights.buffers import Buffer, BufferPool
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.views import ViewForm, storage_address
+from protrain.forward.recomputation import INPUTS, Recomputation, watch, written_over
 from protrain.planning.plan import Plan
 
-INPUTS = "its inputs, as it is recomputed"
 SAVED = "tensors that it saved"
-GIVEN = "parameters that it was given, as it is recomputed"
 
 _ORDINARY = frozenset({Tensor, nn.Parameter, PresentParameter})
 
@@ -53,6 +51,13 @@ class SavedTensor(NamedTuple):
     version: int  # autograd's count of changes in place when it was saved
     buffer: Buffer | None  # where it is a view of a weight: see [Note: saved weights]
     chunk: Chunk | None  # whose weight was in ``buffer`` then
+
+
+class SavedParts(NamedTuple):
+    """A saved tensor that consists of others (a sparse one of indices and values), some of them views of weights."""
+
+    parts: dict[str, Any]  # by name, what is saved in place of each
+    remade: Callable[[dict[str, Tensor]], Tensor]
 
 
 class Copy(torch.autograd.Function):
@@ -125,7 +130,14 @@ class Frame:
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd saves in place of ``tensor``."""
-        buffer = self.engine.buffers.by_address.get(storage_address(tensor))
+        return self.keep(tensor)
+
+    def keep(self, tensor: Tensor) -> Any:
+        """What keeps ``tensor`` until backward needs it."""
+        address = storage_address(tensor)
+        if not address and (parts := split_up(tensor)) is not None and self._hold_weights(tensor):
+            return self.keep_parts(*parts)
+        buffer = self.engine.buffers.by_address.get(address)
         saved = detached(tensor)
         if buffer is None:
             self.engine.ledger.hold(saved)
@@ -133,6 +145,14 @@ class Frame:
         assert buffer.users > 0, "a weight is used while no unit uses its chunk"
         buffer.view_counter.known += 1
         return SavedTensor(saved, saved._version, buffer, buffer.chunk)
+
+    def keep_parts(self, parts: dict[str, Tensor], remade: Callable[[dict[str, Tensor]], Tensor]) -> SavedParts:
+        """What keeps a tensor that consists of ``parts``, and that ``remade`` makes of such."""
+        return SavedParts({name: self.keep(part) for name, part in parts.items()}, remade)
+
+    def _hold_weights(self, tensor: Tensor) -> bool:
+        """Whether some of the tensors that ``tensor`` consists of are views of weights."""
+        return any(storage_address(part) in self.engine.buffers.by_address for part in made_of(tensor).values())
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor on the device that ``packed`` stands for."""
@@ -151,7 +171,13 @@ class Frame:
 
     def rebuild(self, packed: Any) -> Tensor:
         """The saved tensor that ``packed`` stands for. MisuseError if its values have changed."""
-        saved, version, buffer, chunk = packed
+        return self.tensor_of(packed)
+
+    def tensor_of(self, kept: Any) -> Tensor:
+        """The tensor that ``kept`` keeps. MisuseError if its values have changed."""
+        if isinstance(kept, SavedParts):
+            return kept.remade({name: self.tensor_of(part) for name, part in kept.parts.items()})
+        saved, version, buffer, chunk = kept
         if saved._version != version:
             raise self.written_over(SAVED)
         if buffer is None:
@@ -174,159 +200,65 @@ class Frame:
 
     def written_over(self, what: str) -> MisuseError:
         """The error for a backward that needs values which were changed since forward: [Note: written over]."""
-        return MisuseError(
-            f"backward through {self.unit.label} needs {what}, but one was changed in place since: change a copy "
-            "(tensor.clone())"
-        )
+        return written_over(self.unit.label, what)
 
 
-class _Stop(Exception):
-    """Recomputation has saved all that the first run saved, so the rest of the unit need not run again."""
+class CheckpointFrame(Frame, Recomputation):
+    """One call of a unit that keeps its inputs and is recomputed in backward (CKPT): [Note: a second run].
 
-
-class CheckpointFrame(Frame):
-    """One call of a unit that keeps its inputs and is recomputed in backward (CKPT).
-
-    The second run has the same random numbers, the same autocast state and the same saved tensors. torch's own
-    checkpoint would keep views of weights from the second run. Those would outlive the content of their buffers when
-    backward alternates between units, so here they are saved as [Note: saved weights] says. With
+    torch's own checkpoint would keep views of weights from the second run. Those would outlive the content of their
+    buffers when backward alternates between units, so here they are saved as [Note: saved weights] says. With
     ``Plan.keep_attention`` the outputs of attention are kept beside the inputs: [Note: what is not computed twice].
     """
 
     def __init__(self, engine: FrameEngine, unit: Unit) -> None:
-        super().__init__(engine, unit)
-        self.forms: list[tuple[torch.Size, torch.dtype]] = []  # of the tensors that the first run saved
-        self.recomputed: dict[int, Any] = {}  # the tensors that the second run saved, by their number
+        Frame.__init__(self, engine, unit)
+        Recomputation.__init__(self, unit.label, unit.modules, engine.device)
         self.attention = KeptAttention(engine.device) if engine.plan.keep_attention else None
         self.watched: list[tuple[Tensor, int]] = []  # inputs, with their versions when the first run began
         self.inputs_changed = False  # whether an input has changed since
-        self.cached: list[tuple[Tensor, int]] = []  # the tensors in key/value caches, with their versions
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Lists and dictionaries are copied, as the model may put more into them later.
-        self.function, (self.args, self.kwargs) = function, map_leaves(self._as_given, (args, kwargs))
         given = tensors_in((args, kwargs))
         for tensor in given:
             if not isinstance(tensor, nn.Parameter):  # parameters lie in chunks
                 self.engine.ledger.hold(tensor)
         self.watched = watch(given)
-        self.autocast = _Autocast.of(self.engine.device.type)
-        self.modules = self.unit.modules.called()
-        self.random_state = BlockRandomState(self.engine.device, self.unit.modules.generators)
+        self.called(function, args, kwargs)
         if self.attention is None:
             output = super().run(function, args, kwargs)
         else:
             output = super().run(self.attention.noting(function), args, kwargs)
             for tensor in self.attention.keep():
                 self.engine.ledger.hold(tensor)
-        self.modules.over()
-        self.recomputed.clear()  # it has entries if the block has computed gradients itself
-        self._look_at_caches()
+        self.over()
         return output
-
-    def _as_given(self, leaf: Any) -> Any:
-        if is_cache(leaf):
-            self.cached += watch(tensors_of(leaf))
-            return copied(leaf)
-        return leaf
-
-    def _look_at_caches(self) -> None:
-        """MisuseError if the copies of key/value caches are no longer what the first run was given."""
-        if any(tensor._version != version for tensor, version in self.cached):
-            raise MisuseError(
-                f"{self.unit.label} was given a key/value cache whose tensors were written to since, so it cannot be "
-                "recomputed: pass use_cache=False, or a cache that grows (transformers.DynamicCache)"
-            )
 
     @override
     def pack(self, tensor: Tensor) -> int:
         if self.attention is not None and tensor.layout == torch.strided:
             self.attention.note_saved(tensor)
-        self.forms.append((tensor.shape, tensor.dtype))
-        return len(self.forms) - 1
+        return self.note(tensor)
 
     @override
     def rebuild(self, packed: int) -> Tensor:
-        if packed not in self.recomputed:
-            self._recompute()
-        found = self.recomputed.pop(packed, None)
-        if found is None:
-            raise self._other_operations(f"saved {len(self.forms)} tensors in forward but fewer when recomputed")
-        return Frame.rebuild(self, found)
+        return self.tensor_of(self.again(packed))
 
-    def _other_operations(self, what: str) -> MisuseError:
-        return MisuseError(
-            f"{self.unit.label} {what}: to be checkpointed its forward must do the same operations each time, and "
-            "sdpa_kernel and requires_grad must be the same when backward runs"
-        )
+    @override
+    def around_second_run(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.attention is None else self.attention.again(self.fresh_input)
 
-    def fresh_input(self, leaf: Any) -> Any:
-        """What the second run is given in place of ``leaf``, so that it is no part of the first run's graph."""
-        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
-            return leaf.detach().requires_grad_(leaf.requires_grad)
-        return copied(leaf) if is_cache(leaf) else leaf
+    @override
+    def refuse_changes(self) -> None:
+        self.look_at_inputs()
+        if self.inputs_changed:
+            raise self.written_over(INPUTS)
+        super().refuse_changes()
 
     def look_at_inputs(self) -> None:
         """Note whether an input has changed since the first run."""
         self.inputs_changed |= any(tensor._version != version for tensor, version in self.watched)
-
-    def _recompute(self) -> None:
-        self.look_at_inputs()
-        if self.inputs_changed:
-            raise self.written_over(INPUTS)
-        self._look_at_caches()
-        if self.modules.given_changed():
-            raise self.written_over(GIVEN)
-        if (name := self.modules.changed_table()) is not None:
-            raise MisuseError(
-                f"backward through {self.unit.label} needs its buffer {name} as it was in forward, but the buffer has "
-                "changed since. This had not happened before, so no copy was made: run this step again, for which a "
-                "copy will be made"
-            )
-        self.recomputed.clear()
-        args, kwargs = map_leaves(self.fresh_input, (self.args, self.kwargs))
-        attention = nullcontext() if self.attention is None else self.attention.again(self.fresh_input)
-        running = [self]  # the second run's graph may outlive it, and must not keep the frame alive
-
-        def unpack(index: int) -> Tensor:  # the block computes gradients itself
-            assert running, "the recomputed graph has no backward of its own"
-            return Frame.rebuild(running[0], running[0].recomputed[index])
-
-        try:
-            with (
-                self.modules.again(),
-                torch.enable_grad(),
-                self.random_state,
-                self.autocast.again(),
-                saved_tensors_hooks(self._keep, unpack),
-                attention,
-                suppress(_Stop),  # the innermost, as contexts end sooner without an error
-            ):
-                self.function(*args, **kwargs)
-        finally:
-            running.clear()
-
-    def _keep(self, tensor: Tensor) -> int:
-        """Keep a tensor that the second run saves. Returns its number, which autograd saves in place of it."""
-        recomputed, forms = self.recomputed, self.forms
-        index = len(recomputed)
-        if (tensor.shape, tensor.dtype) != forms[index]:
-            first, second = self._form(*forms[index]), self._form(tensor.shape, tensor.dtype)
-            raise self._other_operations(f"saved {first} in forward and {second} in its place when recomputed")
-        recomputed[index] = Frame.pack(self, tensor)
-        if index + 1 == len(forms):
-            raise _Stop
-        return index
-
-    @staticmethod
-    def _form(shape: torch.Size, dtype: torch.dtype) -> str:
-        return f"a {dtype} tensor of shape {tuple(shape)}"
-
-
-def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-    """``tensors`` with their versions, without tensors that have none, and without parameters: see [Note: edits]."""
-    return [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -339,30 +271,3 @@ def detached(tensor: Tensor) -> Tensor:
         return tensor.detach()
     with torch._C._DisableTorchDispatch():
         return tensor.detach()
-
-
-class _Autocast(NamedTuple):
-    """What torch.autocast does to operators on one kind of device."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    cache_enabled: bool
-
-    @classmethod
-    def of(cls, device_type: str) -> _Autocast:
-        """The state now."""
-        return cls(
-            device_type,
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    def again(self) -> AbstractContextManager[Any]:
-        """A context in which the state is this one."""
-        if not self.enabled and not torch.is_autocast_enabled(self.device_type):  # nearly always, so it must be fast
-            return nullcontext()
-        return torch.autocast(
-            self.device_type, enabled=self.enabled, dtype=self.dtype, cache_enabled=self.cache_enabled
-        )

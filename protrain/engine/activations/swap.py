@@ -20,13 +20,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from protrain.common.errors import BudgetError
+from protrain.common.parameters import made_of, split_up
 from protrain.common.quantities import format_bytes
 from protrain.common.trees import Leaf, map_leaves, tensors_in
-from protrain.engine.activations.saved import INPUTS, SAVED, CheckpointFrame, Frame, FrameEngine, watch
+from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame, FrameEngine
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.units import Unit
 from protrain.engine.weights.views import ViewForm, storage_address
+from protrain.forward.recomputation import INPUTS, watch
 from protrain.planning.plan import SWAP_ALIGNMENT_BYTES
 
 _SMALLEST_BYTES = 512  # to offload a smaller storage (a random seed, a scalar) frees nothing in the allocator
@@ -128,7 +130,7 @@ class Offload:
 
     def accepts(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` can be offloaded, and this frees device memory, as it does not for weights in chunks."""
-        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
             return False
         if tensor.device.type != self._engine.device.type:
             return False
@@ -239,7 +241,8 @@ class SwapFrame(Frame):
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._stays = {storage_address(tensor) for tensor in tensors_in((args, kwargs))}
+        given = tensors_in((args, kwargs))
+        self._stays = {storage_address(part) for tensor in given for part in made_of(tensor).values()}
         self._stays |= {storage_address(buffer) for buffer in self.unit.module.buffers()}
         output = super().run(function, args, kwargs)
         if self.offload:
@@ -247,19 +250,23 @@ class SwapFrame(Frame):
         return output
 
     @override
-    def pack(self, tensor: Tensor) -> Any:
+    def keep(self, tensor: Tensor) -> Any:
+        # Sparse and nested tensors are made in forward. Others that consist of several are quantised weights, and stay.
+        made = tensor.layout is not torch.strided or tensor.is_nested
+        if made and (parts := split_up(tensor)) is not None:
+            return self.keep_parts(*parts)
         address = storage_address(tensor)
         if address in self.engine.buffers.by_address or address in self._stays or not self.offload.accepts(tensor):
-            return super().pack(tensor)
+            return super().keep(tensor)
         return self.offload.add(tensor)
 
     @override
-    def rebuild(self, packed: Any) -> Tensor:
-        if not isinstance(packed, OffloadedTensor):
-            return super().rebuild(packed)
-        if packed.written_over:
+    def tensor_of(self, kept: Any) -> Tensor:
+        if not isinstance(kept, OffloadedTensor):
+            return super().tensor_of(kept)
+        if kept.written_over:
             raise self.written_over(SAVED)
-        return self.offload.rebuild(packed)
+        return self.offload.rebuild(kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +296,7 @@ class CheckpointSwapFrame(CheckpointFrame):
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().run(function, args, kwargs)
-        if self.forms:
+        if self.needed:
             self.engine.swaps.defer_inputs(self)
         return output
 

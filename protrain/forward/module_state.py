@@ -23,18 +23,22 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from protrain.engine.weights.parameter import PresentParameter
+from protrain.forward.rng import GENERATORS
 
-_TABLE_ELEMENTS = 1 << 16  # larger buffers are usually masks and tables
+TABLE_ELEMENTS = 1 << 16  # larger buffers are usually masks and tables
 _PLAIN = frozenset({type(None), bool, int, float, complex, str})
 _Content: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # a dictionary of a module, and what was in it
 
 
 class BlockModules:
-    """The modules of one block, and what is known about how its forward changes them."""
+    """The modules of one block, and what is known about how its forward changes them.
 
-    def __init__(self, module: nn.Module) -> None:
+    Parameters of the class ``watched_elsewhere`` are not watched for changes here, as their owner does that.
+    """
+
+    def __init__(self, module: nn.Module, watched_elsewhere: type[nn.Parameter]) -> None:
         self.module = module
+        self.watched_elsewhere = watched_elsewhere
         self.modules = [*module.modules()]
         self.updated: set[tuple[nn.Module, str]] = set()  # large buffers that are copied before each run
         self.changing: set[nn.Module] = set()  # modules whose plain attributes a forward changes
@@ -51,17 +55,15 @@ class BlockModules:
         return ModulesBefore(self, watched=watched)
 
     @property
-    def generators(self) -> list[torch.Generator]:
+    def generators(self) -> list[Any]:
         """The random generators of the modules now, as the training loop may have replaced some."""
         found = (vars(module).get(name) for module, name in self._generators)
-        return [value for value in found if isinstance(value, torch.Generator)]
+        return [value for value in found if isinstance(value, GENERATORS)]
 
     def find_generators(self) -> None:
         """Note which attributes are random generators now."""
         for module in self.modules:
-            self._generators.update(
-                (module, name) for name, v in vars(module).items() if isinstance(v, torch.Generator)
-            )
+            self._generators.update((module, name) for name, v in vars(module).items() if isinstance(v, GENERATORS))
 
     def given_parameters(self) -> list[_Content]:
         """The parameters of all modules, if some of them are not the modules' own; otherwise nothing."""
@@ -122,7 +124,7 @@ class ModulesBefore:
             (parameter, _version(parameter))
             for _, held in self._parameters
             for parameter in held.values()
-            if parameter is not None and not isinstance(parameter, PresentParameter)
+            if parameter is not None and not isinstance(parameter, block.watched_elsewhere)
         ]
         self._copies: dict[int, _Copy] = {}  # by the id of the buffer
         self._tables: list[_Table] = []
@@ -135,7 +137,7 @@ class ModulesBefore:
         for name, buffer in held.items():
             if buffer is None:
                 continue
-            large = buffer.numel() > _TABLE_ELEMENTS and (module, name) not in self._block.updated
+            large = buffer.numel() > TABLE_ELEMENTS and (module, name) not in self._block.updated and not buffer.is_meta
             if large:
                 self._tables.append(_Table(module, name, buffer, _version(buffer)))
             if (not large or (self._watched and buffer.layout == torch.strided)) and id(buffer) not in self._copies:

@@ -1,0 +1,238 @@
+"""A call of a block that runs again in backward, for the tensors that its first run saved.
+
+[Note: a second run] The second run must do what the first has done, and leave no trace. It gets the arguments as they
+were at the call: lists, dictionaries, objects and key/value caches are copied beforehand, as the model may put more
+into them, and tensors are cut off from the graph of the first run. Its modules have the content that the first run
+found (see [Note: what a block changes]), and it draws the same random numbers under the same autocast. The tensors that
+autograd saves in it are those that the first run saved, in the same order. It ends with the last of them.
+
+The engine recomputes blocks that a plan checkpoints, and the profiler recomputes every block. Both do it by this class,
+so what works in the one works in the other, and what is refused is refused in both, in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from protrain.common.caches import copied, is_cache, tensors_of
+from protrain.common.errors import MisuseError
+from protrain.common.trees import map_leaves
+from protrain.forward.module_state import BlockModules
+from protrain.forward.rng import BlockRandomState
+
+INPUTS = "its inputs, as it is recomputed"
+GIVEN = "parameters that it was given, as it is recomputed"
+
+_Form = tuple[torch.Size, torch.dtype]
+
+
+class _Stop(Exception):
+    """The second run has saved all that the first run saved, so the rest of the block need not run again."""
+
+
+class Recomputation:
+    """One call of the block ``modules``, which errors name by ``label``, on ``device``. See [Note: a second run].
+
+    Who runs the block calls, in this order: :meth:`called`, the block, with :meth:`note` for every tensor that autograd
+    saves, and :meth:`over`. In backward :meth:`again` gives what stands for a saved tensor.
+    """
+
+    def __init__(self, label: str, modules: BlockModules, device: torch.device) -> None:
+        self._label = label
+        self._block = modules
+        self._on = device
+        self._forms: list[_Form] = []  # of the tensors that the first run saved
+        self._recomputed: dict[int, Any] = {}  # what keeps the tensors that the second run saved, by their number
+        self._cached: list[tuple[Tensor, int]] = []  # the tensors in key/value caches, with their versions
+
+    # -- what a subclass may change
+
+    def as_given(self, leaf: Any) -> Any:
+        """What is kept of ``leaf`` of the arguments."""
+        if is_cache(leaf):
+            self._cached += watch(tensors_of(leaf))
+            return copied(leaf)
+        return leaf
+
+    def fresh_input(self, leaf: Any) -> Any:
+        """What a second run is given in place of the kept ``leaf``, so that it is no part of the first run's graph."""
+        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+            # Integers are in no graph, and torch knows the offsets of a nested tensor by their object.
+            in_graph = leaf.is_floating_point() or leaf.is_complex()
+            return leaf.detach().requires_grad_(leaf.requires_grad) if in_graph else leaf
+        return copied(leaf) if is_cache(leaf) else leaf
+
+    def keep(self, tensor: Tensor) -> Any:
+        """What keeps ``tensor``, which a second run saved."""
+        return tensor.detach()  # an output that keeps its own graph node alive would never be freed
+
+    def tensor_of(self, kept: Any) -> Tensor:
+        """The tensor that ``kept`` keeps."""
+        assert isinstance(kept, Tensor)
+        return kept
+
+    def around_second_run(self) -> AbstractContextManager[Any]:
+        """A further context for the second run."""
+        return nullcontext()
+
+    def refuse_changes(self) -> None:
+        """MisuseError if the second run would find something that has changed since the first."""
+        self._look_at_caches()
+        if self.modules.given_changed():
+            raise written_over(self._label, GIVEN)
+        if (name := self.modules.changed_table()) is not None:
+            raise MisuseError(
+                f"backward through {self._label} needs its buffer {name} as it was in forward, but the buffer has "
+                "changed since. This had not happened before, so no copy was made: run this step again, for which a "
+                "copy will be made"
+            )
+
+    # -- the first run
+
+    def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first run of ``function`` begins, which is given the arguments as they are."""
+        self.function = function
+        self.args, self.kwargs = map_leaves(self.as_given, (args, kwargs))
+        self._autocast = _Autocast.of(self._on.type)
+        self.modules = self._block.called()
+        self._random_state = BlockRandomState(self._on, self._block.generators)
+
+    def note(self, tensor: Tensor) -> int:
+        """The first run saves ``tensor``. Returns what stands for it."""
+        self._forms.append(_form(tensor))
+        return len(self._forms) - 1
+
+    def over(self) -> None:
+        """The first run is over."""
+        self.modules.over()
+        self._recomputed.clear()  # it has entries if the block has computed gradients itself
+        self._look_at_caches()
+
+    @property
+    def needed(self) -> bool:
+        """Whether the first run saved a tensor, so that backward may need a second run."""
+        return bool(self._forms)
+
+    # -- the second run
+
+    def again(self, noted: int) -> Any:
+        """What keeps the saved tensor that ``noted`` stands for. It is no longer kept here."""
+        if noted not in self._recomputed:
+            self._recompute()
+        found = self._recomputed.pop(noted, None)
+        if found is None:
+            raise self._other_operations(f"saved {len(self._forms)} tensors in forward but fewer when recomputed")
+        return found
+
+    def _recompute(self) -> None:
+        self.refuse_changes()
+        self._recomputed.clear()
+        args, kwargs = map_leaves(self.fresh_input, (self.args, self.kwargs))
+        running = [self]  # the second run's graph may outlive it, and must not keep this object alive
+
+        def unpack(index: int) -> Tensor:  # the block computes gradients itself
+            assert running, "the recomputed graph has no backward of its own"
+            return running[0].tensor_of(running[0]._recomputed[index])
+
+        try:
+            with (
+                self.modules.again(),
+                torch.enable_grad(),
+                self._random_state,
+                self._autocast.again(),
+                saved_tensors_hooks(self._keep, unpack),
+                self.around_second_run(),
+                suppress(_Stop),  # the innermost, as contexts end sooner without an error
+            ):
+                self.function(*args, **kwargs)
+        finally:
+            running.clear()
+
+    def _keep(self, tensor: Tensor) -> int:
+        """Keep a tensor that the second run saves. Returns its number, which autograd saves in place of it."""
+        recomputed, forms = self._recomputed, self._forms
+        index, form = len(recomputed), _form(tensor)
+        if form != forms[index]:
+            if tensor.layout is torch.jagged:
+                raise MisuseError(
+                    f"{self._label} makes the offsets of a nested tensor itself, and torch takes those of the "
+                    "recomputation for others: make the offsets where the block is called, and pass them to it"
+                )
+            first, second = _described(forms[index]), _described(form)
+            raise self._other_operations(f"saved {first} in forward and {second} in its place when recomputed")
+        recomputed[index] = self.keep(tensor)
+        if index + 1 == len(forms):
+            raise _Stop
+        return index
+
+    def _look_at_caches(self) -> None:
+        """MisuseError if the copies of key/value caches are no longer what the first run was given."""
+        if any(tensor._version != version for tensor, version in self._cached):
+            raise MisuseError(
+                f"{self._label} was given a key/value cache whose tensors were written to since, so it cannot be "
+                "recomputed: pass use_cache=False, or a cache that grows (transformers.DynamicCache)"
+            )
+
+    def _other_operations(self, what: str) -> MisuseError:
+        return MisuseError(
+            f"{self._label} {what}: to be checkpointed its forward must do the same operations each time, and "
+            "sdpa_kernel and requires_grad must be the same when backward runs"
+        )
+
+
+def written_over(label: str, what: str) -> MisuseError:
+    """The error for a backward that needs values which were changed since forward."""
+    return MisuseError(
+        f"backward through {label} needs {what}, but one was changed in place since: change a copy (tensor.clone())"
+    )
+
+
+def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """``tensors`` with their versions, without tensors that have none, and without parameters: see [Note: edits]."""
+    return [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
+
+
+def _form(tensor: Tensor) -> _Form:
+    """The shape and type of ``tensor``. A nested tensor of the older layout has no shape, but one size."""
+    whole = tensor.is_nested and tensor.layout is torch.strided
+    return torch.Size((tensor.numel(),)) if whole else tensor.shape, tensor.dtype
+
+
+def _described(form: _Form) -> str:
+    return f"a {form[1]} tensor of shape {tuple(form[0])}"
+
+
+class _Autocast(NamedTuple):
+    """What torch.autocast does to operators on one kind of device."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype | None  # None: there is no autocast on that kind of device
+    cache_enabled: bool
+
+    @classmethod
+    def of(cls, device_type: str) -> _Autocast:
+        """The state now."""
+        if not torch.amp.is_autocast_available(device_type):
+            return cls(device_type, False, None, False)
+        return cls(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def again(self) -> AbstractContextManager[Any]:
+        """A context in which the state is this one."""
+        # There is nearly always none, so this must be fast.
+        if self.dtype is None or not (self.enabled or torch.is_autocast_enabled(self.device_type)):
+            return nullcontext()
+        return torch.autocast(
+            self.device_type, enabled=self.enabled, dtype=self.dtype, cache_enabled=self.cache_enabled
+        )
