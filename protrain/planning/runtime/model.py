@@ -149,18 +149,22 @@ class RuntimeModel(Durations):
             swap_in_ms=swap_in_ms,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
-            streamed_ms=self._streamed_ms(n_persist),
+            streamed_ms=self._streamed_ms(n_persist + counts.n_speculate),
             needed_ms=self.sharing(n_persist).needed_ms,
             after_ms=self._after_ms,
             awaited_updates=awaited_updates,
         )
 
-    def _streamed_ms(self, n_persist: int) -> dict[int, float]:
-        """By chunk that the GPU may update in host memory: how long that takes. Nothing if there is no staging."""
+    def _streamed_ms(self, first: int) -> dict[int, float]:
+        """By chunk that the GPU may update in host memory: how long that takes. Nothing if there is no staging.
+
+        ``first`` is the first chunk without a speculative update. The engine also lets the GPU redo a speculative
+        update. A plan does not count on that, as it is help for steps that are not as the plan foresees them.
+        """
         if not self._memory.stream or self._only_adds:
             return {}
         by_host, by_device = self._update_gparams
-        return {chunk: self._host_update[chunk] * by_host / by_device for chunk in self._updated if chunk >= n_persist}
+        return {chunk: self._host_update[chunk] * by_host / by_device for chunk in self._updated if chunk >= first}
 
     def sharing(self, n_persist: int) -> Sharing:
         """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
