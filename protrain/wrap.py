@@ -163,15 +163,20 @@ def _at_first_call(model: nn.Module, begin: Callable[[Any], None]) -> None:
                 "a call of the training and not under torch.no_grad(): pass example_batch to protrain.wrap to evaluate "
                 "or generate first"
             )
-        del vars(model)["_call_impl"]
+        for name in waiting:
+            del vars(model)[name]
         try:
             begin(batches.of_call(model, args, kwargs))
         except BaseException:
-            vars(model)["_call_impl"] = call
+            vars(model).update(waiting)
             raise
         return model(*args, **kwargs)
 
-    vars(model)["_call_impl"] = call
+    def refuse_copy(_: dict[int, Any]) -> Any:
+        raise MisuseError("a wrapped model cannot be copied: copy it before protrain.wrap, or copy its state_dict()")
+
+    waiting = {"_call_impl": call, "__deepcopy__": refuse_copy}
+    vars(model).update(waiting)
 
 
 def _begin(

@@ -197,6 +197,7 @@ class Engine:
                 return
             self._abandon()
             self.gradients.flush()  # later gradients are added to those that had arrived, as autograd adds to .grad
+        self.step.abandon_backward()
         self.bindings.refuse_inside_full_parameters("backward()")
         self.bindings.end_state_dict(list(self.bindings.in_state_dict))
         end = partial(self._end_backward)
@@ -259,6 +260,7 @@ class Engine:
     def abandon_backward(self) -> bool:
         """Clean up after a backward that raised. Returns whether there was one."""
         if self._backward is None:
+            self.step.abandon_backward()  # an interrupt may have come while it ended
             return False
         failed = self._backward() is None or torch._C._current_graph_task_id() == -1
         if failed:

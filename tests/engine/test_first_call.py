@@ -173,6 +173,14 @@ def test_a_model_that_waits_for_its_first_call_cannot_be_moved() -> None:
         model.half()
 
 
+def test_a_model_that_waits_for_its_first_call_cannot_be_copied() -> None:
+    model, optimizer = wrapped()
+    with pytest.raises(MisuseError, match="copy it before"):
+        copy.deepcopy(model)
+    torch.manual_seed(7)
+    assert train(model, optimizer, batches()) == plainly_trained()[0]
+
+
 def test_what_does_not_fit_is_an_error_of_the_first_call_and_nothing_is_lost() -> None:
     model, optimizer = wrapped()
     before = weights(model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain.common.errors import MisuseError
 from protrain.engine.updates import updates
 from protrain.engine.updates.worker import HostWorker
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -121,3 +122,26 @@ def test_an_interrupt_of_an_update_inside_backward(
     assert any(name.startswith("exp_avg.") for name in whole)
     assert any(name.startswith("exp_avg.") for name in rest)
     assert_same({name: found[name] for name in rest}, {name: before[name] for name in rest})
+
+
+@pytest.mark.parametrize("ends", ["step", "zero_grad"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_an_interrupt_at_the_end_of_a_backward_with_updates_inside(
+    spec: Spec, ends: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrapped(spec, device, step_during_backward=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(updates.Updates, "backward_ends", Interrupted(lambda: None, at=1))
+        with pytest.raises(KeyboardInterrupt):
+            backward(model)
+    with pytest.raises(MisuseError, match="before step"):
+        backward(model)
+    if ends == "step":
+        optimizer.step()
+    optimizer.zero_grad()
+    other, plain = wrapped(spec, device, step_during_backward=True)
+    backward(other)
+    plain.step()
+    plain.zero_grad()
+    assert_same(states(model, optimizer), states(other, plain))
+    assert Loop().run(model, optimizer, batches(2)) == Loop().run(other, plain, batches(2))
