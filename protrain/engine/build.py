@@ -147,7 +147,6 @@ def build_engine(
     )
     step = Step(
         chunks=chunks,
-        members=members,
         groups=groups,
         gradients=gradients,
         updates=updates,

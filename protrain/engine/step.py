@@ -25,7 +25,7 @@ from protrain.common.errors import MisuseError
 from protrain.engine.gradients.clipping import Clipping
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.gradients.loss_scale import LossScale
-from protrain.engine.states.chunks import Chunk, Member
+from protrain.engine.states.chunks import Chunk
 from protrain.engine.states.groups import Groups
 from protrain.engine.updates.updates import Updates
 from protrain.engine.weights.bindings import Bindings
@@ -66,7 +66,6 @@ class Step:
 
     Args:
         chunks: all chunks.
-        members: all managed parameters.
         groups: the hyperparameters.
         gradients: collects gradients.
         updates: does AdamW.
@@ -79,7 +78,6 @@ class Step:
         self,
         *,
         chunks: Sequence[Chunk],
-        members: Sequence[Member],
         groups: Groups,
         gradients: Gradients,
         updates: Updates,
@@ -88,13 +86,12 @@ class Step:
         inside: bool,
     ) -> None:
         self.updates = updates
-        self.groups = groups
+        self._groups = groups
         self.loss_scale = LossScale() if gradients.dtype is torch.float16 else None
         self.clipping = Clipping(gradients, self.loss_scale)
         self.updated: set[int] = set()  # chunks that backward has updated, until step() is called
         self._phase = Phase.EMPTY
         self._chunks = chunks
-        self._members = members
         self._gradients = gradients
         self._buffers = buffers
         self._bindings = bindings
@@ -132,10 +129,10 @@ class Step:
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
             )
         if self._inside:
-            self.groups.check()
+            self._groups.check()
             self._bindings.refuse_edits()  # step() would be too late
         if not self._gradients.no_sync:
-            self.groups.check_members()
+            self._groups.check_members()
             self.updates.backward_begins()
         self._go_to(Phase.BACKWARD)
 
@@ -182,14 +179,15 @@ class Step:
         With ``index`` it needs the gradient of that parameter. In any case it also raises if some gradients were set to
         None and others were not.
         """
-        present, forgotten = self._gradients.present, self._gradients.forgotten
+        members, present = self._gradients.members, self._gradients.present
+        forgotten = self._gradients.forgotten
         if not (any(present) if index is None else present[index]):
-            name = "gradients" if index is None else f"the gradient of {self._members[index].name}"
+            name = "gradients" if index is None else f"the gradient of {members[index].name}"
             raise MisuseError(f"{what} without {name}: call loss.backward() first")
         if forgotten:
             raise MisuseError(
                 f"{what} after .grad of {len(forgotten)} parameters was set to None, of "
-                f"{self._members[min(forgotten)].name} among them, and that of others was not: clear all of them "
+                f"{members[min(forgotten)].name} among them, and that of others was not: clear all of them "
                 "with optimizer.zero_grad(), and set requires_grad=False for parameters that are not to be trained"
             )
 
@@ -240,7 +238,7 @@ class Step:
             self._go_to(Phase.EMPTY)
             return True
         self.need_gradients("step()")
-        self.groups.check()
+        self._groups.check()
         factor, unscaling = self.clipping.coefficient(), self._unscaling()
         if self.loss_scale is not None:
             if not self.loss_scale.update(self.clipping.is_finite()):

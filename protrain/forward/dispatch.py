@@ -25,8 +25,8 @@ class RuntimeMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Whether torch puts a guard against the compiler around every call of the mode.
 
-        It would take as long as the rest of the call, and is not needed: the compiler leaves the code of this package
-        alone (:func:`protrain.forward.compilation.compile_blocks`).
+        The guard takes time in every call and is not needed: the compiler leaves the code of this package alone
+        (:func:`protrain.forward.compilation.compile_blocks`).
         """
         return False
 

@@ -54,7 +54,7 @@ class Recomputation:
     # -- what a subclass may change
 
     def as_given(self, leaf: Any) -> Any:
-        """What is kept of ``leaf`` of the arguments."""
+        """The object that is kept in place of ``leaf``, which is one of the arguments or a part of one."""
         if is_cache(leaf):
             self._cached += watch(tensors_of(leaf))
             return copied(leaf)

@@ -19,7 +19,7 @@ from protrain.engine.weights.parameter import same_bits, set_data
 
 
 def find_edited(members: Iterable[Member]) -> list[Member]:
-    """Those of ``members`` whose data was replaced or changed in place while a unit used them."""
+    """The ``members`` whose data was replaced or changed in place while a unit used them."""
     with torch._C.DisableTorchFunctionSubclass():
         return [
             member

@@ -79,7 +79,7 @@ class Bindings:
     def _undo_edits(self, members: Iterable[Member]) -> MisuseError | None:
         """Have ``members``, which are edited, go on with values that the engine knows. Returns an error for the user.
 
-        What was written over a resident weight becomes its master. In other buffers the weight is uploaded anew.
+        Values that were written over a resident weight become its master. In other buffers the weight is uploaded anew.
         """
         error = None
         for member in members:
