@@ -19,12 +19,13 @@ from protrain_kernels.checks import (
     TILE_ROWS,
     TILE_UNROLL,
 )
-from protrain_kernels.flatten_kernels import BF16, FP16, FP32, flatten_kernel, unflatten_kernel
+from protrain_kernels.flatten_kernels import flatten_kernel, unflatten_kernel
 from protrain_kernels.from_host import BLOCK as FROM_HOST_BLOCK
 from protrain_kernels.from_host import from_host_kernel
 from protrain_kernels.pack import PACK_OPTIONS, PACK_STEPS
 from protrain_kernels.pack_kernels import pack_kernel, unpack_kernel
 from protrain_kernels.pack_layout import BITS, FP8, GATHER, MASK, RAW, TILE
+from protrain_kernels.rounding import BF16, FP16, FP32
 from protrain_kernels.split_master import BLOCK as SPLIT_BLOCK
 from protrain_kernels.split_master import join_kernel, split_kernel
 from protrain_kernels.sum_of_squares import sum_of_squares_kernel
@@ -101,7 +102,7 @@ def variants() -> Iterator[Variant]:
 
 
 def _adam_variants() -> Iterator[Variant]:
-    scalars = tuple(field.name for field in dataclasses.fields(AdamScalars))
+    scalars = "gradient_factor", *(field.name for field in dataclasses.fields(AdamScalars))
     for weight, master, grads in (
         ("bf16", "i16", ("bf16", "fp32")),
         ("fp16", "fp32", ("fp16", "fp32")),
@@ -136,31 +137,45 @@ def _adam_variants() -> Iterator[Variant]:
 
 
 def _sum_variants() -> Iterator[Variant]:
-    for kind, aligned, large in product(_TYPES, (False, True), (True, False)):
+    rounded = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp32", "fp16"), ("fp32", "bf16"))
+    for (kind, weight), aligned, large in product(rounded, (False, True), (True, False)):
         yield Variant(
-            name=f"sum_of_squares {kind}{', unaligned' * (not aligned)}{', large' * large}",
+            name=f"sum_of_squares {kind}{_rounded_to(weight)}{', unaligned' * (not aligned)}{', large' * large}",
             kernel=sum_of_squares_kernel,
             pointers={"values": kind, "partials": "fp32"},
             integers={"numel": _LARGE if large else _SMALL},
+            floats=("gradient_factor",),
             unaligned=() if aligned else ("values",),
-            constants=_TILES,
+            constants={"ROUNDED": _TYPES[weight], **_TILES},
             options=TILE_OPTIONS,
             wide_loads=TILE_UNROLL if aligned else 0,
         )
 
 
+def _rounded_to(weight: str) -> str:
+    return f", squares rounded to {weight}" * (weight != "fp32")
+
+
 def _flatten_variants() -> Iterator[Variant]:
-    for kind, chunk, accumulate, squares in product(_TYPES, _TYPES, (False, True), (False, True)):
-        if accumulate and chunk != "fp32":
+    for kind, chunk, accumulate, squares, weight in product(_TYPES, _TYPES, (False, True), (False, True), _TYPES):
+        if chunk != "fp32" and (accumulate or weight != "fp32"):
             continue
-        told = f"{', accumulate' * accumulate}{', no squares' * (not squares)}"
+        if not squares and weight != "fp32":
+            continue
+        told = f"{', accumulate' * accumulate}{', no squares' * (not squares)}{_rounded_to(weight)}"
         yield Variant(
             name=f"flatten {kind} into {chunk}{told}",
             kernel=flatten_kernel,
             # The chunk stands for partials that are not there.
             pointers={**_TABLES, "chunk": chunk, "partials": "fp32" if squares else chunk},
             integers={"slot": 0},
-            constants={"TYPE": _TYPES[kind], "ACCUMULATE": accumulate, "SQUARES": squares, **_TILES},
+            constants={
+                "TYPE": _TYPES[kind],
+                "ACCUMULATE": accumulate,
+                "SQUARES": squares,
+                "ROUNDED": _TYPES[weight],
+                **_TILES,
+            },
             options=TILE_OPTIONS,
             wide_loads=TILE_UNROLL,
             loads_together=TILE_UNROLL,

@@ -105,6 +105,38 @@ static const float *widened(const void *source, int dtype, int64_t first, int64_
     return buffer;
 }
 
+/* fp32 bits rounded to a bf16, to nearest with ties to even, whose lower half is zero. */
+static inline uint32_t round_brain(uint32_t bits) {
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : rounded;
+}
+
+/* At most LANES fp32 values times factor, rounded once to dtype, and fp32 again. */
+static void round_products(const float *restrict values, int64_t count, float factor, int dtype,
+                           float *restrict products) {
+    if (dtype == BF16) {
+        for (int64_t i = 0; i < count; i++) products[i] = float_of(round_brain(bits_of(values[i] * factor)));
+        return;
+    }
+    for (int64_t i = 0; i < count; i++) products[i] = values[i] * factor;
+    if (dtype == FP16) {
+        uint16_t halves[LANES];
+        narrow_halves(products, count, halves);
+        widen_halves(halves, count, products);
+    }
+}
+
+/* The block of a finished gradient in fp32, by the formula of rounding.py: an fp32 sum is multiplied by factor and
+   rounded once to the type of the weight, and a gradient of 16 bits is finished already. It is the gradient itself
+   where that changes nothing, or else a copy in buffer, which has room for at most LANES. */
+static const float *finished(const void *grad, int grad_dtype, int weight_dtype, float factor, int64_t first,
+                             int64_t count, float *buffer) {
+    if (grad_dtype != FP32 || (weight_dtype == FP32 && factor == 1.0f))
+        return widened(grad, grad_dtype, first, count, buffer);
+    round_products((const float *)grad + first, count, factor, weight_dtype, buffer);
+    return buffer;
+}
+
 /* ---- split master: fp32 bits = (weight bits << 16) + remainder ---- */
 
 static inline void split_block(const float *restrict master, int64_t count, uint16_t *restrict weight,

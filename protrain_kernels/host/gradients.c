@@ -20,11 +20,7 @@ static inline void copy_halves(uint16_t *restrict target, const uint16_t *restri
 
 /* Rounds to nearest, ties to even, as torch casts. */
 static inline void narrow_brains(const float *restrict values, int64_t count, uint16_t *restrict target) {
-    for (int64_t i = 0; i < count; i++) {
-        const uint32_t bits = bits_of(values[i]);
-        const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-        target[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-    }
+    for (int64_t i = 0; i < count; i++) target[i] = (uint16_t)(round_brain(bits_of(values[i])) >> 16);
 }
 
 /* Lane i adds lane i + 512, then lane i + 256, and so on. No number of threads or vector width changes that order. */
@@ -37,7 +33,9 @@ static float lane_tree(float *lanes) {
     return lanes[0];
 }
 
-void protrain_sum_of_squares(const void *values, int dtype, int64_t count, float *partials, int threads) {
+/* Of the finished gradient of weights of weight_dtype. */
+void protrain_sum_of_squares(const void *values, int dtype, int64_t count, int weight_dtype, float factor,
+                             float *partials, int threads) {
     const int64_t tiles = (count + TILE - 1) / TILE;
 #pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads))
     for (int64_t tile = 0; tile < tiles; tile++) {
@@ -45,16 +43,16 @@ void protrain_sum_of_squares(const void *values, int dtype, int64_t count, float
         const int64_t end = MIN(count, (tile + 1) * TILE);
         for (int64_t first = tile * TILE; first < end; first += LANES) {
             const int64_t n = MIN(LANES, end - first);
-            add_squares(lanes, widened(values, dtype, first, n, row), n);
+            add_squares(lanes, finished(values, dtype, weight_dtype, factor, first, n, row), n);
         }
         partials[tile] = lane_tree(lanes);
     }
 }
 
 /* chunk points to where this tensor starts. Zeros pad it to a multiple of PADDING. partials may be NULL, and accumulate
-   needs an fp32 chunk. */
+   needs an fp32 chunk, whose values are rounded to weight_dtype for the partials. */
 void protrain_flatten(const void *source, int source_dtype, void *chunk, int chunk_dtype, int64_t count,
-                      float *partials, int accumulate, int threads) {
+                      float *partials, int weight_dtype, int accumulate, int threads) {
     const int64_t tiles = (count + TILE - 1) / TILE;
     const size_t chunk_itemsize = chunk_dtype == FP32 ? 4 : 2;
     const int copies = source_dtype == chunk_dtype && chunk_dtype != FP32;
@@ -71,7 +69,7 @@ void protrain_flatten(const void *source, int source_dtype, void *chunk, int chu
                     add_block(target, own, n);
                 else
                     copy_block(target, own, n);
-                own = target;
+                own = finished(target, FP32, weight_dtype, 1.0f, 0, n, row);
             } else if (copies) {
                 copy_halves((uint16_t *)chunk + first, (const uint16_t *)source + first, n);
             } else {

@@ -79,9 +79,9 @@ def flatten_launches() -> None:
         tensors, target = [torch.zeros(256, dtype=kind)], torch.zeros(256, dtype=chunk)
         plan = FlattenPlan(tensors, [0], [0])
         plan.launch_unflatten(target, tensors)
-        for accumulate, sums in product((False, True), (None, torch.zeros(600)[1:])):
+        for accumulate, sums, weight in product((False, True), (None, torch.zeros(600)[1:]), (BF16, FP16, FP32)):
             if not accumulate or chunk == FP32:
-                plan.launch_flatten(tensors, target, sums, accumulate=accumulate)
+                plan.launch_flatten(tensors, target, sums, accumulate=accumulate, weight_dtype=weight)
 
 
 def adam_launches() -> None:
@@ -98,9 +98,11 @@ def adam_launches() -> None:
 
 def other_launches() -> None:
     """Lengths that Triton tells apart, and views that aren't aligned."""
-    for kind, numel, first in product((BF16, FP16, FP32), (1, 17, 32, LARGE), (0, 1)):
+    types = (BF16, FP16, FP32)
+    for kind, weight, numel, first in product(types, types, (1, 17, 32, LARGE), (0, 1)):
         if numel < LARGE or not first:  # memory that isn't there has no alignment
-            launch_sum_of_squares(empty(numel + first, kind)[first:], torch.zeros(64)[first:])
+            values, sums = empty(numel + first, kind)[first:], torch.zeros(64)[first:]
+            launch_sum_of_squares(values, sums, weight_dtype=weight)
     for numel in (1, 17, 32, LARGE):
         launch_split(empty(numel, FP32), empty(numel, BF16), empty(numel, I16))
         launch_join(empty(numel, BF16), empty(numel, I16), empty(numel, FP32))
