@@ -105,17 +105,18 @@ static const float *widened(const void *source, int dtype, int64_t first, int64_
     return buffer;
 }
 
-/* fp32 bits rounded to a bf16, to nearest with ties to even, whose lower half is zero. */
-static inline uint32_t round_brain(uint32_t bits) {
+/* The nearest bf16, with ties to even, as fp32 bits whose lower half is zero. */
+static inline uint32_t round_brain(float value) {
+    const uint32_t bits = bits_of(value);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
-    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : rounded;
+    return value != value ? 0x7fc00000u : rounded;
 }
 
 /* At most LANES fp32 values times factor, rounded once to dtype, and fp32 again. */
 static void round_products(const float *restrict values, int64_t count, float factor, int dtype,
                            float *restrict products) {
     if (dtype == BF16) {
-        for (int64_t i = 0; i < count; i++) products[i] = float_of(round_brain(bits_of(values[i] * factor)));
+        for (int64_t i = 0; i < count; i++) products[i] = float_of(round_brain(values[i] * factor));
         return;
     }
     for (int64_t i = 0; i < count; i++) products[i] = values[i] * factor;

@@ -20,7 +20,7 @@ static inline void copy_halves(uint16_t *restrict target, const uint16_t *restri
 
 /* Rounds to nearest, ties to even, as torch casts. */
 static inline void narrow_brains(const float *restrict values, int64_t count, uint16_t *restrict target) {
-    for (int64_t i = 0; i < count; i++) target[i] = (uint16_t)(round_brain(bits_of(values[i])) >> 16);
+    for (int64_t i = 0; i < count; i++) target[i] = (uint16_t)(round_brain(values[i]) >> 16);
 }
 
 /* Lane i adds lane i + 512, then lane i + 256, and so on. No number of threads or vector width changes that order. */
