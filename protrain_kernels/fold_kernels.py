@@ -6,7 +6,8 @@ slice:
 
     row = [offset - first, first, stop, elements of the parameter, offset of its partials, first program]
 
-Programs whose tiles lie wholly in the slice move 16 bytes a thread and access. The others work under a mask.
+Slices begin at multiples of 128 elements of aligned memory, and the padding behind them may be read. So one path serves
+whole and cut tiles: every access moves 16 bytes a thread, under a mask that changes only at multiples of 128 elements.
 """
 
 from __future__ import annotations
@@ -62,57 +63,26 @@ def load_pieces(
     source: tl.tensor,
     offsets: tl.tensor,
     stride: tl.tensor,
-    mask: tl.tensor,
-    MASKED: tl.constexpr,
+    begin: tl.tensor,
+    end: tl.tensor,
     LANES: tl.constexpr,
     RANKS: tl.constexpr,
     COUNT: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """COUNT loads: a row of ``offsets`` from every rank's piece, then the next row from every rank's, and so on.
 
-    All are issued before the caller adds or stores any of them, for the reason that ``load_rows`` gives.
+    Elements before ``begin`` and from ``end`` on are 0. All loads are issued before the caller adds or stores any of
+    them, for the reason that ``load_rows`` gives.
     """
     LAST: tl.constexpr = COUNT - 1
-    place = source + (LAST % RANKS) * stride + offsets + (LAST // RANKS) * LANES
-    loaded = tl.load(place, mask=mask, other=0) if MASKED else tl.load(place)
+    row = offsets + (LAST // RANKS) * LANES
+    loaded = tl.load(source + (LAST % RANKS) * stride + row, mask=(row >= begin) & (row < end), other=0)
     if COUNT == 1:
         return (loaded,)
     else:
-        pieces = load_pieces(source, offsets, stride, mask, MASKED, LANES, RANKS, COUNT - 1)
+        pieces = load_pieces(source, offsets, stride, begin, end, LANES, RANKS, COUNT - 1)
         pieces += (loaded,)
         return pieces
-
-
-@triton.jit
-def fold_row(
-    total: tl.tensor,
-    factor: tl.tensor,
-    gradient: tl.tensor,
-    accumulator: tl.tensor,
-    offsets: tl.tensor,
-    mask: tl.tensor,
-    room: tl.tensor,
-    GRADIENT: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> tl.tensor:
-    """Stores one row of each tile and returns what the gradient then holds, in fp32."""
-    if ACCUMULATE:
-        if MASKED:
-            tl.store(accumulator + offsets, tl.where(mask, total, 0.0), mask=room)  # the padding is zero
-        else:
-            tl.store(accumulator + offsets, total)
-    if GRADIENT:
-        value = total * factor
-        if MASKED:
-            result = narrow(tl.where(mask, value, 0.0), gradient)
-            tl.store(gradient + offsets, result, mask=room)
-        else:
-            result = narrow(value, gradient)
-            tl.store(gradient + offsets, result)
-        return widen(result)
-    else:
-        return total
 
 
 @triton.jit(do_not_specialize_on_alignment=["partials"])
@@ -137,71 +107,43 @@ def fold_kernel(
     """One program folds GROUP tiles of one slice's parameter. Row w of the pieces begins at w * stride."""
     program = tl.program_id(0)
     row = rows + tl.load(slice_of + program).to(tl.int64) * 6
-    shift = tl.multiple_of(tl.load(row), 128)
     first = tl.load(row + 1)
     stop = tl.load(row + 2)
-    # Elements of the parameter are counted from its start, also where the slice begins later.
-    base = (first // (ROWS * LANES) + (program - tl.load(row + 5)) * GROUP) * (ROWS * LANES)
-    place = (tl.arange(0, GROUP) * (ROWS * LANES))[:, None] + tl.arange(0, LANES)[None, :]
+    # Tiles are counted from the start of the parameter, also where the slice begins later.
+    tile = first // (ROWS * LANES) + (program - tl.load(row + 5)) * GROUP
+    base = tile * (ROWS * LANES)
+    # What the slice has of these tiles, counted from the first of them: elements begin to end, with padding to room.
+    begin = tl.multiple_of(tl.maximum(first - base, 0).to(tl.int32), 128)
+    end = tl.minimum(stop - base, GROUP * ROWS * LANES).to(tl.int32)
+    room = (end + 127) // 128 * 128
+    place = tl.multiple_of(tl.load(row), 128) + base  # in the range
+    source, target, sums = pieces + place, gradient + place, accumulator + place
+    stride = stride.to(tl.int64)  # a rank times 32 bits could overflow
+    tiles = (tl.arange(0, GROUP) * (ROWS * LANES))[:, None] + tl.arange(0, LANES)[None, :]
     lanes = tl.zeros((GROUP, LANES), dtype=tl.float32)
-    step_of_ranks = tl.cast(stride, tl.int64)  # a rank times 32 bits could overflow
-    source = pieces + shift + base
-    target = gradient + shift + base
-    sums = accumulator + shift + base
-    if (first <= base) & (base + GROUP * ROWS * LANES <= stop):
-        for group in range(0, ROWS, UNROLL):
-            offsets = group * LANES + place
-            mask = place < 0  # unused
-            loaded = load_pieces(source, offsets, step_of_ranks, mask, False, LANES, RANKS, RANKS * UNROLL)
-            befores = load_pieces(sums, offsets, step_of_ranks, mask, False, LANES, 1, UNROLL) if ACCUMULATE else loaded
-            for step in tl.static_range(UNROLL):
-                total = widen(loaded[step * RANKS])
-                if ACCUMULATE:
-                    total = befores[step] + total
-                for rank in tl.static_range(1, RANKS):
-                    total = total + widen(loaded[step * RANKS + rank])
-                held = fold_row(
-                    total,
-                    factor,
-                    target,
-                    sums,
-                    offsets + step * LANES,
-                    mask,
-                    mask,
-                    GRADIENT,
-                    ACCUMULATE,
-                    MASKED=False,
-                )
-                lanes = lanes + held * held
-    else:
-        padded = first + (stop - first + 127) // 128 * 128
-        for step in range(ROWS):
-            offsets = step * LANES + place
-            element = base + offsets
-            mask = (element >= first) & (element < stop)
-            loaded = load_pieces(source, offsets, step_of_ranks, mask, True, LANES, RANKS, RANKS)
-            total = widen(loaded[0])
+    for group in range(0, ROWS, UNROLL):
+        offsets = group * LANES + tiles
+        loaded = load_pieces(source, offsets, stride, begin, room, LANES, RANKS, RANKS * UNROLL)
+        befores = load_pieces(sums, offsets, stride, begin, room, LANES, 1, UNROLL) if ACCUMULATE else loaded
+        for step in tl.static_range(UNROLL):
+            at = offsets + step * LANES
+            mask = (at >= begin) & (at < room)
+            total = widen(loaded[step * RANKS])
             if ACCUMULATE:
-                total = tl.load(sums + offsets, mask=mask, other=0.0) + total
+                total = befores[step] + total
             for rank in tl.static_range(1, RANKS):
-                total = total + widen(loaded[rank])
-            held = fold_row(
-                total,
-                factor,
-                target,
-                sums,
-                offsets,
-                mask,
-                (element >= first) & (element < padded),
-                GRADIENT,
-                ACCUMULATE,
-                MASKED=True,
-            )
-            lanes = lanes + held * held
+                total = total + widen(loaded[step * RANKS + rank])
+            if ACCUMULATE:
+                tl.store(sums + at, tl.where(at < end, total, 0.0), mask=mask)  # the padding is zero
+            if GRADIENT:
+                result = narrow(tl.where(at < end, total * factor, 0.0), target)
+                tl.store(target + at, result, mask=mask)
+                held = widen(result)
+                lanes = lanes + held * held
     if SQUARES:
-        numel = tl.load(row + 3)
-        tile = tl.arange(0, GROUP)
-        begin = base + tile * (ROWS * LANES)
-        whole = (first <= begin) & (begin < stop) & (tl.minimum(begin + ROWS * LANES, numel) <= stop)
-        sums_of_tiles = lane_tree(lanes, GROUP, LANES)
-        tl.store(partials + tl.load(row + 4) + base // (ROWS * LANES) + tile, sums_of_tiles, mask=whole)
+        ours = tl.arange(0, GROUP)
+        starts = base + ours * (ROWS * LANES)
+        # A tile that the slice cuts has no partial. The parameter's last tile may be short.
+        stops = tl.minimum(starts + ROWS * LANES, tl.load(row + 3))
+        whole = (first <= starts) & (starts < stop) & (stops <= stop)
+        tl.store(partials + tl.load(row + 4) + tile + ours, lane_tree(lanes, GROUP, LANES), mask=whole)

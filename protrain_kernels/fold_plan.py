@@ -15,7 +15,6 @@ from protrain_kernels.checks import (
     TILE_LANES,
     TILE_OPTIONS,
     TILE_ROWS,
-    TILE_UNROLL,
     check_aligned,
     check_vector,
 )
@@ -24,16 +23,14 @@ from protrain_kernels.launch import launch
 from protrain_kernels.slices import Slice
 
 MOST_RANKS = 16  # the kernel holds a row of every rank in registers
+_MOST_ROWS = 2  # with 4, a loop of 4 turns is left, which NVIDIA's assembler unrolls at three times the registers
 _LOADS_TOGETHER = 8  # loads of 16 bytes that a thread has in flight before it adds
 
 
 def rows_together(ranks: int, dtype: torch.dtype, *, accumulate: bool) -> int:
-    """How many rows of a tile are loaded together: fewer where a row takes more registers, as flatten loads them."""
+    """How many rows of a tile are loaded before the first addition: fewer where a row takes more registers."""
     loads = ranks * dtype.itemsize // 2 + (2 if accumulate else 0)  # a thread has 8 elements of a row
-    rows = TILE_UNROLL
-    while rows > 1 and rows * loads > _LOADS_TOGETHER:
-        rows //= 2
-    return rows
+    return min(_MOST_ROWS, max(1, _LOADS_TOGETHER // loads))
 
 
 class FoldPlan:
