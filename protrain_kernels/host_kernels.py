@@ -18,6 +18,7 @@ import torch
 from protrain_kernels.adam_types import AdamScalars, AdamStates
 from protrain_kernels.checks import FLOATS, check_vector
 from protrain_kernels.host_library import library
+from protrain_kernels.slices import Slice
 
 _DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _Scalars = ctypes.c_float * 12
@@ -175,6 +176,36 @@ def host_flatten(
             _DTYPE_CODES[weight_dtype],
             int(accumulate),
             threads,
+        )
+    return True
+
+
+def host_fold(
+    pieces: torch.Tensor,
+    slices: Sequence[Slice],
+    gradient: torch.Tensor | None,
+    accumulator: torch.Tensor | None,
+    factor: float,
+    partials: torch.Tensor | None,
+) -> bool:
+    """``fold`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
+    compiled = library()
+    if compiled is None:
+        return False
+    sums = None if partials is None else partials.data_ptr()
+    common = (
+        *(pieces.data_ptr(), _DTYPE_CODES[pieces.dtype], *pieces.shape),
+        None if gradient is None else gradient.data_ptr(),
+        _DTYPE_CODES[pieces.dtype if gradient is None else gradient.dtype],
+        None if accumulator is None else accumulator.data_ptr(),
+        factor,
+    )
+    for part in slices:
+        compiled.protrain_fold(
+            *common,
+            *(part.offset, part.numel, part.first, part.parameter_numel),
+            None if sums is None else sums + 4 * part.partial_offset,
+            torch.get_num_threads(),
         )
     return True
 

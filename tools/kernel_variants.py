@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+import torch
 from triton.compiler import ASTSource
 
 from protrain_kernels.adam import BLOCK, adam_kernel
@@ -20,6 +21,8 @@ from protrain_kernels.checks import (
     TILE_UNROLL,
 )
 from protrain_kernels.flatten_kernels import flatten_kernel, unflatten_kernel
+from protrain_kernels.fold_kernels import fold_kernel
+from protrain_kernels.fold_plan import MOST_RANKS, rows_together
 from protrain_kernels.from_host import BLOCK as FROM_HOST_BLOCK
 from protrain_kernels.from_host import from_host_kernel
 from protrain_kernels.pack import PACK_OPTIONS, PACK_STEPS
@@ -91,11 +94,13 @@ _TABLES = {"tensor_of": "i32", "rows": "i64", "addresses": "i64"}
 def variants() -> Iterator[Variant]:
     """What the launchers compile.
 
-    The list of ``pack`` is a choice: its constants describe the activations of a block, in too many ways to list.
+    The list of ``pack`` is a choice: its constants describe the activations of a block, in too many ways to list. That
+    of ``fold`` has every type for two ranks, and every number of ranks for bf16.
     """
     yield from _adam_variants()
     yield from _sum_variants()
     yield from _flatten_variants()
+    yield from _fold_variants()
     yield from _split_variants()
     yield from _from_host_variants()
     yield from _pack_variants()
@@ -192,6 +197,48 @@ def _flatten_variants() -> Iterator[Variant]:
             wide_loads=TILE_UNROLL,
             loads_together=TILE_UNROLL,
             wide_stores=TILE_UNROLL,
+        )
+
+
+def _fold_variants() -> Iterator[Variant]:
+    kept: list[tuple[str | None, bool]] = [(None, False), *product(_TYPES, (False, True))]  # gradient type, squares
+    two = [
+        (2, kind, gradient, accumulate, squares)
+        for kind, accumulate, (gradient, squares) in product(_TYPES, (False, True), kept)
+        if gradient or accumulate
+    ]
+    others = product((1, *range(3, MOST_RANKS + 1)), ("bf16",), ("bf16",), (False, True), (True,))
+    for ranks, kind, gradient, accumulate, squares in (*two, *others):
+        target = f" into {gradient}" if gradient else ""
+        told = f"{', accumulate' * accumulate}{', no squares' * (gradient is not None and not squares)}"
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
+        together = rows_together(ranks, dtype, accumulate=accumulate)
+        loads = together * (ranks * dtype.itemsize // 2 + (2 if accumulate else 0))
+        yield Variant(
+            name=f"fold {ranks} {kind}{target}{told}",
+            kernel=fold_kernel,
+            pointers={
+                "slice_of": "i32",
+                "rows": "i64",
+                "pieces": kind,
+                "gradient": gradient or kind,  # the pieces stand for a tensor that is not there
+                "accumulator": "fp32" if accumulate else kind,
+                "partials": "fp32" if squares else kind,
+            },
+            integers={"stride": _SMALL},
+            floats=("factor",),
+            constants={
+                "RANKS": ranks,
+                "GRADIENT": gradient is not None,
+                "ACCUMULATE": accumulate,
+                "SQUARES": squares,
+                **_TILES,
+                "UNROLL": together,
+            },
+            options=TILE_OPTIONS,
+            wide_loads=loads,
+            loads_together=loads,
+            wide_stores=together * ((2 if accumulate else 0) + (2 if gradient == "fp32" else gradient is not None)),
         )
 
 

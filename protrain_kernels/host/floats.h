@@ -20,6 +20,7 @@ enum { BLOCK = 512, PART = 128, LANES = 1024, ROWS = 16, TILE = LANES * ROWS, PA
 /* PART is the block of a loop that also writes around the cache, where only few streams at a time are fast. */
 enum { RUN = 32768, BLOCKS_OF_RUN = RUN / BLOCK, TILES_OF_RUN = RUN / TILE }; /* elements taken at a time */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 /* The calling thread does what fits one run, because waking other threads takes longer, and far longer where other
    processes have the cores. All threads share anything larger, because OpenMP ends and starts threads whenever the size

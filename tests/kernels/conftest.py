@@ -12,6 +12,7 @@ import protrain_kernels as kernels
 from protrain_kernels import host_library
 from protrain_kernels.adam import launch_adam
 from protrain_kernels.flatten import plan_for
+from protrain_kernels.fold import plan_for as fold_plan_for
 from protrain_kernels.from_host import launch_from_host
 from protrain_kernels.split_master import launch_join, launch_split
 from protrain_kernels.sum_of_squares import launch_sum_of_squares
@@ -86,6 +87,23 @@ class Backend:
             plan_for(tensors, offsets, None).launch_unflatten(chunk, tensors)
         else:
             kernels.unflatten(chunk, tensors, offsets)
+
+    def fold(
+        self,
+        pieces: torch.Tensor,
+        slices: list[kernels.Slice],
+        *,
+        gradient: torch.Tensor | None,
+        accumulator: torch.Tensor | None = None,
+        factor: float = 1.0,
+        partials: torch.Tensor | None = None,
+    ) -> None:
+        if self.interpreted:
+            plan = fold_plan_for(slices, pieces.device)
+            plan.check(pieces, gradient, accumulator, partials)
+            plan.launch(pieces, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
+        else:
+            kernels.fold(pieces, slices, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
 
     def from_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         (launch_from_host if self.interpreted else kernels.from_host)(source, target)
