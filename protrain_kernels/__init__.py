@@ -9,11 +9,14 @@ from protrain_kernels.adam_types import MASTER_DTYPES, AdamScalars, AdamStates, 
 from protrain_kernels.checks import PADDING, TILE, padded, tiles
 from protrain_kernels.flatten import flatten, unflatten
 from protrain_kernels.flatten_kernels import flatten_reference, unflatten_reference
+from protrain_kernels.fold import fold
+from protrain_kernels.fold_kernels import fold_reference
 from protrain_kernels.from_host import from_host
 from protrain_kernels.host_kernels import host_accumulate
 from protrain_kernels.host_library import host_compiler_notice
 from protrain_kernels.out_of_place_adam import adam_out_of_place, adam_weight
 from protrain_kernels.pack import Packed, PackPlan, find_masks, pack, unpack
+from protrain_kernels.slices import Slice
 from protrain_kernels.split_master import join, join_reference, split, split_reference
 from protrain_kernels.streamed_adam import AdamStaging, streamed_adam
 from protrain_kernels.sum_of_squares import sum_of_squares, sum_of_squares_reference
@@ -27,6 +30,7 @@ __all__ = [
     "AdamStates",
     "PackPlan",
     "Packed",
+    "Slice",
     "adam",
     "adam_out_of_place",
     "adam_reference",
@@ -35,6 +39,8 @@ __all__ = [
     "find_masks",
     "flatten",
     "flatten_reference",
+    "fold",
+    "fold_reference",
     "from_host",
     "host_accumulate",
     "host_compiler_notice",

@@ -1,6 +1,7 @@
 """AdamW over a chunk: an fp32 step on an fp32 master, and the 16-bit weight that follows from it, in one pass.
 
-    g = fp32(grad) * scale                      only where a scale is given
+    g = finished(grad, gradient_factor)         fp32; of a sum in fp32, see ``rounding``
+    g = g * scale                               only where a scale is given
     g = g + p * l2                              only with coupled weight decay (Adam, not AdamW)
     p = p * decay                               decay is 1 - lr * weight_decay when decoupled, else 1
     m = m * beta1 + g * (1 - beta1)
@@ -31,6 +32,7 @@ from protrain_kernels.adam_types import MASTER_DTYPES, MOMENT_DTYPES, AdamScalar
 from protrain_kernels.checks import LAUNCH_OPTIONS, are_aligned_vectors, check_aligned, check_scalar, check_vector
 from protrain_kernels.host_kernels import host_adam
 from protrain_kernels.launch import launch
+from protrain_kernels.rounding import check_gradient_factor, finished_reference, narrow
 from protrain_kernels.split_master import join_bits, join_reference, split_bits, split_reference, widen
 from protrain_kernels.stochastic_rounding import random_bits, round_moments_reference, upper_half
 
@@ -52,6 +54,7 @@ def adam_reference(
     grad: torch.Tensor,
     scalars: AdamScalars,
     *,
+    gradient_factor: float = 1.0,
     scale: torch.Tensor | None = None,
 ) -> None:
     """``adam`` in separate torch operations, for any shape, length and device.
@@ -63,7 +66,7 @@ def adam_reference(
         p = join_reference(weight, master)
     else:
         p = (weight if master is None else master).clone()
-    g = grad.to(torch.float32)
+    g = finished_reference(grad, weight.dtype, gradient_factor=gradient_factor)
     if scale is not None:
         g = g * scale.reshape([1] * g.dim())  # torch may treat a 0-d tensor as a double constant
     if scalars.l2 != 0.0:
@@ -104,6 +107,7 @@ def adam_kernel(
     grad: tl.tensor,
     scale: tl.tensor,
     numel: tl.tensor,
+    gradient_factor: tl.tensor,
     decay: tl.tensor,
     l2: tl.tensor,
     beta1: tl.tensor,
@@ -124,6 +128,8 @@ def adam_kernel(
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     g = widen(tl.load(grad + offsets, mask=mask))
+    if grad.dtype.element_ty == tl.float32:
+        g = widen(narrow(g * gradient_factor, weight))
     if SPLIT:
         p = join_bits(tl.load(weight + offsets, mask=mask), tl.load(master + offsets, mask=mask))
     elif OWN_MASTER:
@@ -167,6 +173,7 @@ def launch_adam(
     grad: torch.Tensor,
     scalars: AdamScalars,
     *,
+    gradient_factor: float = 1.0,
     scale: torch.Tensor | None = None,
 ) -> None:
     """Launch the Triton kernel on checked tensors, without a synchronisation."""
@@ -179,7 +186,7 @@ def launch_adam(
         -(-numel // BLOCK),
         (weight, own, exp_avg, exp_avg_sq, grad, factor),
         numel,
-        scalars.values,
+        (gradient_factor, *scalars.values),
         (weight.dtype is torch.bfloat16, master is None, scale is not None, scalars.l2 != 0.0, BLOCK),
         LAUNCH_OPTIONS,
         device_index=weight.get_device(),
@@ -192,6 +199,7 @@ def check_adam(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
+    gradient_factor: float,
     scale: torch.Tensor | None,
     *,
     anywhere: bool = False,
@@ -201,6 +209,7 @@ def check_adam(
     tensors = (weight, exp_avg, exp_avg_sq, grad) if master is None else (weight, exp_avg, exp_avg_sq, grad, master)
     types = tuple([tensor.dtype for tensor in tensors])
     check_scalar("scale", scale, dtype=torch.float32, device=weight.device)
+    check_gradient_factor(gradient_factor, grad)
     if types in _DTYPES and are_aligned_vectors(tensors, weight.device, numel):
         return
     check_vector("weight", weight, dtypes=MASTER_DTYPES, device=weight.device)
@@ -230,6 +239,7 @@ def adam(
     grad: torch.Tensor,  # [n] the weight's type or float32
     scalars: AdamScalars,
     *,
+    gradient_factor: float = 1.0,
     scale: torch.Tensor | None = None,  # one float32
     threads: int = 0,
 ) -> None:
@@ -241,24 +251,35 @@ def adam(
         master: [n] int16 remainders for a bfloat16 weight, [n] float32 for a float16 weight, None for a float32 weight.
         exp_avg: [n] momentum, float32 or bfloat16. A bfloat16 momentum is rounded at random.
         exp_avg_sq: [n] variance, of the same type as the momentum.
-        grad: [n] of the weight's type or float32; unchanged.
+        grad: [n] of the weight's type, or a float32 sum, which is rounded to the weight's type; unchanged.
         scalars: the constants of this step.
-        scale: one float32 on the same device that multiplies the gradient (clipping, loss scale). The kernel reads it.
+        gradient_factor: multiplies a float32 sum before it is rounded. A 16-bit gradient is finished and takes none.
+        scale: one float32 on the same device that multiplies the rounded gradient (clipping, loss scale). The kernel
+            reads it.
         threads: the number of host threads for CPU tensors; 0 means torch.get_num_threads().
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length.
     """
-    check_adam(weight, master, exp_avg, exp_avg_sq, grad, scale)
+    check_adam(weight, master, exp_avg, exp_avg_sq, grad, gradient_factor, scale)
     numel = weight.numel()
     if numel == 0:
         return
     if weight.is_cuda:
-        launch_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale)
+        launch_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, gradient_factor=gradient_factor, scale=scale)
         return
-    if host_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale, threads=threads):
+    if host_adam(
+        *(weight, master, exp_avg, exp_avg_sq, grad, scalars),
+        gradient_factor=gradient_factor,
+        scale=scale,
+        threads=threads,
+    ):
         return
     for first in range(0, numel, REFERENCE_SLICE):
         part = slice(first, first + REFERENCE_SLICE)
         own = None if master is None else master[part]
-        adam_reference(weight[part], own, exp_avg[part], exp_avg_sq[part], grad[part], scalars, scale=scale)
+        adam_reference(
+            *(weight[part], own, exp_avg[part], exp_avg_sq[part], grad[part], scalars),
+            gradient_factor=gradient_factor,
+            scale=scale,
+        )

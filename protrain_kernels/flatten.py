@@ -10,6 +10,9 @@ squares.
     chunk[offset + n : next multiple of 128] = 0
     partials[start : start + tiles(n)] = sums of squares of what the chunk now holds (see sum_of_squares)
 
+An fp32 chunk holds sums as they are. Its squares are of the values rounded to the weight's type (see rounding), because
+this is the gradient that the update sees.
+
 The partials are a finite check too: an infinity or a NaN in the chunk makes its partial infinite or NaN.
 
 ``unflatten`` is the way back: tensor = chunk[offset : offset + n], cast likewise.
@@ -27,6 +30,7 @@ import torch
 from protrain_kernels.flatten_kernels import flatten_reference, unflatten_reference
 from protrain_kernels.flatten_plan import FlattenPlan
 from protrain_kernels.host_kernels import host_flatten
+from protrain_kernels.rounding import check_weight_dtype
 
 _MOST_PLANS = 4096
 _plans: dict[tuple[object, ...], FlattenPlan] = {}
@@ -40,6 +44,7 @@ def flatten(
     partial_offsets: Sequence[int] | None = None,  # elements into partials
     *,
     accumulate: bool = False,
+    weight_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write tensors into their places of a chunk, with their partial sums of squares, reading each once.
 
@@ -53,6 +58,8 @@ def flatten(
         partials: 1-d float32; tensor i writes tiles(numel) of them, of the values that the chunk holds afterwards.
         partial_offsets: where each tensor's partials start.
         accumulate: add to a float32 chunk rather than overwrite it.
+        weight_dtype: the type of the weights whose gradients these are. The values of a float32 chunk are rounded to it
+            for the squares, and only for them: so the norm is that of the gradient that the update sees.
 
     Raises:
         ValueError: a tensor has the wrong type, device or layout, or does not fit at its offset.
@@ -63,13 +70,15 @@ def flatten(
         raise ValueError("partials and partial_offsets come together: pass both or neither")
     if accumulate and chunk.dtype != torch.float32:
         raise ValueError(f"values accumulate in a float32 chunk, not {chunk.dtype}: make the chunk float32")
+    check_weight_dtype(weight_dtype)
     plan = plan_for(tensors, offsets, partial_offsets)
     plan.check(chunk, partials)
     if chunk.is_cuda:
-        plan.launch_flatten(tensors, chunk, partials, accumulate=accumulate)
+        plan.launch_flatten(tensors, chunk, partials, accumulate=accumulate, weight_dtype=weight_dtype)
         return
-    if not host_flatten(tensors, chunk, plan.offsets, partials, plan.starts, accumulate=accumulate):
-        flatten_reference(tensors, chunk, plan.offsets, partials, plan.starts, accumulate=accumulate)
+    where = chunk, plan.offsets, partials, plan.starts
+    if not host_flatten(tensors, *where, accumulate=accumulate, weight_dtype=weight_dtype):
+        flatten_reference(tensors, *where, accumulate=accumulate, weight_dtype=weight_dtype)
 
 
 def unflatten(

@@ -18,10 +18,9 @@ import triton
 import triton.language as tl
 
 from protrain_kernels.checks import padded, tiles
+from protrain_kernels.rounding import narrow, rounded
 from protrain_kernels.split_master import widen
 from protrain_kernels.sum_of_squares import lane_tree, sum_of_squares_reference
-
-BF16, FP16, FP32 = 0, 1, 2  # TYPE
 
 
 def flatten_reference(
@@ -32,6 +31,7 @@ def flatten_reference(
     partial_offsets: Sequence[int] | None = None,
     *,
     accumulate: bool = False,
+    weight_dtype: torch.dtype = torch.float32,
 ) -> None:
     """``flatten`` in plain torch."""
     starts = [0] * len(tensors) if partial_offsets is None else partial_offsets
@@ -42,7 +42,7 @@ def flatten_reference(
         target.copy_(target + values if accumulate else values)
         chunk[offset + numel : offset + padded(numel)].zero_()
         if partials is not None:
-            partials[start : start + tiles(numel)] = sum_of_squares_reference(target)
+            partials[start : start + tiles(numel)] = sum_of_squares_reference(target, weight_dtype=weight_dtype)
 
 
 def unflatten_reference(chunk: torch.Tensor, tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
@@ -60,17 +60,6 @@ def typed(address: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
         return address.to(tl.pointer_type(tl.float16))
     else:
         return address.to(tl.pointer_type(tl.float32))
-
-
-@triton.jit
-def narrow(value: tl.tensor, like: tl.tensor) -> tl.tensor:
-    """fp32 rounded to nearest, ties to even, as torch casts to the element type of the pointer ``like``."""
-    if like.dtype.element_ty == tl.int16:
-        bits = value.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(value != value, 0x7FC0, rounded).to(tl.int16)
-    else:
-        return value.to(like.dtype.element_ty)
 
 
 @triton.jit
@@ -97,9 +86,10 @@ def flatten_row(
     mask: tl.tensor,
     room: tl.tensor,
     ACCUMULATE: tl.constexpr,
+    ROUNDED: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Stores one row of each tile and returns what the chunk then holds, in fp32.
+    """Stores one row of each tile. Returns in fp32 what the chunk then holds, rounded to the type ROUNDED.
 
     ``stored`` is the loaded row of the tensor, and ``before`` is what the chunk held in its place.
     """
@@ -118,7 +108,7 @@ def flatten_row(
         tl.store(target + target_offsets, result, mask=room)
     else:
         tl.store(target + target_offsets, result)
-    return held
+    return rounded(held, ROUNDED)
 
 
 @triton.jit(do_not_specialize_on_alignment=["partials"])
@@ -132,6 +122,7 @@ def flatten_kernel(
     TYPE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     SQUARES: tl.constexpr,
+    ROUNDED: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
@@ -170,6 +161,7 @@ def flatten_kernel(
                     mask,
                     mask,
                     ACCUMULATE,
+                    ROUNDED,
                     MASKED=False,
                 )
                 lanes = lanes + held * held
@@ -187,6 +179,7 @@ def flatten_kernel(
                 mask,
                 offsets < padded,
                 ACCUMULATE,
+                ROUNDED,
                 MASKED=True,
             )
             lanes = lanes + held * held

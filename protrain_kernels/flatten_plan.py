@@ -23,10 +23,10 @@ from protrain_kernels.checks import (
     padded,
     tiles,
 )
-from protrain_kernels.flatten_kernels import BF16, FP16, FP32, flatten_kernel, unflatten_kernel
+from protrain_kernels.flatten_kernels import flatten_kernel, unflatten_kernel
 from protrain_kernels.launch import launch, put_addresses
+from protrain_kernels.rounding import FP32, TYPE_CODES
 
-TYPE_CODES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 _ADDRESSES = (2,)  # the index of the addresses among the kernels' tensors
 
 
@@ -130,10 +130,12 @@ class FlattenPlan:
         partials: torch.Tensor | None,
         *,
         accumulate: bool,
+        weight_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Launch the Triton kernel of ``flatten`` on checked tensors."""
         sums = chunk if partials is None else partials  # the kernel reads no partials then
-        self._launch(flatten_kernel, tensors, (chunk, sums), (accumulate, partials is not None))
+        rounded_to = FP32 if partials is None or chunk.dtype is not torch.float32 else TYPE_CODES[weight_dtype]
+        self._launch(flatten_kernel, tensors, (chunk, sums), (accumulate, partials is not None, rounded_to))
 
     def launch_unflatten(self, chunk: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Launch the Triton kernel of ``unflatten`` on checked tensors."""
@@ -144,7 +146,7 @@ class FlattenPlan:
         kernel: object,
         tensors: Sequence[torch.Tensor],
         others: tuple[torch.Tensor, ...],
-        chosen: tuple[bool, ...],
+        chosen: tuple[bool | int, ...],
     ) -> None:
         if not self._programs:
             return

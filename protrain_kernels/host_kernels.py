@@ -18,9 +18,10 @@ import torch
 from protrain_kernels.adam_types import AdamScalars, AdamStates
 from protrain_kernels.checks import FLOATS, check_vector
 from protrain_kernels.host_library import library
+from protrain_kernels.slices import Slice
 
 _DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_Scalars = ctypes.c_float * 11
+_Scalars = ctypes.c_float * 12
 
 
 def _threads(threads: int) -> int:
@@ -36,6 +37,7 @@ def _adam_arguments(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     scalars: AdamScalars,
+    gradient_factor: float,
     scale: torch.Tensor | None,
     threads: int,
 ) -> tuple[object, ...]:
@@ -50,7 +52,7 @@ def _adam_arguments(
         grad.data_ptr(),
         _DTYPE_CODES[grad.dtype],
         weight.numel(),
-        _Scalars(*scalars.values, 1.0 if scale is None else scale.item()),
+        _Scalars(*scalars.values, gradient_factor, 1.0 if scale is None else scale.item()),
         _threads(threads),
     )
 
@@ -63,6 +65,7 @@ def host_adam(
     grad: torch.Tensor,
     scalars: AdamScalars,
     *,
+    gradient_factor: float = 1.0,
     scale: torch.Tensor | None = None,
     threads: int = 0,
 ) -> bool:
@@ -70,7 +73,8 @@ def host_adam(
     compiled = library()
     if compiled is None:
         return False
-    compiled.protrain_adam(*_adam_arguments(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale, threads))
+    states = weight, master, exp_avg, exp_avg_sq
+    compiled.protrain_adam(*_adam_arguments(*states, grad, scalars, gradient_factor, scale, threads))
     return True
 
 
@@ -80,6 +84,7 @@ def host_adam_out_of_place(
     grad: torch.Tensor,
     scalars: AdamScalars,
     *,
+    gradient_factor: float = 1.0,
     scale: torch.Tensor | None = None,
     threads: int = 0,
 ) -> bool:
@@ -91,7 +96,7 @@ def host_adam_out_of_place(
     if compiled is None:
         return False
     compiled.protrain_adam_out_of_place(
-        *_adam_arguments(*old, grad, scalars, scale, threads),
+        *_adam_arguments(*old, grad, scalars, gradient_factor, scale, threads),
         *(None if tensor is None else tensor.data_ptr() for tensor in new),
     )
     return True
@@ -123,13 +128,21 @@ def host_accumulate(acc: torch.Tensor, grad: torch.Tensor, *, initialise: bool, 
         acc.add_(grad)  # torch promotes the gradient to fp32 before it adds
 
 
-def host_sum_of_squares(values: torch.Tensor, partials: torch.Tensor) -> bool:
+def host_sum_of_squares(
+    values: torch.Tensor, partials: torch.Tensor, *, weight_dtype: torch.dtype, gradient_factor: float
+) -> bool:
     """``sum_of_squares`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
     compiled = library()
     if compiled is None:
         return False
     compiled.protrain_sum_of_squares(
-        values.data_ptr(), _DTYPE_CODES[values.dtype], values.numel(), partials.data_ptr(), torch.get_num_threads()
+        values.data_ptr(),
+        _DTYPE_CODES[values.dtype],
+        values.numel(),
+        _DTYPE_CODES[weight_dtype],
+        gradient_factor,
+        partials.data_ptr(),
+        torch.get_num_threads(),
     )
     return True
 
@@ -142,6 +155,7 @@ def host_flatten(
     partial_offsets: Sequence[int],
     *,
     accumulate: bool,
+    weight_dtype: torch.dtype,
 ) -> bool:
     """``flatten`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
     compiled = library()
@@ -159,8 +173,39 @@ def host_flatten(
             target,
             tensor.numel(),
             None if sums is None else sums + 4 * partial,
+            _DTYPE_CODES[weight_dtype],
             int(accumulate),
             threads,
+        )
+    return True
+
+
+def host_fold(
+    pieces: torch.Tensor,
+    slices: Sequence[Slice],
+    gradient: torch.Tensor | None,
+    accumulator: torch.Tensor | None,
+    factor: float,
+    partials: torch.Tensor | None,
+) -> bool:
+    """``fold`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
+    compiled = library()
+    if compiled is None:
+        return False
+    sums = None if partials is None else partials.data_ptr()
+    common = (
+        *(pieces.data_ptr(), _DTYPE_CODES[pieces.dtype], *pieces.shape),
+        None if gradient is None else gradient.data_ptr(),
+        _DTYPE_CODES[pieces.dtype if gradient is None else gradient.dtype],
+        None if accumulator is None else accumulator.data_ptr(),
+        factor,
+    )
+    for part in slices:
+        compiled.protrain_fold(
+            *common,
+            *(part.offset, part.numel, part.first, part.parameter_numel),
+            None if sums is None else sums + 4 * part.partial_offset,
+            torch.get_num_threads(),
         )
     return True
 

@@ -31,7 +31,7 @@ _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-ma
 _LOOPS = "-fno-tree-loop-distribute-patterns"
 FLAGS = ("-O3", _NATIVE, "-ffp-contract=off", "-fno-math-errno", _LOOPS, "-fopenmp", "-shared", "-fPIC")
 
-_pointer, _length, _flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_pointer, _length, _flag, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
     "protrain_split": (_pointer, _pointer, _pointer, _length, _flag),
     "protrain_join": (_pointer, _pointer, _pointer, _length, _flag),
@@ -44,8 +44,12 @@ _ARGUMENTS = {
         *(_pointer, _flag, _length, _pointer, _flag),
         *(_pointer, _pointer, _pointer, _pointer),
     ),
-    "protrain_sum_of_squares": (_pointer, _flag, _length, _pointer, _flag),
-    "protrain_flatten": (_pointer, _flag, _pointer, _flag, _length, _pointer, _flag, _flag),
+    "protrain_sum_of_squares": (_pointer, _flag, _length, _flag, _float, _pointer, _flag),
+    "protrain_flatten": (_pointer, _flag, _pointer, _flag, _length, _pointer, _flag, _flag, _flag),
+    "protrain_fold": (
+        *(_pointer, _flag, _length, _length, _pointer, _flag, _pointer, _float),
+        *(_length, _length, _length, _length, _pointer, _flag),
+    ),
     "protrain_accumulate": (_pointer, _pointer, _flag, _length, _flag, _flag),
 }
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from protrain_kernels.adam import adam
 from protrain_kernels.adam_types import MASTER_DTYPES, MOMENT_DTYPES, AdamScalars, AdamStates
-from protrain_kernels.checks import FLOATS, check_aligned, check_scalar, check_vector
+from protrain_kernels.checks import check_aligned, check_scalar, check_vector
 from protrain_kernels.host_kernels import host_adam_out_of_place
+from protrain_kernels.rounding import check_gradient_factor
 
 _CPU = torch.device("cpu")
 
@@ -28,6 +29,7 @@ def adam_out_of_place(
     grad: Tensor,
     scalars: AdamScalars,
     *,
+    gradient_factor: float = 1.0,
     scale: Tensor | None = None,
     threads: int = 0,
 ) -> None:
@@ -36,23 +38,24 @@ def adam_out_of_place(
     Args:
         old: [n] each, on the CPU at multiples of 256 bytes; unchanged. n is a multiple of 128.
         new: [n] each, on the CPU, of the same types; written.
-        grad: [n] bfloat16, float16 or float32.
+        grad: [n] of the weight's type, or a float32 sum, as ``adam`` takes it.
         scalars: the constants of this step.
-        scale: one float32 that multiplies the gradient.
+        gradient_factor: multiplies a float32 sum before it is rounded to the weight's type.
+        scale: one float32 that multiplies the rounded gradient.
         threads: the number of host threads; 0 means torch.get_num_threads().
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length, or ``new`` overlaps ``old``.
     """
-    _check(old, grad, scale)
+    _check(old, grad, gradient_factor, scale)
     for kind, tensor, like in zip(AdamStates._fields, new, old, strict=True):
         _check_new(f"new.{kind}", tensor, f"old.{kind}", like, old.weight.dtype)
-    if host_adam_out_of_place(old, new, grad, scalars, scale=scale, threads=threads):
+    if host_adam_out_of_place(old, new, grad, scalars, gradient_factor=gradient_factor, scale=scale, threads=threads):
         return
     for source, target in zip(old, new, strict=True):
         if source is not None and target is not None:
             target.copy_(source)
-    adam(*new, grad, scalars, scale=scale, threads=threads)
+    adam(*new, grad, scalars, gradient_factor=gradient_factor, scale=scale, threads=threads)
 
 
 def adam_weight(
@@ -61,6 +64,7 @@ def adam_weight(
     grad: Tensor,
     scalars: AdamScalars,
     *,
+    gradient_factor: float = 1.0,
     scale: Tensor | None = None,
     threads: int = 0,
 ) -> None:
@@ -69,29 +73,37 @@ def adam_weight(
     Args:
         old: as ``adam_out_of_place`` takes it; unchanged.
         new_weight: [n] of the type of ``old.weight``, on the CPU at a multiple of 256 bytes; written.
-        grad: [n] bfloat16, float16 or float32.
+        grad: [n] of the weight's type, or a float32 sum, as ``adam`` takes it.
         scalars: the constants of this step.
-        scale: one float32 that multiplies the gradient.
+        gradient_factor: multiplies a float32 sum before it is rounded to the weight's type.
+        scale: one float32 that multiplies the rounded gradient.
         threads: the number of host threads; 0 means torch.get_num_threads().
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length, or ``new_weight`` overlaps ``old.weight``.
     """
-    _check(old, grad, scale)
+    _check(old, grad, gradient_factor, scale)
     _check_new("new_weight", new_weight, "old.weight", old.weight, old.weight.dtype)
-    if host_adam_out_of_place(old, (new_weight, None, None, None), grad, scalars, scale=scale, threads=threads):
+    new = new_weight, None, None, None
+    if host_adam_out_of_place(old, new, grad, scalars, gradient_factor=gradient_factor, scale=scale, threads=threads):
         return
     new_weight.copy_(old.weight)
     master = None if old.master is None else old.master.clone()
-    adam(new_weight, master, old.exp_avg.clone(), old.exp_avg_sq.clone(), grad, scalars, scale=scale, threads=threads)
+    adam(
+        *(new_weight, master, old.exp_avg.clone(), old.exp_avg_sq.clone(), grad, scalars),
+        gradient_factor=gradient_factor,
+        scale=scale,
+        threads=threads,
+    )
 
 
-def _check(old: AdamStates, grad: Tensor, scale: Tensor | None) -> None:
+def _check(old: AdamStates, grad: Tensor, gradient_factor: float, scale: Tensor | None) -> None:
     dtype, count = old.weight.dtype, old.weight.numel()
-    check_vector("grad", grad, dtypes=FLOATS, device=_CPU, numel=count)
-    check_scalar("scale", scale, dtype=torch.float32, device=_CPU)
     if dtype not in MASTER_DTYPES:
         raise ValueError(f"old.weight must be bfloat16, float16 or float32, not {dtype}")
+    check_vector("grad", grad, dtypes={dtype: None, torch.float32: None}, device=_CPU, numel=count)
+    check_gradient_factor(gradient_factor, grad)
+    check_scalar("scale", scale, dtype=torch.float32, device=_CPU)
     moment = old.exp_avg.dtype
     if moment not in MOMENT_DTYPES:
         raise ValueError(f"old.exp_avg must be float32 or bfloat16, not {moment}")

@@ -168,6 +168,7 @@ def streamed_adam(
     scalars: AdamScalars,
     staging: AdamStaging,
     *,
+    gradient_factor: float = 1.0,
     scale: torch.Tensor | None = None,  # one float32 on the device
 ) -> torch.cuda.Event | None:
     """One Adam step by the device of ``staging`` on tensors in pinned host memory.
@@ -183,7 +184,8 @@ def streamed_adam(
         grad: as ``adam`` takes it, on either side; unchanged.
         scalars: this step's constants.
         staging: what the states are copied through.
-        scale: multiplies the gradient.
+        gradient_factor: as ``adam`` takes it.
+        scale: multiplies the rounded gradient.
 
     Returns:
         An event that is reached when all results are in place. None on the CPU, where they are in place on return.
@@ -202,7 +204,8 @@ def streamed_adam(
             raise ValueError(
                 f"{name} must be in pinned host memory for {staging.device} to reach it: pass its .pin_memory()"
             )
-    check_adam(weight, master, exp_avg, exp_avg_sq, grad, None, anywhere=True)
+    check_adam(weight, master, exp_avg, exp_avg_sq, grad, gradient_factor, None, anywhere=True)
     check_scalar("scale", scale, dtype=torch.float32, device=staging.device)
-    update = functools.partial(launch_adam if staging.on_gpu else adam, scalars=scalars, scale=scale)
+    step = launch_adam if staging.on_gpu else adam
+    update = functools.partial(step, scalars=scalars, gradient_factor=gradient_factor, scale=scale)
     return run_pieces(staging, given, update if master is not None else functools.partial(update, master=None))

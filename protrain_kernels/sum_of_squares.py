@@ -2,6 +2,7 @@
 
 A tensor of n elements is cut in tiles of 16 rows x 1024 lanes, counted from its own start. A tile is summed as follows:
 
+    x = finished(value)                 fp32; of a sum of gradients in fp32, see ``rounding``
     acc[lane] = acc[lane] + x * x       over the 16 rows in turn, multiplied and added separately in fp32
     acc[i] = acc[i] + acc[i + width]    for width = 512, 256, ..., 1; partial = acc[0]
 
@@ -30,14 +31,25 @@ from protrain_kernels.checks import (
 )
 from protrain_kernels.host_kernels import host_sum_of_squares
 from protrain_kernels.launch import launch
+from protrain_kernels.rounding import (
+    FP32,
+    TYPE_CODES,
+    check_gradient_factor,
+    check_weight_dtype,
+    finished_reference,
+    rounded,
+)
 from protrain_kernels.split_master import widen
 
 
-def sum_of_squares_reference(values: torch.Tensor) -> torch.Tensor:
+def sum_of_squares_reference(
+    values: torch.Tensor, *, weight_dtype: torch.dtype = torch.float32, gradient_factor: float = 1.0
+) -> torch.Tensor:
     """The partials of ``sum_of_squares`` in plain torch, for any shape and device."""
     count = tiles(values.numel())
     whole = torch.zeros(count * TILE, dtype=torch.float32, device=values.device)
-    whole[: values.numel()] = values.reshape(-1).to(torch.float32)
+    finished = finished_reference(values.reshape(-1), weight_dtype, gradient_factor=gradient_factor)
+    whole[: values.numel()] = finished
     lanes = torch.zeros(count, TILE_LANES, dtype=torch.float32, device=values.device)
     for row in whole.view(count, TILE_ROWS, TILE_LANES).unbind(1):
         lanes = lanes + row * row
@@ -67,6 +79,8 @@ def sum_of_squares_kernel(
     values: tl.tensor,
     partials: tl.tensor,
     numel: tl.tensor,
+    gradient_factor: tl.tensor,
+    ROUNDED: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
@@ -79,28 +93,37 @@ def sum_of_squares_kernel(
     if first + GROUP * ROWS * LANES <= numel:  # loads without a mask are wide whatever the length
         for group in range(0, ROWS, UNROLL):
             for row in tl.static_range(UNROLL):
-                value = widen(tl.load(values + first + (group + row) * LANES + place))
+                stored = tl.load(values + first + (group + row) * LANES + place)
+                value = rounded(widen(stored) * gradient_factor, ROUNDED)
                 lanes = lanes + value * value
     else:
         for row in range(ROWS):
             offsets = first + row * LANES + place
-            value = widen(tl.load(values + offsets, mask=offsets < numel, other=0))
+            stored = tl.load(values + offsets, mask=offsets < numel, other=0)
+            value = rounded(widen(stored) * gradient_factor, ROUNDED)
             lanes = lanes + value * value
     tile = tl.arange(0, GROUP)
     started = first + tile * (ROWS * LANES) < numel
     tl.store(partials + first // (ROWS * LANES) + tile, lane_tree(lanes, GROUP, LANES), mask=started)
 
 
-def launch_sum_of_squares(values: torch.Tensor, partials: torch.Tensor) -> None:
+def launch_sum_of_squares(
+    values: torch.Tensor,
+    partials: torch.Tensor,
+    *,
+    weight_dtype: torch.dtype = torch.float32,
+    gradient_factor: float = 1.0,
+) -> None:
     """Launch the Triton kernel on checked tensors."""
     numel = values.numel()
+    rounded_to = TYPE_CODES[weight_dtype] if values.dtype is torch.float32 else FP32
     launch(
         sum_of_squares_kernel,
         -(-numel // PROGRAM_ELEMENTS),
         (values, partials),
         numel,
-        (),
-        TILE_CONSTANTS,
+        (gradient_factor,),
+        (rounded_to, *TILE_CONSTANTS),
         TILE_OPTIONS,
         device_index=values.get_device(),
     )
@@ -109,6 +132,9 @@ def launch_sum_of_squares(values: torch.Tensor, partials: torch.Tensor) -> None:
 def sum_of_squares(
     values: torch.Tensor,  # [n] bfloat16, float16 or float32
     partials: torch.Tensor,  # [tiles(n)] float32, written
+    *,
+    weight_dtype: torch.dtype = torch.float32,
+    gradient_factor: float = 1.0,
 ) -> None:
     """Write the fp32 sum of squares of each tile of 16,384 values.
 
@@ -116,15 +142,20 @@ def sum_of_squares(
         values: [n] bfloat16, float16 or float32, contiguous, any n.
         partials: [tiles(n)] float32 on the same device. A tile with an infinity or a NaN has a partial that is infinite
             or NaN.
+        weight_dtype: the type of the weights whose gradient this is. A float32 sum is rounded to it before it is
+            squared, as the update does.
+        gradient_factor: multiplies a float32 sum before it is rounded.
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length.
     """
     check_vector("values", values, dtypes=FLOATS, device=values.device)
     check_vector("partials", partials, dtypes=(torch.float32,), device=values.device, numel=tiles(values.numel()))
+    check_weight_dtype(weight_dtype)
+    check_gradient_factor(gradient_factor, values)
     if values.numel() == 0:
         return
     if values.is_cuda:
-        launch_sum_of_squares(values, partials)
-    elif not host_sum_of_squares(values, partials):
-        partials.copy_(sum_of_squares_reference(values))
+        launch_sum_of_squares(values, partials, weight_dtype=weight_dtype, gradient_factor=gradient_factor)
+    elif not host_sum_of_squares(values, partials, weight_dtype=weight_dtype, gradient_factor=gradient_factor):
+        partials.copy_(sum_of_squares_reference(values, weight_dtype=weight_dtype, gradient_factor=gradient_factor))

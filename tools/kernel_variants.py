@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+import torch
 from triton.compiler import ASTSource
 
 from protrain_kernels.adam import BLOCK, adam_kernel
@@ -19,12 +20,15 @@ from protrain_kernels.checks import (
     TILE_ROWS,
     TILE_UNROLL,
 )
-from protrain_kernels.flatten_kernels import BF16, FP16, FP32, flatten_kernel, unflatten_kernel
+from protrain_kernels.flatten_kernels import flatten_kernel, unflatten_kernel
+from protrain_kernels.fold_kernels import fold_kernel
+from protrain_kernels.fold_plan import MOST_RANKS, rows_together
 from protrain_kernels.from_host import BLOCK as FROM_HOST_BLOCK
 from protrain_kernels.from_host import from_host_kernel
 from protrain_kernels.pack import PACK_OPTIONS, PACK_STEPS
 from protrain_kernels.pack_kernels import pack_kernel, unpack_kernel
 from protrain_kernels.pack_layout import BITS, FP8, GATHER, MASK, RAW, TILE
+from protrain_kernels.rounding import BF16, FP16, FP32
 from protrain_kernels.split_master import BLOCK as SPLIT_BLOCK
 from protrain_kernels.split_master import join_kernel, split_kernel
 from protrain_kernels.sum_of_squares import sum_of_squares_kernel
@@ -90,18 +94,20 @@ _TABLES = {"tensor_of": "i32", "rows": "i64", "addresses": "i64"}
 def variants() -> Iterator[Variant]:
     """What the launchers compile.
 
-    The list of ``pack`` is a choice: its constants describe the activations of a block, in too many ways to list.
+    The list of ``pack`` is a choice: its constants describe the activations of a block, in too many ways to list. That
+    of ``fold`` has every type for two ranks, and every number of ranks for bf16.
     """
     yield from _adam_variants()
     yield from _sum_variants()
     yield from _flatten_variants()
+    yield from _fold_variants()
     yield from _split_variants()
     yield from _from_host_variants()
     yield from _pack_variants()
 
 
 def _adam_variants() -> Iterator[Variant]:
-    scalars = tuple(field.name for field in dataclasses.fields(AdamScalars))
+    scalars = "gradient_factor", *(field.name for field in dataclasses.fields(AdamScalars))
     for weight, master, grads in (
         ("bf16", "i16", ("bf16", "fp32")),
         ("fp16", "fp32", ("fp16", "fp32")),
@@ -136,31 +142,45 @@ def _adam_variants() -> Iterator[Variant]:
 
 
 def _sum_variants() -> Iterator[Variant]:
-    for kind, aligned, large in product(_TYPES, (False, True), (True, False)):
+    rounded = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp32", "fp16"), ("fp32", "bf16"))
+    for (kind, weight), aligned, large in product(rounded, (False, True), (True, False)):
         yield Variant(
-            name=f"sum_of_squares {kind}{', unaligned' * (not aligned)}{', large' * large}",
+            name=f"sum_of_squares {kind}{_rounded_to(weight)}{', unaligned' * (not aligned)}{', large' * large}",
             kernel=sum_of_squares_kernel,
             pointers={"values": kind, "partials": "fp32"},
             integers={"numel": _LARGE if large else _SMALL},
+            floats=("gradient_factor",),
             unaligned=() if aligned else ("values",),
-            constants=_TILES,
+            constants={"ROUNDED": _TYPES[weight], **_TILES},
             options=TILE_OPTIONS,
             wide_loads=TILE_UNROLL if aligned else 0,
         )
 
 
+def _rounded_to(weight: str) -> str:
+    return f", squares rounded to {weight}" * (weight != "fp32")
+
+
 def _flatten_variants() -> Iterator[Variant]:
-    for kind, chunk, accumulate, squares in product(_TYPES, _TYPES, (False, True), (False, True)):
-        if accumulate and chunk != "fp32":
+    for kind, chunk, accumulate, squares, weight in product(_TYPES, _TYPES, (False, True), (False, True), _TYPES):
+        if chunk != "fp32" and (accumulate or weight != "fp32"):
             continue
-        told = f"{', accumulate' * accumulate}{', no squares' * (not squares)}"
+        if not squares and weight != "fp32":
+            continue
+        told = f"{', accumulate' * accumulate}{', no squares' * (not squares)}{_rounded_to(weight)}"
         yield Variant(
             name=f"flatten {kind} into {chunk}{told}",
             kernel=flatten_kernel,
             # The chunk stands for partials that are not there.
             pointers={**_TABLES, "chunk": chunk, "partials": "fp32" if squares else chunk},
             integers={"slot": 0},
-            constants={"TYPE": _TYPES[kind], "ACCUMULATE": accumulate, "SQUARES": squares, **_TILES},
+            constants={
+                "TYPE": _TYPES[kind],
+                "ACCUMULATE": accumulate,
+                "SQUARES": squares,
+                "ROUNDED": _TYPES[weight],
+                **_TILES,
+            },
             options=TILE_OPTIONS,
             wide_loads=TILE_UNROLL,
             loads_together=TILE_UNROLL,
@@ -177,6 +197,48 @@ def _flatten_variants() -> Iterator[Variant]:
             wide_loads=TILE_UNROLL,
             loads_together=TILE_UNROLL,
             wide_stores=TILE_UNROLL,
+        )
+
+
+def _fold_variants() -> Iterator[Variant]:
+    kept: list[tuple[str | None, bool]] = [(None, False), *product(_TYPES, (False, True))]  # gradient type, squares
+    two = [
+        (2, kind, gradient, accumulate, squares)
+        for kind, accumulate, (gradient, squares) in product(_TYPES, (False, True), kept)
+        if gradient or accumulate
+    ]
+    others = product((1, *range(3, MOST_RANKS + 1)), ("bf16",), ("bf16",), (False, True), (True,))
+    for ranks, kind, gradient, accumulate, squares in (*two, *others):
+        target = f" into {gradient}" if gradient else ""
+        told = f"{', accumulate' * accumulate}{', no squares' * (gradient is not None and not squares)}"
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
+        together = rows_together(ranks, dtype, accumulate=accumulate)
+        loads = together * (ranks * dtype.itemsize // 2 + (2 if accumulate else 0))
+        yield Variant(
+            name=f"fold {ranks} {kind}{target}{told}",
+            kernel=fold_kernel,
+            pointers={
+                "slice_of": "i32",
+                "rows": "i64",
+                "pieces": kind,
+                "gradient": gradient or kind,  # the pieces stand for a tensor that is not there
+                "accumulator": "fp32" if accumulate else kind,
+                "partials": "fp32" if squares else kind,
+            },
+            integers={"stride": _SMALL},
+            floats=("factor",),
+            constants={
+                "RANKS": ranks,
+                "GRADIENT": gradient is not None,
+                "ACCUMULATE": accumulate,
+                "SQUARES": squares,
+                **_TILES,
+                "UNROLL": together,
+            },
+            options=TILE_OPTIONS,
+            wide_loads=loads,
+            loads_together=loads,
+            wide_stores=together * ((2 if accumulate else 0) + (2 if gradient == "fp32" else gradient is not None)),
         )
 
 

@@ -3,9 +3,12 @@
 Weights, moments and gradients are random bit patterns: subnormal, huge and tiny values, zeros of both signs, infinities
 and NaN (any NaN equals any other: machines choose its payload). In half of the places none is 2 or more: the host's
 kernel takes another way through blocks without infinities and NaN, and of random bits there would be no such block.
+Gradients are of the weight's type, or sums in fp32, which are multiplied and rounded to it first.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -40,7 +43,13 @@ def _any_bits(elements: int, dtype: torch.dtype, generator: torch.Generator) -> 
     return drawn.to(integers).view(dtype)
 
 
-def _random_bits(elements: int, dtype: torch.dtype, moment_dtype: torch.dtype, generator: torch.Generator) -> States:
+def _random_bits(
+    elements: int,
+    dtype: torch.dtype,
+    moment_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    generator: torch.Generator,
+) -> States:
     master = None if dtype == torch.float32 else _any_bits(elements, torch.float32, generator)
     if dtype == torch.bfloat16:
         master = _any_bits(elements, torch.int16, generator)
@@ -49,7 +58,7 @@ def _random_bits(elements: int, dtype: torch.dtype, moment_dtype: torch.dtype, g
         master,
         _any_bits(elements, moment_dtype, generator),
         _any_bits(elements, moment_dtype, generator).abs_(),
-        _any_bits(elements, dtype, generator),
+        _any_bits(elements, grad_dtype, generator),
     )
 
 
@@ -60,16 +69,41 @@ def test_bits(recorder: Recorder, dtype: torch.dtype, optimizer: str, moment_dty
     elements = ELEMENTS[recorder.device.type]
     if (dtype, optimizer, moment_dtype) != (torch.bfloat16, "AdamW", torch.float32):
         elements = padded(elements // 10)  # the one of training in full, the others in part
+    operator = f"{optimizer}, any bits{', bf16 moments' * (moment_dtype is torch.bfloat16)}"
 
+    def draw(count: int, generator: torch.Generator) -> States:
+        return _random_bits(count, dtype, moment_dtype, dtype, generator)
+
+    _measure(recorder, operator, elements, dtype, draw, STEPS[optimizer])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+def test_bits_of_sums(recorder: Recorder, dtype: torch.dtype) -> None:
+    elements = padded(ELEMENTS[recorder.device.type] // 10)
+
+    def draw(count: int, generator: torch.Generator) -> States:
+        return _random_bits(count, dtype, torch.float32, torch.float32, generator)
+
+    _measure(recorder, "AdamW, any bits, fp32 sums", elements, dtype, draw, STEPS["AdamW"], gradient_factor=1 / 3)
+
+
+def _measure(
+    recorder: Recorder,
+    operator: str,
+    elements: int,
+    dtype: torch.dtype,
+    draw: Callable[[int, torch.Generator], States],
+    scalars: AdamScalars,
+    gradient_factor: float = 1.0,
+) -> None:
     def check() -> str:
         for seed, first in enumerate(range(0, elements, _PIECE)):
             generator = torch.Generator(recorder.device).manual_seed(seed)
-            states = _random_bits(min(_PIECE, elements - first), dtype, moment_dtype, generator)
-            _check_piece(states, STEPS[optimizer])
+            _check_piece(draw(min(_PIECE, elements - first), generator), scalars, gradient_factor)
         return f"bits equal: Triton, C and torch on {elements:,} random bit patterns"
 
     recorder.measure(
-        operator=f"{optimizer}, any bits{', bf16 moments' * (moment_dtype is torch.bfloat16)}",
+        operator=operator,
         shape=f"{elements:,} elements",
         dtype=str(dtype).removeprefix("torch."),
         implementation=OURS,
@@ -80,12 +114,12 @@ def test_bits(recorder: Recorder, dtype: torch.dtype, optimizer: str, moment_dty
     )
 
 
-def _check_piece(states: States, scalars: AdamScalars) -> None:
+def _check_piece(states: States, scalars: AdamScalars, gradient_factor: float) -> None:
     whole = slice(0, states.weight.numel())
     by_triton, by_c, by_torch = states.part(whole), states.to(torch.device("cpu")), states
-    launch_adam(*by_triton.tensors, scalars)
-    adam(*by_c.tensors, scalars)
-    adam_reference(*by_torch.tensors, scalars)
+    launch_adam(*by_triton.tensors, scalars, gradient_factor=gradient_factor)
+    adam(*by_c.tensors, scalars, gradient_factor=gradient_factor)
+    adam_reference(*by_torch.tensors, scalars, gradient_factor=gradient_factor)
     for side, found in (("Triton", by_triton), ("C", by_c.to(states.weight.device))):
         for name in ("weight", "master", "exp_avg", "exp_avg_sq"):
             wanted = getattr(by_torch, name)

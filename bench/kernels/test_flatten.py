@@ -7,6 +7,7 @@ over a step's squares and its root belong to clipping, once a step, and no imple
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,8 @@ def _measure(recorder: Recorder, shape: str, implementation: str, *, add: bool) 
         elif ours:
             places.chunk.fill_(torch.nan)  # what nobody writes must not look right
         wanted, squares = places.chunk.clone(), torch.full_like(places.partials, torch.nan)
-        flatten_reference(places.tensors, wanted, places.offsets, squares, places.starts, accumulate=add)
+        options = _ours(add) if ours else {"accumulate": add}
+        flatten_reference(places.tensors, wanted, places.offsets, squares, places.starts, **options)
         norms = run()
         _check_chunk(places, wanted, whole=ours or not add)
         if ours:
@@ -118,13 +120,18 @@ def _check_infinity(places: Places, run: Callable[[], Tensor | None]) -> None:
     places.chunk.zero_()
 
 
+def _ours(add: bool) -> dict[str, Any]:
+    """Options of ours. It rounds sums for their squares, as in training, and no peer does."""
+    return {"accumulate": add, "weight_dtype": torch.bfloat16}
+
+
 def _implementation(recorder: Recorder, places: Places, name: str, *, add: bool) -> Callable[[], Tensor | None]:
     if name == OURS:
         if recorder.device.type == "cuda":
             where = places.chunk, places.offsets, places.partials, places.starts
-            return lambda: flatten(places.tensors, *where, accumulate=add)
+            return lambda: flatten(places.tensors, *where, **_ours(add))
         plan = plan_for(places.tensors, places.offsets, places.starts)  # flatten would run C on the CPU
-        return lambda: plan.launch_flatten(places.tensors, places.chunk, places.partials, accumulate=add)
+        return lambda: plan.launch_flatten(places.tensors, places.chunk, places.partials, **_ours(add))
     plain = _plain if name in (EAGER, COMPILED) else _foreach
     peer = compiled(recorder, plain) if name == COMPILED else plain
     return lambda: peer(places.tensors, places.chunk, places.offsets, add=add)

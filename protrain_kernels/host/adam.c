@@ -53,7 +53,7 @@ void protrain_adam(void *weight, int weight_dtype, void *master, void *exp_avg, 
             p = joined;
             join_block((uint16_t *)weight + first, (int16_t *)master + first, n, p);
         }
-        const float *g = widened(grad, grad_dtype, first, n, buffer);
+        const float *g = finished(grad, grad_dtype, weight_dtype, s.gradient_factor, first, n, buffer);
         if (s.l2 != 0.0f)
             adam_block(p, g, m, v, n, s, 1);
         else
@@ -118,7 +118,7 @@ void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void
                 join_block((const uint16_t *)weight + first, (const int16_t *)master + first, n, joined);
                 old = joined;
             }
-            const float *g = widened(grad, grad_dtype, first, n, buffer);
+            const float *g = finished(grad, grad_dtype, weight_dtype, s.gradient_factor, first, n, buffer);
             const float *old_m = widened(exp_avg, moment_dtype, first, n, wide_m);
             const float *old_v = widened(exp_avg_sq, moment_dtype, first, n, wide_v);
             if (s.l2 != 0.0f)

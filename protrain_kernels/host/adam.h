@@ -6,7 +6,7 @@
 
 typedef struct {
     float decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps, step_size, step;
-    float scale;
+    float gradient_factor, scale;
 } adam_scalars;
 
 /* Updates one element: returns the new parameter in fp32 and writes both moments through their pointers. */

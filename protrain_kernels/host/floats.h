@@ -20,6 +20,7 @@ enum { BLOCK = 512, PART = 128, LANES = 1024, ROWS = 16, TILE = LANES * ROWS, PA
 /* PART is the block of a loop that also writes around the cache, where only few streams at a time are fast. */
 enum { RUN = 32768, BLOCKS_OF_RUN = RUN / BLOCK, TILES_OF_RUN = RUN / TILE }; /* elements taken at a time */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 /* The calling thread does what fits one run, because waking other threads takes longer, and far longer where other
    processes have the cores. All threads share anything larger, because OpenMP ends and starts threads whenever the size
@@ -102,6 +103,39 @@ static void widen(const void *restrict source, int dtype, int64_t first, int64_t
 static const float *widened(const void *source, int dtype, int64_t first, int64_t count, float *buffer) {
     if (dtype == FP32) return (const float *)source + first;
     widen(source, dtype, first, count, buffer);
+    return buffer;
+}
+
+/* The nearest bf16, with ties to even, as fp32 bits whose lower half is zero. */
+static inline uint32_t round_brain(float value) {
+    const uint32_t bits = bits_of(value);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    return value != value ? 0x7fc00000u : rounded;
+}
+
+/* At most LANES fp32 values times factor, rounded once to dtype, and fp32 again. */
+static void round_products(const float *restrict values, int64_t count, float factor, int dtype,
+                           float *restrict products) {
+    if (dtype == BF16) {
+        for (int64_t i = 0; i < count; i++) products[i] = float_of(round_brain(values[i] * factor));
+        return;
+    }
+    for (int64_t i = 0; i < count; i++) products[i] = values[i] * factor;
+    if (dtype == FP16) {
+        uint16_t halves[LANES];
+        narrow_halves(products, count, halves);
+        widen_halves(halves, count, products);
+    }
+}
+
+/* The block of a finished gradient in fp32, by the formula of rounding.py: an fp32 sum is multiplied by factor and
+   rounded once to the type of the weight, and a gradient of 16 bits is finished already. It is the gradient itself
+   where that changes nothing, or else a copy in buffer, which has room for at most LANES. */
+static const float *finished(const void *grad, int grad_dtype, int weight_dtype, float factor, int64_t first,
+                             int64_t count, float *buffer) {
+    if (grad_dtype != FP32 || (weight_dtype == FP32 && factor == 1.0f))
+        return widened(grad, grad_dtype, first, count, buffer);
+    round_products((const float *)grad + first, count, factor, weight_dtype, buffer);
     return buffer;
 }
 

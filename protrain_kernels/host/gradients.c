@@ -1,4 +1,4 @@
-/* Kernels for gradients: sums of squares, flattening and accumulation. */
+/* Kernels for gradients: sums of squares, flattening, folding and accumulation. */
 
 #include "floats.h"
 
@@ -20,11 +20,33 @@ static inline void copy_halves(uint16_t *restrict target, const uint16_t *restri
 
 /* Rounds to nearest, ties to even, as torch casts. */
 static inline void narrow_brains(const float *restrict values, int64_t count, uint16_t *restrict target) {
-    for (int64_t i = 0; i < count; i++) {
-        const uint32_t bits = bits_of(values[i]);
-        const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-        target[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+    for (int64_t i = 0; i < count; i++) target[i] = (uint16_t)(round_brain(values[i]) >> 16);
+}
+
+static inline void scale_block(float *restrict target, const float *restrict values, float factor, int64_t count) {
+    for (int64_t i = 0; i < count; i++) target[i] = values[i] * factor;
+}
+
+/* Writes the values to the target, rounded to its type. Returns what the target then holds in fp32: the target itself
+   where it is fp32, or else a copy in buffer. The values may lie in buffer. */
+static const float *stored(const float *values, int64_t count, void *target, int dtype, int64_t first, float *buffer) {
+    if (dtype == FP32) {
+        copy_block((float *)target + first, values, count);
+        return (const float *)target + first;
     }
+    if (dtype == BF16)
+        narrow_brains(values, count, (uint16_t *)target + first);
+    else
+        narrow_halves(values, count, (uint16_t *)target + first);
+    widen(target, dtype, first, count, buffer);
+    return buffer;
+}
+
+/* Zeros from element count on, up to a multiple of PADDING. */
+static void zero_padding(void *target, int dtype, int64_t count) {
+    const int64_t padded = (count + PADDING - 1) / PADDING * PADDING;
+    const size_t itemsize = dtype == FP32 ? 4 : 2;
+    memset((char *)target + (size_t)count * itemsize, 0, (size_t)(padded - count) * itemsize);
 }
 
 /* Lane i adds lane i + 512, then lane i + 256, and so on. No number of threads or vector width changes that order. */
@@ -37,7 +59,9 @@ static float lane_tree(float *lanes) {
     return lanes[0];
 }
 
-void protrain_sum_of_squares(const void *values, int dtype, int64_t count, float *partials, int threads) {
+/* Of the finished gradient of weights of weight_dtype. */
+void protrain_sum_of_squares(const void *values, int dtype, int64_t count, int weight_dtype, float factor,
+                             float *partials, int threads) {
     const int64_t tiles = (count + TILE - 1) / TILE;
 #pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads))
     for (int64_t tile = 0; tile < tiles; tile++) {
@@ -45,18 +69,17 @@ void protrain_sum_of_squares(const void *values, int dtype, int64_t count, float
         const int64_t end = MIN(count, (tile + 1) * TILE);
         for (int64_t first = tile * TILE; first < end; first += LANES) {
             const int64_t n = MIN(LANES, end - first);
-            add_squares(lanes, widened(values, dtype, first, n, row), n);
+            add_squares(lanes, finished(values, dtype, weight_dtype, factor, first, n, row), n);
         }
         partials[tile] = lane_tree(lanes);
     }
 }
 
 /* chunk points to where this tensor starts. Zeros pad it to a multiple of PADDING. partials may be NULL, and accumulate
-   needs an fp32 chunk. */
+   needs an fp32 chunk, whose values are rounded to weight_dtype for the partials. */
 void protrain_flatten(const void *source, int source_dtype, void *chunk, int chunk_dtype, int64_t count,
-                      float *partials, int accumulate, int threads) {
+                      float *partials, int weight_dtype, int accumulate, int threads) {
     const int64_t tiles = (count + TILE - 1) / TILE;
-    const size_t chunk_itemsize = chunk_dtype == FP32 ? 4 : 2;
     const int copies = source_dtype == chunk_dtype && chunk_dtype != FP32;
 #pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads))
     for (int64_t tile = 0; tile < tiles; tile++) {
@@ -65,29 +88,52 @@ void protrain_flatten(const void *source, int source_dtype, void *chunk, int chu
         for (int64_t first = tile * TILE; first < end; first += LANES) {
             const int64_t n = MIN(LANES, end - first);
             const float *own = widened(source, source_dtype, first, n, row);
-            if (chunk_dtype == FP32) {
-                float *target = (float *)chunk + first;
-                if (accumulate)
-                    add_block(target, own, n);
-                else
-                    copy_block(target, own, n);
-                own = target;
+            if (accumulate) {
+                add_block((float *)chunk + first, own, n);
+                own = (const float *)chunk + first;
             } else if (copies) {
                 copy_halves((uint16_t *)chunk + first, (const uint16_t *)source + first, n);
             } else {
-                if (chunk_dtype == BF16)
-                    narrow_brains(own, n, (uint16_t *)chunk + first);
-                else
-                    narrow_halves(own, n, (uint16_t *)chunk + first);
-                widen(chunk, chunk_dtype, first, n, row);
-                own = row;
+                own = stored(own, n, chunk, chunk_dtype, first, row);
             }
+            if (chunk_dtype == FP32) own = finished(own, FP32, weight_dtype, 1.0f, 0, n, row);
             if (partials) add_squares(lanes, own, n);
         }
         if (partials) partials[tile] = lane_tree(lanes);
     }
-    const int64_t padded = (count + PADDING - 1) / PADDING * PADDING;
-    memset((char *)chunk + (size_t)count * chunk_itemsize, 0, (size_t)(padded - count) * chunk_itemsize);
+    zero_padding(chunk, chunk_dtype, count);
+}
+
+/* Folds one slice. Element e of its parameter is element e - first + offset of the range, and the piece of rank w begins
+   at element w * stride. gradient, accumulator and partials may be NULL. partials points to those of the parameter. */
+void protrain_fold(const void *pieces, int dtype, int64_t ranks, int64_t stride, void *gradient, int gradient_dtype,
+                   float *accumulator, float factor, int64_t offset, int64_t count, int64_t first,
+                   int64_t parameter_count, float *partials, int threads) {
+    const int64_t stop = first + count, shift = offset - first;
+#pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads))
+    for (int64_t tile = first / TILE; tile < (stop + TILE - 1) / TILE; tile++) {
+        float lanes[LANES] = {0}, row[LANES], sum[LANES];
+        const int64_t begin = MAX(first, tile * TILE), end = MIN(stop, (tile + 1) * TILE);
+        for (int64_t from = begin; from < end; from += LANES) {
+            const int64_t n = MIN(LANES, end - from), place = shift + from;
+            float *total = accumulator ? accumulator + place : sum;
+            if (accumulator)
+                add_block(total, widened(pieces, dtype, place, n, row), n);
+            else
+                widen(pieces, dtype, place, n, total);
+            for (int64_t rank = 1; rank < ranks; rank++)
+                add_block(total, widened(pieces, dtype, rank * stride + place, n, row), n);
+            if (!gradient) continue;
+            scale_block(row, total, factor, n);
+            const float *held = stored(row, n, gradient, gradient_dtype, place, row);
+            if (partials) add_squares(lanes, held, n);
+        }
+        /* A tile that the slice cuts has no partial, and only the rows of whole tiles begin at a multiple of LANES. */
+        const int whole = tile * TILE >= first && MIN(parameter_count, (tile + 1) * TILE) <= stop;
+        if (partials && whole) partials[tile] = lane_tree(lanes);
+    }
+    if (gradient) zero_padding(gradient, gradient_dtype, offset + count);
+    if (accumulator) zero_padding(accumulator, FP32, offset + count);
 }
 
 void protrain_accumulate(float *total, const void *grad, int dtype, int64_t count, int initialise, int threads) {

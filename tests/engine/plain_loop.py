@@ -4,7 +4,8 @@ Nothing of the engine is used here. The loop defines the training algorithm:
 
 - weights are the fp32 masters rounded to the training dtype: bfloat16 to nearest with ties away from zero, float16 to
   nearest even, float32 not at all; frozen ones have no master and are rounded to nearest even;
-- a step's gradient is that of its one backward() in the weight's dtype, or, when there are several, their sum in fp32;
+- a step's gradient is that of its one backward() in the weight's dtype; when there are several, they are added in fp32
+  in order, and the finished sum is rounded once to the weight's dtype, to nearest even: norm and step see only that;
 - the norm is the square root of the fp64 sum of fp32 partial sums per tile, parameters in definition order;
 - float16 has a dynamic loss scale, and a step with a gradient that is not finite is skipped;
 - the step is ``adam_reference`` on the fp32 master of each parameter that has a gradient, with moments in fp32 or bf16.
@@ -92,7 +93,7 @@ class PlainOptimizer(torch.optim.Optimizer):
             for _ in range(2)
         )
         self.steps = dict.fromkeys(self.trained, 0)
-        self.gradients: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}  # fp32 where there were several backwards
         self.coefficient: Tensor | None = None
         self.loss_scale = 2.0**16 if dtype is torch.float16 else 1.0
         self.skipped_steps = 0
@@ -103,12 +104,17 @@ class PlainOptimizer(torch.optim.Optimizer):
     def _collector(self, name: str) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            before, gradient = self.gradients.get(name), parameter.grad.detach()
+            before, gradient = self.sums.get(name), parameter.grad.detach()
             parameter.grad = None
             if name in self.trained:
-                self.gradients[name] = gradient if before is None else before.float() + gradient.float()
+                self.sums[name] = gradient if before is None else before.float() + gradient.float()
 
         return collect
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """The finished gradient of each parameter that has one, in the dtype of the weights."""
+        return {name: total.to(self.dtype) for name, total in self.sums.items()}
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss``, scaled for float16."""
@@ -116,9 +122,9 @@ class PlainOptimizer(torch.optim.Optimizer):
 
     def norm_squared(self) -> Tensor:
         """fp64 sum of squares of the step's gradients, still scaled."""
-        partials = []
+        partials, gradients = [], self.gradients
         for name, parameter in self.trained.items():
-            gradient = self.gradients.get(name)
+            gradient = gradients.get(name)
             if gradient is None:
                 partials.append(torch.zeros(tiles(parameter.numel()), device=parameter.device))
             else:
@@ -164,7 +170,7 @@ class PlainOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the step's gradients."""
-        self.gradients.clear()
+        self.sums.clear()
         self.coefficient = None
 
     def export_parameter(self, name: str) -> dict[str, Tensor]:

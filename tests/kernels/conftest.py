@@ -12,6 +12,7 @@ import protrain_kernels as kernels
 from protrain_kernels import host_library
 from protrain_kernels.adam import launch_adam
 from protrain_kernels.flatten import plan_for
+from protrain_kernels.fold import plan_for as fold_plan_for
 from protrain_kernels.from_host import launch_from_host
 from protrain_kernels.split_master import launch_join, launch_split
 from protrain_kernels.sum_of_squares import launch_sum_of_squares
@@ -34,6 +35,7 @@ class Backend:
         self,
         *tensors: torch.Tensor | None,
         scalars: kernels.AdamScalars,
+        gradient_factor: float = 1.0,
         scale: torch.Tensor | None = None,
     ) -> None:
         weight, master, exp_avg, exp_avg_sq, grad = tensors
@@ -42,7 +44,7 @@ class Backend:
         assert exp_avg_sq is not None
         assert grad is not None
         step = launch_adam if self.interpreted else kernels.adam
-        step(weight, master, exp_avg, exp_avg_sq, grad, scalars, scale=scale)
+        step(weight, master, exp_avg, exp_avg_sq, grad, scalars, gradient_factor=gradient_factor, scale=scale)
 
     def split(self, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weight = torch.full_like(master, torch.nan, dtype=torch.bfloat16)
@@ -55,9 +57,12 @@ class Backend:
         (launch_join if self.interpreted else kernels.join)(weight, remainder, master)
         return master
 
-    def sum_of_squares(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_of_squares(
+        self, values: torch.Tensor, *, weight_dtype: torch.dtype = torch.float32, gradient_factor: float = 1.0
+    ) -> torch.Tensor:
         partials = torch.full((kernels.tiles(values.numel()),), torch.nan, device=values.device)
-        (launch_sum_of_squares if self.interpreted else kernels.sum_of_squares)(values, partials)
+        sum_up = launch_sum_of_squares if self.interpreted else kernels.sum_of_squares
+        sum_up(values, partials, weight_dtype=weight_dtype, gradient_factor=gradient_factor)
         return partials
 
     def flatten(
@@ -69,17 +74,36 @@ class Backend:
         starts: list[int] | None = None,
         *,
         accumulate: bool = False,
+        weight_dtype: torch.dtype = torch.float32,
     ) -> None:
         if self.interpreted:
-            plan_for(tensors, offsets, starts).launch_flatten(tensors, chunk, partials, accumulate=accumulate)
+            plan = plan_for(tensors, offsets, starts)
+            plan.launch_flatten(tensors, chunk, partials, accumulate=accumulate, weight_dtype=weight_dtype)
         else:
-            kernels.flatten(tensors, chunk, offsets, partials, starts, accumulate=accumulate)
+            kernels.flatten(tensors, chunk, offsets, partials, starts, accumulate=accumulate, weight_dtype=weight_dtype)
 
     def unflatten(self, chunk: torch.Tensor, tensors: list[torch.Tensor], offsets: list[int]) -> None:
         if self.interpreted:
             plan_for(tensors, offsets, None).launch_unflatten(chunk, tensors)
         else:
             kernels.unflatten(chunk, tensors, offsets)
+
+    def fold(
+        self,
+        pieces: torch.Tensor,
+        slices: list[kernels.Slice],
+        *,
+        gradient: torch.Tensor | None,
+        accumulator: torch.Tensor | None = None,
+        factor: float = 1.0,
+        partials: torch.Tensor | None = None,
+    ) -> None:
+        if self.interpreted:
+            plan = fold_plan_for(slices, pieces.device)
+            plan.check(pieces, gradient, accumulator, partials)
+            plan.launch(pieces, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
+        else:
+            kernels.fold(pieces, slices, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
 
     def from_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         (launch_from_host if self.interpreted else kernels.from_host)(source, target)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from protrain_kernels import PackPlan, adam_scalars
+from protrain_kernels import PackPlan, Slice, adam_scalars
 from protrain_kernels.adam import launch_adam
 from protrain_kernels.flatten_plan import FlattenPlan
+from protrain_kernels.fold_plan import MOST_RANKS, FoldPlan
 from protrain_kernels.from_host import launch_from_host
 from protrain_kernels.split_master import launch_join, launch_split
 from protrain_kernels.sum_of_squares import launch_sum_of_squares
@@ -79,9 +80,25 @@ def flatten_launches() -> None:
         tensors, target = [torch.zeros(256, dtype=kind)], torch.zeros(256, dtype=chunk)
         plan = FlattenPlan(tensors, [0], [0])
         plan.launch_unflatten(target, tensors)
-        for accumulate, sums in product((False, True), (None, torch.zeros(600)[1:])):
+        for accumulate, sums, weight in product((False, True), (None, torch.zeros(600)[1:]), (BF16, FP16, FP32)):
             if not accumulate or chunk == FP32:
-                plan.launch_flatten(tensors, target, sums, accumulate=accumulate)
+                plan.launch_flatten(tensors, target, sums, accumulate=accumulate, weight_dtype=weight)
+
+
+def fold_launches() -> None:
+    """Every type and choice with two ranks, and every number of ranks in bf16."""
+    part = Slice(offset=0, numel=256, first=0, parameter_numel=256, partial_offset=0)
+    plan = FoldPlan([part], torch.device("cpu"))
+    sums, squares = torch.zeros(256), torch.zeros(600)[1:]
+    for kind, target, accumulator in product((BF16, FP16, FP32), (None, BF16, FP16, FP32), (None, sums)):
+        gradient = None if target is None else torch.zeros(256, dtype=target)
+        for partials in (None, squares):
+            if gradient is not None or (accumulator is not None and partials is None):
+                pieces = torch.zeros(2, 256, dtype=kind)
+                plan.launch(pieces, gradient=gradient, accumulator=accumulator, factor=0.5, partials=partials)
+    for ranks, accumulator in product(range(1, MOST_RANKS + 1), (None, sums)):
+        pieces, gradient = torch.zeros(ranks, 256, dtype=BF16), torch.zeros(256, dtype=BF16)
+        plan.launch(pieces, gradient=gradient, accumulator=accumulator, factor=1.0, partials=squares)
 
 
 def adam_launches() -> None:
@@ -98,9 +115,11 @@ def adam_launches() -> None:
 
 def other_launches() -> None:
     """Lengths that Triton tells apart, and views that aren't aligned."""
-    for kind, numel, first in product((BF16, FP16, FP32), (1, 17, 32, LARGE), (0, 1)):
+    types = (BF16, FP16, FP32)
+    for kind, weight, numel, first in product(types, types, (1, 17, 32, LARGE), (0, 1)):
         if numel < LARGE or not first:  # memory that isn't there has no alignment
-            launch_sum_of_squares(empty(numel + first, kind)[first:], torch.zeros(64)[first:])
+            values, sums = empty(numel + first, kind)[first:], torch.zeros(64)[first:]
+            launch_sum_of_squares(values, sums, weight_dtype=weight)
     for numel in (1, 17, 32, LARGE):
         launch_split(empty(numel, FP32), empty(numel, BF16), empty(numel, I16))
         launch_join(empty(numel, BF16), empty(numel, I16), empty(numel, FP32))
@@ -116,9 +135,10 @@ def other_launches() -> None:
 def main() -> None:
     for variant in variants():
         known[variant.kernel].add(key(variant.kernel, variant.signature(), variant.constants))
-    for module in ("adam", "flatten_plan", "from_host", "pack", "split_master", "sum_of_squares"):
+    for module in ("adam", "flatten_plan", "fold_plan", "from_host", "pack", "split_master", "sum_of_squares"):
         sys.modules[f"protrain_kernels.{module}"].__dict__["launch"] = record
     flatten_launches()
+    fold_launches()
     adam_launches()
     other_launches()
     print("launched:", *sorted(launched))

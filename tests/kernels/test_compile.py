@@ -28,7 +28,7 @@ def test_the_fullest_variant_of_each_kernel_is_sound(target: str) -> None:
     everything = [*variants()]
     assert len({variant.name for variant in everything}) == len(everything) > 40
     fullest = {variant.kernel: variant.name for variant in everything}  # the last variant of each kernel
-    assert len(fullest) == 9
+    assert len(fullest) == 10
     only = [argument for name in fullest.values() for argument in ("--only", name)]
     done = _python("-m", "tools.compile_kernels", "--target", target, "--jobs", "1", *only)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,7 +75,7 @@ def test_launches_find_their_variants_among_the_compiled() -> None:
     """What real calls specialise on is in the list of what is compiled for every GPU."""
     done = _python(str(Path(__file__).with_name("record_launches.py")))
     assert done.returncode == 0, done.stderr
-    kernels = "adam flatten from_host join pack split sum_of_squares unflatten unpack"
+    kernels = "adam flatten fold from_host join pack split sum_of_squares unflatten unpack"
     assert done.stdout.splitlines() == ["launched: " + " ".join(f"{name}_kernel" for name in kernels.split())]
 
 

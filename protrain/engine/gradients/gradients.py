@@ -13,6 +13,9 @@ chunk that the device updates from an accumulator in host memory streams it thro
 larger than these, it is streamed in parts through the memory of its own 16-bit gradient, which nothing else needs from
 then on, or through a buffer of the gradient pool. Gradients in a pool (:mod:`protrain.engine.gradients.pool`) do not
 last until the next backward, so that the first backward under no_sync() makes accumulators for their chunks.
+
+The sum stays fp32. The norm and the update each round it once to the type of the weights when they read it
+(:mod:`protrain_kernels.rounding`), so they see a gradient of that type after any number of backwards.
 """
 
 from __future__ import annotations
@@ -258,7 +261,8 @@ class Gradients:
                 self._acquire(chunk)
             target = chunk.accumulator if chunk.accumulator is not None else chunk.grad
             assert target is not None
-            flatten(gradients, target, offsets, squares, tile_offsets, accumulate=accumulate)
+            where = offsets, squares, tile_offsets
+            flatten(gradients, target, *where, accumulate=accumulate, weight_dtype=self.dtype)
             return
         if chunk.persistent and chunk.elements > self._staging_elements:
             staging, drained = self._own_staging(chunk), self._filled_whole

@@ -2,7 +2,8 @@
 
 Every tile of a parameter has a partial sum. Gradients that are flattened on the device leave theirs in the same pass.
 The partial sums of gradients that are summed in host memory are computed there when a norm is asked for. All partial
-sums are added in one fixed order, so a norm has the same bits under every plan.
+sums are added in one fixed order, so a norm has the same bits under every plan. An fp32 sum of several gradients is
+rounded to the type of the weights before it is squared, as the update rounds it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class SquareSums:
                 member.chunk.wait_for_sum()
                 assert member.chunk.accumulator is not None
                 values = member.chunk.accumulator[member.offset : member.offset + member.numel]
-                sum_of_squares(values, host_partials[start:stop])
+                sum_of_squares(values, host_partials[start:stop], weight_dtype=self._memory.dtype)
         streams.compute_reached(self._computed)
         streams.upload(self._from_host, host_partials, after=self._computed, done=self._uploaded)
         streams.compute_waits(self._uploaded)

@@ -126,7 +126,7 @@ class Chunk:
     uploaded: Mark  # the last upload has read ``weight``
     members: list[Member] = field(default_factory=list)
     host_grad: Tensor | None = None  # host memory for gradients that are offloaded: ``grad`` if not persistent
-    accumulator: Tensor | None = None  # the fp32 sum of gradients of several backwards
+    accumulator: Tensor | None = None  # the fp32 sum of gradients of several backwards, which its readers round
     accumulator_on_host: bool = False
     # What a speculative update writes: all states, or the weight only, as the plan has it. A commit exchanges them.
     speculative: AdamStates | Tensor | None = None

@@ -1,0 +1,93 @@
+"""The gradients of W ranks -> their sum or mean, added in the order of the ranks, in one launch.
+
+After an all_to_all a rank has W pieces of the gradients of its shard of a chunk, or of a contiguous range of it: row w
+of ``pieces`` came from rank w. ``fold`` adds them up. The same pass scales, rounds, zeroes the padding and sums
+squares.
+
+    total = fp32(pieces[0]); total = total + fp32(pieces[1]); ...      one addition after another, in fp32
+    total = accumulator + fp32(pieces[0]) + fp32(pieces[1]) + ...      with an accumulator, in this order
+    accumulator = total
+    gradient = total * factor                  multiplied in fp32, then rounded once to nearest, ties to even
+    padding of gradient and accumulator = 0
+    partials = sums of squares of what the gradient now holds, for the whole tiles of each slice (see sum_of_squares)
+
+The order of additions does not depend on how ranks and micro-batches are shared out: W ranks with A micro-batches each
+give the bits of one rank with W x A micro-batches. A reduction by the collective itself would add in an order of its
+own, and most round to 16 bits at every hop.
+
+A rank without a gradient sends -0.0 throughout. Adding -0.0 changes no value, not even the sign of a zero, so the
+kernel treats it like any other piece. For the same reason an accumulator that is filled with -0.0 begins a new sum.
+
+A range may cut a tile of a parameter. Nobody has all the values of such a tile, so its partial is not written here;
+``Slice.whole_tiles`` says which are.
+
+Bytes per element: W pieces are read and the gradient is written, which is 2 W + 2 for bf16. An accumulator adds 8.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from protrain_kernels.fold_kernels import fold_reference
+from protrain_kernels.fold_plan import FoldPlan
+from protrain_kernels.host_kernels import host_fold
+from protrain_kernels.slices import Slice
+
+_MOST_PLANS = 4096
+_plans: dict[tuple[tuple[Slice, ...], torch.device], FoldPlan] = {}
+
+
+def fold(
+    pieces: torch.Tensor,  # [ranks, n] bfloat16, float16 or float32
+    slices: Sequence[Slice],
+    *,
+    gradient: torch.Tensor | None,  # [n] bfloat16, float16 or float32, written
+    accumulator: torch.Tensor | None = None,  # [n] float32, read and written
+    factor: float,
+    partials: torch.Tensor | None = None,  # [partials] float32, written
+) -> None:
+    """Add the pieces of all ranks in rank order, with partial sums of squares, reading each once.
+
+    The first call with given slices prepares what depends on them alone (``FoldPlan``). Of several micro-batches, the
+    first may write its sum into a float32 ``gradient`` with a factor of 1.0, which later ones pass as ``accumulator``.
+
+    Args:
+        pieces: row w came from rank w. At most 16 rows; n is a multiple of 128.
+        slices: the parameters' parts in the range of n elements. Nothing outside them and their padding is touched.
+        gradient: what the total times the factor is written to, rounded to its type; None to accumulate alone.
+        accumulator: what the total begins with, and where it is kept for a later micro-batch.
+        factor: 1 / ranks for the mean and 1.0 for the sum, rounded to fp32. The multiplication is always done.
+        partials: 1-d; each slice writes those of its whole tiles, of the values that the gradient then holds. An
+            infinity or a NaN makes its partial infinite or NaN.
+
+    Raises:
+        ValueError: a tensor has the wrong type, device, layout or length, or slices overlap or reach beyond the range.
+    """
+    if gradient is None and accumulator is None:
+        raise ValueError("fold has nowhere to write: pass a gradient, an accumulator or both")
+    if gradient is None and partials is not None:
+        raise ValueError("partials are of the gradient: pass it too")
+    if gradient is not None and accumulator is not None and gradient.data_ptr() == accumulator.data_ptr() != 0:
+        raise ValueError("gradient and accumulator are the same memory: pass two tensors, or the gradient alone")
+    plan = plan_for(slices, pieces.device)
+    plan.check(pieces, gradient, accumulator, partials)
+    factor = ctypes.c_float(factor).value  # rounded here, so that every implementation multiplies by the same
+    if pieces.is_cuda:
+        plan.launch(pieces, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
+        return
+    if not host_fold(pieces, slices, gradient, accumulator, factor, partials):
+        fold_reference(pieces, slices, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
+
+
+def plan_for(slices: Sequence[Slice], device: torch.device) -> FoldPlan:
+    """The plan of these slices on this device, made at the first call with them."""
+    key = (tuple(slices), device)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:  # where slices change on every call, the tables must not pile up for ever
+            _plans.clear()
+        plan = _plans[key] = FoldPlan(slices, device)
+    return plan

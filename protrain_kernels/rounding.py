@@ -1,0 +1,66 @@
+"""How an fp32 sum of gradients becomes the gradient that the norm and the update see.
+
+    finished = rounded(sum * gradient_factor)       one multiplication in fp32, one rounding to the weight's type
+
+It is rounded to nearest, with ties to even, as torch casts. An fp32 weight takes the product as it is. A gradient of 16
+bits is finished already and is taken as it is. So the update of a 16-bit weight gets a gradient of 16 bits, whether
+that came from one backward or is the sum of several, by one GPU or by many.
+
+Nobody stores the finished gradient. AdamW and the sums of squares each make it of the sum when they read that, which
+costs no memory and no bytes moved.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BF16, FP16, FP32 = 0, 1, 2  # TYPE
+TYPE_CODES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
+
+
+def finished_reference(
+    gradient: torch.Tensor, weight_dtype: torch.dtype, *, gradient_factor: float = 1.0
+) -> torch.Tensor:
+    """The finished gradient of weights of ``weight_dtype`` in fp32, for any shape and device."""
+    if gradient.dtype is not torch.float32:
+        return gradient.to(torch.float32)
+    return (gradient * gradient_factor).to(weight_dtype).to(torch.float32)
+
+
+def check_gradient_factor(gradient_factor: float, gradient: torch.Tensor) -> None:
+    """ValueError if a gradient that is finished is to be multiplied."""
+    if gradient_factor != 1.0 and gradient.dtype is not torch.float32:
+        raise ValueError(
+            f"gradient_factor is {gradient_factor}, and a {gradient.dtype} gradient is finished already: only a "
+            "float32 sum is multiplied by it"
+        )
+
+
+def check_weight_dtype(weight_dtype: torch.dtype) -> None:
+    """ValueError unless weights can have that type."""
+    if weight_dtype not in TYPE_CODES:
+        raise ValueError(f"weight_dtype must be one of {', '.join(map(str, TYPE_CODES))}, not {weight_dtype}")
+
+
+@triton.jit
+def rounded(value: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
+    """fp32 values rounded to nearest, ties to even, to what TYPE can represent. They stay fp32."""
+    if TYPE == 0:
+        bits = value.to(tl.int32, bitcast=True)
+        upper = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        return tl.where(value != value, 0x7FC00000, upper).to(tl.float32, bitcast=True)
+    elif TYPE == 1:
+        return value.to(tl.float16).to(tl.float32)
+    else:
+        return value
+
+
+@triton.jit
+def narrow(value: tl.tensor, like: tl.tensor) -> tl.tensor:
+    """fp32 rounded to nearest, ties to even, as torch casts to the element type of the pointer ``like``."""
+    if like.dtype.element_ty == tl.int16:
+        return (rounded(value, 0).to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+    else:
+        return value.to(like.dtype.element_ty)

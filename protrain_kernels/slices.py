@@ -1,0 +1,70 @@
+"""Parts of parameters as a shard cuts them, and which tiles of a parameter lie wholly in such a part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protrain_kernels.checks import PADDING, TILE, padded, tiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """The part of one parameter that lies in a range of a chunk. All counts are in elements unless they say otherwise.
+
+    A range may begin or end inside a parameter, at a multiple of 128 elements. Only where the parameter itself ends
+    does the slice end anywhere, and padding up to the next multiple of 128 follows it in the range.
+
+    Attributes:
+        offset: where the slice begins in the range: a multiple of 128.
+        numel: how many elements of the parameter it has, without padding; 0 is allowed.
+        first: which element of the parameter it begins with: a multiple of 128, and 0 where the parameter begins.
+        parameter_numel: how many elements the whole parameter has.
+        partial_offset: where the partial sums of squares of the whole parameter begin among all partials, in partials.
+
+    Raises:
+        ValueError: no shard can cut a parameter so.
+    """
+
+    offset: int
+    numel: int
+    first: int
+    parameter_numel: int
+    partial_offset: int
+
+    def __post_init__(self) -> None:
+        for name in ("offset", "first"):
+            value = getattr(self, name)
+            if value < 0 or value % PADDING:
+                raise ValueError(f"{name} is {value}: it must be a multiple of {PADDING}")
+        for name in ("numel", "partial_offset"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 0")
+        if self.stop > self.parameter_numel:
+            raise ValueError(
+                f"a slice of {self.numel} elements from element {self.first} on reaches beyond its parameter, "
+                f"which has {self.parameter_numel}: end it there"
+            )
+        if self.stop < self.parameter_numel and self.numel % PADDING:
+            raise ValueError(
+                f"numel is {self.numel}: it must be a multiple of {PADDING} where the slice ends before its parameter"
+            )
+
+    @property
+    def stop(self) -> int:
+        """The element of the parameter that follows the slice."""
+        return self.first + self.numel
+
+    @property
+    def padded(self) -> int:
+        """How many elements of the range the slice takes, with its padding."""
+        return padded(self.numel)
+
+    @property
+    def whole_tiles(self) -> range:
+        """Which tiles of the parameter lie wholly in the slice, counted from the parameter's start.
+
+        The last tile of a parameter may be short. It is whole where the slice has all of its elements.
+        """
+        begin = -(-self.first // TILE)
+        end = tiles(self.stop) if self.stop == self.parameter_numel else self.stop // TILE
+        return range(begin, max(begin, end))

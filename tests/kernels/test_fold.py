@@ -1,0 +1,352 @@
+"""fold adds pieces in rank order, rounds once, sums the squares of whole tiles, and touches nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from protrain_kernels import (
+    TILE,
+    Slice,
+    flatten,
+    fold,
+    fold_reference,
+    padded,
+    sum_of_squares,
+    sum_of_squares_reference,
+    tiles,
+)
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# NumPy, under Triton's interpreter, remarks on the infinities and NaN that some tests are about.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+
+def _slices() -> tuple[list[Slice], int, int]:
+    """(slices, elements of the range, partials): every way in which a range may meet a parameter.
+
+    An untouched 128 elements follow each slice, and an untouched partial the partials of each parameter.
+    """
+    parts = [  # (first, numel, elements of the parameter)
+        (TILE + 128, TILE + 500, 2 * TILE + 628),  # begins inside a tile and ends with its parameter
+        (0, 1, 1),
+        (0, 0, 300),  # the range ends where the parameter begins
+        (0, 300, 300),
+        (2 * TILE, 2 * TILE, 5 * TILE),  # begins and ends between tiles
+        (256, 384, 1024),  # begins and ends inside one tile
+        (0, TILE + 256, 3 * TILE + 5),  # ends inside a tile
+    ]
+    slices, offset, partial = [], 128, 1
+    for first, numel, parameter in parts:
+        slices.append(Slice(offset=offset, numel=numel, first=first, parameter_numel=parameter, partial_offset=partial))
+        offset += padded(numel) + 128
+        partial += tiles(parameter) + 1
+    return slices, offset, partial
+
+
+def _whole(numel: int) -> list[Slice]:
+    """A parameter that fills the range."""
+    return [Slice(offset=0, numel=numel, first=0, parameter_numel=numel, partial_offset=0)]
+
+
+def _shards(numel: int, ranks: int) -> list[tuple[slice, Slice]]:
+    """(elements, slice) of each rank's shard of a chunk that holds one parameter, where the shard has any of it."""
+    length = padded(-(-padded(numel) // ranks))
+    shards = []
+    for first in range(0, numel, length):
+        stop = min(first + length, numel)
+        part = Slice(offset=0, numel=stop - first, first=first, parameter_numel=numel, partial_offset=0)
+        shards.append((slice(first, stop), part))
+    return shards
+
+
+def _left_fold(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = rows[0].float()
+    for row in rows[1:]:
+        total = total + row.float()
+    return total
+
+
+def _spread(ranks: int, elements: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Values of unlike magnitude, so that another order of additions gives other bits."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(ranks, elements, generator=generator)
+    return (values * torch.randint(-9, 9, values.shape, generator=generator).float().exp2()).to(dtype)
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["alone", "accumulate"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_as_the_reference_and_nothing_else_touched(
+    backend: Any, same_bits: Callable[..., None], dtype: torch.dtype, ranks: int, accumulate: bool
+) -> None:
+    slices, elements, count = _slices()
+    pieces = _spread(ranks, elements, dtype)
+    gradient = torch.full((elements,), torch.nan, dtype=dtype)
+    accumulator, partials = torch.full((elements,), torch.nan), torch.full((count,), torch.nan)
+    for part in slices:  # what lies in the padding and between slices must not be read
+        accumulator[part.offset : part.offset + part.numel] = _spread(1, part.numel, torch.float32, seed=1)[0]
+        pieces[:, part.offset + part.numel : part.offset + part.padded + 128] = torch.nan
+    found = [tensor.to(backend.device, copy=True) for tensor in (gradient, accumulator, partials)]
+    for how, outputs in ((backend.fold, found), (fold_reference, [gradient, accumulator, partials])):
+        how(
+            pieces.to(outputs[0].device),
+            slices,
+            gradient=outputs[0],
+            accumulator=outputs[1] if accumulate else None,
+            factor=torch.tensor(1 / 3).item(),
+            partials=outputs[2],
+        )
+    for ours, reference in zip(found, (gradient, accumulator, partials), strict=True):
+        same_bits(ours, reference)
+    written, summed = torch.zeros(elements, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
+    for part in slices:
+        written[part.offset : part.offset + part.padded] = True
+        for tile in part.whole_tiles:
+            summed[part.partial_offset + tile] = True
+    assert torch.equal(found[0].cpu().isnan(), ~written)
+    assert torch.equal(found[2].cpu().isnan(), ~summed)
+    assert 0 < summed.sum() < count
+    if accumulate:
+        assert torch.equal(found[1].cpu().isnan(), ~written)
+
+
+@pytest.mark.parametrize("gradient_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_result_is_what_it_says(
+    backend: Any, same_bits: Callable[..., None], dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> None:
+    """Against torch's own additions, without the reference; three ranks, so that the order of additions shows."""
+    numel = TILE + 77
+    pieces = torch.full((3, padded(numel)), torch.nan, dtype=dtype)
+    pieces[:, :numel] = _spread(3, numel, dtype)
+    before = _spread(1, numel, torch.float32, seed=1)[0]
+    for accumulate in (False, True):
+        gradient = torch.full((padded(numel),), torch.nan, dtype=gradient_dtype, device=backend.device)
+        accumulator = torch.full((padded(numel),), torch.nan, device=backend.device)
+        accumulator[:numel] = before.to(backend.device)
+        partials = torch.full((2,), torch.nan, device=backend.device)
+        backend.fold(
+            pieces.to(backend.device),
+            _whole(numel),
+            gradient=gradient,
+            accumulator=accumulator if accumulate else None,
+            factor=torch.tensor(1 / 3).item(),
+            partials=partials,
+        )
+        rows = [*([before] if accumulate else []), *pieces[:, :numel]]
+        total = _left_fold(rows)
+        assert not torch.equal(total, _left_fold(rows[::-1])), "another order would do"
+        expected = (total * torch.tensor(1 / 3)).to(gradient_dtype)
+        same_bits(gradient[:numel], expected)
+        same_bits(gradient[numel:], torch.zeros(padded(numel) - numel, dtype=gradient_dtype))
+        same_bits(partials, sum_of_squares_reference(expected))
+        if accumulate:
+            same_bits(accumulator[:numel], total)
+            same_bits(accumulator[numel:], torch.zeros(padded(numel) - numel))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_rank_gives_what_flatten_gives(backend: Any, same_bits: Callable[..., None], dtype: torch.dtype) -> None:
+    values = torch.randn(2 * TILE + 300, generator=torch.Generator().manual_seed(2)).to(dtype).to(backend.device)
+    chunks = [torch.full((padded(values.numel()),), torch.nan, dtype=dtype, device=backend.device) for _ in range(2)]
+    sums = [torch.full((3,), torch.nan, device=backend.device) for _ in range(2)]
+    flatten([values], chunks[0], [0], sums[0], [0])
+    backend.fold(chunks[0][None].clone(), _whole(values.numel()), gradient=chunks[1], partials=sums[1])
+    same_bits(chunks[1], chunks[0])
+    same_bits(sums[1], sums[0])
+
+
+@pytest.mark.parametrize(("numel", "ranks"), [(5 * TILE + 77, 3), (TILE + 1, 4), (100, 2)])
+def test_shards_together_have_the_gradient_and_its_partials(
+    backend: Any, same_bits: Callable[..., None], numel: int, ranks: int
+) -> None:
+    """Every rank folds its own shard of a parameter. Whole tiles have the partials of the whole gradient."""
+    local = _spread(ranks, numel, torch.bfloat16)
+    expected = (_left_fold([*local]) * torch.tensor(1 / ranks)).bfloat16()
+    wanted = torch.full((tiles(numel),), torch.nan)
+    sum_of_squares(expected, wanted)
+    partials = torch.full((tiles(numel),), torch.nan, device=backend.device)
+    for own, part in _shards(numel, ranks):
+        pieces = torch.full((ranks, part.padded), torch.nan, dtype=torch.bfloat16)
+        pieces[:, : part.numel] = local[:, own]
+        gradient = torch.full((pieces.shape[1],), torch.nan, dtype=torch.bfloat16, device=backend.device)
+        factor = torch.tensor(1 / ranks).item()
+        backend.fold(pieces.to(backend.device), [part], gradient=gradient, factor=factor, partials=partials)
+        same_bits(gradient[: part.numel], expected[own])
+    whole = sorted({tile for _, part in _shards(numel, ranks) for tile in part.whole_tiles})
+    same_bits(partials[whole], wanted[whole])
+    assert (~partials.isnan()).nonzero().flatten().tolist() == whole
+    cut = {own.stop // TILE for own, _ in _shards(numel, ranks) if own.stop < numel}
+    assert whole == [tile for tile in range(tiles(numel)) if tile not in cut]
+
+
+@pytest.mark.parametrize("begin", ["fp32 gradient", "filled with -0.0"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_micro_batches_are_one_left_fold_that_is_rounded_once(
+    backend: Any, same_bits: Callable[..., None], dtype: torch.dtype, begin: str
+) -> None:
+    """Three micro-batches of two ranks, as six micro-batches of one rank."""
+    numel = 2 * TILE + 128
+    rows = _spread(6, numel, dtype)
+    rows[:, :2] = torch.tensor([0.0, -0.0])
+    batches = [rows[first : first + 2].to(backend.device) for first in (0, 2, 4)]
+    accumulator = torch.full((numel,), torch.nan, device=backend.device)
+    if begin == "fp32 gradient":
+        backend.fold(batches[0], _whole(numel), gradient=accumulator)
+    else:
+        accumulator.fill_(-0.0)
+        backend.fold(batches[0], _whole(numel), gradient=None, accumulator=accumulator)
+    same_bits(accumulator, _left_fold([*rows[:2]]))
+    backend.fold(batches[1], _whole(numel), gradient=None, accumulator=accumulator)
+    gradient = torch.full((numel,), torch.nan, dtype=dtype, device=backend.device)
+    partials = torch.full((3,), torch.nan, device=backend.device)
+    factor = torch.tensor(1 / 6).item()
+    backend.fold(
+        batches[2], _whole(numel), gradient=gradient, accumulator=accumulator, factor=factor, partials=partials
+    )
+    total = _left_fold([*rows])
+    same_bits(accumulator, total)
+    same_bits(gradient, (total * torch.tensor(1 / 6)).to(dtype))
+    same_bits(partials, sum_of_squares_reference(gradient.cpu()))
+
+
+@pytest.mark.parametrize("absent", [(0,), (1,), (0, 2), (1, 2), (0, 1)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rank_without_a_gradient_changes_nothing(
+    backend: Any,
+    same_bits: Callable[..., None],
+    any_bits: Callable[[int, int], torch.Tensor],
+    dtype: torch.dtype,
+    absent: tuple[int, ...],
+) -> None:
+    """Its piece is -0.0. Values of the others may be zeros of either sign, subnormal, infinite or NaN."""
+    numel = TILE
+    pieces = torch.stack([any_bits(7, numel)] * 3).to(dtype)
+    pieces[1] = pieces[1].roll(numel // 2)
+    pieces[2] = -pieces[2]
+    pieces[:, -4:] = torch.tensor([[0.0, -0.0, 0.0, -0.0], [0.0, -0.0, -0.0, 0.0], [0.0, -0.0, 0.0, -0.0]])
+    for rank in absent:
+        pieces[rank] = -0.0
+    expected = _left_fold([piece for rank, piece in enumerate(pieces) if rank not in absent])
+    gradient = torch.full((numel,), torch.nan, device=backend.device)
+    backend.fold(pieces.to(backend.device), _whole(numel), gradient=gradient)
+    same_bits(gradient, expected)
+    narrow = torch.full((numel,), torch.nan, dtype=dtype, device=backend.device)
+    backend.fold(pieces.to(backend.device), _whole(numel), gradient=narrow)
+    same_bits(narrow, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_totals_round_as_torch_does(
+    backend: Any, same_bits: Callable[..., None], any_bits: Callable[[int, int], torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Random bits, and both sides of every rounding boundary of the type: ties go to even."""
+    halves = torch.arange(0, 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    bits = ((halves[:-1] + halves[1:]) / 2).view(torch.int32)
+    nudged = torch.cat([(bits + step).view(torch.float32) for step in (-1, 0, 1)])
+    values = torch.cat([any_bits(6, 1 << 14), nudged, -nudged])
+    values = torch.cat([values, torch.zeros(padded(values.numel()) - values.numel())])
+    gradient = torch.full((values.numel(),), torch.nan, dtype=dtype, device=backend.device)
+    backend.fold(values[None].to(backend.device), _whole(values.numel()), gradient=gradient)
+    same_bits(gradient, values.to(dtype))
+
+
+def test_the_factor_is_a_multiplication_in_fp32(backend: Any, same_bits: Callable[..., None]) -> None:
+    """By fp32(1/3), not a division by three and not a multiplication in fp64; it may lose or make an infinity."""
+    values = _spread(1, TILE, torch.float32)
+    values[0, :3] = torch.tensor([3e38, -3e38, 1e-45])
+    third = torch.tensor(1 / 3)
+    assert not torch.equal(values[0] * third, values[0] / 3)
+    for factor, expected in ((third.item(), values[0] * third), (2.0, values[0] * 2)):
+        gradient = torch.full((TILE,), torch.nan, device=backend.device)
+        backend.fold(values.to(backend.device), _whole(TILE), gradient=gradient, factor=factor)
+        same_bits(gradient, expected)
+
+
+def test_the_factor_is_rounded_to_fp32_first(same_bits: Callable[..., None]) -> None:
+    values = _spread(2, TILE, torch.float32)
+    gradients = [torch.full((TILE,), torch.nan) for _ in range(2)]
+    fold(values, _whole(TILE), gradient=gradients[0], factor=1 / 3)
+    fold(values, _whole(TILE), gradient=gradients[1], factor=torch.tensor(1 / 3).item())
+    same_bits(gradients[0], gradients[1])
+    same_bits(gradients[0], _left_fold([*values]) * torch.tensor(1 / 3))
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("place", [0, TILE, 3 * TILE + 6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_value_that_is_not_finite_shows_in_its_partial(
+    backend: Any, dtype: torch.dtype, place: int, bad: float
+) -> None:
+    numel = 3 * TILE + 7
+    pieces = torch.ones(2, padded(numel), dtype=dtype)
+    pieces[1, place] = bad
+    gradient = torch.zeros(padded(numel), dtype=dtype, device=backend.device)
+    partials = torch.zeros(4, device=backend.device)
+    backend.fold(pieces.to(backend.device), _whole(numel), gradient=gradient, partials=partials)
+    assert partials.isfinite().tolist() == [tile != place // TILE for tile in range(4)]
+
+
+def test_partials_are_of_what_the_gradient_holds(backend: Any) -> None:
+    """A total that only overflows once it is rounded shows in them."""
+    pieces = torch.full((2, 128), 3e4, dtype=torch.float16).to(backend.device)
+    for dtype, overflows in ((torch.float16, False), (torch.float16, True), (torch.float32, False)):
+        pieces[1] = 6e4 if overflows else 3e4
+        gradient, partials = torch.zeros(128, dtype=dtype, device=backend.device), torch.zeros(1)
+        partials = partials.to(backend.device)
+        backend.fold(pieces, _whole(128), gradient=gradient, partials=partials)
+        assert partials.item() == (torch.inf if overflows else pytest.approx(128 * 3.6e9, rel=1e-3))
+
+
+@pytest.mark.parametrize("ranks", [5, 8, 16])
+def test_many_ranks(backend: Any, same_bits: Callable[..., None], ranks: int) -> None:
+    numel = 2 * TILE + 5
+    pieces = _spread(ranks, padded(numel), torch.bfloat16)
+    gradient = torch.full((padded(numel),), torch.nan, dtype=torch.bfloat16, device=backend.device)
+    backend.fold(pieces.to(backend.device), _whole(numel), gradient=gradient)
+    total = _left_fold([*pieces[:, :numel]])
+    assert not torch.equal(total, _left_fold([*pieces[:, :numel]][::-1])), "another order would do"
+    same_bits(gradient[:numel], total.bfloat16())
+
+
+def test_nothing_to_fold(backend: Any) -> None:
+    gradient, partials = torch.ones(128, device=backend.device), torch.ones(1, device=backend.device)
+    pieces = torch.zeros(2, 128, device=backend.device)
+    nothing = [Slice(offset=0, numel=0, first=0, parameter_numel=300, partial_offset=0)]
+    for slices in ([], nothing):
+        backend.fold(pieces, slices, gradient=gradient, partials=partials)
+        assert gradient.cpu().tolist() == [1.0] * 128
+        assert partials.item() == 1.0
+    backend.fold(pieces[:, :0], nothing, gradient=gradient[:0], partials=partials)
+    assert partials.item() == 1.0
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_the_result(
+    monkeypatch: pytest.MonkeyPatch, compiled: None, same_bits: Callable[..., None], threads: int
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    numel = 5 * TILE + 128
+    pieces = _spread(3, numel, torch.bfloat16)
+    gradient, partials = torch.full((numel,), torch.nan), torch.full((6,), torch.nan)
+    fold(pieces, _whole(numel), gradient=gradient, factor=1.0, partials=partials)
+    same_bits(gradient, _left_fold([*pieces]))
+    same_bits(partials, sum_of_squares_reference(gradient))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_more_elements_than_a_32_bit_integer_counts() -> None:
+    """Pieces of more than 2^31 elements together, and then a single one of that many."""
+    for ranks, numel in ((3, (1 << 30) + TILE + 128), (1, (1 << 31) + TILE + 128)):
+        pieces = torch.zeros(ranks, numel, dtype=torch.bfloat16, device="cuda")
+        pieces[-1, 0], pieces[-1, -1] = 1.0, 3.0
+        gradient = torch.full((numel,), torch.nan, dtype=torch.bfloat16, device="cuda")
+        partials = torch.full((tiles(numel),), torch.nan, device="cuda")
+        fold(pieces, _whole(numel), gradient=gradient, factor=1.0, partials=partials)
+        assert torch.equal(gradient, pieces[-1])
+        assert (partials[0].item(), partials[-1].item(), partials.sum().item()) == (1.0, 9.0, 10.0)

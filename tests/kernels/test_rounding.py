@@ -1,0 +1,211 @@
+"""A sum of gradients in fp32 is multiplied and rounded once, by whoever reads it, as torch's casts round.
+
+What is expected is always made from the gradient of 16 bits that torch itself makes of the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from protrain_kernels import (
+    MASTER_DTYPES,
+    TILE,
+    AdamStaging,
+    AdamStates,
+    adam,
+    adam_out_of_place,
+    adam_reference,
+    adam_scalars,
+    adam_weight,
+    flatten,
+    padded,
+    split,
+    streamed_adam,
+    sum_of_squares,
+    sum_of_squares_reference,
+)
+
+HALVES = [torch.bfloat16, torch.float16]
+DTYPES = [*HALVES, torch.float32]
+FACTORS = [1.0, 0.25, 1 / 3]  # the last is no fp32 number
+MOMENTS = pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16], ids=["moments", "bfloat16-moments"])
+SCALARS = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=False)
+COUNT = 2048 + 384
+# NumPy, under Triton's interpreter, remarks on the infinities and NaN that some tests are about.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+SameBits = Callable[..., None]
+
+
+def _sums(count: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(1))
+
+
+def _states(dtype: torch.dtype, moment_dtype: torch.dtype) -> AdamStates:
+    generator = torch.Generator().manual_seed(2)
+    values, exp_avg, root = torch.randn(3, COUNT, generator=generator).unbind()
+    weight, master = values.to(dtype), None
+    if dtype is torch.bfloat16:
+        weight, master = split(values)
+    elif dtype is torch.float16:
+        master = values.clone()
+    return AdamStates(weight, master, exp_avg.to(moment_dtype, copy=True), root.square().to(moment_dtype))
+
+
+def _copy(states: AdamStates, device: torch.device | None = None) -> AdamStates:
+    return AdamStates(*(None if state is None else state.to(device or "cpu", copy=True) for state in states))  # type: ignore[arg-type]
+
+
+def _torchs(sums: torch.Tensor, dtype: torch.dtype, factor: float) -> torch.Tensor:
+    """The gradient of ``dtype`` that torch makes of ``sums``."""
+    gradient = (sums * torch.full_like(sums, factor)).to(dtype)
+    if dtype is not torch.float32:
+        assert (gradient.float() != sums * factor).float().mean() > 0.9, "hardly a sum was rounded"
+    return gradient
+
+
+def _check(found: AdamStates, expected: AdamStates, same_bits: SameBits) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("factor", FACTORS)
+@MOMENTS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_update_with_a_sum_is_that_with_torchs_rounded_gradient(
+    backend: Any, same_bits: SameBits, dtype: torch.dtype, moment_dtype: torch.dtype, factor: float, scaled: bool
+) -> None:
+    states, sums = _states(dtype, moment_dtype), _sums(COUNT)
+    scale = torch.tensor([0.3]) if scaled else None
+    expected, found, referred = _copy(states), _copy(states, backend.device), _copy(states)
+    adam_reference(*expected, _torchs(sums, dtype, factor), SCALARS, scale=scale)
+    here = None if scale is None else scale.to(backend.device)
+    backend.adam(*found, sums.to(backend.device), scalars=SCALARS, gradient_factor=factor, scale=here)
+    _check(found, expected, same_bits)
+    adam_reference(*referred, sums, SCALARS, gradient_factor=factor, scale=scale)
+    _check(referred, expected, same_bits)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_every_rounding_boundary_is_on_the_side_where_torch_has_it(
+    backend: Any, same_bits: SameBits, any_bits: Callable[[int, int], torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Without momentum and decay the new momentum is the finished gradient itself."""
+    halves = torch.arange(0, 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    middles = (halves[:-1] + halves[1:]) / 2
+    middles[::2] *= -1
+    bits = middles.view(torch.int32)
+    nudged = [(bits + step).view(torch.float32) for step in (-1, 0, 1)]
+    largest = torch.tensor([65519.996, 65520.0, 3.3961773e38, 3.3961775e38])  # the last that are finite, and beyond
+    sums = torch.cat([*nudged, largest, -largest, any_bits(3, 1 << 12)])
+    sums = torch.nn.functional.pad(sums, (0, padded(sums.numel()) - sums.numel()))
+    scalars = adam_scalars(lr=1e-2, beta1=0.0, beta2=0.0, eps=1e-8, weight_decay=0.0, step=1, decoupled=True)
+    weight = torch.zeros_like(sums, dtype=dtype)
+    master = torch.zeros_like(sums, dtype=MASTER_DTYPES[dtype])
+    moved = [state.to(backend.device) for state in (weight, master, torch.zeros_like(sums), torch.zeros_like(sums))]
+    backend.adam(*moved, sums.to(backend.device), scalars=scalars)
+    expected = sums.to(dtype).float() + 0.0  # the momentum was 0, to which -0 is added
+    same_bits(moved[2], expected)
+
+
+@pytest.mark.parametrize("how", ["c", "aten"])
+@pytest.mark.parametrize("factor", FACTORS)
+@MOMENTS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_updates_out_of_place_and_streamed(
+    monkeypatch: pytest.MonkeyPatch,
+    compiled: None,
+    same_bits: SameBits,
+    dtype: torch.dtype,
+    moment_dtype: torch.dtype,
+    factor: float,
+    how: str,
+) -> None:
+    monkeypatch.setenv("PROTRAIN_HOST_KERNELS", how)
+    states, sums, scale = _states(dtype, moment_dtype), _sums(COUNT), torch.tensor([0.37])
+    expected = _copy(states)
+    adam_reference(*expected, _torchs(sums, dtype, factor), SCALARS, scale=scale)
+    new, weight, streamed = _copy(states), torch.zeros_like(states.weight), _copy(states)
+    adam_out_of_place(states, new, sums, SCALARS, gradient_factor=factor, scale=scale)
+    adam_weight(states, weight, sums, SCALARS, gradient_factor=factor, scale=scale)
+    staging = AdamStaging(torch.device("cpu"), size_bytes=2 * 640 * 18)  # several pieces
+    streamed_adam(*streamed, sums, SCALARS, staging, gradient_factor=factor, scale=scale)
+    _check(new, expected, same_bits)
+    same_bits(weight, expected.weight)
+    _check(streamed, expected, same_bits)
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("count", [1000, 2 * TILE + 5000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_squares_are_of_the_rounded_gradient(
+    backend: Any, same_bits: SameBits, dtype: torch.dtype, count: int, factor: float
+) -> None:
+    sums = _sums(count)
+    found = backend.sum_of_squares(sums.to(backend.device), weight_dtype=dtype, gradient_factor=factor)
+    expected = sum_of_squares_reference(_torchs(sums, dtype, factor))
+    same_bits(found, expected)
+    if dtype is not torch.float32:
+        assert not torch.equal(expected, sum_of_squares_reference(sums * factor)), "rounding makes no difference"
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_flatten_keeps_the_sum_whole_and_rounds_it_for_the_squares(
+    backend: Any, same_bits: SameBits, dtype: torch.dtype, shift: int
+) -> None:
+    count = 2 * TILE + 77
+    generator = torch.Generator().manual_seed(4)
+    first, second, third = (torch.randn(count + shift, generator=generator).to(dtype) for _ in range(3))
+    chunk = torch.full((padded(count),), torch.nan, device=backend.device)
+    partials = torch.full((3,), torch.nan, device=backend.device)
+    total = torch.zeros(count)
+    for index, gradient in enumerate((first, second, third)):
+        here = gradient.to(backend.device)[shift:]
+        backend.flatten([here], chunk, [0], partials, [0], accumulate=index > 0, weight_dtype=dtype)
+        total = total + gradient[shift:].float() if index else gradient[shift:].float()
+        same_bits(chunk[:count], total)
+        same_bits(partials, sum_of_squares_reference(total.to(dtype)))
+    assert not torch.equal(partials.cpu(), sum_of_squares_reference(total)), "rounding makes no difference"
+
+
+def test_a_sum_that_overflows_when_it_is_rounded_is_seen_in_the_squares(backend: Any) -> None:
+    """fp32 holds the sum of two gradients of 60,000, and fp16 does not."""
+    gradient = torch.full((128,), 60_000.0, dtype=torch.float16, device=backend.device)
+    for dtype, finite in ((torch.float16, False), (torch.float32, True)):
+        chunk = torch.zeros(128, device=backend.device)
+        partials = torch.zeros(1, device=backend.device)
+        for index in range(2):
+            backend.flatten([gradient], chunk, [0], partials, [0], accumulate=index > 0, weight_dtype=dtype)
+        assert chunk.cpu().tolist() == [120_000.0] * 128
+        assert partials.isfinite().item() == finite
+        assert backend.sum_of_squares(chunk, weight_dtype=dtype).isfinite().item() == finite
+        assert backend.sum_of_squares(chunk, weight_dtype=dtype, gradient_factor=0.5).isfinite().item()
+
+
+def test_bad_arguments_are_named() -> None:
+    states = _states(torch.bfloat16, torch.float32)
+    gradient, new = torch.zeros(COUNT, dtype=torch.bfloat16), _copy(states)
+    staging = AdamStaging(torch.device("cpu"), size_bytes=1 << 20)
+    calls: list[Callable[[], object]] = [
+        lambda: adam(*states, gradient, SCALARS, gradient_factor=0.5),
+        lambda: adam_out_of_place(states, new, gradient, SCALARS, gradient_factor=0.5),
+        lambda: adam_weight(states, new.weight, gradient, SCALARS, gradient_factor=0.5),
+        lambda: streamed_adam(*states, gradient, SCALARS, staging, gradient_factor=0.5),
+        lambda: sum_of_squares(gradient, torch.zeros(1), gradient_factor=0.5),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"gradient_factor is 0\.5, and a torch\.bfloat16 gradient is finished"):
+            call()
+    with pytest.raises(ValueError, match=r"grad must be torch\.bfloat16 or torch\.float32, not torch\.float16"):
+        adam_weight(states, new.weight, gradient.half(), SCALARS)
+    with pytest.raises(ValueError, match=r"weight_dtype must be one of .*, not torch\.float64"):
+        sum_of_squares(torch.zeros(COUNT), torch.zeros(1), weight_dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"weight_dtype must be one of .*, not torch\.int16"):
+        flatten([torch.zeros(9)], torch.zeros(128), [0], weight_dtype=torch.int16)
