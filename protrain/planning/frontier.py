@@ -81,6 +81,8 @@ def least_device_bytes(
     profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
 ) -> int | None:
     """The least device memory of any plan that fits the machine's host memory, None if no plan does."""
-    memory = MemoryModel(profile, hardware, pack(profile), update_in_backward=step_during_backward)
+    memory = MemoryModel(
+        profile, hardware, pack(profile, world_size=hardware.world_size), update_in_backward=step_during_backward
+    )
     device, host = least_bytes(memory)
     return min(device[host <= hardware.host_bytes].tolist(), default=None)

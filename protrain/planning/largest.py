@@ -114,7 +114,9 @@ class _Need:
 
 
 def _need(profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Need:
-    memory = MemoryModel(profile, hardware, pack(profile), update_in_backward=step_during_backward)
+    memory = MemoryModel(
+        profile, hardware, pack(profile, world_size=hardware.world_size), update_in_backward=step_during_backward
+    )
     device, host = least_bytes(memory)
     return _Need(
         profile=profile,

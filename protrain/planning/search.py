@@ -124,7 +124,7 @@ class _Search:
         self._without = frozenset(without)
         self._unused = dict.fromkeys(self._without & set(Counts._fields), 0)
         attends = "keep_attention" not in without and any(block.attention_bytes for block in profile.blocks)
-        layout, stream = pack(profile, chunk_elements), False if "stream" in without else None
+        layout, stream = pack(profile, chunk_elements, hardware.world_size), False if "stream" in without else None
         self._models = {  # without kept attention, and with it if there is any
             keeps: Models(
                 profile,

@@ -204,7 +204,7 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     """The parts of the host memory of ``plan``."""
     away = memory.layout.chunks[plan.n_persist :]
     element = memory.profile.element_bytes
-    weights = sum(chunk.elements * element for chunk in away)
+    weights = sum(memory.layout.shard_elements(chunk) * element for chunk in away)
     states = sum(memory.chunk_bytes(chunk) for chunk in away)
     accumulators = memory.accumulator_bytes(plan.n_persist)
     own = accumulators or memory.gradients.own_bytes(plan.n_persist)[1]
