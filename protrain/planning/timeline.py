@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from protrain.common.records import Record
 
-# The lane of updates that the GPU makes in host memory comes last, as most plans leave it idle.
-LANES = ("GPU", "host to device", "device to host", "host optimizer", "streamed updates")
-GPU, UP, DOWN, HOST, STREAM = range(5)
+# Most plans leave the lane of updates that the GPU makes in host memory idle. The last two are of several ranks alone.
+LANES = ("GPU", "host to device", "device to host", "host optimizer", "streamed updates", "gathers", "reductions")
+GPU, UP, DOWN, HOST, STREAM, GATHER, REDUCE = range(7)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class Timeline(Record):
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Names of the lanes, without the last if nothing is streamed."""
-        return LANES if any(operation.lane == STREAM for operation in self.operations) else LANES[:STREAM]
+        """Names of the lanes up to the last one that does anything, but always of those before streamed updates."""
+        return LANES[: max([STREAM, *(operation.lane + 1 for operation in self.operations)])]
 
     def busy_ms(self, lane: int) -> float:
         """How long ``lane`` is busy."""
