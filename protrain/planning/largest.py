@@ -21,7 +21,7 @@ from protrain.planning.layout import pack
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import Plan
 from protrain.planning.search import search
-from protrain.planning.tables import aligned, format_ms
+from protrain.planning.tables import aligned, format_ms, per_gpu
 from protrain.profiler.model_profile import ModelProfile
 
 MOST_LAYERS = 512
@@ -49,7 +49,10 @@ class Largest(Record):
             ["parameters", f"{self.parameters:,}"],
             ["plan", str(plan)],
             ["step", f"{format_ms(plan.step_ms)}, {self.tokens_per_s:,.4g} tokens/s"],
-            ["memory", f"device {format_bytes(plan.device_bytes)}, host {format_bytes(plan.host_bytes)}"],
+            [
+                per_gpu("memory", plan.world_size),
+                f"device {format_bytes(plan.device_bytes)}, host {format_bytes(plan.host_bytes)}",
+            ],
             ["one layer more", self.one_more or f"not tried: {MOST_LAYERS} layers are where the search ends"],
         ]
         return aligned(rows)

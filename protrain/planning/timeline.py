@@ -11,6 +11,11 @@ LANES = ("GPU", "host to device", "device to host", "host optimizer", "streamed 
 GPU, UP, DOWN, HOST, STREAM, GATHER, REDUCE = range(7)
 
 
+def lanes_of(world_size: int) -> tuple[str, ...]:
+    """Names of the lanes that a step of ``world_size`` ranks may use."""
+    return LANES if world_size > 1 else LANES[:GATHER]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operation(Record):
     """Something that a lane does without interruption."""
@@ -31,9 +36,10 @@ class Timeline(Record):
     operations: tuple[Operation, ...]
 
     @property
-    def lanes(self) -> tuple[str, ...]:
-        """Names of the lanes up to the last one that does anything, but always of those before streamed updates."""
-        return LANES[: max([STREAM, *(operation.lane + 1 for operation in self.operations)])]
+    def lanes(self) -> dict[int, str]:
+        """Names by lane, of those before streamed updates, and of the others that do anything."""
+        used = {operation.lane for operation in self.operations}
+        return {lane: name for lane, name in enumerate(LANES) if lane < STREAM or lane in used}
 
     def busy_ms(self, lane: int) -> float:
         """How long ``lane`` is busy."""
