@@ -109,6 +109,29 @@ def test_units_that_share_a_chunk_share_its_reduction() -> None:
     assert reductions[1].start_ms >= ends["backward u0"]
 
 
+def test_a_gradient_waits_for_staging_to_be_sent_and_to_be_offloaded_from() -> None:
+    """There are two staging buffers of either kind, so the third gradient waits for what the first one does."""
+    profile, counts = make_profile(0.1, 0.2), placed(0, 4)
+    slow = replace(TWO, reduce_scatter_gbps=0.128)  # 10 ms a chunk, where an offload takes 1.28
+    reductions = of_lane(timeline := model_of(profile, slow).timeline(MODES, counts), REDUCE)
+    flattened = {one.name: one.start_ms for one in of_lane(timeline, GPU)}
+    assert flattened["flatten 2"] < reductions[0].end_ms
+    assert flattened["flatten 1"] == pytest.approx(reductions[0].end_ms)
+    assert flattened["flatten 0"] == pytest.approx(reductions[1].end_ms)
+    slow = replace(TWO, d2h_gbps=0.128, bidirectional_gbps=1.128)  # 10 ms a shard, where a reduction takes 1.04
+    offloads = of_lane(timeline := model_of(profile, slow).timeline(MODES, counts), DOWN)
+    ends = {one.name: one.end_ms for one in offloads if one.start_ms > timeline.forward_end_ms}
+    reduced = {one.name: one.start_ms for one in of_lane(timeline, REDUCE)}
+    assert reduced["reduce 2"] < ends["gradients 3"]
+    assert reduced["reduce 1"] == pytest.approx(ends["gradients 3"])
+
+
+def test_forward_needs_an_update_earlier_by_the_upload_and_the_gather() -> None:
+    needed_ms = model_of(make_profile(3.0, 6.0)).sharing(2).needed_ms
+    fetch_ms = MOVE / 2 + WHOLE
+    assert needed_ms == pytest.approx([2 * SLIGHT + 3.0 * chunk - fetch_ms for chunk in range(4)])
+
+
 def test_a_rank_alone_gathers_and_reduces_in_no_time() -> None:
     assert MACHINE.gather_gbps == MACHINE.reduce_gbps == float("inf")
 

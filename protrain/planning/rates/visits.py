@@ -47,8 +47,7 @@ def gradients_by_visit(
     """The gradients as (chunk, flatten ms, offload ms), and by visit of backward the indices of those it yields.
 
     A parameter's gradient is complete when backward leaves the unit that used the parameter first. Several ranks reduce
-    the gradient of a whole chunk. So they offload nothing before the last of the chunk's gradients is there, and then
-    a rank offloads its shard.
+    the gradient of a whole chunk, and then a rank offloads its shard, once for all gradients of the chunk.
     """
     left: dict[int, int] = {}  # by parameter: its last visit in backward
     for at, unit in enumerate(reversed(profile.calls)):
@@ -62,11 +61,10 @@ def gradients_by_visit(
     flatten_gbps = hardware.flatten_gbps or hardware.device_copy_gbps
     gradients: list[tuple[int, float, float]] = []
     of_visit: list[list[int]] = [[] for _ in profile.calls]
-    last = {chunk: at for at, chunk in sorted(elements)}
     for (at, chunk), count in sorted(elements.items()):
         size = offloaded = count * profile.element_bytes
         if layout.world_size > 1:
-            offloaded = layout.shard_elements(layout.chunks[chunk]) * profile.element_bytes * (at == last[chunk])
+            offloaded = layout.shard_elements(layout.chunks[chunk]) * profile.element_bytes
         of_visit[at].append(len(gradients))
         gradients.append((chunk, bytes_ms(2 * size, flatten_gbps), bytes_ms(offloaded, hardware.d2h_gbps)))
     return gradients, of_visit
