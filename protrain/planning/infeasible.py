@@ -93,15 +93,16 @@ def host_error(
     remedies = [_SEARCH] if given else []
     remedies.append(f"{_host_memory(memory, needed)} fits{' it' if given else ''}")
     device = memory.device_bytes(n_persist, memory.least_buffers(n_persist), activations)
+    shared = "" if hardware.world_size == 1 else f"This is for one of {hardware.world_size} ranks, with its share. "
     if on_device:
         remedies.append(f"so does about {_at_least(on_device)} of device_memory, with more of the model states there")
     remedies += [_NARROW] if narrow_moments else []
     return PlanError(
-        where="host" if hardware.world_size == 1 else "GPU's share of the host",
+        where="host",
         needed_bytes=needed,
         available_bytes=hardware.host_bytes,
         largest_part=_largest(parts),
-        remedy=f"To fit: {'; '.join(remedies)}. Device memory: needed {format_bytes(device)}, "
+        remedy=f"{shared}To fit: {'; '.join(remedies)}. Device memory: needed {format_bytes(device)}, "
         f"available {format_bytes(hardware.device_bytes)}.",
         given=given,
     )

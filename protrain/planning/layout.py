@@ -89,7 +89,10 @@ class Layout(Record):
         return sum(max(0, self.chunk_elements - chunk.elements) for chunk in self.chunks)
 
     def is_large(self, chunk: ChunkRecord) -> bool:
-        """Whether ``chunk`` holds one parameter that is larger than other chunks: see [Note: large parameters]."""
+        """Whether ``chunk`` holds one parameter that is larger than other chunks: see [Note: large parameters].
+
+        A parameter that is larger only until both are padded for several ranks fits a usual buffer, and is not large.
+        """
         return chunk.elements > align(self.chunk_elements, self.world_size)
 
     def shard_elements(self, chunk: ChunkRecord) -> int:

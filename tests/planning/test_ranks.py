@@ -235,8 +235,11 @@ def test_with_room_for_all_nothing_is_moved_or_gathered_twice() -> None:
 def test_what_does_not_fit_says_what_each_gpu_needs() -> None:
     profile = test_search.make_profile()
     small = test_search.machine("1.5GiB", "100MiB", world_size=2)
-    with pytest.raises(PlanError, match="for each GPU of the machine"):
+    with pytest.raises(
+        PlanError, match=r"one of 2 ranks, with its share\. To fit: .* for each GPU of the machine"
+    ) as no:
         search(profile, small)
+    assert no.value.available_bytes == small.host_bytes
     roomy = test_search.machine("2GiB", "8GiB", world_size=2)
     plan = search(profile, roomy)
     assert plan.device_bytes <= roomy.device_bytes
