@@ -25,7 +25,7 @@ from protrain.engine.streams import CudaStreams
 from protrain.engine.units import Unit
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.predict import predict
-from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Timeline
+from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline, lanes_of
 
 _MEASURED, _PREDICTED = 1, 2  # process ids in the trace
 
@@ -58,7 +58,8 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
     for event in events:
         if "ts" in event:
             event["ts"] -= base_us
-    found["traceEvents"] += [*_names(_MEASURED, "measured"), *_names(_PREDICTED, "predicted"), *events]
+    lanes = lanes_of(optimizer.plan.world_size)
+    found["traceEvents"] += [*_names(_MEASURED, "measured", lanes), *_names(_PREDICTED, "predicted", lanes), *events]
     target.write_text(json.dumps(found))
 
 
@@ -224,11 +225,11 @@ def _predicted_events(timeline: Timeline, start_us: float) -> list[dict[str, Any
     ]
 
 
-def _names(process: int, name: str) -> list[dict[str, Any]]:
+def _names(process: int, name: str, lanes: tuple[str, ...]) -> list[dict[str, Any]]:
     rows = [{"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"ProTrain, {name}"}}]
     rows.append({"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process - 10}})
     rows += [
         {"ph": "M", "pid": process, "tid": lane, "name": "thread_name", "args": {"name": title}}
-        for lane, title in enumerate(LANES)
+        for lane, title in enumerate(lanes)
     ]
     return rows

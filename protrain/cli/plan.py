@@ -44,6 +44,8 @@ from protrain.profiler.cache import cached_profile
 
 _EXAMPLE = """example, for a machine that is elsewhere:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json --picture step.png
+on four GPUs of one machine, each with a quarter of the model states:
+  protrain plan llama2-13b --hardware h100 --batch 4 --gpus 4
 what more or less memory would do, and how deep a model of this width could be there:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --explain
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --frontier
@@ -62,7 +64,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help=f"a folder with a Hugging Face config.json, or one of {', '.join(SHAPES)}"
     )
-    parser.add_argument("--batch", type=whole(1), default=8, help="sequences in a batch (default: 8)")
+    parser.add_argument("--batch", type=whole(1), default=8, help="sequences in a batch, on each GPU (default: 8)")
     add_sequence_option(parser, default="of the model")
     parser.add_argument("--accumulation", type=whole(1), default=1, help="batches in a step (default: 1)")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights (default: bfloat16 on a GPU)")
@@ -95,6 +97,13 @@ def add_command(commands: Any) -> None:
         "--hardware", metavar="FILE|NAME", default=None, help="a profile of `protrain calibrate`, or h100, h200, ..."
     )
     machine.add_argument("--device", default=None, help="cuda or cpu (default: that of --hardware, or cuda if any)")
+    machine.add_argument(
+        "--gpus",
+        type=whole(1),
+        metavar="N",
+        default=1,
+        help="GPUs of the machine that train together and share its host memory (default: 1)",
+    )
     add_memory_options(machine)
     add_output_options(parser)
     parser.add_argument(
@@ -218,14 +227,22 @@ def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
         )
     how = f"{_loss(found.plan.chunked_loss)}{_moments(found.plan.moment_dtype)}"
     title = f"the largest model of the width of {args.model} on {hardware.name}, {how}"
+    title += _shards(hardware.world_size, hardware.device_type)
     emit(found, args, f"{title}\n{in_options(found.table())}{_about_loss(args, hardware)}")
 
 
 def _subject(profile: ModelProfile, hardware: HardwareProfile) -> str:
-    size = f"{profile.n_parameters:,} parameters, {profile.tokens * profile.accumulation:,} tokens a step"
+    n_gpus = hardware.world_size
+    size = f"{profile.n_parameters:,} parameters, {profile.tokens * profile.accumulation * n_gpus:,} tokens a step"
     blocks = "compiled" if profile.compiled else "eager"
     how = f"blocks {blocks}, {_loss(profile.chunked_loss)}{_moments(profile.moment_dtype)}"
-    return f"{profile.model}, {size}, {how}, on {hardware.name}"
+    return f"{profile.model}, {size}, {how}, on {hardware.name}{_shards(n_gpus, hardware.device_type)}"
+
+
+def _shards(n_gpus: int, device_type: str) -> str:
+    """What several GPUs have of the model states, as one more line."""
+    name = "GPUs" if device_type == "cuda" else "devices"
+    return "" if n_gpus == 1 else f"\n{n_gpus} {name}, each with 1/{n_gpus} of the states"
 
 
 def _loss(chunked: bool) -> str:
@@ -250,7 +267,7 @@ def _about_loss(args: argparse.Namespace, hardware: HardwareProfile) -> str:
 def _hardware(args: argparse.Namespace) -> HardwareProfile:
     memory = {name: getattr(args, name) for name in ("device_memory", "host_memory") if hasattr(args, name)}
     if args.hardware is None:
-        return detect(choose_device(args.device), **memory)
+        return detect(choose_device(args.device), **memory).shared_by(args.gpus)
     hardware = load(args.hardware)
     if args.device is not None and parse_device(args.device).type != hardware.device_type:
         raise ValueError(
@@ -259,4 +276,4 @@ def _hardware(args: argparse.Namespace) -> HardwareProfile:
     limits: dict[str, Any] = {
         name.replace("memory", "bytes"): parse_memory(value, name=name) for name, value in memory.items()
     }
-    return replace(hardware, **limits)
+    return replace(hardware, **limits).shared_by(args.gpus)

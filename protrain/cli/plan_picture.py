@@ -21,6 +21,8 @@ _COLORS = {
     "activations": "tab:orange",
     "gradients": "tab:olive",
     "copies": "tab:cyan",
+    "gather": "lightgreen",
+    "reduce": "gold",
 }
 
 
@@ -38,6 +40,7 @@ def check_picture(path: Path) -> None:
 def draw_timeline(timeline: Timeline, title: str, path: Path) -> None:
     """Lanes below each other, every operation a bar in the color of its kind, phases marked."""
     lanes = timeline.lanes
+    heights = {lane: len(lanes) - 1 - at for at, lane in enumerate(lanes)}
     figure, axes = _figure((15, 4.2))
     seconds, unit = (1e3, "s") if timeline.step_ms >= 1e3 else (1.0, "ms")
     kinds: dict[tuple[int, str], list[tuple[float, float]]] = {}
@@ -49,7 +52,7 @@ def draw_timeline(timeline: Timeline, title: str, path: Path) -> None:
     for (lane, kind), bars in kinds.items():
         # A thin white edge tells neighbours apart; of hundreds it would be all there is to see.
         edge = {"edgecolor": "white", "linewidth": 0.4} if len(bars) < 120 else {"linewidth": 0}
-        axes.broken_barh(bars, (len(lanes) - 1 - lane - 0.4, 0.8), facecolors=_COLORS[kind], **edge)
+        axes.broken_barh(bars, (heights[lane] - 0.4, 0.8), facecolors=_COLORS[kind], **edge)
     begin = 0.0
     for name, end in (
         ("forward", timeline.forward_end_ms),
@@ -60,7 +63,7 @@ def draw_timeline(timeline: Timeline, title: str, path: Path) -> None:
         if end - begin > 0.05 * timeline.step_ms:
             axes.text((begin + end) / 2 / seconds, len(lanes) - 0.45, name, ha="center", va="bottom")
         begin = end
-    axes.set_yticks([len(lanes) - 1 - lane for lane in range(len(lanes))], lanes)
+    axes.set_yticks(list(heights.values()), list(lanes.values()))
     axes.set(xlim=(0, timeline.step_ms / seconds), ylim=(-0.6, len(lanes) - 0.1), xlabel=f"time, {unit}")
     axes.set_title(title, fontsize=10)
     shown = [kind for kind in _COLORS if any(kind == found for _, found in kinds)]

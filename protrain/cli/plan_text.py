@@ -11,7 +11,7 @@ import sys
 from protrain.common.quantities import format_bytes
 from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, Explanation, Plan
-from protrain.planning.tables import aligned, format_change, format_ms
+from protrain.planning.tables import aligned, format_change, format_ms, per_gpu
 from protrain.planning.timeline import Timeline
 from protrain.profiler import ModelProfile
 
@@ -35,7 +35,10 @@ def summary_text(
     rows = [
         ["step", f"{format_ms(plan.step_ms)}, {plan.tokens_per_s:,.0f} tokens/s ({basis}){slower and '; '}{slower}"],
         [f"{device} memory", f"{format_bytes(plan.device_bytes)} of {format_bytes(why.device_limit_bytes)}"],
-        ["host memory", f"{format_bytes(plan.host_bytes)} of {format_bytes(why.host_limit_bytes)}"],
+        [
+            per_gpu("host memory", plan.world_size),
+            f"{format_bytes(plan.host_bytes)} of {format_bytes(why.host_limit_bytes)}",
+        ],
         ["model states", _states(plan, why.large_buffers, device)],
         ["updates", _updates(plan, device, updates_in_backward)],
         ["activations", _activations(plan)],
@@ -48,15 +51,32 @@ def summary_text(
 
 def _states(plan: Plan, n_large: int, device: str) -> str:
     away = plan.n_chunks - plan.n_persist
+    if plan.world_size > 1:
+        return _shards(plan, n_large, device)
     if not away:
         return f"all {_counted(plan.n_chunks, 'chunk')} on the {device}"
-    buffers = [_counted(plan.n_buffer, "buffer")] if plan.n_buffer else []
-    buffers += [_counted(n_large, "large one" if buffers else "large buffer")] if n_large else []
     others = f"the weights of the other {away} pass" if away > 1 else "the weight of the other passes"
     return (
         f"{plan.n_persist} of {_counted(plan.n_chunks, 'chunk')} on the {device}; {others} from host memory through "
-        f"{' and '.join(buffers)}"
+        f"{_buffers(plan, n_large)}"
     )
+
+
+def _shards(plan: Plan, n_large: int, device: str) -> str:
+    """Where each of several GPUs has its shards, and through what the whole weights pass."""
+    on_device = f"{plan.n_persist} of {_counted(plan.n_chunks, 'chunk')}"
+    if plan.n_persist == plan.n_chunks:
+        on_device = f"all {_counted(plan.n_chunks, 'chunk')}"
+    n_away = plan.n_chunks - plan.n_persist
+    others = f", those of the other{f' {n_away}' * (n_away > 1)} in host memory" if n_away else ""
+    whole = "stay in" if plan.n_buffer + n_large >= plan.n_chunks else "pass through"
+    return f"shards of {on_device} on each {device}{others}; whole weights {whole} {_buffers(plan, n_large)} of each"
+
+
+def _buffers(plan: Plan, n_large: int) -> str:
+    buffers = [_counted(plan.n_buffer, "buffer")] if plan.n_buffer else []
+    buffers += [_counted(n_large, "large one" if buffers else "large buffer")] if n_large else []
+    return " and ".join(buffers)
 
 
 def _updates(plan: Plan, device: str, in_backward: bool) -> str:
@@ -126,12 +146,12 @@ def timeline_text(timeline: Timeline, *, plain: bool | None = None) -> str:
     if plain is None:
         plain = not _shows_blocks()
     shades = _PLAIN_SHADES if plain else _SHADES
-    width = max(map(len, timeline.lanes))
+    width = max(map(len, timeline.lanes.values()))
     columns = COLUMNS
     if sys.stdout.isatty():
         columns = max(_LEAST_COLUMNS, min(COLUMNS, shutil.get_terminal_size().columns - width - len("    100%")))
     lines = [f"{'':<{width}}  {'0':<{columns // 2}}{format_ms(timeline.step_ms):>{columns - columns // 2}}"]
-    for lane, name in enumerate(timeline.lanes):
+    for lane, name in timeline.lanes.items():
         shares = busy_shares(timeline, lane, columns)
         cells = "".join(shades[min(len(shades) - 1, int(share * (len(shades) - 1) + 0.75))] for share in shares)
         lines.append(f"{name:<{width}}  {cells}  {sum(shares) / columns:4.0%}")

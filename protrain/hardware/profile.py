@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from protrain.common.records import Record
@@ -70,7 +70,8 @@ class HardwareProfile(Record):
 
     ``source`` says where the figures come from: "measured", "shipped" or "detected" (sizes read from the system, rates
     assumed). On a CPU the device is simulated: ``device_bytes`` is its budget, and the rates are those of host memory.
-    In a run of several processes the rates are those of one process while all of them do the same.
+    In a run of several processes the rates are those of one process while all of them do the same, and in a plan
+    ``host_bytes`` are what one of them may take: :meth:`shared_by` divides the profile of a whole machine.
     """
 
     file_kind = "a hardware profile"
@@ -107,7 +108,7 @@ class HardwareProfile(Record):
     driver: str = ""
     torch_version: str = ""
     processor: str = ""
-    world_size: int = 1
+    world_size: int = 1  # processes that measured together, and in a plan the ranks that train together
     method: int = 1  # the way of measuring: see protrain.hardware.cache
 
     def __post_init__(self) -> None:
@@ -135,6 +136,53 @@ class HardwareProfile(Record):
             if not 0 < getattr(profile, name) < _MOST_BYTES:
                 raise _impossible(name, "above 0 and less than 2**63", getattr(profile, name))
         return profile
+
+    @property
+    def gather_gbps(self) -> float:
+        """The rate at which ranks gather a tensor: all its bytes over the time. Each rank has a shard of it already.
+
+        If it was not measured, a rank is taken to receive the other shards at the rate of its link from host memory.
+        That is right for cards without a link of their own, and too slow for those with NVLink.
+        """
+        return self._whole_gbps(self.all_gather_gbps, self.h2d_gbps)
+
+    @property
+    def reduce_gbps(self) -> float:
+        """The rate at which ranks reduce a tensor, each to a shard of the sum: all its bytes over the time.
+
+        If it was not measured, a rank is taken to send the other shards at the rate of its link to host memory.
+        """
+        return self._whole_gbps(self.reduce_scatter_gbps, self.d2h_gbps)
+
+    def _whole_gbps(self, measured_gbps: float | None, link_gbps: float) -> float:
+        """The rate that counts all bytes, from one that counts those that a rank receives or sends."""
+        if self.world_size == 1:
+            return math.inf  # one rank has all there is
+        return (measured_gbps or link_gbps) * self.world_size / (self.world_size - 1)
+
+    def shared_by(self, n_ranks: int) -> Self:
+        """The profile of one of ``n_ranks`` that train together on this machine, each with a GPU of its own.
+
+        Host memory, cores, and what the host's DRAM limits are divided among them, as one DRAM serves all GPUs of a
+        machine. Rates of which each of several measuring processes already had a share are not divided again. A GPU's
+        link is its own.
+        """
+        share = self.world_size / n_ranks
+
+        def part(rate: float | None) -> float | None:
+            return None if rate is None else rate * share
+
+        return replace(
+            self,
+            world_size=n_ranks,
+            host_bytes=self.host_bytes // n_ranks,
+            cpu_threads=max(1, self.cpu_threads // n_ranks),
+            host_dram_gbps=self.host_dram_gbps * share,
+            host_adam_gparams=self.host_adam_gparams * share,
+            host_adam_weight_gparams=part(self.host_adam_weight_gparams),
+            host_adam_narrow_gparams=part(self.host_adam_narrow_gparams),
+            host_adam_p20_gparams=part(self.host_adam_p20_gparams),
+        )
 
     def share(self, activity: str, beside: Collection[str]) -> float:
         """The share of its rate that ``activity`` keeps while those ``beside`` it run too: 1 where nothing is known.

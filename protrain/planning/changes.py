@@ -38,9 +38,9 @@ def neighbours(counts: Counts, models: Models) -> Iterator[Neighbour]:
             changed = within(wanted, models)
             refused = ""
             if knob == "n_buffer" and wanted.n_buffer < changed.n_buffer:
-                refused = f"a unit holds up to {changed.n_buffer} non-persistent chunks at once"
+                refused = f"a unit holds up to {changed.n_buffer} {models.memory.buffered}s at once"
             elif knob == "n_buffer" and wanted.n_buffer > changed.n_buffer:
-                refused = "every non-persistent chunk has a buffer"
+                refused = f"every {models.memory.buffered} has a buffer"
             elif knob == "n_weight_only" and wanted.n_weight_only < changed.n_weight_only:
                 refused = "host memory has no room for another whole second copy"
             yield Neighbour(knob, step, changed, refused)

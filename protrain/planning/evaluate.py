@@ -6,6 +6,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.fingerprint import fingerprint
 from protrain.planning.infeasible import device_error, host_error
 from protrain.planning.layout import pack
+from protrain.planning.mismatch import refuse_other_world_size
 from protrain.planning.plan import BlockMode, Counts, Plan, block_modes
 from protrain.planning.predict import Models
 from protrain.profiler.model_profile import ModelProfile
@@ -35,7 +36,7 @@ def evaluate(
         ValueError: a count is out of range; the message says the range.
         PlanError: the plan does not fit ``hardware``.
     """
-    layout = pack(profile, chunk_elements)
+    layout = pack(profile, chunk_elements, hardware.world_size)
     models = Models(
         profile,
         hardware,
@@ -55,7 +56,7 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
     """``plan``, from a file for instance, with new predictions for ``profile`` and ``hardware``.
 
     Raises:
-        ValueError: the plan was made for another model or optimizer grouping, or contradicts itself.
+        ValueError: the plan was made for another model, optimizer grouping or number of ranks, or contradicts itself.
         PlanError: the plan does not fit ``hardware`` with the batch of ``profile``.
     """
     expected = fingerprint(profile)
@@ -64,6 +65,7 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
             f"the plan was made for another model (fingerprint {plan.model}, this one's is {expected}): parameters, "
             "their optimizer groups or the dtype differ; make a new plan, or leave plan= out to have one searched"
         )
+    refuse_other_world_size(plan, hardware.world_size)
     models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
     if plan.n_chunks != len(models.layout.chunks):
         raise ValueError(f"the plan says n_chunks={plan.n_chunks}, but the model has {len(models.layout.chunks)}")
@@ -91,7 +93,7 @@ def _check_counts(models: Models, counts: Counts) -> None:
     if not least <= counts.n_buffer <= most:
         raise ValueError(
             f"n_buffer must be {least} to {most} when {n_persist} of {n_chunks} chunks are persistent, not "
-            f"{counts.n_buffer}: a unit holds up to {least} non-persistent chunks at once"
+            f"{counts.n_buffer}: a unit holds up to {least} {models.memory.buffered}s at once"
         )
     if not 0 <= counts.n_speculate <= n_chunks - n_persist:
         raise ValueError(

@@ -13,7 +13,7 @@ from protrain.planning.layout import pack
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import Plan
 from protrain.planning.search import search
-from protrain.planning.tables import aligned, format_ms
+from protrain.planning.tables import aligned, format_ms, per_gpu
 from protrain.profiler.model_profile import ModelProfile
 
 N_LIMITS = 12
@@ -40,7 +40,9 @@ class Frontier(Record):
 
     def table(self) -> str:
         """A table with one line for each limit."""
-        rows = [["device memory", "used", "host memory", "step time", "tokens/s", "plan"]]
+        n_ranks = max((point.plan.world_size for point in self.points), default=1)
+        memory = [per_gpu(f"{where} memory", n_ranks) for where in ("device", "host")]
+        rows = [[memory[0], "used", memory[1], "step time", "tokens/s", "plan"]]
         for point in self.points:
             plan = point.plan
             used = [format_bytes(size) for size in (point.device_limit_bytes, plan.device_bytes, plan.host_bytes)]
@@ -81,6 +83,8 @@ def least_device_bytes(
     profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
 ) -> int | None:
     """The least device memory of any plan that fits the machine's host memory, None if no plan does."""
-    memory = MemoryModel(profile, hardware, pack(profile), update_in_backward=step_during_backward)
+    memory = MemoryModel(
+        profile, hardware, pack(profile, world_size=hardware.world_size), update_in_backward=step_during_backward
+    )
     device, host = least_bytes(memory)
     return min(device[host <= hardware.host_bytes].tolist(), default=None)

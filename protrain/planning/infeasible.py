@@ -11,6 +11,7 @@ from protrain.common.quantities import format_bytes
 from protrain.planning.memory.model import Activations, MemoryModel
 from protrain.planning.memory.segments import Bytes
 from protrain.planning.plan import Counts, block_modes
+from protrain.planning.tables import per_gpu
 
 _SEARCH = "leave the plan out, and one is searched"
 _NARROW = "so does moment_dtype=bfloat16, with Adam's moments in 16 bits"
@@ -45,7 +46,7 @@ def device_error(
     smaller = _smaller_batch(batch, (hardware.device_bytes - static) / max(1, needed - static))
     if smaller and not given and host <= hardware.host_bytes:
         remedies.append(f"a batch of {smaller} instead of {batch} fits")
-    both = f" with host_memory of at least {_at_least(host)}" if host > hardware.host_bytes else ""
+    both = f" with {_host_memory(memory, host)}" if host > hardware.host_bytes else ""
     remedies.append(f"device_memory of at least {_at_least(needed)}{both} fits {'it' if given else 'this batch'}")
     remedies += [_NARROW] if narrow_moments else []
     return PlanError(
@@ -53,7 +54,7 @@ def device_error(
         needed_bytes=needed,
         available_bytes=hardware.device_bytes,
         largest_part=_largest(parts),
-        remedy=f"To fit: {'; '.join(remedies)}. Host memory: needed "
+        remedy=f"To fit: {'; '.join(remedies)}. {per_gpu('Host memory', hardware.world_size)}: needed "
         f"{format_bytes(host)}, available {format_bytes(hardware.host_bytes)}.",
         given=given,
     )
@@ -90,8 +91,9 @@ def host_error(
         "second copies for speculative updates": copies,
     }
     remedies = [_SEARCH] if given else []
-    remedies.append(f"host_memory of at least {_at_least(needed)} fits{' it' if given else ''}")
+    remedies.append(f"{_host_memory(memory, needed)} fits{' it' if given else ''}")
     device = memory.device_bytes(n_persist, memory.least_buffers(n_persist), activations)
+    shared = "" if hardware.world_size == 1 else f"This is for one of {hardware.world_size} ranks, with its share. "
     if on_device:
         remedies.append(f"so does about {_at_least(on_device)} of device_memory, with more of the model states there")
     remedies += [_NARROW] if narrow_moments else []
@@ -100,7 +102,7 @@ def host_error(
         needed_bytes=needed,
         available_bytes=hardware.host_bytes,
         largest_part=_largest(parts),
-        remedy=f"To fit: {'; '.join(remedies)}. Device memory: needed {format_bytes(device)}, "
+        remedy=f"{shared}To fit: {'; '.join(remedies)}. Device memory: needed {format_bytes(device)}, "
         f"available {format_bytes(hardware.device_bytes)}.",
         given=given,
     )
@@ -150,6 +152,12 @@ def _fits_with_narrow_moments(memory: MemoryModel) -> bool:
 def _smaller_batch(batch: int, share: float) -> int:
     """The batch whose activations take at most ``share`` of those of ``batch``, 0 if there is none."""
     return min(batch - 1, int(batch * share)) if batch > 1 and share > 0 else 0
+
+
+def _host_memory(memory: MemoryModel, needed_bytes: int) -> str:
+    """What to ask of host_memory, which all ranks of a machine share, if each of them needs ``needed_bytes``."""
+    shares = "" if memory.layout.world_size == 1 else " for each GPU of the machine"
+    return f"host_memory of at least {_at_least(needed_bytes)}{shares}"
 
 
 def _largest(parts: dict[str, int]) -> str:

@@ -21,7 +21,7 @@ from protrain.planning.layout import pack
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import Plan
 from protrain.planning.search import search
-from protrain.planning.tables import aligned, format_ms
+from protrain.planning.tables import aligned, format_ms, per_gpu
 from protrain.profiler.model_profile import ModelProfile
 
 MOST_LAYERS = 512
@@ -49,7 +49,10 @@ class Largest(Record):
             ["parameters", f"{self.parameters:,}"],
             ["plan", str(plan)],
             ["step", f"{format_ms(plan.step_ms)}, {self.tokens_per_s:,.4g} tokens/s"],
-            ["memory", f"device {format_bytes(plan.device_bytes)}, host {format_bytes(plan.host_bytes)}"],
+            [
+                per_gpu("memory", plan.world_size),
+                f"device {format_bytes(plan.device_bytes)}, host {format_bytes(plan.host_bytes)}",
+            ],
             ["one layer more", self.one_more or f"not tried: {MOST_LAYERS} layers are where the search ends"],
         ]
         return aligned(rows)
@@ -114,7 +117,9 @@ class _Need:
 
 
 def _need(profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Need:
-    memory = MemoryModel(profile, hardware, pack(profile), update_in_backward=step_during_backward)
+    memory = MemoryModel(
+        profile, hardware, pack(profile, world_size=hardware.world_size), update_in_backward=step_during_backward
+    )
     device, host = least_bytes(memory)
     return _Need(
         profile=profile,

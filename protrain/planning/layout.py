@@ -21,6 +21,14 @@ Large chunks have buffers of their own, no more than are held at one time (one, 
 They have staging of their own for gradients, and a region of host memory each for gradients. They lie where they
 are first used, as all chunks do. An order with large chunks before all others, so that they would persist first, was
 measured and gained nothing: see docs/results.md.
+
+[Note: shards] When several ranks train together, each of them owns one shard of every chunk, and all shards of a chunk
+have the same size. So a chunk is padded at its end to a multiple of ALIGNMENT elements for every rank. Which parameter
+lies in which chunk at which offset does not depend on the number of ranks, because that order decides in which order
+the gradient's norm is summed, and the norm must have the same bits on any number of ranks. The states of a chunk are a
+rank's shard of them, on the device for the first n_persist chunks and in host memory for the others. The whole weight
+of every chunk, persistent or not, passes through the chunk buffers. With one rank the shard of a chunk is the chunk,
+and the weight of a persistent chunk needs no buffer.
 """
 
 from __future__ import annotations
@@ -37,6 +45,8 @@ from protrain.profiler.model_profile import ModelProfile, UnitRecord
 ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every length that a kernel sees
 # Gradients are flattened into one buffer while the other is offloaded. Those of large chunks have one buffer more.
 STAGING_BUFFERS = 2
+TILE_ELEMENTS = 16384  # the gradient norm has one partial sum for each tile of so many elements of a parameter
+PARTIAL_BYTES = 4  # a partial sum in fp32
 LARGE_CHUNK = 8 * 1024**2  # elements: 16 MiB of 16-bit weights, large enough for the link's full rate
 _GRID_STEPS = 32
 _LARGE = 1.5  # parameters have chunks of their own only if that makes usual chunks smaller by at least this factor
@@ -60,7 +70,7 @@ class ChunkRecord(Record):
 
     index: int
     trainable: bool
-    elements: int  # used length, a multiple of ALIGNMENT
+    elements: int  # used length, a multiple of ALIGNMENT for every rank: see [Note: shards]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +81,7 @@ class Layout(Record):
     chunks: tuple[ChunkRecord, ...]
     slots: tuple[Slot, ...]  # one per parameter of the profile, in its order
     unit_chunks: tuple[tuple[int, ...], ...]  # per unit of the profile: the chunks that hold what it uses
+    world_size: int = 1  # ranks that train together, each with one shard of every chunk
 
     @property
     def wasted_elements(self) -> int:
@@ -78,21 +89,83 @@ class Layout(Record):
         return sum(max(0, self.chunk_elements - chunk.elements) for chunk in self.chunks)
 
     def is_large(self, chunk: ChunkRecord) -> bool:
-        """Whether ``chunk`` holds one parameter that is larger than other chunks: see [Note: large parameters]."""
-        return chunk.elements > self.chunk_elements
+        """Whether ``chunk`` holds one parameter that is larger than other chunks: see [Note: large parameters].
+
+        A parameter that is larger only until both are padded for several ranks fits a usual buffer, and is not large.
+        """
+        return chunk.elements > align(self.chunk_elements, self.world_size)
+
+    def shard_elements(self, chunk: ChunkRecord) -> int:
+        """The elements of ``chunk`` that one rank owns."""
+        return chunk.elements // self.world_size
+
+    @property
+    def usual_shard_elements(self) -> int:
+        """The capacity of one rank's shard of a chunk that is not large."""
+        return align(self.chunk_elements, self.world_size) // self.world_size
+
+    def first_buffered(self, n_persist: int) -> int:
+        """The first chunk whose weight passes through buffers: the first of all if several ranks have its shards."""
+        return n_persist if self.world_size == 1 else 0
 
     def buffer_elements(self, n_persist: int) -> tuple[int, int]:
         """The size of a chunk buffer, and of a buffer for large chunks; 0 if no chunk needs one."""
-        return _largest(self, self.chunks[n_persist:])
+        return _largest(self, self.chunks[self.first_buffered(n_persist) :])
 
     def gradient_elements(self, n_persist: int) -> tuple[int, int]:
-        """The size of the largest gradient that is offloaded, among usual chunks and among large chunks."""
-        return _largest(self, [chunk for chunk in self.chunks[n_persist:] if chunk.trainable])
+        """The size of the largest shard of a gradient that is offloaded, among usual chunks and among large chunks."""
+        usual, large = _largest(self, [chunk for chunk in self.chunks[n_persist:] if chunk.trainable])
+        return usual // self.world_size, large // self.world_size
+
+    def reduction_elements(self) -> tuple[int, int]:
+        """The size of the largest whole gradient that ranks reduce, among usual chunks and among large chunks.
+
+        Both are 0 with one rank, which reduces nothing.
+        """
+        return _largest(self, [chunk for chunk in self.chunks if chunk.trainable and self.world_size > 1])
+
+    def staging_elements(self, n_persist: int) -> int:
+        """All elements of the device memory that gradients pass through on their way to other ranks and to the host.
+
+        Usual chunks have STAGING_BUFFERS whole gradients to send to other ranks from, one that is received from them,
+        and STAGING_BUFFERS shards that are offloaded. Large chunks have one of each. With one rank nothing is sent.
+        """
+        (usual, large), (sent, large_sent) = self.gradient_elements(n_persist), self.reduction_elements()
+        return STAGING_BUFFERS * usual + large + (STAGING_BUFFERS + 1) * sent + 2 * large_sent
 
     def region_elements(self, n_persist: int) -> tuple[int, int]:
         """The size of a region that gradients share, on the device, and in host memory (not for large chunks)."""
-        here = max((chunk.elements for chunk in self.chunks[:n_persist] if chunk.trainable), default=0)
+        here = max((self.shard_elements(chunk) for chunk in self.chunks[:n_persist] if chunk.trainable), default=0)
         return here, self.gradient_elements(n_persist)[0]
+
+    @property
+    def n_tiles(self) -> int:
+        """The number of tiles of all trainable parameters: of partial sums of the gradient norm."""
+        return sum(-(-slot.numel // TILE_ELEMENTS) for slot in self.slots if self.chunks[slot.chunk].trainable)
+
+    def cut_tiles(self) -> list[tuple[int, int]]:
+        """The tiles of trainable parameters that lie in the shards of several ranks, as (parameter, tile of it).
+
+        They come in the order of chunks and offsets. No rank has all elements of such a tile, so ranks exchange them
+        before its partial sum of the gradient norm can be computed.
+        """
+        found = set()
+        for slot in self.slots:
+            chunk = self.chunks[slot.chunk]
+            shard = self.shard_elements(chunk)
+            first = (slot.offset // shard + 1) * shard
+            for boundary in range(first, slot.offset + slot.numel, shard) if chunk.trainable else ():
+                tile, cut = divmod(boundary - slot.offset, TILE_ELEMENTS)
+                if cut:
+                    found.add((slot.chunk, slot.offset, slot.parameter, tile))
+        return [(parameter, tile) for _, _, parameter, tile in sorted(found)]
+
+    def exchange_bytes(self, element_bytes: int) -> int:
+        """Device memory in which ranks exchange partial sums of the norm, and the values of the tiles that are cut.
+
+        ``element_bytes`` are those of one element of the gradient.
+        """
+        return PARTIAL_BYTES * self.n_tiles + element_bytes * TILE_ELEMENTS * len(self.cut_tiles())
 
 
 def _largest(layout: Layout, chunks: Iterable[ChunkRecord]) -> tuple[int, int]:
@@ -103,18 +176,19 @@ def _largest(layout: Layout, chunks: Iterable[ChunkRecord]) -> tuple[int, int]:
     return sizes[False], sizes[True]
 
 
-def align(elements: int) -> int:
-    """``elements`` rounded up to a multiple of ALIGNMENT."""
-    return -(-elements // ALIGNMENT) * ALIGNMENT
+def align(elements: int, n_shards: int = 1) -> int:
+    """``elements`` rounded up to a multiple of ALIGNMENT for each of ``n_shards``."""
+    multiple = ALIGNMENT * n_shards
+    return -(-elements // multiple) * multiple
 
 
-def pack(profile: ModelProfile, chunk_elements: int | None = None) -> Layout:
-    """The layout of ``profile``'s parameters in chunks of ``chunk_elements``.
+def pack(profile: ModelProfile, chunk_elements: int | None = None, world_size: int = 1) -> Layout:
+    """The layout of ``profile``'s parameters in chunks of ``chunk_elements``, in shards for ``world_size`` ranks.
 
     A unit's parameters stay together. They go into the current chunk if all of them fit, else into a new one, and a
     unit larger than a chunk spreads over several. Inside a unit, parameters are sorted by optimizer group and then by
     definition. A parameter larger than a chunk has a large chunk of its own: see [Note: large parameters].
-    ``chunk_elements`` is by default chosen by :func:`choose_chunk_elements`.
+    ``chunk_elements`` is by default chosen by :func:`choose_chunk_elements`. See [Note: shards] for several ranks.
 
     Raises:
         ValueError: ``chunk_elements`` is not a positive multiple of 128.
@@ -130,12 +204,15 @@ def pack(profile: ModelProfile, chunk_elements: int | None = None) -> Layout:
         for index, (chunk, offset) in enumerate(places)
     )
     chunks = tuple(
-        ChunkRecord(index=index, trainable=trainable[index], elements=elements) for index, elements in enumerate(used)
+        ChunkRecord(index=index, trainable=trainable[index], elements=align(elements, world_size))
+        for index, elements in enumerate(used)
     )
     unit_chunks = tuple(
         tuple(sorted({places[parameter][0] for parameter in unit.parameters})) for unit in profile.units
     )
-    return Layout(chunk_elements=chunk_elements, chunks=chunks, slots=slots, unit_chunks=unit_chunks)
+    return Layout(
+        chunk_elements=chunk_elements, chunks=chunks, slots=slots, unit_chunks=unit_chunks, world_size=world_size
+    )
 
 
 def choose_chunk_elements(profile: ModelProfile) -> int:
@@ -253,7 +330,7 @@ def _prefix(unit: UnitRecord) -> str:
 
 
 def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
-    """By n_persist: the most non-persistent chunks that are held at one time, usual ones and large ones.
+    """By n_persist: the most chunks in buffers that are held at one time, usual ones and large ones.
 
     A unit holds its own chunks, and those of the units that enclose it are held as well. For a unit that the trace did
     not call, these are all units whose module contains its module.
@@ -270,10 +347,11 @@ def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
         for kind in (False, True)
     )
 
-    def most(kind: list[list[int]], n_persist: int) -> int:
-        return max((len(held) - bisect_left(held, n_persist) for held in kind), default=0)
+    def most(kind: list[list[int]], first: int) -> int:
+        return max((len(held) - bisect_left(held, first) for held in kind), default=0)
 
-    return [(most(usual, n_persist), most(large, n_persist)) for n_persist in range(len(layout.chunks) + 1)]
+    firsts = map(layout.first_buffered, range(len(layout.chunks) + 1))
+    return [(most(usual, first), most(large, first)) for first in firsts]
 
 
 def updated_chunks(profile: ModelProfile, layout: Layout) -> list[int]:

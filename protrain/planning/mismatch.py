@@ -1,4 +1,4 @@
-"""Errors for a plan that was made for another model, or for other options, which name the difference."""
+"""Errors for a plan that was made for another model, number of ranks or options, which name the difference."""
 
 from __future__ import annotations
 
@@ -42,6 +42,15 @@ def refuse_other_model(plan: Plan, profile: ModelProfile) -> None:
     refuse_other_parameters(plan, profile.model, profile.parameters, profile.dtype, n_blocks=n_blocks)
     if plan.model != fingerprint(profile):
         raise _other_model(profile.model, "it has the same parameters, but other modules use them, or in another order")
+
+
+def refuse_other_world_size(plan: Plan, world_size: int) -> None:
+    """Raise ValueError if ``plan`` was made for another number of ranks than ``world_size``."""
+    if plan.world_size != world_size:
+        raise ValueError(
+            f"the plan was made for world_size={plan.world_size}, and here it is {world_size}: every rank has another "
+            f"share of the model states; start {plan.world_size} process{'es' * (plan.world_size > 1)}, {_REMEDY}"
+        )
 
 
 def _other_model(model: str, difference: str) -> ValueError:

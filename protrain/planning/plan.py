@@ -66,14 +66,15 @@ class Plan(Record):
     n_ckpt: int
     chunk_elements: int  # a multiple of 128
     n_chunks: int
+    world_size: int = 1  # ranks that train together, each with one shard of every chunk
     block_modes: tuple[BlockMode, ...]
     model: str  # the fingerprint of the ModelProfile that the plan was made for: planning.fingerprint
-    tokens: int  # of the planned batch
+    tokens: int  # of the planned batch, of one rank
     accumulation: int = 1  # batches of a step, whose gradients are summed in fp32
     moment_dtype: str = "float32"  # type of Adam's two moments, one of MOMENT_DTYPES
     chunked_loss: bool = False  # predicted for the loss that never holds all logits
-    device_bytes: int  # predicted peak
-    host_bytes: int  # predicted, all host memory of the engine
+    device_bytes: int  # predicted peak of each rank's device
+    host_bytes: int  # predicted, all host memory of one rank's engine
     step_ms: float  # predicted
     n_ckpt_swap: int = 0
     keep_attention: bool = False  # recomputed blocks keep the outputs of attention beside their inputs
@@ -88,6 +89,8 @@ class Plan(Record):
     transient_bytes: int  # the part of device_bytes that is neither chunks, buffers, staging nor saved activations
 
     def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"Plan.world_size must be at least 1, not {self.world_size}")
         if self.moment_dtype not in MOMENT_DTYPES:
             raise ValueError(f"Plan.moment_dtype must be {' or '.join(MOMENT_DTYPES)}, not {self.moment_dtype!r}")
         if self.pack_swaps and len(self.pack_swaps) != len(self.block_modes):
@@ -110,6 +113,7 @@ class Plan(Record):
             + (f" packed={n_packed}/{self.n_swap}" if (n_packed := sum(map(self.packs, range(n_blocks)))) else "")
             + (f" accumulation={self.accumulation}" if self.accumulation > 1 else "")
             + (f" moments={self.moment_dtype}" if self.moment_dtype != "float32" else "")
+            + (f" world_size={self.world_size}" if self.world_size > 1 else "")
         )
 
     def packs(self, block: int) -> bool:
@@ -119,8 +123,8 @@ class Plan(Record):
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted tokens a second."""
-        return self.tokens * self.accumulation / self.step_ms * 1e3
+        """Predicted tokens a second, of all ranks together."""
+        return self.world_size * self.tokens * self.accumulation / self.step_ms * 1e3
 
     @property
     def counts(self) -> Counts:
@@ -130,7 +134,7 @@ class Plan(Record):
 
 def layout_of(profile: ModelProfile, plan: Plan) -> Layout:
     """The place of every parameter under ``plan``."""
-    return pack(profile, plan.chunk_elements)
+    return pack(profile, plan.chunk_elements, plan.world_size)
 
 
 def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:

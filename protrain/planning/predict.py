@@ -31,7 +31,7 @@ class Prediction:
 
     step_ms: float
     device_bytes: int  # peak
-    host_bytes: int  # all host memory of the engine
+    host_bytes: int  # all host memory of one rank's engine
     timeline: Timeline
 
 
@@ -54,8 +54,8 @@ class Models:
 
     Args:
         profile: of the model, as it was measured.
-        hardware: the machine and its limits.
-        layout: of the model.
+        hardware: the machine and its limits, as one rank has them.
+        layout: of the model, for as many ranks.
         step_during_backward: whether updates run inside backward.
         keep_attention: whether recomputed blocks keep the outputs of attention.
         pack_swaps: by block, whether what it saves is packed if it is swapped. By default the faster way is chosen.
@@ -134,6 +134,7 @@ class Models:
             **counts._asdict(),
             chunk_elements=self.layout.chunk_elements,
             n_chunks=self.n_chunks,
+            world_size=self.layout.world_size,
             block_modes=modes,
             model=fingerprint(profile),
             tokens=profile.tokens,

@@ -124,7 +124,7 @@ class _Search:
         self._without = frozenset(without)
         self._unused = dict.fromkeys(self._without & set(Counts._fields), 0)
         attends = "keep_attention" not in without and any(block.attention_bytes for block in profile.blocks)
-        layout, stream = pack(profile, chunk_elements), False if "stream" in without else None
+        layout, stream = pack(profile, chunk_elements, hardware.world_size), False if "stream" in without else None
         self._models = {  # without kept attention, and with it if there is any
             keeps: Models(
                 profile,
@@ -271,14 +271,19 @@ class _Search:
         """The plan ``step`` steps away in ``direction`` with as many persistent chunks as then fit, if it is better.
 
         It is tried with and without speculative updates of the chunks that are no longer persistent. If no chunk has
-        to give up being persistent, the plan has been tried already.
+        to give up being persistent, the plan has been tried already. Several ranks have buffers for persistent chunks
+        too, and chunks then rather give up being persistent than that there are fewer buffers.
         """
         counts = best.counts
         n_swap, n_ckpt = counts.n_swap + step * direction.n_swap, counts.n_ckpt + step * direction.n_ckpt
         wanted = counts._replace(n_swap=n_swap, n_ckpt=n_ckpt)
         if min(wanted) < 0:
             return None
-        while wanted.n_persist and self._fitted(best.keeps, wanted, more_ckpt=False) is None:
+        least = 0 if self._hardware.world_size == 1 else counts.n_buffer
+        while wanted.n_persist:
+            fitted = self._fitted(best.keeps, wanted, more_ckpt=False)
+            if fitted is not None and fitted.n_buffer >= least:
+                break
             wanted = wanted._replace(n_persist=wanted.n_persist - 1)
         dropped = counts.n_persist - wanted.n_persist
         if not dropped:

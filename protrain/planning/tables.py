@@ -15,6 +15,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def per_gpu(what: str, world_size: int) -> str:
+    """``what`` as the title of something that every GPU has, if there are several: "host memory a GPU"."""
+    return what if world_size == 1 else f"{what} a GPU"
+
+
 def format_ms(milliseconds: float) -> str:
     """A time with three or four significant digits: "1.885 s", "24.3 ms"."""
     return f"{milliseconds / 1e3:.4g} s" if abs(milliseconds) >= 1e3 else f"{milliseconds:.3g} ms"

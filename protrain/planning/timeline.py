@@ -6,9 +6,14 @@ from dataclasses import dataclass
 
 from protrain.common.records import Record
 
-# The lane of updates that the GPU makes in host memory comes last, as most plans leave it idle.
-LANES = ("GPU", "host to device", "device to host", "host optimizer", "streamed updates")
-GPU, UP, DOWN, HOST, STREAM = range(5)
+# Most plans leave the lane of updates that the GPU makes in host memory idle. The last two are of several ranks alone.
+LANES = ("GPU", "host to device", "device to host", "host optimizer", "streamed updates", "gathers", "reductions")
+GPU, UP, DOWN, HOST, STREAM, GATHER, REDUCE = range(7)
+
+
+def lanes_of(world_size: int) -> tuple[str, ...]:
+    """Names of the lanes that a step of ``world_size`` ranks may use."""
+    return LANES if world_size > 1 else LANES[:GATHER]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +36,10 @@ class Timeline(Record):
     operations: tuple[Operation, ...]
 
     @property
-    def lanes(self) -> tuple[str, ...]:
-        """Names of the lanes, without the last if nothing is streamed."""
-        return LANES if any(operation.lane == STREAM for operation in self.operations) else LANES[:STREAM]
+    def lanes(self) -> dict[int, str]:
+        """Names by lane, of those before streamed updates, and of the others that do anything."""
+        used = {operation.lane for operation in self.operations}
+        return {lane: name for lane, name in enumerate(LANES) if lane < STREAM or lane in used}
 
     def busy_ms(self, lane: int) -> float:
         """How long ``lane`` is busy."""

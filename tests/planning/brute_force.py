@@ -212,7 +212,8 @@ def check_search(profile: ModelProfile, hardware: HardwareProfile, *, inside: bo
     keeps = (False, True) if any(block.attention_bytes for block in profile.blocks) else (False,)
     for keep in keeps:
         kept = profile.keeping_attention() if keep else profile
-        memory = MemoryModel(kept, hardware, pack(profile, N), update_in_backward=inside)
+        layout = pack(profile, N, hardware.world_size)
+        memory = MemoryModel(kept, hardware, layout, update_in_backward=inside)
         better = faster_than(found, memory, keep_attention=keep)
         assert better is None, f"{better} beats {found.step_ms} ms of {found.counts}"
     return found

@@ -12,7 +12,7 @@ from protrain.hardware import HardwareProfile
 from protrain.planning import Plan, evaluate, explain, predict, search
 from protrain.planning.changes import KNOBS
 from protrain.planning.explain.knobs import Change
-from protrain.planning.explain.phases import WAITS, phases
+from protrain.planning.explain.phases import phases
 from protrain.planning.rates.host_rates import slower_share, with_host
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
@@ -93,7 +93,8 @@ def test_a_wait_is_blamed_on_what_led_to_it() -> None:
     )
     forward, backward, after = phases(timeline)
     assert (forward.length_ms, forward.compute_ms) == (10.0, 7.0)
-    none = dict.fromkeys(WAITS.values(), 0.0)
+    one_rank = ("uploads", "offloads", "host optimizer", "streamed updates", "nothing")  # which waits for no other
+    none = dict.fromkeys(one_rank, 0.0)
     assert forward.waits_ms == pytest.approx(none | {"uploads": 0.75, "host optimizer": 2.25})
     assert forward.limit == "compute"  # 6 of 10 ms on the chain
     assert backward.waits_ms["offloads"] == pytest.approx(4.0)

@@ -19,7 +19,7 @@ from protrain.planning.plan import BlockMode, Plan, offloaded_input_bytes
 from protrain.planning.predict import Models
 from protrain.planning.rates.host_rates import slower_share
 from protrain.planning.search import search
-from protrain.planning.tables import aligned, format_change, format_ms
+from protrain.planning.tables import aligned, format_change, format_ms, per_gpu
 from protrain.profiler.model_profile import ModelProfile
 
 MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # how much more memory is tried, as shares of what there is
@@ -86,13 +86,14 @@ class Explanation(Record):
             ("device memory", self.plan.device_bytes, self.device_limit_bytes, self.device_parts),
             ("host memory", self.plan.host_bytes, self.host_limit_bytes, self.host_parts),
         ):
-            rows.append([name, format_bytes(total), f"of {format_bytes(limit)}"])
+            rows.append([per_gpu(name, self.plan.world_size), format_bytes(total), f"of {format_bytes(limit)}"])
             rows += [[f"  {part}", format_bytes(size)] for part, size in parts.items()]
         return aligned(rows)
 
     def phase_table(self) -> str:
         """The phases, and what each of them waits for."""
-        waits = [name for name in WAITS.values() if any(phase.waits_ms[name] > 0 for phase in self.phases)]
+        known = [name for name in WAITS.values() if all(name in phase.waits_ms for phase in self.phases)]
+        waits = [name for name in known if any(phase.waits_ms[name] > 0 for phase in self.phases)]
         rows = [["phase", "time", "computing", *(f"waiting for {name}" for name in waits), "limited by"]]
         for phase in self.phases:
             parts = [phase.compute_ms, *(phase.waits_ms[name] for name in waits)]
@@ -204,7 +205,7 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     """The parts of the host memory of ``plan``."""
     away = memory.layout.chunks[plan.n_persist :]
     element = memory.profile.element_bytes
-    weights = sum(chunk.elements * element for chunk in away)
+    weights = sum(memory.layout.shard_elements(chunk) * element for chunk in away)
     states = sum(memory.chunk_bytes(chunk) for chunk in away)
     accumulators = memory.accumulator_bytes(plan.n_persist)
     own = accumulators or memory.gradients.own_bytes(plan.n_persist)[1]

@@ -26,6 +26,6 @@ def host_gparams(
     for operation in timeline.operations:
         kind, _, chunk = operation.name.rpartition(" ")
         if operation.lane == HOST and kind in _WHOLE:
-            elements += layout.chunks[int(chunk)].elements
+            elements += layout.shard_elements(layout.chunks[int(chunk)])
             milliseconds += operation.end_ms - operation.start_ms
     return elements / milliseconds / 1e6 if milliseconds else 0.0

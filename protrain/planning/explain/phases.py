@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from protrain.common.records import Record
-from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Operation, Timeline
+from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, STREAM, UP, Operation, Timeline
 
 WAITS = {
     UP: "uploads",
     DOWN: "offloads",
     HOST: "host optimizer",
     STREAM: "streamed updates",
+    GATHER: "gathers",
+    REDUCE: "reductions",
     GPU: "nothing",
 }  # by lane; a wait that no other lane is to blame for is under GPU
 LIMITS = {**WAITS, GPU: "compute"}
@@ -34,7 +36,7 @@ class Phase(Record):
     name: str
     length_ms: float
     compute_ms: float  # the device is busy with layers, flattening of gradients, or updates of persistent chunks
-    waits_ms: dict[str, float]  # by what is waited for: the values of WAITS
+    waits_ms: dict[str, float]  # by what is waited for: the values of WAITS, with one rank without those of collectives
     limit: str  # the critical resource, which must become faster for the phase to become shorter
 
 
@@ -42,14 +44,16 @@ def phases(timeline: Timeline) -> tuple[Phase, ...]:
     """Forward, backward and the time after it, each with what the device does and waits for."""
     chains = _Chains(timeline)
     waits = list(chains.waits())
+    absent = {GATHER, REDUCE} - {operation.lane for operation in timeline.operations}
     bounds = (0.0, timeline.forward_end_ms, timeline.backward_end_ms, timeline.step_ms)
     result = []
     for name, begin, end in zip(("forward", "backward", "after backward"), bounds, bounds[1:], strict=False):
-        waited = dict.fromkeys(WAITS.values(), 0.0)
+        waited = dict.fromkeys((name for lane, name in WAITS.items() if lane not in absent), 0.0)
         for start, stop, lanes in waits:
             here = _common(start, stop, begin, end)
             for lane, share in lanes.items():
-                waited[WAITS[lane]] += here * share
+                if lane not in absent:
+                    waited[WAITS[lane]] += here * share
         busy = sum(_common(op.start_ms, op.end_ms, begin, end) for op in timeline.operations if op.lane == GPU)
         path = chains.critical(begin, end)
         result.append(

@@ -52,7 +52,7 @@ class GradientRegions:
             (here * element, away * element) for here, away in map(layout.region_elements, placements)
         ]
         self._is_large = is_large = [layout.is_large(chunk) for chunk in layout.chunks]
-        own = [chunk.elements * element if chunk.trainable else 0 for chunk in layout.chunks]
+        own = [layout.shard_elements(chunk) * element if chunk.trainable else 0 for chunk in layout.chunks]
         large = [size * alone for size, alone in zip(own, is_large, strict=True)]
         # By chunk: gradient bytes of all chunks before it, and of the large ones among them.
         self._own, self._large = list(accumulate(own, initial=0)), list(accumulate(large, initial=0))

@@ -4,6 +4,10 @@ Device memory is the sum of two parts. One part is taken for the whole training:
 chunk buffers, gradient staging, and staging for states that are streamed through the GPU for their update. The other
 part is the peak of activations over the step (:mod:`protrain.planning.memory.segments`).
 
+With several ranks both kinds of memory are those of one rank. All states are its shards, and the buffers for whole
+weights serve every chunk. In addition there are whole gradients on their way between ranks, and what the library that
+sends them takes (:mod:`protrain.planning.layout` has the sizes).
+
 If a step has several batches, every chunk has an fp32 accumulator in place of its gradient, and 16-bit gradients on
 their way to accumulators in host memory share regions.
 
@@ -22,7 +26,7 @@ import numpy as np
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.choices import Choices
-from protrain.planning.layout import STAGING_BUFFERS, ChunkRecord, Layout, most_held
+from protrain.planning.layout import PARTIAL_BYTES, ChunkRecord, Layout, most_held
 from protrain.planning.memory.gradient_regions import GradientRegions
 from protrain.planning.memory.segments import Bytes, Segments
 from protrain.planning.plan import BlockMode, Counts, block_modes, offloaded_input_bytes, swapped_block_bytes
@@ -31,10 +35,12 @@ from protrain.planning.rates.swap_copies import choose_packed
 from protrain.profiler.model_profile import ModelProfile
 
 MIB = 1024**2
-TILE_ELEMENTS = 16384  # the gradient norm has one partial sum for each tile of so many elements
 _HOST_SMALL_BYTES = 1 * MIB  # partial sums, and page rounding of the arena's segments
 _CUDA_WORKSPACE_BYTES = 128 * MIB  # matmul workspaces that a trace may have found allocated, the engine's small tensors
 _CUDA_FRAGMENTATION = 0.05  # a share of the activations, lost by the caching allocator to sizes that don't fit together
+# What NCCL's buffers for several communicators and their part of the CUDA context take on each GPU. It is an assumption
+# until it is measured.
+_NCCL_BYTES = 600 * MIB
 _CPU_SLACK = 0.01  # a share of the activations
 _AT_ONCE = 256  # choices of block modes whose activations are computed at once: their arrays fit a core's cache
 
@@ -66,8 +72,8 @@ class MemoryModel:
 
     Args:
         profile: of the model and the batch.
-        hardware: the machine and its limits.
-        layout: of the model.
+        hardware: the machine and its limits, as one rank has them.
+        layout: of the model, for as many ranks.
         update_in_backward: whether updates run inside backward (``step_during_backward``).
         pack_swaps: by block, whether what it saves is packed if it is swapped. By default the faster way is chosen.
         stream: whether the GPU may update chunks in host memory. By default it may if calibration knows how fast it is.
@@ -83,6 +89,7 @@ class MemoryModel:
         pack_swaps: tuple[bool, ...] | None = None,
         stream: bool | None = None,
     ) -> None:
+        assert layout.world_size == hardware.world_size, "the layout is for another number of ranks"
         self.profile = profile
         self.hardware = hardware
         self.layout = layout
@@ -95,25 +102,27 @@ class MemoryModel:
         element = profile.element_bytes
         placements = range(len(layout.chunks) + 1)
         # By n_persist: the most chunks that may have a buffer, and (usual, large) chunks that are held at once.
-        self._away = [sum(not layout.is_large(chunk) for chunk in layout.chunks[first:]) for first in placements]
+        firsts = map(layout.first_buffered, placements)
+        self._buffered = [sum(not layout.is_large(chunk) for chunk in layout.chunks[first:]) for first in firsts]
         self._held = most_held(profile, layout)
         # By n_persist: bytes of one chunk buffer, of all buffers for large chunks, and of gradient staging.
         sizes = [layout.buffer_elements(n_persist) for n_persist in placements]
         self._buffer_bytes = [usual * element for usual, _ in sizes]
         self._large_bytes = [n * large * element for (_, n), (_, large) in zip(self._held, sizes, strict=True)]
-        sizes = [layout.gradient_elements(n_persist) for n_persist in placements]
-        self._staging_bytes = [(STAGING_BUFFERS * usual + large) * element for usual, large in sizes]
-        self._streaming_bytes = staging_bytes(layout.chunk_elements) if self.stream else 0
+        self._staging_bytes = [layout.staging_elements(n_persist) * element for n_persist in placements]
+        self._streaming_bytes = staging_bytes(layout.usual_shard_elements) if self.stream else 0
+        self._library_bytes = _NCCL_BYTES if layout.world_size > 1 and hardware.device_type == "cuda" else 0
         self._persistent = [0]  # by n_persist: bytes of all states of the persistent chunks
         for chunk in layout.chunks:
             self._persistent.append(self._persistent[-1] + self.chunk_bytes(chunk))
-        states = [state_bytes(chunk, profile, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks]
-        weights = [chunk.elements * element if chunk.trainable else 0 for chunk in layout.chunks]
+        whole = [state_bytes(chunk, profile, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks]
+        states = [size // layout.world_size for size in whole]
+        weights = [layout.shard_elements(chunk) * element if chunk.trainable else 0 for chunk in layout.chunks]
         # By chunk: bytes of second copies of all chunks before it, with all states, and with only the weight.
         self._state_copies = list(accumulate(states, initial=0))
         self._weight_copies = list(accumulate(weights, initial=0))
-        tiles = sum(-(-parameter.numel // TILE_ELEMENTS) for parameter in profile.parameters if parameter.group >= 0)
-        self.partial_bytes = 4 * tiles
+        self.partial_bytes = PARTIAL_BYTES * layout.n_tiles
+        self._exchange_bytes = layout.exchange_bytes(element)
         self._swapped = [  # by block: host memory of its saved activations, and of its inputs
             (swapped_block_bytes(record, packed=packed), offloaded_input_bytes(record))
             for record, packed in zip(profile.blocks, packs, strict=True)
@@ -123,16 +132,23 @@ class MemoryModel:
         self._offloads: dict[tuple[int, int], tuple[Bytes, Bytes]] = {}
 
     def chunk_bytes(self, chunk: ChunkRecord) -> int:
-        """Bytes of all states of ``chunk``, with its gradient or its accumulator."""
-        return state_bytes(chunk, self.profile, gradient_bytes=4 if self.accumulates else None)
+        """Bytes of one rank's states of ``chunk``, with its gradient or its accumulator."""
+        whole = state_bytes(chunk, self.profile, gradient_bytes=4 if self.accumulates else None)
+        return whole // self.layout.world_size
 
     def accumulator_bytes(self, n_persist: int) -> int:
         """Host memory of accumulators."""
         away = self.layout.chunks[n_persist:]
-        return 4 * sum(chunk.elements for chunk in away if chunk.trainable) if self.accumulates else 0
+        elements = sum(self.layout.shard_elements(chunk) for chunk in away if chunk.trainable)
+        return 4 * elements if self.accumulates else 0
+
+    @property
+    def buffered(self) -> str:
+        """The chunks whose weights pass through buffers, in a word for messages."""
+        return "non-persistent chunk" if self.layout.world_size == 1 else "chunk"
 
     def least_buffers(self, n_persist: int) -> int:
-        """The fewest buffers: the most non-persistent chunks, without large ones, that are held at one time."""
+        """The fewest buffers: the most chunks that need one, without large ones, that are held at one time."""
         return self._held[n_persist][0]
 
     def large_buffers(self, n_persist: int) -> int:
@@ -140,8 +156,8 @@ class MemoryModel:
         return self._held[n_persist][1]
 
     def all_buffers(self, n_persist: int) -> int:
-        """The most buffers: one for every non-persistent chunk, without large ones."""
-        return self._away[n_persist]
+        """The most buffers: one for every chunk that needs one, without large ones."""
+        return self._buffered[n_persist]
 
     def most_buffers(self, n_persist: int, margined_bytes: Bytes) -> Bytes:
         """The number of chunk buffers that fit beside activations of these sizes; -1 where too few fit."""
@@ -162,11 +178,13 @@ class MemoryModel:
             parts["gradients of persistent chunks"] = self.gradients.device_bytes(n_persist)
         parts |= {
             "chunk buffers": n_buffer * self._buffer_bytes[n_persist] + self._large_bytes[n_persist],
-            "gradient staging": self._staging_bytes[n_persist] + self.partial_bytes,
+            "gradient staging": self._staging_bytes[n_persist] + self._exchange_bytes,
             "the model's buffers": self.profile.buffer_bytes,
         }
         if self._streaming_bytes and n_persist < len(self.layout.chunks):
             parts["staging for streamed updates"] = self._streaming_bytes
+        if self._library_bytes:
+            parts["NCCL and its contexts"] = self._library_bytes
         return parts
 
     def device_bytes(self, n_persist: int, n_buffer: int, activations: Activations) -> int:

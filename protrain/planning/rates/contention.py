@@ -1,14 +1,18 @@
-"""The share of its rate that each lane keeps while others run, as calibrated or derived from shared ceilings."""
+"""The share of its rate that each lane keeps while others run, as calibrated or derived from shared ceilings.
+
+Collectives between GPUs are taken to slow nothing down, and to be slowed down by nothing, until that is calibrated.
+"""
 
 from __future__ import annotations
 
 from itertools import compress, product
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP
+from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP
 
 _ACTIVITIES = {GPU: "matmul", UP: "h2d", DOWN: "d2h", HOST: "host_adam", STREAM: "streamed_adam"}
-OTHERS = [[other for other in range(len(LANES)) if other != lane] for lane in range(len(LANES))]
+CONTENDING = len(_ACTIVITIES)  # the first so many lanes slow each other down
+OTHERS = [[other for other in range(CONTENDING) if other != lane] for lane in range(CONTENDING)]
 _OTHER_WAY = {UP: DOWN, DOWN: UP}
 _LEAST = 0.25  # no lane keeps less than this share of its rate
 

@@ -46,7 +46,8 @@ def gradients_by_visit(
 ) -> tuple[list[tuple[int, float, float]], list[list[int]]]:
     """The gradients as (chunk, flatten ms, offload ms), and by visit of backward the indices of those it yields.
 
-    A parameter's gradient is complete when backward leaves the unit that used the parameter first.
+    A parameter's gradient is complete when backward leaves the unit that used the parameter first. Several ranks reduce
+    the gradient of a whole chunk, and then a rank offloads its shard, once for all gradients of the chunk.
     """
     left: dict[int, int] = {}  # by parameter: its last visit in backward
     for at, unit in enumerate(reversed(profile.calls)):
@@ -61,7 +62,9 @@ def gradients_by_visit(
     gradients: list[tuple[int, float, float]] = []
     of_visit: list[list[int]] = [[] for _ in profile.calls]
     for (at, chunk), count in sorted(elements.items()):
-        size = count * profile.element_bytes
+        size = offloaded = count * profile.element_bytes
+        if layout.world_size > 1:
+            offloaded = layout.shard_elements(layout.chunks[chunk]) * profile.element_bytes
         of_visit[at].append(len(gradients))
-        gradients.append((chunk, bytes_ms(2 * size, flatten_gbps), bytes_ms(size, hardware.d2h_gbps)))
+        gradients.append((chunk, bytes_ms(2 * size, flatten_gbps), bytes_ms(offloaded, hardware.d2h_gbps)))
     return gradients, of_visit

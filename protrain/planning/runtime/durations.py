@@ -8,6 +8,7 @@ from itertools import chain, cycle
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import STAGING_BUFFERS, updated_chunks
 from protrain.planning.memory.model import MemoryModel
+from protrain.planning.rates.collectives import collective_ms
 from protrain.planning.rates.compute_times import bytes_ms, compute_times
 from protrain.planning.rates.contention import rates
 from protrain.planning.rates.streaming import streamed_rates
@@ -21,7 +22,7 @@ from protrain.planning.rates.update_rates import (
 )
 from protrain.planning.rates.visits import computing_by_visit, gradients_by_visit
 from protrain.planning.runtime.fetches import Fetches
-from protrain.planning.runtime.step import Visit
+from protrain.planning.runtime.step import Reduction, Visit
 
 _ACCUMULATOR_BYTES = 4  # a parameter in fp32; adding a gradient reads and writes it
 
@@ -48,8 +49,11 @@ class Durations:
         held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
         self._updated = updated_chunks(profile, layout)
         updated = [chunk.index in self._updated for chunk in layout.chunks]
-        self._trainable = [chunk.elements if updated[chunk.index] else 0 for chunk in layout.chunks]
-        self._upload = [bytes_ms(chunk.elements * element, hardware.h2d_gbps) for chunk in layout.chunks]
+        self._trainable = [layout.shard_elements(chunk) if updated[chunk.index] else 0 for chunk in layout.chunks]
+        self._upload = [bytes_ms(layout.shard_elements(chunk) * element, hardware.h2d_gbps) for chunk in layout.chunks]
+        self._gather = [0.0] * len(layout.chunks)
+        if layout.world_size > 1:
+            self._gather = [collective_ms(chunk.elements * element, hardware.gather_gbps) for chunk in layout.chunks]
         device_gparams = device_update_gparams(profile, hardware)
         self._device_update = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._trainable]
         self._visits = [*profile.calls, *reversed(profile.calls)]
@@ -70,6 +74,7 @@ class Durations:
         self._fetches = Fetches(self._visits, layout.unit_chunks, held, layout, n_large)
         self._needed = held
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
+        self._reductions = self._reduced() if layout.world_size > 1 else {}
         self._visits_of: dict[int, list[Visit]] = {}  # by n_persist
         self._set_host(hardware)
 
@@ -110,16 +115,35 @@ class Durations:
         around = (unit, *self._profile.units[unit].within)
         return tuple(sorted({chunk for member in around for chunk in chunks[member]}))
 
-    def _staging(self, n_persist: int) -> dict[int, int]:
-        """By gradient, the staging buffer that it passes through; -1 for persistent chunks, which need none.
+    def _reduced(self) -> dict[int, Reduction]:
+        """By gradient, its part in the reduction of its chunk.
 
-        Gradients take the usual buffers in rotation. Those of large chunks take the last buffer.
+        Chunks are sent from the usual staging buffers in rotation. Large chunks are sent from the last buffer.
+        """
+        layout, usual, found = self._layout, cycle(range(STAGING_BUFFERS)), {}
+        order = list(chain.from_iterable(self._gradients_of_visit))
+        last = {self._gradients[index][0]: index for index in order}
+        sent: dict[int, int] = {}
+        for index in order:
+            chunk = layout.chunks[self._gradients[index][0]]
+            if chunk.index not in sent:
+                sent[chunk.index] = STAGING_BUFFERS if layout.is_large(chunk) else next(usual)
+            size_bytes = chunk.elements * self._profile.element_bytes
+            reduce_ms = collective_ms(size_bytes, self._memory.hardware.reduce_gbps)
+            found[index] = Reduction(sent[chunk.index], reduce_ms if last[chunk.index] == index else 0.0)
+        return found
+
+    def _staging(self, n_persist: int) -> dict[int, int]:
+        """By gradient, the staging buffer that it is offloaded from; -1 if it is not offloaded.
+
+        Gradients take the usual buffers in rotation. Those of large chunks take the last buffer. Those of persistent
+        chunks are not offloaded. Ranks that reduce the gradients of a chunk offload one shard, with the last of them.
         """
         usual, found = cycle(range(STAGING_BUFFERS)), {}
         for index in chain.from_iterable(self._gradients_of_visit):
             chunk = self._layout.chunks[self._gradients[index][0]]
             found[index] = -1
-            if chunk.index >= n_persist:
+            if chunk.index >= n_persist and (not self._reductions or self._reductions[index].ms):
                 found[index] = STAGING_BUFFERS if self._layout.is_large(chunk) else next(usual)
         return found
 
@@ -129,11 +153,12 @@ class Durations:
         if known is not None:
             return known
         n_visits, staging = len(self._profile.calls), self._staging(n_persist)
+        first = self._layout.first_buffered(n_persist)
         visits = self._visits_of[n_persist] = [
             Visit(
                 name=self._profile.units[unit].name,
                 unit=unit,
-                chunks=tuple(chunk for chunk in self._needed[at] if chunk >= n_persist),
+                chunks=tuple(chunk for chunk in self._needed[at] if chunk >= first),
                 gradients=tuple(
                     (index, *self._gradients[index], staging[index])
                     for index in (self._gradients_of_visit[at - n_visits] if at >= n_visits else ())

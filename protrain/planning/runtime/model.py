@@ -13,6 +13,7 @@ know the norm the host reads all accumulators once more.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Counts
 from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.runtime.durations import Durations
+from protrain.planning.runtime.fetches import Fetch
 from protrain.planning.runtime.run import FirstPasses
 from protrain.planning.runtime.simulate import simulate, stages, stages_ms, timeline
 from protrain.planning.runtime.slowdowns import Slowdowns
@@ -57,11 +59,12 @@ class RuntimeModel(Durations):
         first_use = {chunk: at for at in range(len(self._needed) - 1, -1, -1) for chunk in self._needed[at]}
         # By chunk, when forward first uses it, from its begin on; a chunk that it does not use counts as used at once.
         used_ms = [starts[min(first_use.get(chunk, 0), len(self._forward_ms))] for chunk in range(len(self._upload))]
-        # By chunk, the least time from its update to the end of forward: its upload, and all computing from its first
+        fetch_ms = [upload + gather for upload, gather in zip(self._upload, self._gather, strict=True)]
+        # By chunk, the least time from its update to the end of forward: its fetch, and all computing from its first
         # use on.
-        self._after_ms = [upload + starts[-1] - used for upload, used in zip(self._upload, used_ms, strict=True)]
-        # By chunk, when its upload must begin, from the begin of forward on.
-        self._needed_ms = [used - upload for upload, used in zip(self._upload, used_ms, strict=True)]
+        self._after_ms = [fetch + starts[-1] - used for fetch, used in zip(fetch_ms, used_ms, strict=True)]
+        # By chunk, when its fetch must begin, from the begin of forward on.
+        self._needed_ms = [used - fetch for fetch, used in zip(fetch_ms, used_ms, strict=True)]
         self._work: dict[Modes, tuple[list[Work], list[float]]] = {}
         self._first_passes: dict[tuple[Modes, int, int], FirstPasses] = {}
         # By visit, if nothing is swapped: its work in forward, and in backward without and with recomputation.
@@ -117,7 +120,8 @@ class RuntimeModel(Durations):
         n_persist = counts.n_persist
         n_visits, last = len(self._profile.calls), n_persist + counts.n_speculate
         work, swap_in_ms = self._work_for(modes)
-        visits, fetches = self._placed(n_persist), self._fetches.of(n_persist, counts.n_buffer)
+        visits = self._placed(n_persist)
+        fetches, gathers = self._fetched(n_persist, counts.n_buffer)
         on_cpu = self._hardware.device_type == "cpu"
         host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist]
         if self._n_before:
@@ -143,9 +147,13 @@ class RuntimeModel(Durations):
             backward=visits[n_visits:],
             forward_fetches=fetches[:n_visits],
             backward_fetches=fetches[n_visits:],
+            forward_gathers=gathers[:n_visits],
+            backward_gathers=gathers[n_visits:],
             forward_work=work[:n_visits],
             backward_work=work[n_visits:],
             upload_ms=self._upload,
+            gather_ms=self._gather,
+            reductions=self._reductions,
             swap_in_ms=swap_in_ms,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
@@ -154,6 +162,17 @@ class RuntimeModel(Durations):
             after_ms=self._after_ms,
             awaited_updates=awaited_updates,
         )
+
+    def _fetched(self, n_persist: int, n_buffer: int) -> tuple[Sequence[Sequence[Fetch]], Sequence[Sequence[Fetch]]]:
+        """By visit, what is uploaded from host memory, and what ranks gather.
+
+        One rank gathers nothing. Several ranks gather every chunk that comes into a buffer. Their shards of persistent
+        chunks are copied there on the device, which is taken to take no time.
+        """
+        fetches = self._fetches.of(self._layout.first_buffered(n_persist), n_buffer)
+        if self._layout.world_size == 1:
+            return fetches, [()] * len(fetches)
+        return [[fetch for fetch in of_visit if fetch[0] >= n_persist] for of_visit in fetches], fetches
 
     def _streamed_ms(self, first: int) -> dict[int, float]:
         """By chunk that the GPU may update in host memory: how long that takes. Nothing if there is no staging.
@@ -170,7 +189,7 @@ class RuntimeModel(Durations):
         """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
         before_ms = sum(self._device_update[:n_persist])  # forward follows the updates of persistent chunks
         needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)
-        return Sharing(needed_ms, *self._update_gparams, staging_bytes(self._layout.chunk_elements))
+        return Sharing(needed_ms, *self._update_gparams, staging_bytes(self._layout.usual_shard_elements))
 
     def _work_for(self, modes: Modes) -> tuple[list[Work], list[float]]:
         known = self._work.get(modes)

@@ -1,4 +1,4 @@
-"""A simulated run: two steps in order of issue on five lanes. The second step is in steady state.
+"""A simulated run: two steps in order of issue on all lanes. The second step is in steady state.
 
 [Note: waiting for regions] Gradients of chunks in host memory may share regions of it
 (:mod:`protrain.planning.memory.gradient_regions`). Where no region is free, the engine issues nothing until an update
@@ -6,6 +6,12 @@ ends that frees one: the update of the chunk whose gradient has been complete fo
 runs what was issued, which ends with the gradient that needs the region, and is idle after that. Which updates are
 awaited does not depend on how long anything takes. So awaited updates are not in the :class:`UpdateQueue`, and the host
 makes them before the updates of the queue.
+
+[Note: collectives] Several ranks gather a chunk once its buffer is given up and each of them has its shard there, by an
+upload or by a copy on the device. A visit waits for that. Gathers go in the order in which the schedule asks for
+chunks, since all ranks must issue them in one order, while uploads may overtake each other. A gradient is flattened
+into a staging buffer. Once a chunk has all its gradients, the buffer is reduced. Shards in host memory are then
+offloaded. The norm is known when all gradients are reduced.
 """
 
 from __future__ import annotations
@@ -19,13 +25,13 @@ from typing import NamedTuple
 
 from protrain.planning.layout import STAGING_BUFFERS
 from protrain.planning.runtime.fetches import Fetch
-from protrain.planning.runtime.step import Step
-from protrain.planning.runtime.update_queue import Updates
-from protrain.planning.sharing import Waiting, first_late
-from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP
+from protrain.planning.runtime.step import Gradient, Step
+from protrain.planning.runtime.streamed import updated_by_gpu
+from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP
 
 ROUNDED = 1 + 1e-9  # sums of the same times in another order differ by less than this factor
-_BY_CHUNK_OR_UNIT = ("_updated", "_deferred", "_released", "_loaded", "offloaded", "_drained", "_swapped_out", "_back")
+_BY_CHUNK_OR_UNIT = ("_updated", "_deferred", "_released", "_loaded", "offloaded", "_swapped_out", "_back")
+_BY_STAGING = ("_drained", "_sent")
 
 
 class Choices(NamedTuple):
@@ -88,9 +94,11 @@ class Run:
         self._deferred = [start_ms] * n_chunks  # by chunk: when its deferred update is done
         # By chunk: when the GPU has read its buffer. The last (index -1) is an empty buffer, which always is free.
         self._released = [start_ms] * (n_chunks + 1)
-        self._loaded = [start_ms] * n_chunks  # by chunk: when its upload is done; a frozen chunk may never need one
+        # By chunk: when its weight is in its buffer. A frozen chunk may never be fetched.
+        self._loaded = [start_ms] * n_chunks
         self.offloaded = [start_ms] * n_chunks  # by chunk: when its gradient is in host memory
         self._drained = [start_ms] * (STAGING_BUFFERS + 1)  # by staging buffer: when its gradient has been offloaded
+        self._sent = [start_ms] * (STAGING_BUFFERS + 1)  # by staging buffer: when its gradient has been reduced
         self._swapped_out = [start_ms] * len(step.swap_in_ms)  # by unit: when its activations are in host memory
         self._back = [start_ms] * len(step.swap_in_ms)  # by unit: when its activations are on the device again
         self._last_swap_out = start_ms  # when the last swap out ends, whose device memory the next visit gives up
@@ -145,7 +153,7 @@ class Run:
         run = copy.copy(self)
         run.step = step
         run.starts, run.ends = [times.copy() for times in self.starts], [times.copy() for times in self.ends]
-        for name in ("free", *_BY_CHUNK_OR_UNIT):
+        for name in ("free", *_BY_CHUNK_OR_UNIT, *_BY_STAGING):
             setattr(run, name, getattr(self, name).copy())
         return run
 
@@ -167,7 +175,7 @@ class Run:
 
     @property
     def is_gpu_alone(self) -> bool:
-        """Whether no lane but the GPU's does anything."""
+        """Whether no lane does anything that the GPU could slow down, or that could slow it down."""
         return not any(self.starts[lane] for lane in (UP, DOWN, HOST, STREAM))
 
     def _do(self, lane: int, earliest: float, duration: float) -> float:
@@ -223,13 +231,43 @@ class Run:
         self.reordered = self.reordered or gone != list(fetches)
         return gone
 
+    def _gather(self, fetches: Sequence[Fetch]) -> None:
+        """Make chunks whole, one after the other: see [Note: collectives]."""
+        for chunk, victim in fetches:
+            # A chunk that is not uploaded was loaded by the gather before, in the same lane.
+            there = max(self._updated[chunk], self._released[victim], self._loaded[chunk])
+            self._loaded[chunk] = self._do(GATHER, there, self.step.gather_ms[chunk])
+
+    def _reduce(self, gradients: Sequence[Gradient], gpu: float) -> float:
+        """Flatten, reduce and offload gradients of several ranks from ``gpu`` on. Returns when the GPU is done.
+
+        See [Note: collectives].
+        """
+        step = self.step
+        for index, chunk, flatten_ms, offload_ms, staging in gradients:
+            reduction, ready = step.reductions[index], 0.0
+            self.free[GPU] = gpu
+            gpu = self._do(GPU, self._sent[reduction.sent], flatten_ms)
+            if index in step.awaited_updates:
+                before, duration = step.awaited_updates[index]
+                ready = self._do(HOST, self.offloaded[before], duration)
+            if reduction.ms:
+                there = self._drained[staging] if staging >= 0 else gpu
+                reduced = self._sent[reduction.sent] = self._do(REDUCE, max(gpu, there), reduction.ms)
+                if staging >= 0:
+                    ready = max(ready, self._deferred[chunk])
+                    offloaded = self._do(DOWN, max(reduced, ready), offload_ms)
+                    self._drained[staging] = self.offloaded[chunk] = offloaded
+            gpu, self.free[UP] = max(gpu, ready), max(self.free[UP], ready)
+        return gpu
+
     def forward(self) -> None:
-        """The GPU computes, weights are uploaded, and activations of swapped blocks and inputs are offloaded."""
+        """The GPU computes, weights are fetched, and activations of swapped blocks and inputs are offloaded."""
         gpu, factors, starts, ends = self.free[GPU], self._factors[GPU], self.starts[GPU], self.ends[GPU]
         released, loaded, last_swap_out = self._released, self._loaded, self._last_swap_out
         step, self.uploads = self.step, []
-        for visit, (compute_ms, swap_ms, _), fetches in zip(
-            step.forward, step.forward_work, step.forward_fetches, strict=True
+        for visit, (compute_ms, swap_ms, _), fetches, gathers in zip(
+            step.forward, step.forward_work, step.forward_fetches, step.forward_gathers, strict=True
         ):
             if fetches:
                 if len(fetches) > 1 and self._all_updated > self.free[UP]:
@@ -237,6 +275,8 @@ class Run:
                 else:
                     self._fetch(fetches)
                 self.uploads += fetches
+            if gathers:
+                self._gather(gathers)
             start = gpu
             chunks = visit.chunks
             for chunk in chunks:
@@ -256,7 +296,7 @@ class Run:
         self._last_swap_out = last_swap_out
 
     def backward(self) -> None:
-        """The GPU computes and flattens beside uploads and offloads, and updates that gradients wait for are made."""
+        """The GPU computes and flattens beside fetches and offloads, and updates that gradients wait for are made."""
         gpu, factors, starts, ends = self.free[GPU], self._factors[GPU], self.starts[GPU], self.ends[GPU]
         down, factors_down = self.free[DOWN], self._factors[DOWN]
         starts_down, ends_down = self.starts[DOWN], self.ends[DOWN]
@@ -265,10 +305,11 @@ class Run:
         swapped_out, back = self._swapped_out, self._back
         drained, all_offloaded, deferred, step = self._drained, self.offloaded, self._deferred, self.step
         upload_ms, swap_in_ms, awaited_updates = step.upload_ms, step.swap_in_ms, step.awaited_updates
+        reductions = step.reductions
         if self._last_swap_out > gpu:
             gpu = self._last_swap_out
-        for visit, (compute_ms, swap_ms, swap_in), fetches in zip(
-            step.backward, step.backward_work, step.backward_fetches, strict=True
+        for visit, (compute_ms, swap_ms, swap_in), fetches, gathers in zip(
+            step.backward, step.backward_work, step.backward_fetches, step.backward_gathers, strict=True
         ):
             for chunk, victim in fetches:  # as in _fetch
                 start = up
@@ -279,6 +320,8 @@ class Run:
                 up = loaded[chunk] = start + upload_ms[chunk] * next(factors_up)
                 starts_up.append(start)
                 ends_up.append(up)
+            if gathers:
+                self._gather(gathers)
             for unit in swap_in:
                 start = max(up, gpu, swapped_out[unit])  # device memory is allocated when the visit begins
                 up = back[unit] = start + swap_in_ms[unit] * next(factors_up)
@@ -296,6 +339,11 @@ class Run:
             ends.append(gpu)
             for chunk in chunks:
                 released[chunk] = gpu
+            if reductions:
+                self.free[UP], self.free[DOWN] = up, down
+                gpu = self._reduce(visit.gradients, gpu)
+                up, down = self.free[UP], self.free[DOWN]
+                continue
             for index, chunk, flatten_ms, offload_ms, staging in visit.gradients:
                 start = gpu
                 if staging >= 0 and drained[staging] > start:
@@ -317,7 +365,7 @@ class Run:
                     starts_down.append(start)
                     ends_down.append(down)
                     drained[staging] = all_offloaded[chunk] = down
-        self.free[GPU], self.free[UP], self.free[DOWN] = gpu, up, down
+        self.free[GPU], self.free[UP], self.free[DOWN] = max(gpu, self.free[REDUCE]), up, down
 
     def update(self) -> None:
         """Make all updates that no gradient waited for. In the first step, choose when and where they are made."""
@@ -336,7 +384,7 @@ class Run:
         for update in step.awaited_updates.values():
             updated[update.chunk] = settled
         if self.choices is None:
-            self.choices = Choices(n_in_time, _by_gpu(step, after, self.free[HOST] - over))
+            self.choices = Choices(n_in_time, updated_by_gpu(step, after, self.free[HOST] - over))
         by_gpu = self.choices.by_gpu
         for lane in (HOST, STREAM):
             of_lane = [(chunk, ms) for chunk, ms in after if chunk not in by_gpu] if by_gpu else after
@@ -348,39 +396,5 @@ class Run:
         self._all_updated = max(over, self.free[HOST], self.free[STREAM])
         for chunk, duration in step.host.deferred(n_in_time):
             self._deferred[chunk] = self._do(HOST, over, duration)
-        self._do_all(GPU, [(0.0, duration) for _, duration in step.device_update_ms])
-
-
-def _by_gpu(step: Step, updates: Updates, host_free_ms: float) -> tuple[int, ...]:
-    """The chunks that the GPU updates of those in ``updates``, in its order, as the engine chooses them.
-
-    Times count from the norm, which the host knows at ``host_free_ms`` or at 0, whichever is later.
-    """
-    host_free_ms, gpu_free_ms = max(0.0, host_free_ms), 0.0
-    if not step.streamed_ms or not _is_late(step, updates, host_free_ms):
-        return ()
-    chunks = [chunk for chunk, _ in updates]
-    waiting = [Waiting(ms, step.streamed_ms.get(chunk, inf), step.needed_ms[chunk]) for chunk, ms in updates]
-    found = []
-    while waiting:
-        if host_free_ms <= gpu_free_ms:
-            host_free_ms += waiting.pop(0).host_ms
-            del chunks[0]
-            continue
-        index = first_late(waiting, gpu_free_ms, host_free_ms)
-        if index is None:
-            gpu_free_ms = host_free_ms  # when the GPU looks again
-        else:
-            gpu_free_ms += waiting.pop(index).device_ms
-            found.append(chunks.pop(index))
-    return tuple(found)
-
-
-def _is_late(step: Step, updates: Updates, host_free_ms: float) -> bool:
-    """Whether the host alone would be late with any of ``updates``."""
-    end_ms, needed_ms = host_free_ms, step.needed_ms
-    for chunk, duration in updates:
-        end_ms += duration
-        if end_ms > needed_ms[chunk]:
-            return True
-    return False
+        for chunk, duration in step.device_update_ms:
+            updated[chunk] = self._do(GPU, 0.0, duration)

@@ -1,9 +1,11 @@
-"""Simulates a step as it really overlaps, in order of issue on five lanes (paper section 4, and beyond).
+"""Simulates a step as it really overlaps, in order of issue on its lanes (paper section 4, and beyond).
 
 GPU       computes, flattens gradients into chunks, updates persistent chunks
 up, down  the copy engines, first in first out; a weight is uploaded once its chunk is updated
 host      updates chunks in host memory, one after the other, in the order in which the next forward needs them
 streamed  the GPU updates chunks in host memory with which the host would be late (:mod:`protrain.planning.sharing`)
+gathers   several ranks make whole chunks of their shards
+reduce    several ranks sum the gradients of a chunk, each to its shard
 
 The engine's order of issue is known (:mod:`protrain.planning.runtime.fetches` for uploads). Every operation starts when
 its lane is free and what it needs is there: a buffer is given up, a chunk is updated, a gradient is offloaded, or the
@@ -22,7 +24,7 @@ from operator import mul, sub
 from protrain.planning.runtime.run import ROUNDED, Choices, FirstPasses, Run
 from protrain.planning.runtime.slowdowns import Slowdowns
 from protrain.planning.runtime.step import Step
-from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP, Operation, Timeline
+from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP, Operation, Timeline
 
 
 def simulate(
@@ -103,7 +105,7 @@ def timeline(step: Step, slowdowns: Slowdowns) -> Timeline:
 
 
 def stages_ms(step: Step) -> tuple[float, float, float, float]:
-    """Milliseconds of forward, backward, copies and updates on a CPU.
+    """Milliseconds of forward, backward, copies (between ranks too) and updates on a CPU.
 
     They run one after the other, as the device and the host are the same processor.
     """
@@ -117,6 +119,9 @@ def stages_ms(step: Step) -> tuple[float, float, float, float]:
     copy_ms += sum(step.swap_in_ms[visit.unit] for visit in step.backward)
     gradients = (gradient for visit in step.backward for gradient in visit.gradients)
     copy_ms += sum(offload_ms for _, _, _, offload_ms, staging in gradients if staging >= 0)
+    gathers = (*step.forward_gathers, *step.backward_gathers)
+    copy_ms += sum(step.gather_ms[chunk] for of_visit in gathers for chunk, _ in of_visit)
+    copy_ms += sum(reduction.ms for reduction in step.reductions.values())
     update_ms = step.host.weight_share * sum(ms for _, ms in step.host.updates[: step.host.n_weight_only])
     update_ms += sum(ms for _, ms in (*step.device_update_ms, *step.host.updates))
     update_ms += sum(update.ms for update in step.awaited_updates.values())
@@ -141,6 +146,8 @@ def _names(step: Step, run: Run) -> list[list[tuple[str, object]]]:
     n_in_time, by_gpu = run.choices or Choices(0, ())
     names: list[list[tuple[str, object]]] = [[] for _ in LANES]
     names[UP] = [("weights", chunk) for chunk, _ in run.uploads]
+    gathers = (*step.forward_gathers, *step.backward_gathers)
+    names[GATHER] = [("gather", chunk) for of_visit in gathers for chunk, _ in of_visit]
     for visit, (_, swap_ms, _) in zip(step.forward, step.forward_work, strict=True):
         names[GPU].append(("forward", visit.name))
         if swap_ms:
@@ -151,6 +158,8 @@ def _names(step: Step, run: Run) -> list[list[tuple[str, object]]]:
         names[GPU].append(("backward", visit.name))
         names[GPU] += [("flatten", chunk) for _, chunk, _, _, _ in visit.gradients]
         names[DOWN] += [("gradients", chunk) for _, chunk, _, _, staging in visit.gradients if staging >= 0]
+        if step.reductions:
+            names[REDUCE] += [("reduce", chunk) for index, chunk, *_ in visit.gradients if step.reductions[index].ms]
     names[HOST] = [("speculative update", update.chunk) for update in step.awaited_updates.values()]
     whole = min(n_in_time, step.host.n_in_backward - step.host.n_weight_only)
     kinds = ["speculative update"] * whole + ["speculative weight"] * (n_in_time - whole)

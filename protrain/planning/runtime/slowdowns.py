@@ -14,8 +14,8 @@ from itertools import accumulate, chain, pairwise, product
 import numpy as np
 from numpy.typing import NDArray
 
-from protrain.planning.rates.contention import Rates
-from protrain.planning.timeline import LANES, STREAM
+from protrain.planning.rates.contention import CONTENDING, Rates
+from protrain.planning.timeline import STREAM
 
 Times = NDArray[np.float64]
 _BEFORE = -1.0  # milliseconds: a moment before the first operation
@@ -30,18 +30,18 @@ class Slowdowns:
 
     def __init__(self, rates: Rates) -> None:
         # By the number of lanes that are looked at: shares of a lane's rate, as [set of other lanes that run, lane].
-        self._kept = {n_lanes: _kept(rates, n_lanes) for n_lanes in (STREAM, len(LANES))}
+        self._kept = {n_lanes: _kept(rates, n_lanes) for n_lanes in (STREAM, CONTENDING)}
 
     def of(self, lane_starts: list[list[float]], lane_ends: list[list[float]]) -> list[list[float]]:
         """By lane, the factor on the duration of each of its operations. See [Note: contention].
 
-        The last lane, which most plans leave idle, costs no time here when it is idle.
+        The lane of streamed updates, which most plans leave idle, costs no time here when it is idle.
 
         Args:
             lane_starts: by lane, when its operations start in a run at full rates, in milliseconds from 0 on.
             lane_ends: by lane, when they end in that run.
         """
-        n_lanes = len(LANES) if lane_starts[STREAM] else STREAM
+        n_lanes = CONTENDING if lane_starts[STREAM] else STREAM
         # Every lane begins with an additional operation of no length, before all others.
         counts = [len(starts) + 1 for starts in lane_starts[:n_lanes]]
         lanes = [slice(first, last) for first, last in pairwise((0, *accumulate(counts)))]
@@ -83,11 +83,13 @@ class Slowdowns:
             weights = more
         weights *= np.repeat(self._kept[n_lanes], counts, axis=1)
         factors: list[float] = (1.0 / weights.sum(axis=0)).tolist()
-        return [*(factors[lane.start + 1 : lane.stop] for lane in lanes), *([[]] * (len(LANES) - n_lanes))]
+        idle: list[list[float]] = [[]] * (CONTENDING - n_lanes)
+        collectives = [[1.0] * len(of_lane) for of_lane in lane_starts[CONTENDING:]]
+        return [*(factors[lane.start + 1 : lane.stop] for lane in lanes), *idle, *collectives]
 
 
 def _kept(rates: Rates, n_lanes: int) -> Times:
     """The share of its rate that a lane keeps, as [set of the other lanes that run, lane], for ``n_lanes`` lanes."""
-    idle = (False,) * (len(LANES) - n_lanes)
+    idle = (False,) * (CONTENDING - n_lanes)
     sets = product((False, True), repeat=n_lanes - 1)
     return np.array([[of_lane[*present, *idle] for of_lane in rates[:n_lanes]] for present in sets])

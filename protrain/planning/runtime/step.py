@@ -18,7 +18,7 @@ from protrain.planning.runtime.update_queue import UpdateQueue
 #   in backward, the units whose activations are fetched when the visit begins: its own, the next visit's, or both.
 Work = tuple[float, float, tuple[int, ...]]
 
-# Index, chunk, ms to flatten it, ms to offload it, the staging buffer that it passes through (-1: none).
+# Index, chunk, ms to flatten it, ms to offload it, the staging buffer that it is offloaded from (-1: none).
 Gradient = tuple[int, int, float, float, int]
 
 
@@ -39,16 +39,27 @@ class AwaitedUpdate(NamedTuple):
     ms: float
 
 
+class Reduction(NamedTuple):
+    """What several ranks do with a gradient, as they reduce the gradients of a chunk together, once it has all."""
+
+    sent: int  # the staging buffer that the chunk's whole gradient is sent from
+    ms: float  # of the reduction; 0 if the chunk has not all its gradients yet
+
+
 class Step(NamedTuple):
     """Everything that a step does. Times are in milliseconds at full rate."""
 
     forward: Sequence[Visit]
     backward: Sequence[Visit]
-    forward_fetches: Sequence[Sequence[Fetch]]  # by visit
+    forward_fetches: Sequence[Sequence[Fetch]]  # by visit: what is uploaded
     backward_fetches: Sequence[Sequence[Fetch]]
+    forward_gathers: Sequence[Sequence[Fetch]]  # by visit: what ranks gather, persistent chunks too; none with one rank
+    backward_gathers: Sequence[Sequence[Fetch]]
     forward_work: Sequence[Work]
     backward_work: Sequence[Work]
     upload_ms: Sequence[float]  # by chunk
+    gather_ms: Sequence[float]  # by chunk
+    reductions: Mapping[int, Reduction]  # by gradient; none with one rank
     swap_in_ms: Sequence[float]  # by unit: its saved activations, or its offloaded inputs, back to the device
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
     host: UpdateQueue  # updates of chunks in host memory, without those in awaited_updates
