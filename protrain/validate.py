@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from protrain.common import batch as batches
 from protrain.common.parameters import DTYPES, is_managed
-from protrain.common.processes import refuse_several_processes
+from protrain.distributed.processes import announced_processes, local_rank
 from protrain.engine.states.empty import check_recorded
 from protrain.engine.states.weight_files import check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
@@ -54,6 +54,7 @@ def check_arguments(
     step_during_backward: bool,
     accumulation: int,
     moment_dtype: torch.dtype | str,
+    gradient_reduction: str,
 ) -> Checked:
     """Raise a ValueError for whatever ``protrain.wrap`` cannot do, and read the plan. Nothing is changed.
 
@@ -73,7 +74,6 @@ def check_arguments(
             f"the weights of this model are gone, {moved[0]} among them: an earlier protrain.wrap failed after it had "
             "moved them. Build the model again, or pass weights="
         )
-    refuse_several_processes(ValueError)
     check_supported(optimizer)
     if example_batch is not None:
         batches.check(example_batch)
@@ -88,6 +88,8 @@ def check_arguments(
         raise ValueError(f"moment_dtype must be float32 or bfloat16, not {moment_dtype!r}")
     if not isinstance(accumulation, int) or accumulation < 1:
         raise ValueError(f"accumulation must be 1 or more, the backward() calls of a step, not {accumulation!r}")
+    if gradient_reduction not in ("mean", "sum"):
+        raise ValueError(f"gradient_reduction must be mean or sum, not {gradient_reduction!r}")
     if not isinstance(plan, Plan | str | os.PathLike | None):
         raise ValueError(f"plan must be a Plan, or the path of a JSON file of one, not a {type(plan).__name__}")
     _check_model(model, optimizer, target)
@@ -100,6 +102,13 @@ def check_arguments(
     if weights is not None:
         check_weights(model, Path(weights), stacklevel=3)  # the caller of wrap
     return Checked(device=target, dtype=kind, moment_dtype=moments, plan=given, plan_file=file)
+
+
+def refuse_several(*, step_during_backward: bool) -> None:
+    """Raise a ValueError for what does not work yet with several ranks."""
+    one = "train in one process, or"
+    if step_during_backward:
+        raise ValueError(f"step_during_backward=True does not work with several processes yet: {one} leave it out")
 
 
 def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
@@ -182,6 +191,8 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
 def _device(device: str | torch.device | None) -> torch.device:
     try:
         default = "cuda" if torch.cuda.is_available() else "cpu"
+        if default == "cuda" and announced_processes() > 1:  # as every rank has a GPU of its own
+            default = f"cuda:{local_rank()}"
         found = torch.device(default if device is None else device)
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be a CUDA GPU or the CPU, not {device!r}") from None

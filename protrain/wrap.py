@@ -17,11 +17,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError, PlanError
 from protrain.common.parameters import is_managed
 from protrain.common.progress import COUNTED, Progress
+from protrain.distributed.agreement import largest_of_all, of_all, plan_of_first
+from protrain.distributed.joining import join
+from protrain.distributed.ranks import Ranks
 from protrain.engine.build import build_engine
 from protrain.engine.states.empty import fill_buffers
 from protrain.forwards import change_forwards
@@ -36,7 +40,7 @@ from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import checkpointing_switches, say_switched_off, switch_off_checkpointing
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.trace import profile
-from protrain.validate import Checked, check_arguments, naming
+from protrain.validate import Checked, check_arguments, naming, refuse_several
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -62,6 +66,8 @@ def wrap(
     moment_dtype: torch.dtype | str = torch.float32,
     compile: bool = False,
     chunked_loss: bool = False,
+    process_group: ProcessGroup | None = None,
+    gradient_reduction: str = "mean",
     progress: bool = True,
 ) -> tuple[Model, ProTrainOptimizer]:
     """Make ``model`` and ``optimizer`` train within the available memory, with the results of the plain loop.
@@ -97,6 +103,11 @@ def wrap(
         chunked_loss: compute the loss of a transformers causal language model piece by piece (Liger), so that its
             logits never exist whole; the output's ``logits`` are empty then. The bits are the same under every plan,
             but not those of ``chunked_loss=False``.
+        process_group: the processes that train together, each with a GPU of its own. Their states are sharded. The
+            default is the default group of torch.distributed; where there is none and torchrun announces several
+            processes, it is started. Every process calls wrap with the same arguments.
+        gradient_reduction: "mean" or "sum" of the gradients of all processes. The mean is what DDP takes; the sum is
+            for losses that are divided by global counts.
         progress: print to standard error what is being done.
 
     Returns:
@@ -117,7 +128,15 @@ def wrap(
         step_during_backward=step_during_backward,
         accumulation=accumulation,
         moment_dtype=moment_dtype,
+        gradient_reduction=gradient_reduction,
     )
+    ranks = join(process_group, checked.device)
+    if ranks.several:
+        refuse_several(step_during_backward=step_during_backward)
+        ranks.agree("model", [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()])
+        ranks.agree(
+            "way to train", (str(checked.dtype), checked.moment_dtype, compile, chunked_loss, gradient_reduction)
+        )
     say_switched_off(switch_off_checkpointing(checkpointing_switches(model)), stacklevel=2)
     if checked.device.type == "cuda":
         use_expandable_segments()
@@ -138,7 +157,9 @@ def wrap(
             accumulation=accumulation,
             compile=compile,
             chunked_loss=chunked_loss,
-            stages=Progress(enabled=progress),
+            ranks=ranks,
+            gradient_reduction=gradient_reduction,
+            stages=Progress(enabled=progress and ranks.rank == 0),
         )
 
     if example_batch is not None:
@@ -193,12 +214,14 @@ def _begin(
     accumulation: int,
     compile: bool,
     chunked_loss: bool,
+    ranks: Ranks,
+    gradient_reduction: str,
     stages: Progress,
 ) -> None:
     """Profile ``model`` on ``batch``, plan, and give ``wrapped`` an engine. The arguments are those of :func:`wrap`."""
     target, inside = checked.device, wrapped.step_during_backward
     gc.collect()  # frees a model that was wrapped and dropped: its hooks and engine refer to each other
-    hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
+    hardware = of_all(ranks, detect(target, device_memory=device_memory, host_memory=host_memory))
     fill_buffers(model, target)
     if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
         stages.note(_NOT_CALIBRATED)
@@ -216,9 +239,12 @@ def _begin(
             changes=changes,
             stages=stages,
         )
+        model_profile = largest_of_all(ranks, model_profile)
         model_profile = replace(model_profile, accumulation=accumulation, moment_dtype=checked.moment_dtype)
         with stages.stage("planning"), naming(checked.plan_file):
-            chosen = _plan(checked.plan, model_profile, hardware, step_during_backward=inside)
+            chosen = plan_of_first(
+                ranks, partial(_plan, checked.plan, model_profile, hardware, step_during_backward=inside)
+            )
             runtime = Models.of(chosen, model_profile, hardware, step_during_backward=inside).runtime
         stages.note(f"the plan: {chosen}")
         with stages.bar("moving model states into place") as show:
@@ -226,6 +252,8 @@ def _begin(
                 model,
                 model_profile,
                 chosen,
+                ranks=ranks,
+                gradient_reduction=gradient_reduction,
                 device=target,
                 device_bytes=hardware.device_bytes,
                 host_bytes=hardware.host_bytes,

@@ -20,8 +20,10 @@ ALLOWED = {
     "protrain.planning": (*DATA, *PROFILES),
     "protrain.hardware": (*DATA, "protrain.common.host_memory", "protrain_kernels"),
     "protrain.profiler": ("protrain.common", "protrain.forward", "protrain_kernels.cache_folder"),
+    "protrain.distributed": ("protrain.common", *PROFILES, "protrain.planning.plan"),
     "protrain.engine": (
         "protrain.common",
+        "protrain.distributed",
         "protrain.forward",
         *PROFILES,
         "protrain.planning.plan",

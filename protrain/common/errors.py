@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import partial
+from typing import Any
 
 from protrain.common.quantities import format_bytes
 
@@ -27,6 +29,7 @@ class PlanError(ValueError):
         remedy: str,
         given: bool = False,
     ) -> None:
+        self._given = given
         self.where = where
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
@@ -40,6 +43,10 @@ class PlanError(ValueError):
             f"needed {needed}, available {available}; "
             f"largest part: {largest_part}. {remedy}"
         )
+
+    def __reduce__(self) -> Any:
+        names = ("where", "needed_bytes", "available_bytes", "largest_part", "remedy")
+        return partial(PlanError, **{name: getattr(self, name) for name in names}, given=self._given), ()
 
 
 class BudgetError(MemoryError):

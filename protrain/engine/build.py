@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from protrain.common.parameters import moved, unmanaged_memory
 from protrain.common.quantities import format_bytes
+from protrain.distributed.ranks import Ranks
 from protrain.engine.activations.ledger import Ledger, SimulatedLedger
 from protrain.engine.activations.swap import HostSlots
 from protrain.engine.engine import Engine
@@ -49,6 +50,8 @@ def build_engine(
     profile: ModelProfile,
     plan: Plan,
     *,
+    ranks: Ranks,
+    gradient_reduction: str,
     device: torch.device,
     device_bytes: int,
     host_bytes: int,
@@ -65,6 +68,8 @@ def build_engine(
         model: the model to train. From now on the engine decides where its parameters lie.
         profile: of the model.
         plan: what to do.
+        ranks: the processes that train together.
+        gradient_reduction: "mean" or "sum" of the gradients of all ranks.
         device: the device to train on.
         device_bytes: the limit of device memory.
         host_bytes: the limit of host memory.
@@ -82,7 +87,13 @@ def build_engine(
     dtype = DTYPES[profile.dtype]
     layout = layout_of(profile, plan)
     memory = EngineMemory(
-        device=device, dtype=dtype, streams=streams_for(device), arena=Arena(device), poison=debugging()
+        device=device,
+        dtype=dtype,
+        streams=streams_for(device),
+        arena=Arena(device),
+        ranks=ranks,
+        gradient_factor=1.0 / ranks.size if gradient_reduction == "mean" else 1.0,
+        poison=debugging(),
     )
     show(f"{format_bytes(plan.host_bytes)} of host memory", 0.0)
     chunks = make_chunks(layout, plan, memory)
@@ -94,10 +105,12 @@ def build_engine(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that initialising took
     complete_chunks(chunks, layout, plan, memory)
+    for chunk in chunks:  # an upload of a shard on the device waits until its values are written
+        memory.streams.compute_reached(chunk.updated)
     buffers = BufferPool(
         memory,
-        resident=chunks[: plan.n_persist],
-        n_buffers=(plan.n_buffer, most_held(profile, layout)[plan.n_persist][1]),
+        resident=[chunk for chunk in chunks if chunk.resident],
+        n_buffers=(plan.n_buffer, most_held(profile, layout)[layout.first_buffered(plan.n_persist)][1]),
         buffer_elements=layout.buffer_elements(plan.n_persist),
     )
     worker = HostWorker(threads=host_threads)
@@ -106,20 +119,29 @@ def build_engine(
         streamer = Streamer(memory.streams, staging_bytes=sharing.staging_bytes, gparams=sharing.device_gparams)
         thread = HostWorker(threads=1, name="protrain-stream-worker")
         streaming = Streaming(streamer, sharing, Rate(sharing.host_gparams), thread)
+    units = make_units(model, profile, plan, layout, chunks, members)
     gradients = Gradients(
         memory,
         members=members,
         worker=worker,
         staging_elements=layout.gradient_elements(plan.n_persist),
+        sent_elements=layout.reduction_elements(),
+        accumulates=plan.accumulation > 1,
+        cut_tiles=layout.cut_tiles(),
         free_device_bytes=device_bytes - plan.device_bytes,
         host_bytes=host_bytes,
         pool_elements=layout.region_elements(plan.n_persist),
         pool_sizes=(plan.n_device_gradient, plan.n_host_gradient),
+        units=units,
+        calls=profile.calls,
     )
     persistent = layout.chunks[: plan.n_persist]
     fixed_bytes = (
         profile.buffer_bytes
-        + sum(sum(size_bytes(record, planned_states(record, layout, plan, dtype))) for record in persistent)
+        + sum(
+            sum(size_bytes(layout.shard_elements(record), planned_states(record, layout, plan, dtype)))
+            for record in persistent
+        )
         + sum(buffer.memory.nbytes for buffer in buffers.buffers)
         + gradients.device_bytes
         + (streaming.streamer.staging_bytes if streaming is not None else 0)
@@ -133,7 +155,6 @@ def build_engine(
         )
     arena = memory.arena
     arena.reserve(_activation_bytes(profile, plan))
-    units = make_units(model, profile, plan, layout, chunks, members)
     placeholder = torch.full((), float("nan"), dtype=dtype, device=device)  # expands to any shape
     bindings = Bindings(members, units, buffers, placeholder)
     updates = Updates(

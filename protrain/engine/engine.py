@@ -111,7 +111,9 @@ class Engine:
         self.placeholder = bindings.placeholder
         self.steps = 0  # how often weights have changed, by optimizer steps and between them
         self.updated_inside = step.updated
-        fetched = [[chunk.index for chunk in unit.chunks if not chunk.persistent] for unit in units]
+        self.ranks = memory.ranks
+        self._phases = 0  # forwards and backwards so far, which must be the same on all ranks
+        fetched = [[chunk.index for chunk in unit.chunks if not chunk.resident] for unit in units]
         self._training_order = Schedule([*profile.calls, *reversed(profile.calls)], fetched)
         self._inference_order = Schedule(profile.calls, fetched)
         self._order = self._training_order
@@ -129,6 +131,8 @@ class Engine:
         """A forward of the whole model begins: fetch the chunks that it needs first."""
         self.streams.refuse_another()
         self._end_interrupted()
+        self._end_phase()
+        self._phases += 1
         self._fetch_for_forward(self._training_order if torch.is_grad_enabled() else self._inference_order)
 
     def _fetch_for_forward(self, order: Schedule) -> None:
@@ -151,6 +155,7 @@ class Engine:
             output = copy_escaping_weights(output, self.buffers)
         finally:
             self.bindings.unbind(unit)
+        self._gather_ahead()
         if torch.is_grad_enabled():
             refuse_leaked_views(unit, self.buffers)
         return output
@@ -180,13 +185,81 @@ class Engine:
         self.bindings.end_state_dict(list(self.bindings.in_state_dict))  # left by one that was interrupted
         if self._current is not None:
             self._leave_other_unit(unit)
-        self._order.enter(unit.index)
+        self._go_to(unit)
 
     def _leave_other_unit(self, unit: Unit) -> None:
         """``unit`` runs inside backward, in a checkpoint of the user's own. The unit before must free its buffers."""
         self.abandon_backward()
+        if self.ranks.several and self._current is not None:
+            raise MisuseError(
+                f"{unit.label} runs inside backward, in a checkpoint that is not ProTrain's, for which several ranks "
+                "have no order: call the module without it, as ProTrain recomputes what it must"
+            )
         if self._current is not None and self._current.index not in self.profile.units[unit.index].within:
             self._leave_unit()
+
+    # -- the same order on all ranks -----------------------------------------------------------------------------------
+
+    def _go_to(self, unit: Unit, *, start: int = 0) -> None:
+        """A visit of ``unit`` begins. With several ranks, the visits that this rank has skipped are made up for.
+
+        All ranks must issue the same collectives in the same order, and the order is that of the schedule. So a rank
+        that skips a unit gathers its weights with the others, and reduces nothing in its place.
+        """
+        order = self._order
+        if not self.ranks.several:
+            order.enter(unit.index, start=start)
+            return
+        skipped = order.skipped(unit.index, start=start)
+        if skipped is None:  # the unit runs more often than in the profiled step
+            if start or (order is self._training_order and order.position >= self._backward_start):
+                raise MisuseError(
+                    f"backward reaches {unit.label} once more than in the profiled step, which several ranks cannot do "
+                    "in one order: call backward() once for each forward, and leave checkpointing to ProTrain"
+                )
+            self._end_phase()
+            order.restart()
+            self._phases += 1
+            skipped = order.skipped(unit.index)
+            if skipped is None:
+                raise MisuseError(
+                    f"{unit.label} was not called in the profiled step, so the ranks have no order for it: pass an "
+                    "example_batch to protrain.wrap with which every unit is called"
+                )
+        for visit in skipped:
+            self._make_up(visit)
+        order.enter(unit.index, start=start)
+
+    def _make_up(self, visit: int) -> None:
+        """Take part in what the other ranks do together in a visit that this rank skips."""
+        order = self._order
+        order.position = visit
+        unit = self.units[order.visits[visit]]
+        self.buffers.acquire_all(unit.chunks, order)
+        self.buffers.prefetch(self.chunks, order)
+        if visit >= self._backward_start:
+            self._gather_ahead()
+        for chunk in unit.chunks:
+            self.buffers.release(chunk)
+        if visit >= self._backward_start:
+            self._reduce()
+        else:
+            self._gather_ahead()
+
+    def _end_phase(self) -> None:
+        """Make up for the visits that are left of a forward, or of a backward."""
+        if not self.ranks.several or self._order.position < 0:
+            return
+        in_forward = self._order.position < self._backward_start
+        last = self._backward_start if in_forward else len(self._order.visits)
+        for visit in range(self._order.position + 1, last):
+            self._make_up(visit)
+
+    def _gather_ahead(self) -> None:
+        """With several ranks, gather the weights of the next visit."""
+        if self.ranks.several and self._order.position + 1 < len(self._order.visits):
+            unit = self.units[self._order.visits[self._order.position + 1]]
+            self.buffers.make_whole(unit.chunks)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -196,7 +269,12 @@ class Engine:
             if self._backward() is not None:  # a backward is running, this one or one around it
                 return
             self._abandon()
-            self.gradients.flush()  # later gradients are added to those that had arrived, as autograd adds to .grad
+            if self.ranks.several:
+                raise MisuseError(
+                    "backward() after a backward that raised an error, which other ranks have not seen: end all "
+                    "processes and resume from a checkpoint"
+                )
+            self._reduce()  # later gradients are added to those that had arrived, as autograd adds to .grad
         self.step.abandon_backward()
         self.bindings.refuse_inside_full_parameters("backward()")
         self.bindings.end_state_dict(list(self.bindings.in_state_dict))
@@ -205,6 +283,11 @@ class Engine:
         self._backward = weakref.ref(end)
         del end  # now autograd has the only reference, and drops it when backward ends or raises
         self._order = self._training_order
+        if self.ranks.several:
+            if self._order.position < self._backward_start:
+                self._end_phase()
+            self._order.position = self._backward_start - 1
+            self._phases += 1
         self.swaps.begin_backward()
         self.gradients.delivered.clear()
 
@@ -225,10 +308,11 @@ class Engine:
             self._current_frame = weakref.ref(frame)
             return
         self._leave_unit()
-        self._order.enter(unit.index, start=self._backward_start)
+        self._go_to(unit, start=self._backward_start)
         self.bindings.bind(unit, self._order)
         self._current, self._current_frame = unit, weakref.ref(frame)
         self.buffers.prefetch(self.chunks, self._order)
+        self._gather_ahead()
         earlier = self._earlier_unit.get(unit.index)
         if earlier is not None:
             self.swaps.fetch_ahead(self.units[earlier])
@@ -246,13 +330,20 @@ class Engine:
 
     def _leave_unit(self) -> None:
         self._unbind_current()
-        arrived = self.gradients.flush()
+        self._reduce()
+
+    def _reduce(self) -> None:
+        """Bring the gradients that have arrived into chunks, together with the other ranks."""
+        arrived = self.gradients.flush(self._order.position)
         if arrived:
             self.step.gradients_arrived(arrived)
 
     def _end_backward(self) -> None:
         with self.streams.computing():  # autograd calls this on the stream that was current in backward()
             self._leave_unit()
+            if self.ranks.several:
+                self._end_phase()
+                self.gradients.combine((self._phases, self.step.hyperparameters()))
             self._backward = None
             if self.step.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
                 self.step.end_backward()
@@ -393,6 +484,7 @@ class Engine:
         """The weights of ``chunks`` were written outside of a step, so that their buffers are out of date."""
         for chunk in chunks:
             chunk.version += 1
+            self.streams.compute_reached(chunk.updated)
             self.buffers.invalidate(chunk)
         self.steps += 1
 

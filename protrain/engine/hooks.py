@@ -19,7 +19,8 @@ from torch import nn
 
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
-from protrain.common.processes import refuse_several_processes
+from protrain.distributed.joining import refuse_others
+from protrain.distributed.processes import announced_processes
 from protrain.engine.engine import Engine
 from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Handle
@@ -150,6 +151,7 @@ class _Root:
         self._extra = batches.training_arguments(model, {})
         self._switches = checkpointing_switches(model)
         self._autocast = self._current_autocast()
+        self._processes = announced_processes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Begin a forward of the model, and run it."""
@@ -169,8 +171,8 @@ class _Root:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _refuse_compiler()
-        refuse_several_processes(MisuseError)
         engine = self._engine
+        refuse_others(engine.ranks, self._processes)
         args, kwargs = engine.inputs.to_device((args, kwargs))
         args, kwargs = batches.cast_inputs(args, kwargs, engine.dtype)
         if torch.is_grad_enabled():

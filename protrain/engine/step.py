@@ -128,6 +128,7 @@ class Step:
                 "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
             )
+        self._gradients.check_backward()
         if self._inside:
             self._groups.check()
             self._bindings.refuse_edits()  # step() would be too late
@@ -135,6 +136,13 @@ class Step:
             self._groups.check_members()
             self.updates.backward_begins()
         self._go_to(Phase.BACKWARD)
+
+    def hyperparameters(self) -> object:
+        """What an update of this step would use, to be compared with that of other ranks."""
+        try:
+            return self._groups.all_scalars()
+        except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
+            return None
 
     def gradients_arrived(self, chunks: Sequence[Chunk]) -> None:
         """Backward has left a unit, whose gradients are in ``chunks`` now: begin updates that need not wait."""

@@ -7,6 +7,8 @@ There are these streams, each for a reason:
 - h2d: uploads (weights, swapped activations). There is one copy engine in each direction, which takes transfers in
   order and knows no priority. So one stream in each direction is all that can overlap.
 - d2h: offloads (gradients, swapped activations).
+- gather, reduce: with several ranks, collectives on weights and on gradients. They overlap with each other and with
+  computing. What follows a collective on its data (the fold of gradients) runs on the same stream.
 - streamed, streamed_h2d, streamed_d2h: updates that the device does on chunks in host memory. They wait for no kernel
   of the compute stream, and it does not wait for them. They have streams of their own for copies, because each piece of
   the states waits for the piece before it to have left: on h2d and d2h all later transfers would wait as well.
@@ -85,6 +87,19 @@ class Streams:
     def offload_waits(self, mark: Mark) -> None:
         """Offloads issued from now on run after ``mark``."""
 
+    @contextmanager
+    def gathering(self, *, after: Mark, done: Mark) -> Iterator[None]:
+        """Run the body on the stream of gathers once ``after`` is reached, then place ``done``."""
+        yield
+
+    @contextmanager
+    def reducing(self, *, after: Mark, done: Mark) -> Iterator[None]:
+        """Run the body on the stream of reductions once ``after`` is reached, then place ``done``."""
+        yield
+
+    def reduce_waits(self, mark: Mark) -> None:
+        """Reductions issued from now on run after ``mark``."""
+
     def record_streams(self, memory: Tensor) -> Tensor:
         """Record all streams for ``memory``: when it is freed, nothing gets it before their work is done."""
         return memory
@@ -118,6 +133,8 @@ class CudaStreams(Streams):
         self.compute = torch.cuda.current_stream(device)
         self.h2d = torch.cuda.Stream(device)
         self.d2h = torch.cuda.Stream(device)
+        self.gather = torch.cuda.Stream(device)
+        self.reduce = torch.cuda.Stream(device)
         self.streamed = torch.cuda.Stream(device)
         self.streamed_h2d = torch.cuda.Stream(device)
         self.streamed_d2h = torch.cuda.Stream(device)
@@ -166,9 +183,36 @@ class CudaStreams(Streams):
 
     @override
     def record_streams(self, memory: Tensor) -> Tensor:
-        for stream in (self.h2d, self.d2h, self.streamed, self.streamed_h2d, self.streamed_d2h):
+        copying = (self.h2d, self.d2h, self.streamed, self.streamed_h2d, self.streamed_d2h)
+        for stream in (*copying, self.gather, self.reduce):
             memory.record_stream(stream)
         return memory
+
+    @override
+    @contextmanager
+    def gathering(self, *, after: Mark, done: Mark) -> Iterator[None]:
+        with self._between(self.gather, after, done):
+            yield
+
+    @override
+    def reduce_waits(self, mark: Mark) -> None:
+        assert isinstance(mark, _CudaMark)
+        self.reduce.wait_event(mark.event)
+
+    @override
+    @contextmanager
+    def reducing(self, *, after: Mark, done: Mark) -> Iterator[None]:
+        with self._between(self.reduce, after, done):
+            yield
+
+    @contextmanager
+    def _between(self, stream: torch.cuda.Stream, after: Mark, done: Mark) -> Iterator[None]:
+        assert isinstance(after, _CudaMark)
+        assert isinstance(done, _CudaMark)
+        with torch.cuda.stream(stream):
+            stream.wait_event(after.event)
+            yield
+            done.event.record(stream)
 
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Mark, done: Mark) -> None:
         assert isinstance(after, _CudaMark)

@@ -30,7 +30,7 @@ class Unit:
     moving: list[Member] = field(init=False)  # the members whose data lies in another buffer from time to time
 
     def __post_init__(self) -> None:
-        self.moving = [member for member in self.members if not member.chunk.persistent]
+        self.moving = [member for member in self.members if not member.chunk.resident]
 
 
 def make_units(

@@ -133,6 +133,16 @@ class Layout(Record):
         (usual, large), (sent, large_sent) = self.gradient_elements(n_persist), self.reduction_elements()
         return STAGING_BUFFERS * usual + large + (STAGING_BUFFERS + 1) * sent + 2 * large_sent
 
+    def sum_bytes(self, n_persist: int, element_bytes: int) -> int:
+        """Device memory that several ranks need beside :meth:`staging_elements` for steps of several backwards.
+
+        The fp32 sums of chunks in host memory pass through it in place of their shards. The gradient that a fold makes
+        of any sum lies in it, too, of which nothing but its squares is needed.
+        """
+        (usual, large), (sent, large_sent) = self.gradient_elements(n_persist), self.reduction_elements()
+        folded = (STAGING_BUFFERS * sent + large_sent) // self.world_size
+        return (4 + element_bytes) * folded - element_bytes * (STAGING_BUFFERS * usual + large)
+
     def region_elements(self, n_persist: int) -> tuple[int, int]:
         """The size of a region that gradients share, on the device, and in host memory (not for large chunks)."""
         here = max((self.shard_elements(chunk) for chunk in self.chunks[:n_persist] if chunk.trainable), default=0)
@@ -165,7 +175,8 @@ class Layout(Record):
 
         ``element_bytes`` are those of one element of the gradient.
         """
-        return PARTIAL_BYTES * self.n_tiles + element_bytes * TILE_ELEMENTS * len(self.cut_tiles())
+        own = PARTIAL_BYTES * self.n_tiles + element_bytes * TILE_ELEMENTS * len(self.cut_tiles())
+        return own if self.world_size == 1 else 2 * own  # what the rank has itself, and what it has from all
 
 
 def _largest(layout: Layout, chunks: Iterable[ChunkRecord]) -> tuple[int, int]:

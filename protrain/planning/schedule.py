@@ -21,11 +21,11 @@ class Schedule:
     """
 
     def __init__(self, visits: Sequence[int], unit_chunks: Sequence[Sequence[int]]) -> None:
-        self._visits = list(visits)
+        self.visits = list(visits)
         self._unit_chunks = unit_chunks
         self._of_unit: dict[int, list[int]] = {}
         self._of_chunk: dict[int, list[int]] = {}
-        for position, unit in enumerate(self._visits):
+        for position, unit in enumerate(self.visits):
             self._of_unit.setdefault(unit, []).append(position)
             for chunk in unit_chunks[unit]:
                 positions = self._of_chunk.setdefault(chunk, [])
@@ -48,6 +48,15 @@ class Schedule:
             at = min(bisect_left(positions, start), len(positions) - 1)
         self.position = positions[at]
 
+    def skipped(self, unit: int, *, start: int = 0) -> range | None:
+        """The visits between the current one and the next visit of ``unit``, from ``start``. None: it has none.
+
+        A unit that is visited already is its own next visit, as it may run several times in turn.
+        """
+        positions = self._of_unit.get(unit, [])
+        at = bisect_left(positions, max(self.position, start))
+        return range(self.position + 1, positions[at]) if at < len(positions) else None
+
     def next_use(self, chunk: int) -> int:
         """Visits from the current one until ``chunk`` is needed again; FAR if it never is."""
         positions = self._of_chunk.get(chunk)
@@ -55,15 +64,15 @@ class Schedule:
             return FAR
         at = bisect_left(positions, self.position + 1)
         if at == len(positions):
-            return positions[0] + len(self._visits) - self.position
+            return positions[0] + len(self.visits) - self.position
         return positions[at] - self.position
 
     def upcoming(self) -> tuple[int, ...]:
         """Chunks in the order in which later visits need them, each once, over one cycle."""
         found = self._upcoming.get(self.position)
         if found is None:
-            now = self._unit_chunks[self._visits[self.position]] if self.position >= 0 else ()
-            later = [*self._visits[self.position + 1 :], *self._visits[: self.position + 1]]
+            now = self._unit_chunks[self.visits[self.position]] if self.position >= 0 else ()
+            later = [*self.visits[self.position + 1 :], *self.visits[: self.position + 1]]
             needed = dict.fromkeys(chunk for unit in later for chunk in self._unit_chunks[unit])
             found = self._upcoming[self.position] = tuple(chunk for chunk in needed if chunk not in now)
         return found

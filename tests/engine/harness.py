@@ -86,12 +86,15 @@ FEW_PLANS = (
 )
 
 
-def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, inside: bool = False) -> Plan:
+def make_plan(
+    spec: Spec, profile: ModelProfile, device: torch.device, *, inside: bool = False, world_size: int = 1
+) -> Plan:
     """The plan that ``spec`` means for the model of ``profile``; with ``inside`` it has no speculative updates."""
     hardware = protrain.hardware.detect(device, device_memory="4GiB", host_memory="4GiB")
+    hardware = dataclasses.replace(hardware, world_size=world_size)
     largest = max(padded(parameter.numel) for parameter in profile.parameters)
     chunk_elements = largest if spec.small else choose_chunk_elements(profile)
-    layout = pack(profile, chunk_elements)
+    layout = pack(profile, chunk_elements, world_size)
     n_chunks = len(layout.chunks)
     n_persist = {"all": n_chunks, "some": -(-n_chunks // 3), "none": 0}[spec.persist]
     memory, away = MemoryModel(profile, hardware, layout), n_chunks - n_persist
@@ -135,9 +138,10 @@ def wrap_under(
     dtype: torch.dtype = torch.float32,
     tight: bool = False,
     tight_host: bool = False,
+    world_size: int = 1,
     **options: Any,
 ) -> tuple[nn.Module, ProTrainOptimizer]:
-    """``protrain.wrap`` under ``spec``.
+    """``protrain.wrap`` under ``spec``, on every one of ``world_size`` ranks.
 
     ``tight`` leaves no device memory beyond what the plan takes, ``tight_host`` as little host memory as updates inside
     backward can do with, and so does a plan for several batches a step.
@@ -146,12 +150,12 @@ def wrap_under(
     asked = {"accumulation": options.get("accumulation", 1), "moment_dtype": options.get("moment_dtype", "float32")}
     profile = dataclasses.replace(profile, **asked)
     inside = bool(options.get("step_during_backward"))
-    plan = make_plan(spec, profile, device, inside=inside)
+    plan = make_plan(spec, profile, device, inside=inside, world_size=world_size)
     host_memory: int | str = "4GiB"
     if tight_host:
         host_memory = least_host_bytes(plan, profile, device)
     elif profile.accumulation > 1:
-        host_memory = plan.host_bytes
+        host_memory = plan.host_bytes * world_size  # which share it
     return protrain.wrap(
         model,
         optimizer,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.common.errors import MisuseError
+from protrain.distributed.ranks import Ranks
 from protrain.engine.states.arena import Arena, EngineMemory
 from protrain.engine.states.chunks import Chunk, ChunkState, Member
 from protrain.engine.streams import Streams
@@ -61,8 +62,11 @@ def make_chunk(index: int, update: Job | None = None, *, persistent: bool = Fals
     chunk = Chunk(
         index=index,
         elements=ELEMENTS,
+        shard=slice(0, ELEMENTS),
+        ranks=Ranks(None, torch.device("cpu")),
         trainable=True,
         persistent=persistent,
+        resident=persistent,
         large=False,
         weight=torch.full((ELEMENTS,), float(index + 1)),
         master=None,
@@ -71,6 +75,7 @@ def make_chunk(index: int, update: Job | None = None, *, persistent: bool = Fals
         grad=None,
         offloaded=streams.mark(),
         uploaded=streams.mark(),
+        updated=streams.mark(),
     )
     if update is not None:
         chunk.begin(ChunkState.UPDATING, update)
@@ -79,7 +84,14 @@ def make_chunk(index: int, update: Job | None = None, *, persistent: bool = Fals
 
 def make_pool(n_buffer: int, *, resident: Sequence[Chunk] = ()) -> BufferPool:
     device = torch.device("cpu")
-    memory = EngineMemory(device=device, dtype=torch.float32, streams=Streams(), arena=Arena(device), poison=True)
+    memory = EngineMemory(
+        device=device,
+        dtype=torch.float32,
+        streams=Streams(),
+        arena=Arena(device),
+        ranks=Ranks(None, device),
+        poison=True,
+    )
     return BufferPool(memory, resident=resident, n_buffers=(n_buffer, 0), buffer_elements=(ELEMENTS, 0))
 
 

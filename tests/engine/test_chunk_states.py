@@ -7,6 +7,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 
+from protrain.distributed.ranks import Ranks
 from protrain.engine.states.chunks import LEGAL, Chunk, ChunkState
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import Job
@@ -96,8 +97,11 @@ def test_uploads_read_the_committed_weight_until_the_other_states_have_caught_up
     chunk = Chunk(
         index=0,
         elements=128,
+        shard=slice(0, 128),
+        ranks=Ranks(None, torch.device("cpu")),
         trainable=True,
         persistent=False,
+        resident=False,
         large=False,
         weight=weight,
         master=None,
@@ -106,6 +110,7 @@ def test_uploads_read_the_committed_weight_until_the_other_states_have_caught_up
         grad=None,
         offloaded=streams.mark(),
         uploaded=streams.mark(),
+        updated=streams.mark(),
         speculative=other,
     )
     assert chunk.current_weight is weight

@@ -69,9 +69,9 @@ def test_a_backward_ends_on_the_stream_that_copies_are_ordered_with(
             yield
             computing -= 1
 
-    def watched(gradients: Gradients) -> list[Chunk]:
+    def watched(gradients: Gradients, visit: int) -> list[Chunk]:
         flushed.append(computing)
-        return flush(gradients)
+        return flush(gradients, visit)
 
     monkeypatch.setattr(kind, "computing", counted)
     monkeypatch.setattr(Gradients, "flush", watched)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import PlanError
+from protrain.distributed.ranks import Ranks
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.gradients.pool import GradientPool
 from protrain.engine.states.arena import aligned
@@ -309,8 +310,11 @@ def chunk_of(index: int) -> Chunk:
     return Chunk(
         index=index,
         elements=128,
+        shard=slice(0, 128),
+        ranks=Ranks(None, torch.device("cpu")),
         trainable=True,
         persistent=False,
+        resident=False,
         large=False,
         weight=torch.zeros(128),
         master=None,
@@ -319,4 +323,5 @@ def chunk_of(index: int) -> Chunk:
         grad=None,
         offloaded=streams.mark(),
         uploaded=streams.mark(),
+        updated=streams.mark(),
     )

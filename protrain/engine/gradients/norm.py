@@ -4,16 +4,23 @@ Every tile of a parameter has a partial sum. Gradients that are flattened on the
 The partial sums of gradients that are summed in host memory are computed there when a norm is asked for. All partial
 sums are added in one fixed order, so a norm has the same bits under every plan. An fp32 sum of several gradients is
 rounded to the type of the weights before it is squared, as the update rounds it.
+
+[Note: cut tiles] With several ranks, each computes the sums of the tiles that lie wholly in its shards. A shard may
+begin or end in the middle of a tile, at most size - 1 times in a chunk. The ranks exchange the values of such tiles,
+and all compute their sums. So every rank ends with all sums, and they have the bits of one rank.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Member
-from protrain_kernels import sum_of_squares, tiles
+from protrain_kernels import Slice, sum_of_squares, tiles
+from protrain_kernels.checks import TILE
 
 
 class SquareSums:
@@ -22,9 +29,10 @@ class SquareSums:
     Args:
         memory: where they are allocated.
         members: all managed parameters.
+        cut_tiles: the tiles that shards cut, as (parameter, tile of it).
     """
 
-    def __init__(self, memory: EngineMemory, members: list[Member]) -> None:
+    def __init__(self, memory: EngineMemory, members: list[Member], cut_tiles: Sequence[tuple[int, int]]) -> None:
         self._memory = memory
         self._members = [member for member in members if member.group >= 0]
         self.offsets: dict[int, int] = {}  # where the partial sums of a parameter begin, by its index
@@ -36,26 +44,72 @@ class SquareSums:
         self._computed = memory.streams.mark()
         self._uploaded = memory.streams.mark()
         self._host_partials: Tensor | None = None
+        self._ranks = memory.ranks
+        cut = [self.offsets[parameter] + tile for parameter, tile in cut_tiles]
+        self._row_of_cut = {partial: row for row, partial in enumerate(cut)}
+        self._cut_partials_on_device = torch.tensor(cut, dtype=torch.int64, device=memory.device)
+        self._cut = torch.zeros((len(cut), TILE), dtype=memory.dtype, device=memory.device)
+        self._all = self.partials  # the sums of all ranks
+        if memory.ranks.several:
+            self._all = torch.zeros_like(self.partials)
+            self._all_cut = torch.zeros_like(self._cut)
+            self._cut_sums = torch.zeros(len(cut), dtype=torch.float32, device=memory.device)
+            for tensor in (self.partials, self._all, self._cut, self._all_cut, self._cut_sums):
+                memory.streams.record_streams(tensor)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that stays allocated."""
+        others = self._all.nbytes + 2 * self._cut.nbytes if self._ranks.several else 0
+        return self.partials.nbytes + others
 
     def reset(self) -> None:
         """Forget all gradients."""
         self.partials.zero_()
+        if self._ranks.several:
+            self._cut.zero_()
+
+    def keep_cut_tiles(self, slices: Sequence[Slice], values: Tensor) -> None:
+        """Keep what ``values``, the reduced gradients of ``slices``, has of cut tiles. See [Note: cut tiles]."""
+        for part in slices:
+            whole = part.whole_tiles
+            first, last = part.first // TILE, tiles(part.stop) if part.numel else 0
+            for tile in range(first, last):
+                if tile in whole:
+                    continue
+                begin, stop = max(part.first, tile * TILE), min(part.stop, (tile + 1) * TILE)
+                row = self._cut[self._row_of_cut[part.partial_offset + tile]]
+                row[begin - tile * TILE : stop - tile * TILE].copy_(
+                    values[part.offset + begin - part.first : part.offset + stop - part.first]
+                )
+
+    def combine(self) -> None:
+        """Make all sums known to this rank. All ranks call it when their gradients are reduced."""
+        self._all.copy_(self.partials)
+        self._ranks.add_disjoint(self._all)
+        if self._row_of_cut:
+            self._all_cut.copy_(self._cut)
+            self._ranks.add_disjoint(self._all_cut)
+            sum_of_squares(self._all_cut.view(-1), self._cut_sums)
+            self._all[self._cut_partials_on_device] = self._cut_sums
 
     def total(self, present: list[bool]) -> Tensor:
         """The sum of squares of all gradients: fp64, 0-d, on the device. ``present`` tells who has a gradient."""
         self._complete(present)
-        return self.partials.double().sum()
+        return self._all.double().sum()
 
     def by_parameter(self, present: list[bool]) -> tuple[list[int], Tensor]:
         """The indices of all trainable parameters, and the sums of squares of their gradients: fp64, on the device."""
         self._complete(present)
-        parts = self.partials.double().split([tiles(member.numel) for member in self._members])
+        parts = self._all.double().split([tiles(member.numel) for member in self._members])
         # The 1-norm of squares is their sum, as they are positive.
         return list(self.offsets), torch.stack(torch._foreach_norm(parts, 1))
 
     def _complete(self, present: list[bool]) -> None:
         """Bring the partial sums of gradients that are summed in host memory to the device."""
         members = [member for member in self._members if member.chunk.accumulator_on_host]
+        if self._ranks.several:  # a fold leaves the sums of what is summed in host memory, too
+            return
         if not members:
             return
         streams = self._memory.streams

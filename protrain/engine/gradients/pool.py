@@ -41,7 +41,7 @@ class GradientPool:
             return
         buffer = self._released.pop(chunk) if chunk in self._released else self._next()
         self._in_use[chunk] = buffer
-        chunk.grad = buffer[: chunk.elements]
+        chunk.grad = buffer[: chunk.shard_elements]
         if not chunk.persistent:
             chunk.host_grad = chunk.grad
 

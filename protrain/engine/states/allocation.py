@@ -23,7 +23,9 @@ def planned_states(record: ChunkRecord, layout: Layout, plan: Plan, dtype: torch
     persistent, accumulates = record.index < plan.n_persist, plan.accumulation > 1
     shares = plan.n_device_gradient if persistent else plan.n_host_gradient and not layout.is_large(record)
     gradient = not shares
-    if persistent:  # fp32 gradients are added to the gradient itself
+    if layout.world_size > 1:  # the fold of all ranks' gradients adds to the accumulator
+        gradient = not accumulates
+    elif persistent:  # fp32 gradients are added to the gradient itself
         accumulates = accumulates and dtype is not torch.float32
         gradient = gradient and not accumulates
     states = _weight_states(record, plan, dtype)
@@ -45,9 +47,9 @@ def _weight_states(record: ChunkRecord, plan: Plan, dtype: torch.dtype) -> dict[
     return states
 
 
-def size_bytes(record: ChunkRecord, kinds: Mapping[str, torch.dtype]) -> list[int]:
-    """The bytes of each state. They are multiples of 256, as every chunk is a multiple of 128 elements long."""
-    return [record.elements * kind.itemsize for kind in kinds.values()]
+def size_bytes(elements: int, kinds: Mapping[str, torch.dtype]) -> list[int]:
+    """The bytes of each state of ``elements`` elements. They are multiples of 256, as shards are of 128 elements."""
+    return [elements * kind.itemsize for kind in kinds.values()]
 
 
 def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]:
@@ -60,20 +62,25 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
     """
     dtype, arena = memory.dtype, memory.arena
     offloaded = layout.chunks[plan.n_persist :]
-    sizes = [size for record in offloaded for size in size_bytes(record, planned_states(record, layout, plan, dtype))]
+    shards = [layout.shard_elements(record) for record in layout.chunks]
+    sizes = [
+        size
+        for record in offloaded
+        for size in size_bytes(shards[record.index], planned_states(record, layout, plan, dtype))
+    ]
     weight_only = {record.index for record in offloaded[: plan.n_weight_only] if record.trainable}
     copied = {
         record.index: {"weight": dtype} if record.index in weight_only else _weight_states(record, plan, dtype)
         for record in offloaded[: plan.n_speculate]
         if record.trainable
     }
-    sizes += [size for index, kinds in copied.items() for size in size_bytes(layout.chunks[index], kinds)]
+    sizes += [size for index, kinds in copied.items() for size in size_bytes(shards[index], kinds)]
     sizes += [layout.region_elements(plan.n_persist)[1] * dtype.itemsize] * plan.n_host_gradient
     arena.reserve(sum(map(aligned, sizes)))
 
     def in_host_memory(record: ChunkRecord, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         return {
-            name: arena.take(record.elements, kind, transferred=plan.stream or name in _TRANSFERRED)
+            name: arena.take(shards[record.index], kind, transferred=plan.stream or name in _TRANSFERRED)
             for name, kind in kinds.items()
         }
 
@@ -82,15 +89,20 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
         persistent = record.index < plan.n_persist
         kinds = planned_states(record, layout, plan, dtype)
         if persistent:
-            states = _on_device(record, {name: kinds[name] for name in _VALUES if name in kinds}, memory.device)
+            states = _on_device(
+                shards[record.index], {name: kinds[name] for name in _VALUES if name in kinds}, memory.device
+            )
         else:
             states = in_host_memory(record, kinds)
         copies = in_host_memory(record, copied.get(record.index, {}))
         chunk = Chunk(
             index=record.index,
             elements=record.elements,
+            shard=slice(memory.ranks.rank * shards[record.index], (memory.ranks.rank + 1) * shards[record.index]),
+            ranks=memory.ranks,
             trainable=record.trainable,
             persistent=persistent,
+            resident=persistent and not memory.ranks.several,
             large=layout.is_large(record),
             weight=states["weight"],
             master=states.get("master"),
@@ -100,8 +112,10 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
             host_grad=None if persistent else states.get("grad"),
             accumulator=states.get("accumulator"),
             accumulator_on_host="accumulator" in states and not persistent,
+            sum_factor=memory.gradient_factor,
             offloaded=memory.streams.mark(),
             uploaded=memory.streams.mark(),
+            updated=memory.streams.mark(),
         )
         if record.index in weight_only:
             chunk.speculative = copies["weight"]
@@ -120,14 +134,15 @@ def complete_chunks(chunks: list[Chunk], layout: Layout, plan: Plan, memory: Eng
     """
     for chunk, record in zip(chunks[: plan.n_persist], layout.chunks[: plan.n_persist], strict=True):
         kinds = planned_states(record, layout, plan, memory.dtype)
-        rest = _on_device(record, {name: kind for name, kind in kinds.items() if name not in _VALUES}, memory.device)
+        missing = {name: kind for name, kind in kinds.items() if name not in _VALUES}
+        rest = _on_device(chunk.shard_elements, missing, memory.device)
         chunk.exp_avg, chunk.exp_avg_sq = rest.get("exp_avg"), rest.get("exp_avg_sq")
         chunk.grad, chunk.accumulator = rest.get("grad"), rest.get("accumulator")
 
 
-def _on_device(record: ChunkRecord, kinds: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
-    """States of ``kinds`` of the chunk of ``record``, side by side in one allocation, with zeros in them."""
-    sizes = size_bytes(record, kinds)
+def _on_device(elements: int, kinds: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
+    """States of ``kinds``, each of ``elements`` elements, side by side in one allocation, with zeros in them."""
+    sizes = size_bytes(elements, kinds)
     parts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
     return {name: part.view(kind) for (name, kind), part in zip(kinds.items(), parts, strict=True)}
 

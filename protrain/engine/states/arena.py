@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from protrain.common.host_memory import HostMapping
+from protrain.distributed.ranks import Ranks
 from protrain.engine.streams import Streams
 
 
@@ -93,4 +94,6 @@ class EngineMemory:
     dtype: torch.dtype  # of weights and gradients
     streams: Streams
     arena: Arena
+    ranks: Ranks  # the processes that train together
+    gradient_factor: float = 1.0  # on the sum of gradients: 1 / ranks for a mean over several
     poison: bool = False  # fill released device memory with NaN, so that a use of it shows

@@ -5,9 +5,11 @@ The parameters of a chunk are in execution order. Its states are
     weight (16-bit or fp32) | master (int16 remainder for bf16, fp32 for fp16) | exp_avg | exp_avg_sq | grad
 
 A persistent chunk has all of them on the device. Every other chunk has them in the host arena, and its weight is copied
-into a chunk buffer while it is needed. A frozen chunk has a weight and nothing else. A step of several backwards needs
-an fp32 accumulator of gradients as well. Chunks that share memory for gradients
-(:mod:`protrain.engine.gradients.pool`) have no gradient of their own. Every length is a multiple of 128 elements.
+into a chunk buffer while it is needed. With several ranks, each rank has one shard of every state, a contiguous piece
+as long as those of the others, and buffers hold the whole weight of any chunk while it is needed. A frozen chunk has a
+weight and nothing else. A step of several backwards needs an fp32 accumulator of gradients as well. Chunks that share
+memory for gradients (:mod:`protrain.engine.gradients.pool`) have no gradient of their own. Every length is a multiple
+of 128 elements.
 
 [Note: chunk states] The host works on a chunk beside the main thread. The state of the chunk says what the main thread
 has queued and not waited for; only the main thread changes it:
@@ -29,11 +31,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from protrain.distributed.ranks import Ranks
 from protrain.engine.streams import Mark
 from protrain.engine.updates.worker import Job
 from protrain_kernels import (
@@ -43,6 +46,7 @@ from protrain_kernels import (
     adam,
     adam_out_of_place,
     adam_weight,
+    padded,
     streamed_adam,
 )
 
@@ -102,6 +106,13 @@ class Member:
     bound: int = 0  # how many running units use it
     address: int = 0  # of its data while a unit uses it
     edits: int = 0  # autograd's count of changes in place that the engine knows of: see [Note: edits]
+    own: slice = field(init=False)  # the elements of the chunk's shard that belong to it, with its padding
+
+    def __post_init__(self) -> None:
+        shard = self.chunk.shard
+        first = max(self.offset, shard.start) - shard.start
+        stop = min(self.offset + padded(self.numel), shard.stop) - shard.start
+        self.own = slice(first, max(first, stop))
 
     def view(self, flat: Tensor) -> Tensor:
         """The part of ``flat``, a 1-d tensor laid out as the chunk, that belongs to this parameter."""
@@ -110,12 +121,15 @@ class Member:
 
 @dataclass(eq=False)
 class Chunk:
-    """The states of one chunk. Tensors are 1-d and have ``elements`` elements."""
+    """The states of one chunk. Tensors are 1-d and have the elements of this rank's shard, all of them on one rank."""
 
     index: int
-    elements: int
+    elements: int  # of the whole chunk
+    shard: slice  # the elements whose states this rank has
+    ranks: Ranks  # which have the shards, in their order
     trainable: bool
     persistent: bool
+    resident: bool  # its whole weight stays on the device: it is persistent, and there is one rank
     large: bool  # it has one parameter that is larger than other chunks: [Note: large parameters] in planning.layout
     weight: Tensor
     master: Tensor | None
@@ -124,10 +138,12 @@ class Chunk:
     grad: Tensor | None
     offloaded: Mark  # the last copy of a gradient to ``host_grad`` is complete
     uploaded: Mark  # the last upload has read ``weight``
+    updated: Mark  # the last update by the device is done, if it is persistent
     members: list[Member] = field(default_factory=list)
     host_grad: Tensor | None = None  # host memory for gradients that are offloaded: ``grad`` if not persistent
     accumulator: Tensor | None = None  # the fp32 sum of gradients of several backwards, which its readers round
     accumulator_on_host: bool = False
+    sum_factor: float = 1.0  # that finishes a sum in ``accumulator``
     # What a speculative update writes: all states, or the weight only, as the plan has it. A commit exchanges them.
     speculative: AdamStates | Tensor | None = None
     version: int = 0  # counts changes of the weight
@@ -137,6 +153,21 @@ class Chunk:
 
     def __post_init__(self) -> None:
         self.current_weight = self.weight
+
+    @property
+    def shard_elements(self) -> int:
+        """The length of its states."""
+        return self.shard.stop - self.shard.start
+
+    @property
+    def gradient_factor(self) -> float:
+        """What an update multiplies the gradient by: a sum is not finished, and any other gradient is."""
+        return 1.0 if self.accumulator is None else self.sum_factor
+
+    @property
+    def used_elements(self) -> int:
+        """The elements of its states that belong to parameters."""
+        return sum(member.own.stop - member.own.start for member in self.members)
 
     @property
     def state(self) -> ChunkState:
@@ -232,7 +263,14 @@ class Chunk:
             if part.start >= part.stop:
                 continue
             own_gradient = gradient[part.start - first : part.stop - first]
-            adam(*_part(states, part), own_gradient, scalars, scale=scale, threads=threads)
+            adam(
+                *_part(states, part),
+                own_gradient,
+                scalars,
+                gradient_factor=self.gradient_factor,
+                scale=scale,
+                threads=threads,
+            )
         self.version += 1
 
     def step_streamed(
@@ -248,19 +286,20 @@ class Chunk:
         """
         for part, scalars in pieces:
             states = _part(self.states, part)
-            streamed_adam(*states, gradient[part], scalars, staging, scale=scale)
+            streamed_adam(*states, gradient[part], scalars, staging, gradient_factor=self.gradient_factor, scale=scale)
         self.version += 1
 
     def step_speculatively(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
         """AdamW from the states into ``speculative``. ``pieces`` must cover the chunk, as a commit takes all of it."""
         assert self.speculative is not None
+        how: dict[str, Any] = {"gradient_factor": self.gradient_factor, "scale": scale, "threads": threads}
         for part, scalars in pieces:
             old = _part(self.states, part)
             if isinstance(self.speculative, Tensor):
-                adam_weight(old, self.speculative[part], gradient[part], scalars, scale=scale, threads=threads)
+                adam_weight(old, self.speculative[part], gradient[part], scalars, **how)
             else:
                 new = _part(self.speculative, part)
-                adam_out_of_place(old, new, gradient[part], scalars, scale=scale, threads=threads)
+                adam_out_of_place(old, new, gradient[part], scalars, **how)
 
     def commit(self) -> None:
         """Take over what :meth:`step_speculatively` wrote. If that is the weight only, :meth:`catch_up` comes later."""

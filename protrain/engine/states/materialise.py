@@ -47,7 +47,8 @@ def fill(
     remaining = members if weights is None else _load(members, model, Path(weights), write_and_free)
     for member in remaining:
         parameter = member.parameter
-        write_and_free(member, values_of(parameter, device) if is_empty(parameter) else parameter.data)
+        value = values_of(parameter, device) if is_empty(parameter) else _of_first(member, parameter.data)
+        write_and_free(member, value)
 
 
 def _load(
@@ -73,6 +74,16 @@ def _load(
                 else:
                     others[name].copy_(values[name])
     return list(by_name.values())
+
+
+def _of_first(member: Member, value: Tensor) -> Tensor:
+    """The ``value`` that the first rank has, as models of several processes may be built with several seeds."""
+    ranks = member.chunk.ranks
+    if not ranks.several:
+        return value
+    copy = value.detach().to("cpu", copy=True).contiguous()
+    ranks.broadcast(copy)
+    return copy
 
 
 def _write(member: Member, value: Tensor) -> None:

@@ -105,8 +105,8 @@ class Streaming:
             update.job.run(self.worker.named(update.streamed, f"update {update.chunk.index}"))
 
     def _waiting(self, update: ChunkUpdate) -> Waiting:
-        device_ms = inf if update.can_commit() else self.streamer.rate.milliseconds(update.chunk.elements)
+        device_ms = inf if update.can_commit() else self.streamer.rate.milliseconds(update.chunk.shard_elements)
         return Waiting(self._host_ms(update), device_ms, self._needed_ms[update.chunk.index])
 
     def _host_ms(self, update: ChunkUpdate) -> float:
-        return 0.0 if update.can_commit() else self.host_rate.milliseconds(update.chunk.elements)
+        return 0.0 if update.can_commit() else self.host_rate.milliseconds(update.chunk.shard_elements)

@@ -108,6 +108,7 @@ class Updates:
         self.streaming = streaming
         self.worker = worker
         self._streams = streams = memory.streams
+        self._ranks = memory.ranks
         self._chunks = chunks
         self._groups = groups
         self._gradients = gradients
@@ -177,7 +178,7 @@ class Updates:
             pieces = self._pieces(chunk)
         except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
             return
-        if sum(part.stop - part.start for part, _ in pieces) != chunk.elements:
+        if sum(part.stop - part.start for part, _ in pieces) != chunk.used_elements:
             return  # a commit would take over elements that were not written
         speculation = self._speculations[chunk.index] = _Speculation(pieces, factor)
         gradient = self._gradients.host_gradient(chunk)
@@ -257,7 +258,7 @@ class Updates:
     def _begin(self, chunk: Chunk) -> list[Piece]:
         """The pieces to update. Counts a step for each parameter in them."""
         pieces = self._pieces(chunk)
-        for member in chunk.members if pieces else ():
+        for member in chunk.members:
             if self._gradients.present[member.index]:
                 self.steps[member.index] += 1
         return pieces
@@ -265,6 +266,8 @@ class Updates:
     def _update(self, chunk: Chunk, scale: Scale | None, assumed: float | None) -> ChunkUpdate | None:
         """Update ``chunk`` on the device now, or return the update to queue. None: nothing is left to do."""
         pieces = self._begin(chunk)
+        if self._ranks.several and self.has_gradients(chunk):
+            self._buffers.invalidate(chunk)  # another rank's shard changes, even if this one's has no parameter
         if not pieces:
             return None
         if chunk.persistent:
@@ -322,6 +325,7 @@ class Updates:
         factor = None if scale is None else scale.on_device
         for first, gradient in self._gradients.device_gradient(chunk):
             chunk.step(pieces, gradient, factor, threads=self.worker.threads, first=first)
+        self._streams.compute_reached(chunk.updated)
 
     def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> ChunkUpdate:
         """The update of a chunk in host memory without regard to speculation."""
@@ -393,14 +397,14 @@ class Updates:
         """Runs of neighbouring parameters that have a gradient and share hyperparameters and the number of steps."""
         runs: list[tuple[int, int, int, int]] = []
         for member in chunk.members:
-            if member.group < 0 or not self._gradients.present[member.index]:
+            start, stop = member.own.start, member.own.stop
+            if member.group < 0 or start == stop or not self._gradients.present[member.index]:
                 continue
-            stop = member.offset + -(-member.numel // 128) * 128
             key = (member.group, self.steps[member.index] + 1)
-            if runs and runs[-1][1] == member.offset and runs[-1][2:] == key:
+            if runs and runs[-1][1] == start and runs[-1][2:] == key:
                 runs[-1] = (runs[-1][0], stop, *key)
             else:
-                runs.append((member.offset, stop, *key))
+                runs.append((start, stop, *key))
         return [(slice(start, stop), self._groups.scalars(group, step)) for start, stop, group, step in runs]
 
 

@@ -35,13 +35,13 @@ class Bindings:
         self.full: set[int] = set()  # parameters that full_parameters has on the CPU now
         self.in_state_dict: dict[int, Member] = {}  # parameters that a state_dict() or load_state_dict() uses now
         self._members = members
-        self._resident = [member for member in members if member.chunk.persistent]
+        self._resident = [member for member in members if member.chunk.resident]
         for member in self._resident:
             member.address = member.view(member.chunk.weight).data_ptr()
         self._buffers = buffers
         self.placeholder = placeholder
         self._idle = [  # by parameter: its data while no unit uses it
-            member.view(member.chunk.weight) if member.chunk.persistent else placeholder.expand(member.shape)
+            member.view(member.chunk.weight) if member.chunk.resident else placeholder.expand(member.shape)
             for member in members
         ]
         self._edited: set[int] = set()  # chunks whose buffers have edited values, which must not be used again
@@ -84,11 +84,11 @@ class Bindings:
         error = None
         for member in members:
             chunk = member.chunk
-            how = undo_edit(member, member.view(chunk.weight if chunk.persistent else self._buffers.content(chunk)))
+            how = undo_edit(member, member.view(chunk.weight if chunk.resident else self._buffers.content(chunk)))
             if how is None:
                 continue
             error = error or edit_error(member.name, how)
-            if not chunk.persistent:
+            if not chunk.resident:
                 self._edited.add(chunk.index)
             elif how == "changed in place":
                 keep_edit(member)

@@ -1,7 +1,8 @@
 """Chunk buffers: the device memory in which units find the weights of their chunks.
 
-Every persistent chunk has a buffer of its own, which is its weight, and which it never gives up. All other chunks lie
-in host memory and pass through a pool of ``plan.n_buffer`` buffers for usual chunks, and others for large chunks.
+A resident chunk has a buffer of its own, which is its weight, and which it never gives up. All other chunks pass
+through a pool of ``plan.n_buffer`` buffers for usual chunks, and others for large chunks. With one rank the persistent
+chunks are resident. With several ranks no chunk is, as a rank has one shard of each.
 
 [Note: residency] The content of a buffer in the pool goes through these states and no others:
 
@@ -11,11 +12,12 @@ in host memory and pass through a pool of ``plan.n_buffer`` buffers for usual ch
     WHOLE -> EMPTY        the content is evicted or out of date; no unit uses it
     ASSIGNED/UPLOADED -> EMPTY  the content is given up before use; the next upload follows on the same stream
 
-The buffer of a persistent chunk is RESIDENT. No transition leads to that state or out of it.
+The buffer of a resident chunk is RESIDENT. No transition leads to that state or out of it.
 
 Only the main thread assigns and evicts, in the order of the schedule, whatever the timing: other threads do no more
-than fill a buffer that is assigned already. Between UPLOADED and WHOLE is the place for what all ranks must do in one
-order, the gather of a chunk's shards. On one GPU the upload is the whole weight, and compute waits for it.
+than fill a buffer that is assigned already. With several ranks an upload is the rank's own shard. Between UPLOADED and
+WHOLE the main thread issues the gather of all shards, which all ranks must do in one order. It does so one visit of the
+schedule ahead of the use (:meth:`BufferPool.make_whole`). On one GPU the upload is the whole weight.
 
 [Note: interrupts] Ctrl-C may come between any two lines. The buffer itself therefore says which chunk it holds, and an
 entry in the pool's table counts only if the buffer agrees. A buffer is ASSIGNED until its upload was issued. Whoever
@@ -77,6 +79,7 @@ class Buffer:
         self.awaited: Job | None = None  # the update that must be done before the assigned chunk is uploaded
         self.users = 0  # units that use the content now
         self.uploaded: Mark = streams.mark()  # the upload is done
+        self.gathered: Mark = streams.mark()  # the gather is done
         self.free: Mark = streams.mark()  # the last kernel that reads the content is done
         self.view_counter = ViewCounter(memory)
         self._state = Residency.EMPTY if resident is None else Residency.RESIDENT
@@ -102,7 +105,7 @@ class BufferPool:
 
     Args:
         memory: where buffers are allocated.
-        resident: the persistent chunks, whose weights are buffers of their own.
+        resident: chunks whose weights are buffers of their own.
         n_buffers: the number of buffers for other usual chunks, and for large ones.
         buffer_elements: the size of a buffer for usual chunks, and for large ones.
     """
@@ -117,6 +120,7 @@ class BufferPool:
     ) -> None:
         self.streams = streams = memory.streams
         self.poison = memory.poison
+        self._ranks = memory.ranks
         start = float("nan") if memory.poison else 0.0
 
         def allocated(elements: int) -> Tensor:
@@ -152,12 +156,10 @@ class BufferPool:
                     "step that was profiled: pass an example_batch with which the model runs as it will be trained"
                 )
             self._assign(buffer, chunk)
-        if buffer.state is Residency.ASSIGNED:
-            chunk.wait_for_update()
-            self._issue(buffer, buffer.awaited)
-        if buffer.state is Residency.UPLOADED:
-            self._make_whole(buffer)
+        self._make_whole(buffer, chunk)
         if not buffer.users:
+            if self._ranks.several:
+                self.streams.compute_waits(buffer.gathered)
             buffer.view_counter.begin_use()
         buffer.users += 1
         return buffer.memory
@@ -229,6 +231,13 @@ class BufferPool:
                 return
             self._assign(buffer, chunk)
 
+    def make_whole(self, chunks: Iterable[Chunk]) -> None:
+        """Gather the weights of ``chunks`` ahead of their use, as far as they have buffers."""
+        for chunk in chunks:
+            buffer = self._buffer_of(chunk.index)
+            if buffer is not None:
+                self._make_whole(buffer, chunk)
+
     def invalidate(self, chunk: Chunk) -> None:
         """Evict ``chunk``, whose weight is about to change, unless its buffer is the weight itself."""
         buffer = self._buffer_of(chunk.index)
@@ -272,6 +281,8 @@ class BufferPool:
             if buffer.state is Residency.UPLOADED:
                 # Nobody has waited for the upload, and what comes next on the compute stream must not overtake it.
                 self.streams.compute_waits(buffer.uploaded)
+            if self._ranks.several and buffer.state is Residency.WHOLE:
+                self.streams.compute_waits(buffer.gathered)  # likewise
             buffer.state = Residency.EMPTY
             buffer.awaited = None
             if self.poison:
@@ -301,15 +312,25 @@ class BufferPool:
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
         self.fetches += 1
         self._last = buffer.uploaded
-        self.streams.upload(
-            buffer.memory[: chunk.elements], chunk.current_weight, after=buffer.free, done=buffer.uploaded
-        )
+        if chunk.persistent:
+            self.streams.upload_waits(chunk.updated)
+        if self._ranks.several:
+            self.streams.upload_waits(buffer.gathered)  # which may have had no reader
+        self.streams.upload(buffer.memory[chunk.shard], chunk.current_weight, after=buffer.free, done=buffer.uploaded)
         self.streams.upload_reached(chunk.uploaded)
 
-    def _make_whole(self, buffer: Buffer) -> None:
-        """Let compute use what was uploaded. The main thread alone calls this."""
-        self.streams.compute_waits(buffer.uploaded)
-        buffer.state = Residency.WHOLE
+    def _make_whole(self, buffer: Buffer, chunk: Chunk) -> None:
+        """Make the whole weight of ``chunk`` in its ``buffer``, unless it is there. The main thread calls this."""
+        if buffer.state is Residency.ASSIGNED:
+            chunk.wait_for_update()
+            self._issue(buffer, buffer.awaited)
+        if buffer.state is Residency.UPLOADED:
+            if self._ranks.several:
+                with self.streams.gathering(after=buffer.uploaded, done=buffer.gathered):
+                    self._ranks.gather(buffer.memory[: chunk.elements])
+            else:
+                self.streams.compute_waits(buffer.uploaded)
+            buffer.state = Residency.WHOLE
 
     def _last_use_ends(self, buffer: Buffer) -> None:
         if not buffer.resident:  # nothing is ever uploaded over a resident weight

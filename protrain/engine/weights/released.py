@@ -149,6 +149,11 @@ def weight_of(handle: Handle) -> Tensor:
     chunk = member.chunk
     if engine.buffers.in_use(chunk):
         return member.view(engine.buffers.content(chunk)).clone()
+    if chunk.ranks.several:
+        raise MisuseError(
+            f"{handle.name} is read outside of its forward, and each rank has a part of it: read it inside `with "
+            "protrain.full_parameters(...)`, which all ranks enter"
+        )
     chunk.wait_for_update()
     return member.view(chunk.current_weight).to(engine.device, copy=True)
 

@@ -58,6 +58,7 @@ class GradientRegions:
         self._own, self._large = list(accumulate(own, initial=0)), list(accumulate(large, initial=0))
         self._adds = profile.accumulation > 1
         self._shared = update_in_backward or self._adds
+        self._folds = self._adds and layout.world_size > 1  # the device adds to accumulators wherever these are
         if self._shared:
             gradients, of_visit = gradients_by_visit(profile, hardware, layout)
             self._yielded = [[(index, gradients[index][0]) for index in visit] for visit in of_visit]
@@ -90,7 +91,7 @@ class GradientRegions:
         With accumulators it is the fewest, as adding a gradient takes less time than the next takes to arrive.
         """
         region_bytes = self._region_bytes[n_persist][1]
-        if not self._shared or not region_bytes:
+        if not self._shared or not region_bytes or self._folds:
             return 0
         if self._adds:
             free_bytes = 0
@@ -101,6 +102,8 @@ class GradientRegions:
 
     def host_bytes(self, n_persist: int, n_regions: int) -> int:
         """Bytes of the gradients of chunks in host memory."""
+        if self._folds:
+            return 0
         if n_regions:
             return n_regions * self._region_bytes[n_persist][1] + self._large_on_host(n_persist)
         return self.own_bytes(n_persist)[1]

@@ -110,6 +110,10 @@ class MemoryModel:
         self._buffer_bytes = [usual * element for usual, _ in sizes]
         self._large_bytes = [n * large * element for (_, n), (_, large) in zip(self._held, sizes, strict=True)]
         self._staging_bytes = [layout.staging_elements(n_persist) * element for n_persist in placements]
+        if self.accumulates and layout.world_size > 1:
+            self._staging_bytes = [
+                size + layout.sum_bytes(n_persist, element) for n_persist, size in enumerate(self._staging_bytes)
+            ]
         self._streaming_bytes = staging_bytes(layout.usual_shard_elements) if self.stream else 0
         self._library_bytes = _NCCL_BYTES if layout.world_size > 1 and hardware.device_type == "cuda" else 0
         self._persistent = [0]  # by n_persist: bytes of all states of the persistent chunks

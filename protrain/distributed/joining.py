@@ -1,0 +1,52 @@
+"""How a process finds the others: the group it is given, the default group, or the one that a launcher announces."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from protrain.common.errors import MisuseError
+from protrain.distributed.processes import announced_processes
+from protrain.distributed.ranks import Ranks
+
+
+def join(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
+    """The ranks that train together.
+
+    They are those of ``group``, or of the default group. If there is neither and a launcher such as torchrun announces
+    several processes, a default group is started with them.
+    """
+    if group is None and announced_processes() > 1:
+        if not dist.is_initialized():
+            if "MASTER_ADDR" not in os.environ:
+                raise ValueError(
+                    f"WORLD_SIZE announces {announced_processes()} processes and MASTER_ADDR is missing, without which "
+                    "they cannot find each other: start them with torchrun, or call torch.distributed."
+                    "init_process_group before protrain.wrap"
+                )
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        group = dist.group.WORLD
+    if group is not None and dist.get_world_size(group) == 1:
+        group = None
+    return Ranks(group, device)
+
+
+def refuse_others(ranks: Ranks, processes: int) -> None:
+    """MisuseError if other processes have come, or another wrapper trains with them, since the model was wrapped.
+
+    ``processes`` is how many there were then.
+    """
+    now = announced_processes()
+    if now != processes:
+        raise MisuseError(
+            f"the model was wrapped as one of {processes} processes, and now there are {now}, which it knows nothing "
+            "of: start the process group before protrain.wrap, which then trains with all of them"
+        )
+    if ranks.several and DistributedDataParallel._get_active_ddp_module() is not None:
+        raise MisuseError(
+            "the wrapped model runs inside DistributedDataParallel, which would wait for gradients that it never gets: "
+            "call the model itself, as protrain.wrap reduces gradients over all ranks"
+        )

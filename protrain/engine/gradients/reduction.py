@@ -1,0 +1,283 @@
+"""Gradients of several ranks: from each rank's backward to the shards that the ranks own (design: ZeRO-3).
+
+When backward leaves a visit of a unit, the ranges of chunks whose gradients are complete by then are reduced:
+
+    flatten      this rank's gradients of the range go into a buffer to send; a parameter without one sends -0.0
+    exchange     every rank receives, from all ranks, what belongs to its own shard (an all_to_all)
+    fold         the pieces are added in rank order in fp32, multiplied by the factor of a mean, and rounded once
+    offload      the shard's gradient of a chunk in host memory goes there
+
+In a step of several backwards the fold adds to the fp32 sum of the earlier ones. A sum in host memory is uploaded for
+that and offloaded again.
+
+An addition of -0.0 changes no value, so a rank without a gradient is left out of the sum. The exchange and the fold run
+on the stream of reductions, under the backward of the next unit.
+
+[Note: one order] All ranks must issue the same collectives in the same order. So which ranges are reduced after which
+visit follows from the order of calls in the profile alone, and a rank that skips a unit reduces nothing in its place
+but takes part. A parameter is reduced after the last visit, in the order of backward, of all units that use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from protrain.common.errors import MisuseError
+from protrain.engine.gradients.norm import SquareSums
+from protrain.engine.states.arena import EngineMemory
+from protrain.engine.states.chunks import Chunk, Member
+from protrain.engine.units import Unit
+from protrain.planning.layout import STAGING_BUFFERS
+from protrain_kernels import Slice, flatten, fold, padded
+
+ABSENT = -0.0  # what a rank without a gradient adds
+
+
+@dataclass(frozen=True, eq=False)
+class _Range:
+    """Neighbouring parameters of a chunk whose gradients are complete after the same visit."""
+
+    chunk: Chunk
+    start: int  # elements of the whole chunk
+    stop: int
+    members: tuple[Member, ...]
+    counts: tuple[int, ...]  # the elements of it in the shard of each rank
+    own: slice  # the elements of it in this rank's shard, in the chunk's states
+    slices: tuple[Slice, ...]  # the parameters in ``own``
+
+
+class Reduction:
+    """Reduces the gradients of every backward.
+
+    Args:
+        memory: where buffers are allocated.
+        units: all units.
+        calls: the units in the order in which forward calls them.
+        squares: takes the sums of squares.
+        sent_elements: the size of a buffer to send from, for usual chunks and for large ones.
+        offloaded_elements: the size of a shard that is offloaded, likewise.
+        accumulates: whether steps have several backwards.
+    """
+
+    def __init__(
+        self,
+        memory: EngineMemory,
+        *,
+        units: Sequence[Unit],
+        calls: Sequence[int],
+        squares: SquareSums,
+        sent_elements: tuple[int, int],
+        offloaded_elements: tuple[int, int],
+        accumulates: bool,
+    ) -> None:
+        self._ranks = memory.ranks
+        self._streams = streams = memory.streams
+        self._poison = memory.poison
+        self._squares = squares
+        self._factor = memory.gradient_factor
+        self._ranges = self._plan(units, calls)
+        usual, large = sent_elements
+        sums = (usual // self._ranks.size, large // self._ranks.size) if accumulates else (0, 0)
+        shards = sums if accumulates else offloaded_elements  # of a sum's gradient its squares are needed
+        self._usual = [_Lane(memory, usual, shards[0], sums[0]) for _ in range(STAGING_BUFFERS)]
+        self._large = [_Lane(memory, large, shards[1], sums[1])]
+        self._received = {  # used on the stream of reductions alone, in order
+            kind: streams.record_streams(torch.zeros(elements, dtype=memory.dtype, device=memory.device))
+            for kind, elements in ((False, usual), (True, large))
+        }
+        self._filled = streams.mark()
+        self.folded = streams.mark()  # the last reduction is done
+        self._turn = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that stays allocated."""
+        lanes = [*self._usual, *self._large]
+        return sum(lane.sent.nbytes + lane.shard.nbytes + lane.sum.nbytes for lane in lanes) + sum(
+            received.nbytes for received in self._received.values()
+        )
+
+    def reduce(self, visit: int, gradients: dict[int, Tensor], *, again: bool) -> list[Chunk]:
+        """Reduce what is complete after ``visit`` of the schedule, and take it out of ``gradients``, by parameter.
+
+        With ``again`` it is added to what earlier backwards of the step have brought, where there are accumulators.
+
+        Returns:
+            The chunks of which something was reduced.
+        """
+        touched = list[Chunk]()
+        for part in self._ranges.get(visit, ()):
+            self._reduce(part, gradients, again=again)
+            touched.append(part.chunk)
+        return list(dict.fromkeys(touched))
+
+    def _reduce(self, part: _Range, gradients: dict[int, Tensor], *, again: bool) -> None:
+        streams, chunk = self._streams, part.chunk
+        lane, received = self._next(chunk)
+        streams.compute_waits(lane.sent_free)
+        sent = lane.sent[: part.stop - part.start]
+        present = [member for member in part.members if member.index in gradients]
+        if len(present) < len(part.members):
+            sent.fill_(ABSENT)
+        elif self._poison:
+            sent.fill_(float("nan"))
+        flatten(
+            [gradients.pop(member.index).contiguous() for member in present],
+            sent,
+            [member.offset - part.start for member in present],
+        )
+        streams.compute_reached(self._filled)
+        own = part.own.stop - part.own.start
+        received = received[: own * self._ranks.size]
+        with streams.reducing(after=self._filled, done=lane.sent_free):
+            self._ranks.exchange(received, sent, part.counts)
+        if not own:
+            return
+        target, total = self._targets(part, lane, again=again)
+        with streams.reducing(after=self._filled, done=self.folded):
+            if total is not None and not again:
+                total.fill_(ABSENT)
+            fold(
+                received.view(self._ranks.size, own),
+                part.slices,
+                gradient=target,
+                accumulator=total,
+                factor=self._factor,
+                partials=self._squares.partials,
+            )
+            self._squares.keep_cut_tiles(part.slices, target)
+        if not chunk.persistent:
+            host, device = (chunk.host_grad, target) if total is None else (chunk.accumulator, total)
+            assert host is not None
+            chunk.wait()  # an update may read it if no forward has come in between
+            streams.offload(host[part.own], device, after=self.folded, done=chunk.offloaded)
+            streams.offload_reached(lane.shard_free)
+
+    def _targets(self, part: _Range, lane: _Lane, *, again: bool) -> tuple[Tensor, Tensor | None]:
+        """Where a fold writes the gradient of ``part``, and the sum of several backwards that it adds to.
+
+        Where there is such a sum, nothing but the squares needs the gradient. A sum in host memory passes through the
+        lane.
+        """
+        streams, chunk, own = self._streams, part.chunk, part.own.stop - part.own.start
+        if chunk.persistent and chunk.accumulator is None:
+            assert chunk.grad is not None
+            return chunk.grad[part.own], None
+        streams.reduce_waits(lane.shard_free)
+        if chunk.persistent:
+            assert chunk.accumulator is not None
+            return lane.shard[:own], chunk.accumulator[part.own]
+        if chunk.accumulator is None:
+            return lane.shard[:own], None
+        total = lane.sum[:own]
+        if again:
+            streams.upload_waits(chunk.offloaded)
+            streams.upload(total, chunk.accumulator[part.own], after=lane.shard_free, done=lane.sum_there)
+            streams.reduce_waits(lane.sum_there)
+        return lane.shard[:own], total
+
+    def _next(self, chunk: Chunk) -> tuple[_Lane, Tensor]:
+        if chunk.large:
+            return self._large[0], self._received[True]
+        self._turn = (self._turn + 1) % STAGING_BUFFERS
+        return self._usual[self._turn], self._received[False]
+
+    def _plan(self, units: Sequence[Unit], calls: Sequence[int]) -> dict[int, list[_Range]]:
+        """The ranges that are reduced after each visit of the schedule. See [Note: one order]."""
+        visits = [*calls, *reversed(calls)]
+        last: dict[Member, int] = {}
+        for visit in range(len(calls), len(visits)):
+            for member in units[visits[visit]].members:
+                if member.group >= 0:
+                    last[member] = visit
+        found: dict[int, list[_Range]] = {}
+        for visit in sorted(set(last.values())):
+            members = sorted(
+                (member for member, at in last.items() if at == visit),
+                key=lambda member: (member.chunk.index, member.offset),
+            )
+            found[visit] = [self._range(run) for run in _runs(members)]
+        return found
+
+    def _range(self, members: Sequence[Member]) -> _Range:
+        chunk = members[0].chunk
+        start, stop = members[0].offset, _end(members[-1])
+        length = chunk.shard_elements
+        bounds = [(rank * length, (rank + 1) * length) for rank in range(self._ranks.size)]
+        counts = tuple(max(0, min(stop, high) - max(start, low)) for low, high in bounds)
+        first = max(start, chunk.shard.start) - chunk.shard.start
+        own = slice(first, first + counts[self._ranks.rank])
+        slices = []
+        for member in members:
+            begin = max(member.own.start, own.start)
+            if member.own.start == member.own.stop:
+                continue
+            inside = begin + chunk.shard.start - member.offset  # the element of the parameter
+            slices.append(
+                Slice(
+                    offset=begin - own.start,
+                    numel=min(member.numel - inside, member.own.stop - begin),
+                    first=inside,
+                    parameter_numel=member.numel,
+                    partial_offset=self._squares.offsets[member.index],
+                )
+            )
+        return _Range(chunk, start, stop, tuple(members), counts, own, tuple(slices))
+
+
+class _Lane:
+    """Buffers that one reduction uses while the one before is still under way."""
+
+    def __init__(self, memory: EngineMemory, elements: int, shard_elements: int, sum_elements: int) -> None:
+        streams = memory.streams
+
+        def allocated(count: int, dtype: torch.dtype) -> Tensor:
+            return streams.record_streams(torch.zeros(count, dtype=dtype, device=memory.device))
+
+        self.sent = allocated(elements, memory.dtype)
+        self.shard = allocated(shard_elements, memory.dtype)  # a gradient on its way to the host
+        self.sum = allocated(sum_elements, torch.float32)  # a sum on its way to or from the host
+        self.sum_there = streams.mark()  # the sum has arrived in ``sum``
+        self.sent_free = streams.mark()  # the exchange has read ``sent``
+        self.shard_free = streams.mark()  # the offload has read ``shard`` or ``sum``
+        streams.compute_reached(self.sent_free)
+        streams.compute_reached(self.shard_free)
+
+
+def refuse_late(late: Sequence[str]) -> None:
+    """MisuseError if a gradient came after the visit at which all ranks reduce it. ``late`` names one of each rank."""
+    name = next((name for name in late if name), None)
+    if name is not None:
+        raise MisuseError(
+            f"the gradient of {name} came when all ranks had reduced it, or in a unit that the profiled step did not "
+            "call: pass an example_batch to protrain.wrap with which the model runs as it will be trained"
+        )
+
+
+def refuse_out_of_step(agreed: Sequence[object]) -> None:
+    """MisuseError on every rank if what the ranks did differs."""
+    for rank, value in enumerate(agreed):
+        if value != agreed[0]:
+            raise MisuseError(
+                f"rank {rank} is out of step with rank 0: their forwards, backwards or hyperparameters differ "
+                f"({value!r}, not {agreed[0]!r}). All ranks must make the same calls in the same order"
+            )
+
+
+def _end(member: Member) -> int:
+    return member.offset + padded(member.numel)
+
+
+def _runs(members: Sequence[Member]) -> list[list[Member]]:
+    """``members``, sorted by chunk and offset, in runs of neighbours."""
+    runs: list[list[Member]] = []
+    for member in members:
+        if runs and runs[-1][-1].chunk is member.chunk and _end(runs[-1][-1]) == member.offset:
+            runs[-1].append(member)
+        else:
+            runs.append([member])
+    return runs

@@ -1,0 +1,107 @@
+"""The number of ranks never changes the result: W ranks have the bits of one process with W micro-batches a step."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.pool import on_ranks
+from tests.distributed.training import Outcome, Training, on_rank, plain
+from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, assert_same, seeded
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, WIDTH, SEQUENCE = 64, 32, 16
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": SEQUENCE,
+}
+SPECS = (
+    Spec("all", "all", (NONE,)),
+    Spec("all", "least", (CKPT,)),
+    Spec("some", "middle", (SWAP, CKPT, NONE), small=True),
+    Spec("none", "least", (CKPT_SWAP, NONE), speculate=True),
+    Spec("none", "middle", (NONE, CKPT), speculate=True, weights=True),
+    Spec("none", "least", (CKPT,), stream=True),
+)
+
+
+def config(family: str) -> Any:
+    """The configuration of a small model without dropout."""
+    if family == "gpt2":
+        sizes = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 4, "n_head": 4, "n_positions": SEQUENCE}
+        return transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    if family == "opt":
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "word_embed_proj_dim": WIDTH, "ffn_dim": 128}
+        return transformers.OPTConfig(
+            **sizes, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=SEQUENCE, dropout=0.0
+        )
+    if family == "mistral":
+        return transformers.MistralConfig(**LLAMA, sliding_window=SEQUENCE // 2)
+    return transformers.LlamaConfig(**LLAMA)
+
+
+def make(family: str) -> nn.Module:
+    with seeded():
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config(family))
+    return model
+
+
+def batches(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCABULARY, (count, 2, SEQUENCE), generator=generator)
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def check(size: int, training: Training, specs: tuple[Spec, ...] = SPECS) -> None:
+    """Losses, norms and states on ``size`` ranks, under all ``specs``, are those of the plain loop."""
+    expected = plain(training, size)
+    assert len({loss for losses in expected.losses for loss in losses}) > 1, "the plain loop does not train"
+    by_rank: list[list[Outcome]] = on_ranks(size, on_rank, size, training, specs, timeout_s=240)
+    for rank, outcomes in enumerate(by_rank):
+        for spec, outcome in zip(specs, outcomes, strict=True):
+            where = f"rank {rank} under {spec}"
+            assert outcome.losses == [losses[rank::size] for losses in expected.losses], where
+            assert outcome.norms == expected.norms, where
+            assert_same(outcome.states, expected.states, where=where)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "size", "reduction"),
+    [
+        ("gpt2", "bfloat16", 2, "mean"),
+        ("llama", "float32", 2, "mean"),
+        ("llama", "bfloat16", 3, "sum"),
+        ("opt", "float16", 2, "sum"),
+        ("mistral", "bfloat16", 4, "mean"),
+        ("gpt2", "float32", 3, "sum"),
+    ],
+)
+def test_families(family: str, dtype: str, size: int, reduction: str) -> None:
+    check(size, Training(functools.partial(make, family), batches, dtype=dtype, reduction=reduction))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "accumulate", "no_sync"),
+    [("bfloat16", 2, 3, True), ("float32", 3, 2, False), ("float16", 2, 2, True)],
+)
+def test_several_backwards(dtype: str, size: int, accumulate: int, no_sync: bool) -> None:
+    made = functools.partial(make, "llama")
+    how: dict[str, Any] = {"reduction": "mean" if size == 2 else "sum", "accumulate": accumulate, "no_sync": no_sync}
+    check(size, Training(made, batches, dtype=dtype, steps=4, **how))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("family", "dtype"), [("gpt2", "bfloat16"), ("llama", "float32"), ("opt", "float16")])
+def test_two_gpus(family: str, dtype: str) -> None:
+    check(2, Training(functools.partial(make, family), batches, dtype=dtype, device="cuda"))
