@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.streamer import Streamer, Streaming
 from protrain.engine.updates.updates import Updates
 from protrain.engine.updates.worker import HostWorker
+from protrain.engine.visits import Lockstep, Visits
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks
@@ -175,6 +177,8 @@ def build_engine(
         bindings=bindings,
         inside=step_during_backward,
     )
+    how: dict[str, Any] = {"units": units, "calls": profile.calls, "chunks": chunks, "buffers": buffers, "step": step}
+    visits = Lockstep(**how, within=[unit.within for unit in profile.units]) if ranks.several else Visits(**how)
     engine = Engine(
         model=model,
         profile=profile,
@@ -184,6 +188,7 @@ def build_engine(
         chunks=chunks,
         members=members,
         units=units,
+        visits=visits,
         buffers=buffers,
         bindings=bindings,
         gradients=gradients,

@@ -39,12 +39,12 @@ from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.step import Phase, Step
 from protrain.engine.units import Unit
+from protrain.engine.visits import Visits
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.escaping import copy_escaping_weights, refuse_leaked_views
 from protrain.engine.weights.parameter import refuse_foreign_gradients
 from protrain.planning.plan import BlockMode, Plan
-from protrain.planning.schedule import Schedule
 from protrain.profiler.model_profile import ModelProfile
 
 _FRAMES: dict[BlockMode, type[Frame]] = {
@@ -67,6 +67,7 @@ class Engine:
         chunks: all chunks.
         members: all managed parameters.
         units: all units.
+        visits: where a step is in the schedule.
         buffers: the chunk buffers.
         bindings: of parameters to their weights.
         gradients: collects gradients.
@@ -85,6 +86,7 @@ class Engine:
         chunks: list[Chunk],
         members: list[Member],
         units: list[Unit],
+        visits: Visits,
         buffers: BufferPool,
         bindings: Bindings,
         gradients: Gradients,
@@ -112,12 +114,7 @@ class Engine:
         self.steps = 0  # how often weights have changed, by optimizer steps and between them
         self.updated_inside = step.updated
         self.ranks = memory.ranks
-        self._phases = 0  # forwards and backwards so far, which must be the same on all ranks
-        fetched = [[chunk.index for chunk in unit.chunks if not chunk.resident] for unit in units]
-        self._training_order = Schedule([*profile.calls, *reversed(profile.calls)], fetched)
-        self._inference_order = Schedule(profile.calls, fetched)
-        self._order = self._training_order
-        self._backward_start = len(profile.calls)
+        self._visits = visits
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
         self._frames = [PackedSwapFrame if unit.packs else _FRAMES[unit.mode] for unit in units]
         self._current: Unit | None = None  # the unit whose backward runs
@@ -131,23 +128,16 @@ class Engine:
         """A forward of the whole model begins: fetch the chunks that it needs first."""
         self.streams.refuse_another()
         self._end_interrupted()
-        self._end_phase()
-        self._phases += 1
-        self._fetch_for_forward(self._training_order if torch.is_grad_enabled() else self._inference_order)
-
-    def _fetch_for_forward(self, order: Schedule) -> None:
-        self._order = order
-        order.restart()
-        self.buffers.prefetch(self.chunks, order)
+        self._visits.begin_forward(training=torch.is_grad_enabled())
 
     def run_unit(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the forward of ``unit`` with its parameters on the device."""
         unit.calls += 1
         self._begin_unit(unit)
         args, kwargs = copy_escaping_weights((args, kwargs), self.buffers, own=unit)
-        self.bindings.bind(unit, self._order)
+        self.bindings.bind(unit, self._visits.order)
         try:
-            self.buffers.prefetch(self.chunks, self._order)
+            self._visits.prefetch()
             if torch.is_grad_enabled():
                 output = self._frames[unit.index](self, unit).run(function, args, kwargs)
             else:
@@ -155,7 +145,7 @@ class Engine:
             output = copy_escaping_weights(output, self.buffers)
         finally:
             self.bindings.unbind(unit)
-        self._gather_ahead()
+        self._visits.leave_forward()
         if torch.is_grad_enabled():
             refuse_leaked_views(unit, self.buffers)
         return output
@@ -168,7 +158,7 @@ class Engine:
         Tensors that the hooks save are neither recomputed nor swapped, as hooks must run once.
         """
         self._begin_unit(unit)
-        self.bindings.bind(unit, self._order)
+        self.bindings.bind(unit, self._visits.order)
         try:
             frame = Frame(self, unit)
             with saved_tensors_hooks(frame.pack, frame.unpack) if torch.is_grad_enabled() else nullcontext():
@@ -185,7 +175,7 @@ class Engine:
         self.bindings.end_state_dict(list(self.bindings.in_state_dict))  # left by one that was interrupted
         if self._current is not None:
             self._leave_other_unit(unit)
-        self._go_to(unit)
+        self._visits.enter_forward(unit)
 
     def _leave_other_unit(self, unit: Unit) -> None:
         """``unit`` runs inside backward, in a checkpoint of the user's own. The unit before must free its buffers."""
@@ -197,69 +187,6 @@ class Engine:
             )
         if self._current is not None and self._current.index not in self.profile.units[unit.index].within:
             self._leave_unit()
-
-    # -- the same order on all ranks -----------------------------------------------------------------------------------
-
-    def _go_to(self, unit: Unit, *, start: int = 0) -> None:
-        """A visit of ``unit`` begins. With several ranks, the visits that this rank has skipped are made up for.
-
-        All ranks must issue the same collectives in the same order, and the order is that of the schedule. So a rank
-        that skips a unit gathers its weights with the others, and reduces nothing in its place.
-        """
-        order = self._order
-        if not self.ranks.several:
-            order.enter(unit.index, start=start)
-            return
-        skipped = order.skipped(unit.index, start=start)
-        if skipped is None:  # the unit runs more often than in the profiled step
-            if start or (order is self._training_order and order.position >= self._backward_start):
-                raise MisuseError(
-                    f"backward reaches {unit.label} once more than in the profiled step, which several ranks cannot do "
-                    "in one order: call backward() once for each forward, and leave checkpointing to ProTrain"
-                )
-            self._end_phase()
-            order.restart()
-            self._phases += 1
-            skipped = order.skipped(unit.index)
-            if skipped is None:
-                raise MisuseError(
-                    f"{unit.label} was not called in the profiled step, so the ranks have no order for it: pass an "
-                    "example_batch to protrain.wrap with which every unit is called"
-                )
-        for visit in skipped:
-            self._make_up(visit)
-        order.enter(unit.index, start=start)
-
-    def _make_up(self, visit: int) -> None:
-        """Take part in what the other ranks do together in a visit that this rank skips."""
-        order = self._order
-        order.position = visit
-        unit = self.units[order.visits[visit]]
-        self.buffers.acquire_all(unit.chunks, order)
-        self.buffers.prefetch(self.chunks, order)
-        if visit >= self._backward_start:
-            self._gather_ahead()
-        for chunk in unit.chunks:
-            self.buffers.release(chunk)
-        if visit >= self._backward_start:
-            self._reduce()
-        else:
-            self._gather_ahead()
-
-    def _end_phase(self) -> None:
-        """Make up for the visits that are left of a forward, or of a backward."""
-        if not self.ranks.several or self._order.position < 0:
-            return
-        in_forward = self._order.position < self._backward_start
-        last = self._backward_start if in_forward else len(self._order.visits)
-        for visit in range(self._order.position + 1, last):
-            self._make_up(visit)
-
-    def _gather_ahead(self) -> None:
-        """With several ranks, gather the weights of the next visit."""
-        if self.ranks.several and self._order.position + 1 < len(self._order.visits):
-            unit = self.units[self._order.visits[self._order.position + 1]]
-            self.buffers.make_whole(unit.chunks)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -274,7 +201,7 @@ class Engine:
                     "backward() after a backward that raised an error, which other ranks have not seen: end all "
                     "processes and resume from a checkpoint"
                 )
-            self._reduce()  # later gradients are added to those that had arrived, as autograd adds to .grad
+            self._visits.leave_backward()  # later gradients are added to those, as autograd adds to .grad
         self.step.abandon_backward()
         self.bindings.refuse_inside_full_parameters("backward()")
         self.bindings.end_state_dict(list(self.bindings.in_state_dict))
@@ -282,12 +209,7 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._backward = weakref.ref(end)
         del end  # now autograd has the only reference, and drops it when backward ends or raises
-        self._order = self._training_order
-        if self.ranks.several:
-            if self._order.position < self._backward_start:
-                self._end_phase()
-            self._order.position = self._backward_start - 1
-            self._phases += 1
+        self._visits.begin_backward()
         self.swaps.begin_backward()
         self.gradients.delivered.clear()
 
@@ -308,11 +230,10 @@ class Engine:
             self._current_frame = weakref.ref(frame)
             return
         self._leave_unit()
-        self._go_to(unit, start=self._backward_start)
-        self.bindings.bind(unit, self._order)
+        self._visits.enter_backward(unit)
+        self.bindings.bind(unit, self._visits.order)
         self._current, self._current_frame = unit, weakref.ref(frame)
-        self.buffers.prefetch(self.chunks, self._order)
-        self._gather_ahead()
+        self._visits.prefetch_in_backward(unit)
         earlier = self._earlier_unit.get(unit.index)
         if earlier is not None:
             self.swaps.fetch_ahead(self.units[earlier])
@@ -330,20 +251,13 @@ class Engine:
 
     def _leave_unit(self) -> None:
         self._unbind_current()
-        self._reduce()
-
-    def _reduce(self) -> None:
-        """Bring the gradients that have arrived into chunks, together with the other ranks."""
-        arrived = self.gradients.flush(self._order.position)
-        if arrived:
-            self.step.gradients_arrived(arrived)
+        self._visits.leave_backward()
 
     def _end_backward(self) -> None:
         with self.streams.computing():  # autograd calls this on the stream that was current in backward()
             self._leave_unit()
-            if self.ranks.several:
-                self._end_phase()
-                self.gradients.combine((self._phases, self.step.hyperparameters()))
+            self._visits.end_backward()
+            self.gradients.combine((self._visits.made, self.step.hyperparameters()))
             self._backward = None
             if self.step.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
                 self.step.end_backward()
@@ -364,6 +278,7 @@ class Engine:
         self.abandon_backward()
         if self._backward is None and self.buffers.any_in_use() and not self._runs_a_unit():
             self.bindings.release_all()
+            self._visits.abandon()
 
     def _runs_a_unit(self) -> bool:
         """Whether this is called from the forward of a unit, as by a hook that saves the model.
@@ -463,7 +378,7 @@ class Engine:
 
     def _end_step(self) -> None:
         self.steps += 1
-        self._fetch_for_forward(self._training_order)
+        self._visits.begin_forward(training=True)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 

@@ -144,8 +144,14 @@ class Step:
         except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
             return None
 
-    def gradients_arrived(self, chunks: Sequence[Chunk]) -> None:
-        """Backward has left a unit, whose gradients are in ``chunks`` now: begin updates that need not wait."""
+    def take_gradients(self, visit: int) -> None:
+        """Backward leaves ``visit`` of the schedule: bring its gradients into chunks, and begin what can begin now."""
+        arrived = self._gradients.flush(visit)
+        if arrived:
+            self._begin_updates(arrived)
+
+    def _begin_updates(self, chunks: Sequence[Chunk]) -> None:
+        """Gradients are in ``chunks`` now: begin updates that need not wait."""
         self.clipping.forget_norms()
         if self._gradients.no_sync:
             return

@@ -1,0 +1,247 @@
+"""Where a step is in the schedule, and what several ranks do together at each visit.
+
+A visit is one call of a unit in forward, or the backward of that call. At each visit chunks are fetched ahead, by the
+schedule. One rank goes to the visits that it really makes. Several ranks go through all visits of the schedule, one
+after the other: see [Note: one order].
+
+[Note: one order] All ranks must issue the same gathers and reductions in the same order, whatever units each of them
+runs and however long that takes. So the order is that of the schedule, which all ranks know. A rank that skips visits
+makes up for them before its next one: it gathers the weights with the others, and reduces gradients that it does not
+have. It also assigns and evicts buffers as if it had run the unit, so that all ranks have the same chunks in buffers.
+If a unit runs more often in forward than in the profiled step, all ranks go through the forward once more.
+
+The chunks of a unit that encloses others stay in their buffers while the others are visited, in backward from its begin
+to its end, as autograd goes to and fro between the enclosing unit and those inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from protrain.common.errors import MisuseError
+from protrain.engine.states.chunks import Chunk
+from protrain.engine.step import Step
+from protrain.engine.units import Unit
+from protrain.engine.weights.buffers import BufferPool
+from protrain.planning.schedule import Schedule
+
+
+class Visits:
+    """The visits of one rank.
+
+    Args:
+        units: all units.
+        calls: the units in the order in which the profiled forward called them.
+        chunks: all chunks.
+        buffers: into which chunks are fetched ahead.
+        step: gets the gradients of every visit of backward.
+    """
+
+    def __init__(
+        self, *, units: Sequence[Unit], calls: Sequence[int], chunks: list[Chunk], buffers: BufferPool, step: Step
+    ) -> None:
+        fetched = [[chunk.index for chunk in unit.chunks if not chunk.resident] for unit in units]
+        self._training = Schedule([*calls, *reversed(calls)], fetched)
+        self._inference = Schedule(calls, fetched)
+        self._units = units
+        self._chunks = chunks
+        self._buffers = buffers
+        self._step = step
+        self.order = self._training  # the schedule that is followed now
+        self.backward_start = len(calls)  # the first visit of backward
+
+    @property
+    def made(self) -> int:
+        """A number that is the same on all ranks if they have made the same calls."""
+        return 0
+
+    def begin_forward(self, *, training: bool) -> None:
+        """A forward of the model begins, or is to come next: fetch the chunks that it needs first."""
+        self.order = self._training if training else self._inference
+        self.order.restart()
+        self.prefetch()
+
+    def enter_forward(self, unit: Unit) -> None:
+        """The forward of ``unit`` begins."""
+        self.order.enter(unit.index)
+
+    def prefetch(self) -> None:
+        """Fetch the chunks of later visits, as far as buffers are free."""
+        self._buffers.prefetch(self._chunks, self.order)
+
+    def leave_forward(self) -> None:
+        """The forward of a unit is over."""
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        self.order = self._training
+
+    def enter_backward(self, unit: Unit) -> None:
+        """The backward of ``unit`` begins."""
+        self.order.enter(unit.index, start=self.backward_start)
+
+    def prefetch_in_backward(self, unit: Unit) -> None:
+        """:meth:`prefetch` in the backward of ``unit``."""
+        self.prefetch()
+
+    def leave_backward(self) -> None:
+        """Backward has left a unit: bring the gradients that have arrived into chunks."""
+        self._step.take_gradients(self.order.position)
+
+    def end_backward(self) -> None:
+        """The backward is over."""
+
+    def abandon(self) -> None:
+        """After an interrupt no unit uses any chunk."""
+
+
+class Lockstep(Visits):
+    """The visits of one of several ranks. See [Note: one order].
+
+    Args:
+        within: by unit, the units that enclose it.
+    """
+
+    def __init__(
+        self,
+        *,
+        units: Sequence[Unit],
+        calls: Sequence[int],
+        chunks: list[Chunk],
+        buffers: BufferPool,
+        step: Step,
+        within: Sequence[Sequence[int]],
+    ) -> None:
+        super().__init__(units=units, calls=calls, chunks=chunks, buffers=buffers, step=step)
+        self._within = within
+        self._enclosing = sorted({outer for inner in calls for outer in within[inner]})
+        self._held: list[Unit] = []  # enclosing units whose chunks stay in their buffers
+        self._reduced = -1  # the last visit whose gradients are reduced
+        self._phases = 0
+
+    @property
+    @override
+    def made(self) -> int:
+        return self._phases
+
+    @override
+    def begin_forward(self, *, training: bool) -> None:
+        self._end_phase()
+        self._phases += 1
+        super().begin_forward(training=training)
+
+    @override
+    def enter_forward(self, unit: Unit) -> None:
+        skipped = self.order.skipped(unit.index)
+        if skipped is None:
+            self._end_phase()
+            self.order.restart()
+            self._phases += 1
+            skipped = self.order.skipped(unit.index)
+        if skipped is None:
+            raise MisuseError(
+                f"{unit.label} was not called in the profiled step, so the ranks have no order for it: pass an "
+                "example_batch to protrain.wrap with which every unit is called"
+            )
+        for visit in skipped:
+            self._make_up(visit)
+        self._let_go(unit)
+        self.order.enter(unit.index)
+
+    @override
+    def leave_forward(self) -> None:
+        self._gather_ahead()
+
+    @override
+    def begin_backward(self) -> None:
+        super().begin_backward()
+        if self.order.position < self.backward_start:
+            self._end_phase()
+        self.order.position = self._reduced = self.backward_start - 1
+        self._phases += 1
+        for outer in self._enclosing:
+            self._hold(self._units[outer])
+
+    @override
+    def enter_backward(self, unit: Unit) -> None:
+        if unit.index in self._enclosing:
+            return  # its chunks are there, and its gradients are reduced after those of the units inside
+        skipped = self.order.skipped(unit.index, start=self.backward_start)
+        if skipped is None:
+            raise MisuseError(
+                f"backward reaches {unit.label} once more than in the profiled step, for which several ranks have no "
+                "order: call backward() once for each forward, and leave checkpointing to ProTrain"
+            )
+        for visit in skipped:
+            self._make_up(visit)
+        super().enter_backward(unit)
+
+    @override
+    def prefetch_in_backward(self, unit: Unit) -> None:
+        if unit.index not in self._enclosing:
+            self.prefetch()
+            self._gather_ahead()
+
+    @override
+    def leave_backward(self) -> None:
+        if self.order.position > self._reduced:
+            super().leave_backward()
+            self._reduced = self.order.position
+
+    @override
+    def end_backward(self) -> None:
+        self._end_phase()
+
+    @override
+    def abandon(self) -> None:
+        self._held.clear()
+
+    def _make_up(self, visit: int) -> None:
+        """Do what the other ranks do together in a visit that this rank skips."""
+        self.order.position = visit
+        unit = self._units[self.order.visits[visit]]
+        self._let_go(unit)
+        self._buffers.acquire_all(unit.chunks, self.order)
+        self.prefetch()
+        if visit >= self.backward_start:
+            self._gather_ahead()
+            self._release(unit)
+            self.leave_backward()
+        elif unit.index in self._enclosing:
+            self._held.append(unit)
+        else:
+            self._release(unit)
+            self.leave_forward()
+
+    def _end_phase(self) -> None:
+        """Make up for the visits that are left of a forward, or of a backward."""
+        position = self.order.position
+        if position >= 0:
+            last = self.backward_start if position < self.backward_start else len(self.order.visits)
+            for visit in range(position + 1, last):
+                self._make_up(visit)
+        while self._held:
+            self._release(self._held.pop())
+
+    def _gather_ahead(self) -> None:
+        """Gather the weights of the next visit."""
+        if self.order.position + 1 < len(self.order.visits):
+            self._buffers.make_whole(self._units[self.order.visits[self.order.position + 1]].chunks)
+
+    def _hold(self, unit: Unit) -> None:
+        self._buffers.acquire_all(unit.chunks, self.order)
+        self._held.append(unit)
+
+    def _let_go(self, unit: Unit) -> None:
+        """Forward goes to ``unit``, so it has left the units that do not enclose that. Backward keeps all."""
+        if self.order.position >= self.backward_start:
+            return
+        for outer in [held for held in self._held if held.index not in self._within[unit.index]]:
+            self._held.remove(outer)
+            self._release(outer)
+
+    def _release(self, unit: Unit) -> None:
+        for chunk in unit.chunks:
+            self._buffers.release(chunk)
