@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -84,15 +84,21 @@ def world_size() -> int:
 
 
 def cached(device: torch.device) -> HardwareProfile | None:
-    """The profile that was measured on this machine, or None where no file can be read."""
+    """The profile that was measured on this machine, or None where no file can be read.
+
+    One that as many processes measured as train now comes first, and then one that a single process measured.
+    """
     if not keeps_measurements():
         return None
-    machine = Machine.of(device)
-    try:
-        profile = HardwareProfile.load(machine.path)
-    except ValueError:
-        return None
-    return profile if machine.fits(profile) else None
+    own = Machine.of(device)
+    for machine in dict.fromkeys((own, replace(own, world_size=1))):
+        try:
+            profile = HardwareProfile.load(machine.path)
+        except ValueError:
+            continue
+        if machine.fits(profile):
+            return profile
+    return None
 
 
 def store(profile: HardwareProfile, machine: Machine) -> None:

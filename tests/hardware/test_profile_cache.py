@@ -71,12 +71,18 @@ def test_another_machine_is_not_this_one(changed: dict[str, Any], cache: Path) -
     assert cached(CPU) == mine
 
 
-def test_a_run_of_two_processes_has_its_own_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_use_their_own_profile_before_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Machine.of(CPU)
-    store(_measured(here), here)
+    one = _measured(here)
+    store(one, here)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cached(CPU) is None
-    assert detect("cpu").source == "detected"
+    assert cached(CPU) == one
+    both = Machine.of(CPU)
+    two = _measured(both)
+    store(two, both)
+    assert cached(CPU) == two
+    monkeypatch.delenv("WORLD_SIZE")
+    assert cached(CPU) == one
 
 
 def test_a_file_that_cannot_be_read_counts_as_absent() -> None:
