@@ -104,13 +104,6 @@ def check_arguments(
     return Checked(device=target, dtype=kind, moment_dtype=moments, plan=given, plan_file=file)
 
 
-def refuse_several(*, step_during_backward: bool) -> None:
-    """Raise a ValueError for what does not work yet with several ranks."""
-    one = "train in one process, or"
-    if step_during_backward:
-        raise ValueError(f"step_during_backward=True does not work with several processes yet: {one} leave it out")
-
-
 def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
     """Raise a ValueError if ``plan`` was made for another model, dtype or optimizer. It needs no profile."""
     records, n_blocks = parameter_records(model, optimizer), len(find_blocks(model))

@@ -40,7 +40,7 @@ from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import checkpointing_switches, say_switched_off, switch_off_checkpointing
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.trace import profile
-from protrain.validate import Checked, check_arguments, naming, refuse_several
+from protrain.validate import Checked, check_arguments, naming
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -132,7 +132,6 @@ def wrap(
     )
     ranks = join(process_group, checked.device)
     if ranks.several:
-        refuse_several(step_during_backward=step_during_backward)
         ranks.agree("model", [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()])
         ranks.agree(
             "way to train", (str(checked.dtype), checked.moment_dtype, compile, chunked_loss, gradient_reduction)

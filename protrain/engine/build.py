@@ -175,6 +175,7 @@ def build_engine(
         updates=updates,
         buffers=buffers,
         bindings=bindings,
+        ranks=ranks,
         inside=step_during_backward,
     )
     how: dict[str, Any] = {"units": units, "calls": profile.calls, "chunks": chunks, "buffers": buffers, "step": step}

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
+from protrain.distributed.ranks import Ranks
 from protrain.engine.gradients.clipping import Clipping
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.gradients.loss_scale import LossScale
@@ -71,6 +72,7 @@ class Step:
         updates: does AdamW.
         buffers: know which chunks are in use.
         bindings: know which weights were edited.
+        ranks: the processes that train together.
         inside: whether updates are made inside backward.
     """
 
@@ -83,6 +85,7 @@ class Step:
         updates: Updates,
         buffers: BufferPool,
         bindings: Bindings,
+        ranks: Ranks,
         inside: bool,
     ) -> None:
         self.updates = updates
@@ -96,6 +99,7 @@ class Step:
         self._buffers = buffers
         self._bindings = bindings
         self._inside = inside
+        self._ranks = ranks
 
     @property
     def phase(self) -> Phase:
@@ -156,7 +160,9 @@ class Step:
         if self._gradients.no_sync:
             return
         for chunk in chunks:
-            if not all(member.index in self._gradients.delivered for member in chunk.members):
+            if self._inside and self._ranks.several:
+                self._gradients.agree(chunk)
+            elif not all(member.index in self._gradients.delivered for member in chunk.members):
                 continue
             if not self._inside:
                 self.updates.speculate(chunk, self._unscaling())

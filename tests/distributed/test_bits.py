@@ -100,6 +100,13 @@ def test_several_backwards(dtype: str, size: int, accumulate: int, no_sync: bool
     check(size, Training(made, batches, dtype=dtype, steps=4, **how))
 
 
+@pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (3, 2)])
+def test_updates_inside_backward(size: int, accumulate: int) -> None:
+    how: dict[str, Any] = {"accumulate": accumulate, "no_sync": accumulate > 1, "inside": True, "max_norm": None}
+    training = Training(functools.partial(make, "gpt2"), batches, dtype="bfloat16", reduction="sum", steps=4, **how)
+    check(size, training, SPECS[:3])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(("family", "dtype"), [("gpt2", "bfloat16"), ("llama", "float32"), ("opt", "float16")])

@@ -90,6 +90,10 @@ def test_units_that_some_ranks_skip() -> None:
         check(size, Training(make, batches, dtype=dtype, reduction="sum", steps=8), SPECS)
 
 
+def test_updates_inside_backward_of_units_that_some_ranks_skip() -> None:
+    check(2, Training(make, batches, dtype="bfloat16", steps=8, inside=True, max_norm=None), SPECS)
+
+
 def test_frozen_blocks() -> None:
     check(2, Training(functools.partial(make, freeze=True), batches, dtype="bfloat16"), SPECS)
 

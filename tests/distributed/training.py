@@ -27,6 +27,7 @@ class Training:
     steps: int = 6
     accumulate: int = 1  # micro-batches of each rank in a step
     no_sync: bool = False  # for all of these but the last
+    inside: bool = False  # updates are made inside backward
     max_norm: float | None = 0.5
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     device: str = "cpu"  # or "cuda", of which every rank has one
@@ -86,6 +87,7 @@ def on_rank(rank: int, size: int, training: Training, specs: Sequence[Spec]) -> 
             world_size=size,
             gradient_reduction=training.reduction,
             accumulation=training.accumulate,
+            step_during_backward=training.inside,
         )
         losses: list[list[float]] = []
         norms: list[float] = []

@@ -162,7 +162,8 @@ class Gradients:
     def flush(self, visit: int) -> list[Chunk]:
         """Move the gradients that were collected into chunks. Returns these chunks.
 
-        With several ranks, all of them reduce what is complete after ``visit`` of the schedule.
+        With several ranks, all of them reduce what is complete after ``visit`` of the schedule, and the chunks that are
+        returned are those whose last gradients that were.
         """
         if self._reduction is not None:
             return self._reduce(self._reduction, visit)
@@ -192,12 +193,21 @@ class Gradients:
             known = self._collected.get(member.index)
             self._collected[member.index] = gradient if known is None else known + gradient
         self.pending.clear()
+        for chunk in reduction.chunks(visit):
+            if chunk.accumulator is None:
+                self._acquire(chunk)
         before = set(self._collected)
-        touched = reduction.reduce(visit, self._collected, again=self._is_sum)
+        complete = reduction.reduce(visit, self._collected, again=self._is_sum)
         for index in before.difference(self._collected):
             self.present[index] = True
             self.delivered.add(index)
-        return touched
+        return complete
+
+    def agree(self, chunk: Chunk) -> None:
+        """Make known to all ranks which parameters of ``chunk`` have a gradient on any of them."""
+        every = self._ranks.all_values([self.present[member.index] for member in chunk.members])
+        for member, *flags in zip(chunk.members, *every, strict=True):
+            self.present[member.index] = any(flags)
 
     def combine(self, agreed: object) -> None:
         """All ranks have reduced their gradients of a backward: make known to each who has one, and the norm.

@@ -80,6 +80,10 @@ class Reduction:
         self._squares = squares
         self._factor = memory.gradient_factor
         self._ranges = self._plan(units, calls)
+        last = {part.chunk: visit for visit, parts in self._ranges.items() for part in parts}
+        self._complete: dict[int, list[Chunk]] = {}  # by the last visit after which something of them is reduced
+        for chunk, visit in last.items():
+            self._complete.setdefault(visit, []).append(chunk)
         usual, large = sent_elements
         sums = (usual // self._ranks.size, large // self._ranks.size) if accumulates else (0, 0)
         shards = sums if accumulates else offloaded_elements  # of a sum's gradient its squares are needed
@@ -107,13 +111,15 @@ class Reduction:
         With ``again`` it is added to what earlier backwards of the step have brought, where there are accumulators.
 
         Returns:
-            The chunks of which something was reduced.
+            The chunks whose gradients are complete now, on all ranks.
         """
-        touched = list[Chunk]()
         for part in self._ranges.get(visit, ()):
             self._reduce(part, gradients, again=again)
-            touched.append(part.chunk)
-        return list(dict.fromkeys(touched))
+        return self._complete.get(visit, [])
+
+    def chunks(self, visit: int) -> list[Chunk]:
+        """The chunks of which something is reduced after ``visit``."""
+        return [part.chunk for part in self._ranges.get(visit, ())]
 
     def _reduce(self, part: _Range, gradients: dict[int, Tensor], *, again: bool) -> None:
         streams, chunk = self._streams, part.chunk

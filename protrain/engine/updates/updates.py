@@ -228,6 +228,10 @@ class Updates:
         gradients.release(chunk)
 
     def _begin_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
+        if chunk.persistent and self._ranks.several:  # where its gradient was folded, so that compute does not wait
+            with self._streams.reducing(after=chunk.updated, done=chunk.updated):
+                self._update_on_device(chunk, pieces, None)
+            return
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return
@@ -261,17 +265,18 @@ class Updates:
         for member in chunk.members:
             if self._gradients.present[member.index]:
                 self.steps[member.index] += 1
+        if self._ranks.several and self.has_gradients(chunk):
+            self._buffers.invalidate(chunk)  # another rank's shard changes, even if this one's has no parameter
         return pieces
 
     def _update(self, chunk: Chunk, scale: Scale | None, assumed: float | None) -> ChunkUpdate | None:
         """Update ``chunk`` on the device now, or return the update to queue. None: nothing is left to do."""
         pieces = self._begin(chunk)
-        if self._ranks.several and self.has_gradients(chunk):
-            self._buffers.invalidate(chunk)  # another rank's shard changes, even if this one's has no parameter
         if not pieces:
             return None
         if chunk.persistent:
             self._update_on_device(chunk, pieces, scale)
+            self._streams.compute_reached(chunk.updated)
             return None
         if not chunk.speculates:
             return self._offloaded_update(chunk, pieces, scale)
@@ -325,7 +330,6 @@ class Updates:
         factor = None if scale is None else scale.on_device
         for first, gradient in self._gradients.device_gradient(chunk):
             chunk.step(pieces, gradient, factor, threads=self.worker.threads, first=first)
-        self._streams.compute_reached(chunk.updated)
 
     def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> ChunkUpdate:
         """The update of a chunk in host memory without regard to speculation."""
