@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -111,15 +112,16 @@ class Ranks:
         result: Value = found[0]
         return result
 
-    def agree(self, what: str, value: object) -> None:
-        """MisuseError on every rank unless all have the same ``value``."""
-        values = self.all_values(value)
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                raise MisuseError(
-                    f"rank {rank} has another {what} than rank 0 ({other!r}, not {values[0]!r}): build the same model "
-                    "and pass the same arguments in every process"
-                )
+    def agree(self, what: str, items: Sequence[object]) -> None:
+        """MisuseError on every rank unless all have the same ``items``. It shows the first that differs."""
+        every = self.all_values(list(items))
+        for rank, others in enumerate(every):
+            for first, other in zip_longest(every[0], others):
+                if first != other:
+                    raise MisuseError(
+                        f"rank {rank} has another {what} than rank 0 ({other!r}, not {first!r}): build the same model "
+                        "and pass the same arguments in every process"
+                    )
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have called ``what``. MisuseError within seconds if one does not."""

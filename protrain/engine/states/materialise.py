@@ -19,6 +19,8 @@ from protrain.engine.states.values import write_master, write_weight
 from protrain.engine.states.weight_files import unmanaged, weight_sources
 from protrain.engine.weights.parameter import mark_moved
 
+_FINGERPRINT_BYTES = 4096  # whose 64-bit words are added up
+
 
 def fill(
     members: list[Member],
@@ -45,9 +47,12 @@ def fill(
         show(member.name, done / total)
 
     remaining = members if weights is None else _load(members, model, Path(weights), write_and_free)
+    others = _other_than_first(remaining)
     for member in remaining:
-        parameter = member.parameter
-        value = values_of(parameter, device) if is_empty(parameter) else _of_first(member, parameter.data)
+        value = values_of(member.parameter, device) if is_empty(member.parameter) else member.parameter.data
+        if member.index in others:
+            value = value.detach().to("cpu", copy=True).contiguous()
+            member.chunk.ranks.broadcast(value)
         write_and_free(member, value)
 
 
@@ -76,14 +81,27 @@ def _load(
     return list(by_name.values())
 
 
-def _of_first(member: Member, value: Tensor) -> Tensor:
-    """The ``value`` that the first rank has, as models of several processes may be built with several seeds."""
-    ranks = member.chunk.ranks
-    if not ranks.several:
-        return value
-    copy = value.detach().to("cpu", copy=True).contiguous()
-    ranks.broadcast(copy)
-    return copy
+def _other_than_first(members: list[Member]) -> set[int]:
+    """The members whose start values on any rank are not those of the first rank, which all ranks then take.
+
+    Models that several processes build may come from several seeds. Those that were read from the same files are alike,
+    so that nothing needs to be sent.
+    """
+    if not members or not members[0].chunk.ranks.several:
+        return set()
+    made = [member for member in members if not is_empty(member.parameter)]
+    every = members[0].chunk.ranks.all_values([_fingerprint(member.parameter.data) for member in made])
+    return {member.index for member, *found in zip(made, *every, strict=True) if len(set(found)) > 1}
+
+
+def _fingerprint(value: Tensor) -> int:
+    """A number that two values share only if they are equal, but for a chance of about 1 in 2**64."""
+    data = value.detach().contiguous().view(-1).view(torch.uint8)
+    whole = data.numel() // _FINGERPRINT_BYTES * _FINGERPRINT_BYTES
+    sums = data[:whole].view(-1, _FINGERPRINT_BYTES).view(torch.int64).sum(1)
+    places = torch.arange(1, sums.numel() + 1, device=sums.device) * 2 + 1
+    rest = int.from_bytes(bytes(data[whole:].tolist()), "little")
+    return hash((int((sums * places).sum()), rest, tuple(value.shape)))
 
 
 def _write(member: Member, value: Tensor) -> None:

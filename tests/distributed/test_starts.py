@@ -1,0 +1,86 @@
+"""Where several ranks start from: the values of the first rank, whatever each has built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from protrain.engine.states.materialise import _fingerprint
+from tests.distributed.pool import RankError, on_ranks
+from tests.distributed.test_bits import make
+
+
+def start(rank: int, build: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The values that a rank builds, and those that it has after wrap."""
+    model: nn.Module = build(rank)
+    built = {} if next(model.parameters()).is_meta else {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    wrapped, _ = protrain.wrap(
+        model,
+        optimizer,
+        example_batch={"input_ids": ids, "labels": ids},
+        device="cpu",
+        device_memory="1GiB",
+        progress=False,
+    )
+    return built, {name: value.clone() for name, value in wrapped.state_dict().items()}
+
+
+def seeded_by_rank(rank: int) -> nn.Module:
+    """Half of the parameters differ between ranks, by a single bit at least."""
+    model = make("gpt2")
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            if index % 2:
+                parameter.view(-1)[-1] += rank
+    return model
+
+
+def empty(rank: int) -> nn.Module:
+    torch.manual_seed(5)
+    with protrain.empty_parameters():
+        return make("llama")
+
+
+def test_the_values_of_the_first_rank() -> None:
+    (first, mine), (other, theirs), _ = on_ranks(3, start, seeded_by_rank)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+    for name, value in first.items():
+        assert torch.equal(mine[name], value), name
+        assert torch.equal(theirs[name], value), name
+
+
+def test_empty_parameters_are_made_alike() -> None:
+    (_, mine), (_, theirs) = on_ranks(2, start, empty)
+    expected = make("llama").state_dict()
+    for name, value in expected.items():
+        assert torch.equal(mine[name], theirs[name]), name
+        assert mine[name].shape == value.shape
+
+
+def another_model(rank: int) -> nn.Module:
+    return make("gpt2" if rank else "llama")
+
+
+def test_different_models_are_refused_on_every_rank() -> None:
+    with pytest.raises(RankError) as raised:
+        on_ranks(2, start, another_model)
+    assert all(error is not None and "rank 1 has another model than rank 0" in error for error in raised.value.by_rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (100, 1000), (4096,)])
+def test_a_fingerprint_tells_values_apart(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    value = torch.randn(shape).to(dtype)
+    assert _fingerprint(value) == _fingerprint(value.clone())
+    changed = value.clone()
+    changed.view(-1)[-1] += 1
+    assert _fingerprint(changed) != _fingerprint(value)
+    if value.numel() > 4096:
+        swapped = value.flatten().roll(2048 // value.element_size() * 2).view(shape)
+        assert _fingerprint(swapped) != _fingerprint(value)
