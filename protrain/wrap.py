@@ -220,7 +220,7 @@ def _begin(
     """Profile ``model`` on ``batch``, plan, and give ``wrapped`` an engine. The arguments are those of :func:`wrap`."""
     target, inside = checked.device, wrapped.step_during_backward
     gc.collect()  # frees a model that was wrapped and dropped: its hooks and engine refer to each other
-    hardware = of_all(ranks, detect(target, device_memory=device_memory, host_memory=host_memory))
+    hardware = of_all(ranks, detect(target, device_memory=device_memory, host_memory=host_memory), target)
     fill_buffers(model, target)
     if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
         stages.note(_NOT_CALIBRATED)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from time import perf_counter
+
+import torch
 
 from protrain.distributed.processes import local_processes
 from protrain.distributed.ranks import Ranks
@@ -11,21 +15,54 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
 
+_MEASURED_BYTES = 64 * 1024**2  # of a tensor that is gathered or exchanged to see how fast that is
+_WARM_UP, _RUNS = 2, 5
 
-def of_all(ranks: Ranks, own: HardwareProfile) -> HardwareProfile:
-    """The machine of each rank, for a plan that fits all of them: the least memory and the rates of the first rank.
 
-    The ranks of a node share its host memory and its cores.
+def of_all(ranks: Ranks, own: HardwareProfile, device: torch.device) -> HardwareProfile:
+    """The machine of each rank, for a plan that fits all of them: the least memory, and otherwise that of the first.
+
+    The ranks of a node share its host memory and its cores. If the machine was calibrated by one process, or not at
+    all, nothing is known of collectives. Then GPUs measure them now, which takes a tenth of a second, because NVLink is
+    ten times as fast as what would have to be assumed.
     """
     if not ranks.several:
         return own
-    share = own.shared_by(min(local_processes(), ranks.size))
-    every = ranks.all_values(replace(share, world_size=ranks.size))
+    share = replace(own.shared_by(min(local_processes(), ranks.size)), world_size=ranks.size)
+    if device.type == "cuda" and not all(ranks.all_values(share.all_gather_gbps is not None)):
+        gathered_gbps, exchanged_gbps = _measure(ranks, device)
+        share = replace(share, all_gather_gbps=gathered_gbps, reduce_scatter_gbps=exchanged_gbps)
+    every = ranks.all_values(share)
     return replace(
         every[0],
         device_bytes=min(each.device_bytes for each in every),
         host_bytes=min(each.host_bytes for each in every),
+        all_gather_gbps=_least([each.all_gather_gbps for each in every]),
+        reduce_scatter_gbps=_least([each.reduce_scatter_gbps for each in every]),
     )
+
+
+def _least(rates_gbps: list[float | None]) -> float | None:
+    known = [rate for rate in rates_gbps if rate is not None]
+    return min(known) if len(known) == len(rates_gbps) else None
+
+
+def _measure(ranks: Ranks, device: torch.device) -> tuple[float, float]:
+    """GB/s that this rank receives from the others in a gather, and in the exchange of a reduction."""
+    whole = torch.zeros(_MEASURED_BYTES // ranks.size * ranks.size, dtype=torch.uint8, device=device)
+    received, counts = torch.zeros_like(whole), [whole.numel() // ranks.size] * ranks.size
+    rates = []
+    for run in (partial(ranks.gather, whole), partial(ranks.exchange, received, whole, counts)):
+        for _ in range(_WARM_UP):
+            run()
+        torch.cuda.synchronize(device)
+        begin = perf_counter()
+        for _ in range(_RUNS):
+            run()
+        torch.cuda.synchronize(device)
+        from_others = whole.numel() * (ranks.size - 1) / ranks.size
+        rates.append(_RUNS * from_others / (perf_counter() - begin) / 1e9)
+    return rates[0], rates[1]
 
 
 def largest_of_all(ranks: Ranks, own: ModelProfile) -> ModelProfile:
