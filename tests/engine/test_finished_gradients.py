@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,9 +120,9 @@ def adamw_step(master: Tensor, m: Tensor, v: Tensor, g: Tensor, step: int) -> No
 
 
 @functools.cache
-def reference(case: Case, *, rounds: bool = True) -> Trained:
-    """``rounds``: whether the finished sum is rounded, as it has to be."""
-    model = make()
+def reference(case: Case, *, rounds: bool = True, made: Callable[[], nn.Module] = make) -> Trained:
+    """``rounds``: whether the finished sum is rounded, as it has to be. ``made`` makes the model."""
+    model = made()
     parameters = list(model.parameters())
     masters = [parameter.detach().clone() for parameter in parameters]
     moments = [(torch.zeros_like(master), torch.zeros_like(master)) for master in masters]
