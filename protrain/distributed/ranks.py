@@ -43,6 +43,8 @@ class Ranks:
         self._group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+        self.received_bytes = 0  # of weights, from other ranks
+        self.sent_bytes = 0  # of gradients, to other ranks
         if group is None:
             return
         self._gathers, self._reductions, self._control = _communicators(group, device)
@@ -59,6 +61,7 @@ class Ranks:
         """Fill ``whole``, 1-d, with the shards of all ranks. Each rank's own shard is in its place already."""
         data = _bytes(whole)
         shard = data.numel() // self.size
+        self.received_bytes += data.numel() - shard
         _all_gather(data, data[self.rank * shard : (self.rank + 1) * shard], self._gathers)
 
     def exchange(self, received: Tensor, sent: Tensor, counts: Sequence[int]) -> None:
@@ -71,6 +74,7 @@ class Ranks:
         """
         itemsize = sent.element_size()
         own = counts[self.rank] * itemsize
+        self.sent_bytes += sent.nbytes - own
         dist.all_to_all_single(
             _bytes(received),
             _bytes(sent),

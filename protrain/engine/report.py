@@ -32,7 +32,10 @@ class Report(Record):
     predicted_device_bytes: int
     host_bytes: int  # size of the host arena
     predicted_host_bytes: int
-    fetches: int  # uploads of chunks
+    fetches: int  # uploads of chunks, or of this rank's shards of them
+    uploaded_bytes: int  # by them, from host memory
+    received_bytes: int  # of weights, from other ranks
+    sent_bytes: int  # of gradients, to other ranks
     speculative_updates: int  # updates done inside backward, before step() was called
     streamed_updates: int  # updates of chunks in host memory that the device did, as the host would have been late
     redone_updates: int  # speculative updates done again as the step was not as they had assumed
@@ -56,6 +59,10 @@ class Report(Record):
                 on_host += f" (measured {format_change(self.host_gparams, self.predicted_host_gparams)})"
             if self._waits_for_a_slow_host:
                 on_host += "; `protrain calibrate`, while the machine is as busy as now, for plans that leave it less"
+        between = []
+        if self.received_bytes or self.sent_bytes:
+            received, sent = format_bytes(self.received_bytes), format_bytes(self.sent_bytes)
+            between = [("between ranks", f"{received} of weights received, {sent} of gradients sent")]
         return [
             ("plan", self.plan),
             ("steps", f"{self.steps:,}"),
@@ -68,7 +75,8 @@ class Report(Record):
                 "host memory",
                 f"{format_bytes(self.host_bytes)} taken, predicted {format_bytes(self.predicted_host_bytes)}",
             ),
-            ("chunk uploads", f"{self.fetches:,}"),
+            ("chunk uploads", f"{self.fetches:,}, {format_bytes(self.uploaded_bytes)} from host memory"),
+            *between,
             ("speculative updates", f"{self.speculative_updates:,}{redone}"),
             ("streamed updates", f"{self.streamed_updates:,}"),
             ("AdamW on the host", on_host),
@@ -118,6 +126,9 @@ def make_report(engine: Engine, clock: StepClock, *, device_bytes: int, predicte
         host_bytes=engine.arena.total_bytes,
         predicted_host_bytes=engine.plan.host_bytes,
         fetches=engine.buffers.fetches,
+        uploaded_bytes=engine.buffers.uploaded_bytes,
+        received_bytes=engine.ranks.received_bytes,
+        sent_bytes=engine.ranks.sent_bytes,
         speculative_updates=tally.committed + tally.redone,
         redone_updates=tally.redone,
         streamed_updates=0 if streaming is None else streaming.streamer.updates,

@@ -16,6 +16,9 @@ REPORT = Report(
     host_bytes=20 * 2**20,
     predicted_host_bytes=21 * 2**20,
     fetches=24680,
+    uploaded_bytes=3 * 2**40,
+    received_bytes=0,
+    sent_bytes=0,
     speculative_updates=30,
     redone_updates=2,
     streamed_updates=3,
@@ -31,12 +34,14 @@ def test_a_printed_report_is_aligned_lines_with_units() -> None:
         "time of a step       2.04 s in the median, predicted 2 s (measured +2.0%)",
         "device memory        3 GiB at its peak, predicted 4 GiB",
         "host memory          20 MiB taken, predicted 21 MiB",
-        "chunk uploads        24,680",
+        "chunk uploads        24,680, 3 TiB from host memory",
         "speculative updates  30, 2 of them done again",
         "streamed updates     3",
         "AdamW on the host    4.00 G parameters a second, predicted 5.00 (measured -20.0%)",
     ]
     assert Report.from_json(REPORT.to_json()) == REPORT
+    several = replace(REPORT, received_bytes=2 * 2**40, sent_bytes=2**40)
+    assert "between ranks        2 TiB of weights received, 1 TiB of gradients sent" in str(several).splitlines()
 
 
 def test_a_step_that_waits_for_a_slow_host_comes_with_the_remedy() -> None:

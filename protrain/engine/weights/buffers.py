@@ -143,6 +143,7 @@ class BufferPool:
         self._lock = threading.Lock()  # the threads that update chunks issue uploads too
         self._last: Mark = streams.mark()  # the last upload that was issued
         self.fetches = 0  # uploads that were issued
+        self.uploaded_bytes = 0  # of them, from host memory
 
     def acquire(self, chunk: Chunk, schedule: Schedule) -> Tensor:
         """The weight of ``chunk`` on the device, where it stays until ``release``. Blocks for its own update only."""
@@ -311,6 +312,7 @@ class BufferPool:
 
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
         self.fetches += 1
+        self.uploaded_bytes += 0 if chunk.persistent else chunk.current_weight.nbytes
         self._last = buffer.uploaded
         if chunk.persistent:
             self.streams.upload_waits(chunk.updated)

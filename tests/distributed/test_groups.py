@@ -1,0 +1,126 @@
+"""Groups of ranks: a part of all processes, two nodes, and what crosses between ranks and from the host."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import protrain
+from tests.distributed.pool import on_ranks
+from tests.distributed.test_bits import batches, make
+from tests.engine.harness import NONE, Spec, adamw, default_loss, states, wrap_under
+
+CPU = torch.device("cpu")
+MAKE = functools.partial(make, "llama")
+
+
+def train_in_pairs(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Ranks 0 and 2 train one model, and ranks 1 and 3 another one."""
+    pairs: Any = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = MAKE()
+    optimizer = adamw(model, learning_rate=1e-3 * (1 + rank % 2))
+    data = batches(8)[rank // 2 :: 2]
+    wrapped, trainer = protrain.wrap(
+        model,
+        optimizer,
+        example_batch=data[0],
+        device="cpu",
+        device_memory="1GiB",
+        process_group=pairs[rank % 2],
+        progress=False,
+    )
+    losses = [_step(wrapped, trainer, batch) for batch in data]
+    return losses, states(wrapped, trainer)
+
+
+def train_as_two(rank: int, learning_rate: float) -> tuple[list[float], dict[str, Tensor]]:
+    model = MAKE()
+    optimizer = adamw(model, learning_rate=learning_rate)
+    data = batches(8)[rank::2]
+    wrapped, trainer = protrain.wrap(
+        model, optimizer, example_batch=data[0], device="cpu", device_memory="1GiB", progress=False
+    )
+    losses = [_step(wrapped, trainer, batch) for batch in data]
+    return losses, states(wrapped, trainer)
+
+
+def _step(model: Any, optimizer: Any, batch: Any) -> float:
+    loss = default_loss(model, batch)
+    loss.backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_a_group_of_some_processes_trains_a_model_of_its_own() -> None:
+    found = on_ranks(4, train_in_pairs, timeout_s=120)
+    for pair in range(2):
+        expected = on_ranks(2, train_as_two, 1e-3 * (1 + pair), timeout_s=120)
+        for (losses, final), (also, same) in zip(expected, found[pair::2], strict=True):
+            assert losses == also
+            assert all(torch.equal(value, same[name]) for name, value in final.items())
+
+
+def host_bytes(rank: int, local: int) -> int:
+    """The host memory that a rank plans with, where ``local`` of four ranks share a node."""
+    before = os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_WORLD_SIZE"] = str(local)
+    try:
+        model = MAKE()
+        _, trainer = protrain.wrap(
+            model,
+            adamw(model),
+            example_batch=batches(1)[0],
+            device="cpu",
+            device_memory="1GiB",
+            host_memory="1GiB",
+            progress=False,
+        )
+        return trainer.hardware.host_bytes
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = before
+
+
+@pytest.mark.parametrize("local", [4, 2])
+def test_the_ranks_of_a_node_share_its_host_memory(local: int) -> None:
+    assert on_ranks(4, host_bytes, local) == [1024**3 // local] * 4
+
+
+def traffic(rank: int, size: int, spec: Spec) -> tuple[int, int, int, int, int]:
+    """Bytes of two steps after the first: uploaded, received and sent; and elements of weights and of gradients."""
+    model = MAKE()
+    data = batches(3 * size)[rank::size]
+    wrapped, trainer = wrap_under(spec, model, adamw(model), data[0], device=CPU, world_size=size)
+    _step(wrapped, trainer, data[0])
+    trainer.state_dict()  # it waits for all updates, and so for the uploads that follow them
+    before = trainer.report()
+    for batch in data[1:]:
+        _step(wrapped, trainer, batch)
+    trainer.state_dict()
+    after = trainer.report()
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    names = ("uploaded_bytes", "received_bytes", "sent_bytes")
+    uploaded, received, sent = (getattr(after, name) - getattr(before, name) for name in names)
+    return uploaded, received, sent, elements, trainer.plan.n_chunks
+
+
+def test_what_crosses_the_links() -> None:
+    offloaded = Spec("none", "all", (NONE,))
+    alone, *_, count, _ = traffic(0, 1, offloaded)
+    assert alone == pytest.approx(2 * 4 * count, rel=0.02), "all weights of two steps in fp32, and their padding"
+    for size in (2, 4):
+        for uploaded, received, sent, elements, n_chunks in on_ranks(size, traffic, size, offloaded, timeout_s=120):
+            padding = n_chunks * 128 * size * 4 * 2
+            assert abs(uploaded - alone / size) <= padding, "a rank uploads its own shard alone"
+            whole = 2 * elements * 4 * (size - 1) / size  # of two steps in fp32, from or to the others
+            assert abs(received - whole) <= padding, "with buffers for all chunks each is gathered once a step"
+            assert abs(sent - whole) <= padding, "each gradient is sent once"
+    for uploaded, *_ in on_ranks(2, traffic, 2, Spec("all", "all", (NONE,))):
+        assert uploaded == 0, "shards that are on the device are not uploaded"
