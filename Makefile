@@ -44,7 +44,7 @@ types: $(VENV)/.dev
 	$(RUN)/mypy
 
 unit: $(VENV)/.dev
-	$(RUN)/python -m pytest -n $(TEST_WORKERS)
+	$(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup
 
 kernels: $(VENV)/.dev
 	$(RUN)/python -m tools.compile_kernels
