@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from protrain.common.collectives import all_gather
 from protrain.common.errors import MisuseError
 
 _ABSENT_S = 20.0  # how long a call that all ranks must make waits for the others
@@ -62,7 +63,7 @@ class Ranks:
         data = _bytes(whole)
         shard = data.numel() // self.size
         self.received_bytes += data.numel() - shard
-        _all_gather(data, data[self.rank * shard : (self.rank + 1) * shard], self._gathers)
+        all_gather(data, data[self.rank * shard : (self.rank + 1) * shard], self._gathers)
 
     def exchange(self, received: Tensor, sent: Tensor, counts: Sequence[int]) -> None:
         """Send the first ``counts[0]`` elements of ``sent`` to rank 0, the next to rank 1, and so on.
@@ -97,7 +98,7 @@ class Ranks:
         """:meth:`gather` for a tensor on the CPU."""
         data = _bytes(whole)
         shard = data.numel() // self.size
-        _all_gather(data, data[self.rank * shard : (self.rank + 1) * shard], self._control)
+        all_gather(data, data[self.rank * shard : (self.rank + 1) * shard], self._control)
 
     def all_values(self, value: Value) -> list[Value]:
         """The ``value`` of every rank, in rank order: any object that can be pickled."""
@@ -157,9 +158,3 @@ def _communicators(group: dist.ProcessGroup, device: torch.device) -> tuple[dist
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
-    """Torch 2.13 renames the operation and deprecates its old name."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, own, group=group)

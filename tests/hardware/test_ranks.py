@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from protrain.hardware import HardwareProfile
-from protrain.hardware.calibration.ranks import Ranks
+from protrain.hardware.calibration.ranks import MeasuringRanks
 from protrain.hardware.profile import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,7 @@ def test_two_processes_measure_their_collectives_twice(tmp_path: Path) -> None:
 
 
 def test_one_process_alone_agrees_with_itself() -> None:
-    alone = Ranks(torch.device("cpu"), 1)
+    alone = MeasuringRanks(torch.device("cpu"), 1)
     figures = [Figure(name="h2d", at="", unit="GB/s", median=2.0, p20=1.0, p80=3.0, datasheet=None, mean=1.8)]
     assert alone.slowest(figures) == figures
     assert [alone.agree(said) for said in (True, False)] == [True, False]
@@ -82,4 +82,4 @@ def test_processes_of_one_host_share_it(local: str | None, monkeypatch: pytest.M
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     else:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    assert Ranks(torch.device("cpu"), 8).on_this_host == (8 if local is None else 4)
+    assert MeasuringRanks(torch.device("cpu"), 8).on_this_host == (8 if local is None else 4)

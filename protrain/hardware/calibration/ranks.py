@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from protrain.common.collectives import all_gather, reduce_scatter
 from protrain.common.quantities import format_bytes
 from protrain.hardware.cache import world_size
 from protrain.hardware.calibration.timing import batch_s, figure_of
@@ -24,7 +24,7 @@ _LEAST_SAMPLES, _MOST_SAMPLES = 5, 200
 
 
 @dataclass(frozen=True)
-class Ranks:
+class MeasuringRanks:
     """This process and the other processes of its run. It is alone when ``size`` is 1."""
 
     device: torch.device
@@ -79,7 +79,7 @@ class Ranks:
         elements = size_bytes // 4 // self.size
         part = torch.randn(elements, device=self.device)
         whole = torch.randn(elements * self.size, device=self.device)
-        ways = {"all_gather": lambda: _all_gather(whole, part), "reduce_scatter": lambda: _reduce_scatter(part, whole)}
+        ways = {"all_gather": lambda: all_gather(whole, part), "reduce_scatter": lambda: reduce_scatter(part, whole)}
         moved = (self.size - 1) / self.size * whole.nbytes
         return [
             figure_of(name, self._durations_s(run, budget_s / 2), moved / 1e9, "GB/s", at=format_bytes(size_bytes))
@@ -99,29 +99,15 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks_of_this_run(device: torch.device) -> Iterator[Ranks]:
+def ranks_of_this_run(device: torch.device) -> Iterator[MeasuringRanks]:
     """The processes that torchrun started. Where there is no process group, one exists inside the context."""
     size = world_size()
     if size == 1 or dist.is_initialized():
-        yield Ranks(device, size)
+        yield MeasuringRanks(device, size)
         return
     on_gpu = device.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:
-        yield Ranks(device, size)
+        yield MeasuringRanks(device, size)
     finally:
         dist.destroy_process_group()
-
-
-def _all_gather(whole: Tensor, part: Tensor) -> None:
-    if hasattr(dist, "all_gather_single"):  # the name since torch 2.13
-        dist.all_gather_single(whole, part)
-    else:
-        dist.all_gather_into_tensor(whole, part)
-
-
-def _reduce_scatter(part: Tensor, whole: Tensor) -> None:
-    if hasattr(dist, "reduce_scatter_single"):  # the name since torch 2.13
-        dist.reduce_scatter_single(part, whole)
-    else:
-        dist.reduce_scatter_tensor(part, whole)

@@ -21,7 +21,7 @@ from protrain.hardware.calibration.optimizers import (
     best_threads,
     thread_counts,
 )
-from protrain.hardware.calibration.ranks import Ranks, ranks_of_this_run
+from protrain.hardware.calibration.ranks import MeasuringRanks, ranks_of_this_run
 from protrain.hardware.calibration.rates import Products, copy_figures, dram_figures
 from protrain.hardware.calibration.report import (
     clock_warnings,
@@ -129,7 +129,7 @@ class Calibration:
     """One run over everything, a stage at a time. What was found lies in its attributes."""
 
     def __init__(
-        self, device: torch.device, effort: Effort, ranks: Ranks, *, threads: int, progress: Progress | None
+        self, device: torch.device, effort: Effort, ranks: MeasuringRanks, *, threads: int, progress: Progress | None
     ) -> None:
         self.device = device
         self.on_gpu = device.type == "cuda"
