@@ -109,6 +109,7 @@ class Plan(Record):
             + (" keep_attention" if self.keep_attention else "")
             + (f" n_speculate={self.n_speculate}" if self.n_speculate else "")
             + (f" n_weight_only={self.n_weight_only}" if self.n_weight_only else "")
+            + (" stream" if self.stream else "")
             + (f" n_host_gradient={self.n_host_gradient}" if self.n_host_gradient else "")
             + (f" packed={n_packed}/{self.n_swap}" if (n_packed := sum(map(self.packs, range(n_blocks)))) else "")
             + (f" accumulation={self.accumulation}" if self.accumulation > 1 else "")
