@@ -4,8 +4,10 @@ contestants  who takes part, in which variants, by name
 task         model, batch and steps that all of them get, and the tokens
 models       the same model for all: weights, compiled and checkpointed blocks
 trainers     ProTrain, the compute-only floor, resident weights
-peers        FSDP2, DeepSpeed, torchao
-worker       one contestant in a process of its own
+fsdp2        FSDP2
+peers        DeepSpeed, torchao
+worker       one contestant in a process of its own, or one of its ranks
+ranks        several GPUs: the processes' environments, and what their outcomes make together
 launch       starts workers; what ends one (no memory, no time) becomes a row
 results      rows, speedups, the printed table
 picture      the bar chart

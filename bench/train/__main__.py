@@ -1,9 +1,16 @@
 """ProTrain beside FSDP2, DeepSpeed, torchao and the compute-only floor: one task, one machine, one run.
 
 Names of contestants may carry -eager (blocks not compiled), -kept (nothing checkpointed), -unclipped (ProTrain then
-updates inside backward), -narrow (ProTrain alone: Adam's moments in bf16), -gathered (FSDP2 alone: weights of offloaded
-blocks stay on the GPU from forward to backward) and -residentN (FSDP2 alone: N blocks are not offloaded). A floor
-checkpoints what the plan of the ProTrain row with the same variants does.
+updates inside backward) and -narrow (ProTrain alone: Adam's moments in bf16). FSDP2 alone has -gathered (weights are
+gathered once, and stay on the GPU from forward to backward), -prefetched (weights are gathered one block ahead, in
+forward too), -resident (nothing is offloaded), -residentN (N blocks are not offloaded) and -checkpointedN (of the
+blocks only the first N are checkpointed). A floor checkpoints what the plan of the ProTrain row with the same variants
+does.
+
+With --gpus N the contestants that can do it train on N GPUs of this machine, each GPU with a batch of its own. Losses
+and times are those of the first GPU. A sweep finds what FSDP2 does at its best without offloading: fsdp2-resident, then
+fsdp2-resident-checkpointedK with K down to the fewest that fit, fsdp2-resident-kept if it fits, and each of them with
+-gathered and with -prefetched.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ import torch
 
 from bench.calibrated import calibrate_once, host_adam_threads
 from bench.dram_load import DramLoad, Load
-from bench.train.contestants import DEFAULT, DEFAULT_ON_CPU, KINDS, Contestant, parse_all
+from bench.train.contestants import KINDS, Contestant, default, parse_all
 from bench.train.launch import take_part
 from bench.train.models import replace_loss
 from bench.train.picture import draw_bars
@@ -34,8 +41,9 @@ from protrain.cli.options import Parser, memory, number, whole
 from protrain.cli.prepare import choose_loss
 from protrain.cli.summary import versions
 
-_EXAMPLE = """example:
+_EXAMPLE = """examples:
   python -m bench.train --model llama-7b --batch 8 --contestants protrain,floor,fsdp2 --out bench/results/h100
+  python -m bench.train --gpus 2 --contestants protrain,floor,fsdp2-resident,fsdp2-gathered-resident-checkpointed8
 """
 
 
@@ -46,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     on_gpu = torch.cuda.is_available()
     try:
-        contestants = parse_all(args.contestants or (DEFAULT if on_gpu else DEFAULT_ON_CPU))
+        contestants = parse_all(args.contestants or default(on_gpu=on_gpu, gpus=args.gpus))
         task = _task(args, on_gpu=on_gpu)
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
@@ -66,10 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="bench.train", description=__doc__, epilog=_EXAMPLE)
-    parser.add_argument("--contestants", default="", metavar="A,B", help=f"of {', '.join(KINDS)} (default: all)")
+    parser.add_argument(
+        "--contestants", default="", metavar="A,B", help=f"of {', '.join(KINDS)} (default: those that suit)"
+    )
+    parser.add_argument("--gpus", type=whole(1), default=1, help="of this machine, that train together (default: 1)")
     parser.add_argument("--model", default=None, help="a shape by name (default: llama-7b; without a GPU: tiny)")
     parser.add_argument("--layers", type=whole(1), default=None, help="blocks (default: those of the shape)")
-    parser.add_argument("--batch", type=whole(1), default=None, help="sequences (default: 8; without a GPU: 2)")
+    parser.add_argument("--batch", type=whole(1), default=None, help="sequences a GPU (default: 8; without one: 2)")
     parser.add_argument("--sequence", type=whole(2), default=None, help="tokens (default: 2048; without a GPU: 64)")
     parser.add_argument("--steps", type=whole(3), default=10, help="timed steps (default: 10)")
     parser.add_argument("--warm-up", type=whole(1), default=2, help="steps before them (default: 2)")
@@ -81,9 +92,9 @@ def _parser() -> Parser:
         help="Liger's loss for all, logits never whole (default: on a GPU, if liger-kernel is installed)",
     )
     parser.add_argument(
-        "--device-memory", type=memory, default=None, metavar="SIZE", help="of the GPU, for every contestant"
+        "--device-memory", type=memory, default=None, metavar="SIZE", help="of each GPU, for every contestant"
     )
-    parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="of the host, for ProTrain")
+    parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="of the machine, for ProTrain")
     parser.add_argument(
         "--host-rate",
         type=_share,
@@ -135,6 +146,8 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
     """ValueError when an argument does not suit the model or this machine."""
     if args.host_rate != 1.0 and not on_gpu:
         raise ValueError("--host-rate needs a GPU: on a CPU the device that trains is the host itself")
+    if on_gpu and args.gpus > max(1, torch.cuda.device_count()):
+        raise ValueError(f"--gpus {args.gpus}: this machine has {torch.cuda.device_count()}")
     device = torch.device("cuda" if on_gpu else "cpu")
     task = Task(
         model=args.model or ("llama-7b" if on_gpu else "tiny"),
@@ -148,6 +161,7 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
         device_memory=args.device_memory,
         host_memory=args.host_memory,
         host_share=args.host_rate,
+        gpus=args.gpus,
     )
     loaded = load_model(task.model, layers=task.layers)
     fit_positions(loaded, task.sequence)

@@ -13,31 +13,45 @@ class Kind:
     """A way to train."""
 
     title: str
+    variants: tuple[str, ...]  # those of VARIANTS that a name may carry
     package: str = ""  # that must be installed
     needs_gpu: bool = False
-    can_compile: bool = True
-    can_keep: bool = True  # without checkpointing; False where a plan decides
-    can_clip: bool = True
-    can_narrow: bool = False  # Adam's moments to bf16
-    can_gather: bool = False  # weights once for forward and backward
-    can_place: bool = False  # blocks that are not offloaded, as many as the user says
+    several_gpus: bool = False  # whether it runs with more than one here
 
 
+# N stands for a number.
+VARIANTS = ("eager", "kept", "unclipped", "narrow", "gathered", "prefetched", "resident", "residentN", "checkpointedN")
 KINDS = {
-    "protrain": Kind(title="ProTrain", can_keep=False, can_narrow=True),
-    "floor": Kind(title="forward and backward alone", can_keep=False),
-    "resident": Kind(title="resident weights, fused AdamW"),
-    "fsdp2": Kind(title="FSDP2, CPU offload", can_gather=True, can_place=True),
-    # Their hooks on modules inside a block are Python that a graph cannot hold.
-    "zero3": Kind(title="DeepSpeed ZeRO-3, optimizer offload", package="deepspeed", needs_gpu=True, can_compile=False),
-    "zero3params": Kind(
-        title="DeepSpeed ZeRO-3, parameter offload", package="deepspeed", needs_gpu=True, can_compile=False
+    "protrain": Kind(title="ProTrain", variants=("eager", "unclipped", "narrow"), several_gpus=True),
+    "floor": Kind(title="forward and backward alone", variants=("eager", "unclipped"), several_gpus=True),
+    "resident": Kind(title="resident weights, fused AdamW", variants=("eager", "kept", "unclipped")),
+    "fsdp2": Kind(
+        title="FSDP2, CPU offload",
+        variants=tuple(variant for variant in VARIANTS if variant != "narrow"),
+        several_gpus=True,
     ),
-    "zero2": Kind(title="DeepSpeed ZeRO-2, optimizer offload", package="deepspeed", needs_gpu=True),
-    # Gradients leave for the host one by one inside backward, before a norm is known.
-    "torchao": Kind(title="torchao CPUOffloadOptimizer", package="torchao", needs_gpu=True, can_clip=False),
+    # Their hooks on modules inside a block are Python that a graph cannot hold, so they are never compiled.
+    "zero3": Kind(
+        title="DeepSpeed ZeRO-3, optimizer offload",
+        variants=("kept", "unclipped"),
+        package="deepspeed",
+        needs_gpu=True,
+    ),
+    "zero3params": Kind(
+        title="DeepSpeed ZeRO-3, parameter offload",
+        variants=("kept", "unclipped"),
+        package="deepspeed",
+        needs_gpu=True,
+    ),
+    "zero2": Kind(
+        title="DeepSpeed ZeRO-2, optimizer offload",
+        variants=("eager", "kept", "unclipped"),
+        package="deepspeed",
+        needs_gpu=True,
+    ),
+    # Gradients leave for the host one by one inside backward, before a norm is known, so nothing is clipped.
+    "torchao": Kind(title="torchao CPUOffloadOptimizer", variants=("eager", "kept"), package="torchao", needs_gpu=True),
 }
-VARIANTS = ("eager", "kept", "unclipped", "narrow", "gathered", "resident")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +67,26 @@ class Contestant(Record):
     checkpoint: bool = True
     clip: bool = True
     narrow: bool = False  # moments in bf16
-    gathered: bool = False  # weights of offloaded blocks stay on the GPU from forward to backward
-    resident: int = 0  # blocks that stay on the GPU with all their states
+    gathered: bool = False  # weights are gathered once, and stay on the GPU from forward to backward
+    prefetched: bool = False  # the weights of the next block are gathered before this one computes
+    everything_resident: bool = False  # nothing is offloaded
+    resident: int = 0  # blocks that stay on the GPU with all their states, where the rest is offloaded
+    checkpointed: int = 0  # how many of the first blocks are checkpointed; 0: all or none, as ``checkpoint`` says
 
     @property
     def name(self) -> str:
         """As on the command line."""
-        kind = KINDS[self.kind]
+        variants = KINDS[self.kind].variants
         marks = (
-            "-eager" if kind.can_compile and not self.compile else "",
-            "-kept" if kind.can_keep and not self.checkpoint else "",
-            "-unclipped" if kind.can_clip and not self.clip else "",
+            "-eager" if "eager" in variants and not self.compile else "",
+            "-kept" if "kept" in variants and not self.checkpoint else "",
+            "-unclipped" if "unclipped" in variants and not self.clip else "",
             "-narrow" if self.narrow else "",
             "-gathered" if self.gathered else "",
+            "-prefetched" if self.prefetched else "",
+            "-resident" if self.everything_resident else "",
             f"-resident{self.resident}" if self.resident else "",
+            f"-checkpointed{self.checkpointed}" if self.checkpointed else "",
         )
         return self.kind + "".join(marks)
 
@@ -77,17 +97,28 @@ class Contestant(Record):
         if self.planned_by is not None:
             return f"{kind.title} (as {self.planned_by.name})"
         parts = ["compiled" if self.compile else "eager"]
-        if kind.can_keep and not self.checkpoint:
+        if "kept" in kind.variants and not self.checkpoint:
             parts.append("nothing checkpointed")
+        if self.checkpointed:
+            parts.append(f"{self.checkpointed} blocks checkpointed")
         if not self.clip:
             parts.append("updates inside backward" if self.kind == "protrain" else "no clipping")
         if self.narrow:
             parts.append("moments in bf16")
         if self.gathered:
             parts.append("weights gathered once")
+        if self.prefetched:
+            parts.append("prefetched by one block")
         if self.resident:
             parts.append(f"{self.resident} blocks resident")
-        return f"{kind.title} ({', '.join(parts)})"
+        title = "FSDP2, everything resident" if self.everything_resident else kind.title
+        return f"{title} ({', '.join(parts)})"
+
+    def checkpoints(self, blocks: int) -> list[bool]:
+        """Whether each of so many blocks is checkpointed, where no plan decides. ValueError when there are too few."""
+        if max(self.checkpointed, self.resident) > blocks:
+            raise ValueError(f"{self.name}: the model has {blocks} blocks")
+        return [index < self.checkpointed if self.checkpointed else self.checkpoint for index in range(blocks)]
 
     @property
     def planned_by(self) -> Contestant | None:
@@ -103,24 +134,28 @@ def parse(text: str) -> Contestant:
     kind = KINDS.get(name)
     if kind is None:
         raise ValueError(f"--contestants: there is no {name!r}; known: {', '.join(KINDS)}")
-    possible = kind.can_compile, kind.can_keep, kind.can_clip, kind.can_narrow, kind.can_gather, kind.can_place
-    allowed = dict(zip(VARIANTS, possible, strict=True))
-    resident = 0
+    numbers: dict[str, int] = {}  # by the word of each mark; 0: it has no number
     for mark in marks:
-        placed = re.fullmatch("resident([1-9][0-9]*)", mark)
-        if placed is not None and kind.can_place and not resident:
-            resident = int(placed[1])
-        elif mark == "resident" or not allowed.get(mark, False):
-            known = [variant + "N" * (variant == "resident") for variant in VARIANTS if allowed[variant]]
-            raise ValueError(f"--contestants: {name} has no variant {mark!r}; it has {', '.join(known)}")
+        numbered = re.fullmatch("([a-z]+)([1-9][0-9]*)", mark)
+        word, number = (numbered[1], int(numbered[2])) if numbered else (mark, 0)
+        if (word + "N" if number else word) not in kind.variants:
+            raise ValueError(f"--contestants: {name} has no variant {mark!r}; it has {', '.join(kind.variants)}")
+        if word in numbers:
+            raise ValueError(f"--contestants: {text.strip()} says {word} twice")
+        numbers[word] = number
+    if "kept" in numbers and "checkpointed" in numbers:
+        raise ValueError(f"--contestants: {text.strip()} checkpoints blocks and keeps them all: leave one of both out")
     return Contestant(
         kind=name,
-        compile=kind.can_compile and "eager" not in marks,
-        checkpoint="kept" not in marks,
-        clip=kind.can_clip and "unclipped" not in marks,
-        narrow="narrow" in marks,
-        gathered="gathered" in marks,
-        resident=resident,
+        compile="eager" in kind.variants and "eager" not in numbers,
+        checkpoint="kept" not in numbers,
+        clip="unclipped" in kind.variants and "unclipped" not in numbers,
+        narrow="narrow" in numbers,
+        gathered="gathered" in numbers,
+        prefetched="prefetched" in numbers,
+        everything_resident=numbers.get("resident") == 0,
+        resident=numbers.get("resident", 0),
+        checkpointed=numbers.get("checkpointed", 0),
     )
 
 
@@ -140,8 +175,17 @@ def parse_all(text: str) -> tuple[Contestant, ...]:
     return tuple(found)
 
 
-DEFAULT = (
+_DEFAULT = (
     "protrain,floor,fsdp2,protrain-unclipped,fsdp2-unclipped,fsdp2-gathered,fsdp2-eager,fsdp2-kept,protrain-eager,"
     "floor-eager,zero2,zero3,torchao,resident,resident-kept"
 )
-DEFAULT_ON_CPU = "protrain-eager,floor-eager,resident-eager,fsdp2-eager"
+_DEFAULT_ON_SEVERAL = "protrain,floor,fsdp2-resident,fsdp2-gathered-resident,fsdp2,fsdp2-unclipped"
+_DEFAULT_ON_CPU = "protrain-eager,floor-eager,resident-eager,fsdp2-eager"
+_DEFAULT_ON_SEVERAL_CPU = "protrain-eager,floor-eager,fsdp2-eager,fsdp2-eager-resident"
+
+
+def default(*, on_gpu: bool, gpus: int) -> str:
+    """Names of those who take part when nobody is named."""
+    if gpus > 1:
+        return _DEFAULT_ON_SEVERAL if on_gpu else _DEFAULT_ON_SEVERAL_CPU
+    return _DEFAULT if on_gpu else _DEFAULT_ON_CPU

@@ -1,4 +1,7 @@
-"""Starts workers one after another; what ends one early (no memory, no time, no package) becomes its outcome."""
+"""Starts contestants one after another, each as a process for every GPU.
+
+What ends one early (no memory, no time, no package) becomes its outcome.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,13 @@ from types import FrameType
 import torch
 
 from bench.train.contestants import KINDS, Contestant
+from bench.train.ranks import environments, file_of, first_error, together
 from bench.train.results import UNFINISHED, Outcome
 from bench.train.task import Job, Task
 from protrain.hardware.memory import available_host_bytes
 
 _POLL_S = 0.2
+_OTHERS_S = 2.0  # for the other ranks to end by themselves when one has failed
 _GRACE_S = 20.0  # for a worker to end after the last step that it may begin
 
 
@@ -31,7 +36,7 @@ def take_part(contestant: Contestant, task: Task, folder: Path, *, limit_s: floa
     The outcome is also written to ``folder``, where the floor finds its plan.
     """
     out = folder / f"{contestant.name}.json"
-    reason = _cannot(contestant, folder)
+    reason = _cannot(contestant, folder, gpus=task.gpus)
     if reason:
         outcome = Outcome(contestant=contestant, error=reason)
     else:
@@ -45,44 +50,66 @@ def take_part(contestant: Contestant, task: Task, folder: Path, *, limit_s: floa
         )
         job.save(folder / "job.json")
         command = [sys.executable, "-m", "bench.train.worker", str(folder / "job.json"), str(out)]
-        outcome = supervise(command, contestant, out, folder / f"{contestant.name}.log", limit_s=limit_s)
+        log = folder / f"{contestant.name}.log"
+        outcome = supervise(command, contestant, out, log, limit_s=limit_s, gpus=task.gpus)
     outcome.save(out)
     return outcome
 
 
-def supervise(command: list[str], contestant: Contestant, out: Path, log: Path, *, limit_s: float) -> Outcome:
-    """Run ``command``, which is to write an Outcome to ``out``, and watch the machine's memory meanwhile.
+def supervise(
+    command: list[str], contestant: Contestant, out: Path, log: Path, *, limit_s: float, gpus: int = 1
+) -> Outcome:
+    """Run ``command`` as so many ranks, which are to write an Outcome each, and watch the machine's memory meanwhile.
 
-    Where it is ended from outside, what it had written by then is kept.
+    Rank 0 writes to ``out``, the others beside it. When one fails, all are ended. Where ranks are ended from outside,
+    what they had written by then is kept.
     """
     start = time.monotonic()
+    ends = start + limit_s
     available = least = available_host_bytes()
-    with open(log, "wb") as sink, _ending_on_signals():
-        # A session of its own, so that what the worker starts ends with it.
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            while process.poll() is None and time.monotonic() - start < limit_s:
-                least = min(least, available_host_bytes())
-                time.sleep(_POLL_S)
-        finally:
-            late = process.poll() is None
-            if late or process.returncode < 0:  # killed alone, it leaves the compiler's processes behind
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    outcome = Outcome.load(out) if out.exists() else Outcome(contestant=contestant, error=UNFINISHED)
-    outcome = replace(outcome, host_used_bytes=available - least, host_available_bytes=available)
-    if outcome.error != UNFINISHED:
-        return outcome
-    if late:
+    statuses: list[int | None] = []
+    with _ending_on_signals(), _started(command, log, gpus) as processes:
+        while time.monotonic() < ends:
+            statuses = [process.poll() for process in processes]
+            if None not in statuses:
+                break
+            if any(statuses):
+                ends = min(ends, time.monotonic() + _OTHERS_S)
+            least = min(least, available_host_bytes())
+            time.sleep(_POLL_S)
+        statuses = [process.poll() for process in processes]
+    unfinished = Outcome(contestant=contestant, error=UNFINISHED)
+    files = [file_of(out, rank) for rank in range(gpus)]
+    outcomes = [Outcome.load(file) if file.exists() else unfinished for file in files]
+    error = first_error(out, outcomes, statuses, log)
+    if not error and None in statuses:
         error = f"not done within {limit_s:.0f} s"
-    elif process.returncode == -signal.SIGKILL:
-        error = "killed (SIGKILL): out of host memory?"
-    elif process.returncode < 0:
-        error = f"died of {signal.Signals(-process.returncode).name}: {_last_line(log)}"
-    else:
-        error = f"exit status {process.returncode}: {_last_line(log)}"
-    return replace(outcome, error=error)
+    return replace(together(outcomes), error=error, host_used_bytes=available - least, host_available_bytes=available)
+
+
+@contextlib.contextmanager
+def _started(command: list[str], log: Path, gpus: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The ranks' processes, which have ended, with all that they started, when the context is left."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, environment in enumerate(environments(gpus)):
+            with open(file_of(log, rank), "wb") as sink:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment,
+                        stdout=sink,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # so that the compiler's processes can be ended with it
+                    )
+                )
+        yield processes
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.wait()
 
 
 @contextlib.contextmanager
@@ -106,9 +133,11 @@ def _ending_on_signals() -> Iterator[None]:
             signal.signal(one, before[one])
 
 
-def _cannot(contestant: Contestant, folder: Path) -> str:
+def _cannot(contestant: Contestant, folder: Path, *, gpus: int) -> str:
     """Why ``contestant`` is not started at all; "" when it is."""
     kind = KINDS[contestant.kind]
+    if gpus > 1 and not kind.several_gpus:
+        return f"skipped: {contestant.kind} runs on one GPU here, not on {gpus}"
     if kind.needs_gpu and not torch.cuda.is_available():
         return "skipped: it needs a GPU"
     if kind.package and find_spec(kind.package) is None:
@@ -117,8 +146,3 @@ def _cannot(contestant: Contestant, folder: Path) -> str:
     if planner is not None and Outcome.load(folder / f"{planner.name}.json").plan is None:
         return f"skipped: {planner.name} has no plan to follow"
     return ""
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"

@@ -1,124 +1,23 @@
-"""The systems compared with, each as its own documentation has it used, with the choices that are fastest here.
+"""DeepSpeed and torchao, each as its own documentation has it used, with the choices that are fastest here.
 
-They come with fp32 masters, bf16 compute and exact clipping, like ProTrain. A world of one process throughout.
+They come with fp32 masters and bf16 compute, like ProTrain. A world of one process throughout.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bench.train.models import blocks_of, build_model, fill, parameter_groups, replace_loss, shape_blocks
+from bench.train.ranks import start_group
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job
 from bench.train.trainers import Trainer, adamw_options, block_config, count, model_config
-
-_HOST = "127.0.0.1"
-
-
-def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
-    """fully_shard of each block and of the rest, fp32 parameters in pinned host memory, fused AdamW on the CPU.
-
-    On a CPU there is nowhere to offload to: the same without the policy, to see that it runs.
-    """
-    from torch.distributed import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    task, contestant = job.task, job.contestant
-    on_gpu = device.type == "cuda"
-    _start_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    )  # norms of offloaded gradients are reduced on the CPU
-    mesh = init_device_mesh(device.type, (1,))
-    options: dict[str, Any] = {"mesh": mesh}
-    if on_gpu:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
-        # Nothing is reduced in a world of one, so bf16 until the cast to the parameters' fp32 loses no bit.
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = build_model(task)
-    replace_loss(model, task, device)
-    parameters = count(model)
-    blocks = blocks_of(model)
-    if contestant.resident > len(blocks):
-        raise ValueError(f"{contestant.name}: the model has {len(blocks)} blocks")
-    shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
-    for index, block in enumerate(blocks):  # made on the GPU: the model is never whole there unless it is to stay
-        own = {**options, "reshard_after_forward": not contestant.gathered}
-        if index < contestant.resident:  # nothing to gather: a cast on the GPU
-            own["reshard_after_forward"] = True
-            own.pop("offload_policy", None)
-        fill(block, device=device, dtype=torch.float32)
-        fully_shard(block, **own)
-    fill(model, device=device, dtype=torch.float32)
-    fully_shard(model, **options)
-    optimizers = [  # one for each kind of device: fused kernels are of one
-        torch.optim.AdamW(groups, fused=True, **adamw_options(task))
-        for groups in _by_device(parameter_groups(model, weight_decay=WEIGHT_DECAY))
-    ]
-
-    clip_ms: list[float] = []
-
-    def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()  # which returns when the gradients have reached the host
-        norm: Any = None
-        if contestant.clip:
-            begin = time.perf_counter()
-            norm = _norm_by_rows(model)
-            nn.utils.clip_grads_with_norm_(model.parameters(), task.clip_norm, norm)
-            clip_ms.append((time.perf_counter() - begin) * 1e3)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.detach(), norm
-
-    return Trainer(
-        step=step,
-        parameters=parameters,
-        config={
-            **model_config(model, task),
-            **block_config(contestant),
-            "fully_shard": "every block, then the rest; parameters float32",
-            "reshard_after_forward": not contestant.gathered,
-            "blocks_not_offloaded": contestant.resident,
-            "norm": "by rows, then torch.nn.utils.clip_grads_with_norm_",
-            "offload_policy": repr(options.get("offload_policy")),
-            "mp_policy": repr(options.get("mp_policy")),
-            "optimizer": "torch.optim.AdamW(fused=True)",
-        },
-        said_afterwards=lambda: {"clip_ms": median(clip_ms)} if clip_ms else {},
-    )
-
-
-def _by_device(groups: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """``groups``, those of parameters on one kind of device together."""
-    kinds = {parameter.device.type for group in groups for parameter in group["params"]}
-    parted = [
-        [{**group, "params": [one for one in group["params"] if one.device.type == kind]} for group in groups]
-        for kind in sorted(kinds)
-    ]
-    return [[group for group in part if group["params"]] for part in parted]
-
-
-def _norm_by_rows(model: nn.Module) -> Tensor:
-    """The norm of all gradients of a world of one, 0-d on the CPU.
-
-    torch.nn.utils.clip_grad_norm_ has the norm of a tensor on the host worked out by one thread, in one sum of floats:
-    for 14336 x 4096 random numbers it is 0.45% short (torch 2.13). By rows all threads take part, and it is right to
-    1 in 10 million.
-    """
-    found: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    grads: list[Tensor] = [gradient.to_local() for gradient in found]
-    norms = [torch.linalg.vector_norm(torch.linalg.vector_norm(g, dim=-1) if g.dim() > 1 else g) for g in grads]
-    return torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]))
 
 
 def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
@@ -133,7 +32,7 @@ def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     fill(model, device=device, dtype=torch.float32)
     model.to(device)
     blocks = blocks_of(model)
-    shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
+    shape_blocks(blocks, compile=contestant.compile, checkpointed=contestant.checkpoints(len(blocks)))
     options = {**adamw_options(task), "fused": True}
     groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
     optimizer = optimizer_class(groups, torch.optim.AdamW, offload_gradients=True, **options)
@@ -164,7 +63,7 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
     """ZeRO with DeepSpeed's own CPU Adam on fp32 masters, bf16 weights."""
     task, contestant = job.task, job.contestant
     deepspeed = importlib.import_module("deepspeed")
-    _start_process_group("nccl")
+    start_group("nccl")
     zero: dict[str, Any] = {
         "stage": 2 if contestant.kind == "zero2" else 3,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
@@ -190,7 +89,7 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
     fill(model, device=device, dtype=torch.bfloat16)
     model.to(device)
     blocks = blocks_of(model)
-    shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
+    shape_blocks(blocks, compile=contestant.compile, checkpointed=contestant.checkpoints(len(blocks)))
     groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
     head = model.get_output_embeddings()
     gathers_for_loss = task.chunked_loss and zero["stage"] == 3
@@ -229,12 +128,3 @@ def outputs_kept(head: nn.Module) -> Iterator[None]:
     head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     yield
     head.register_forward_hook(lambda module, inputs, output: outputs.pop())
-
-
-def _start_process_group(backend: str) -> None:
-    """A world of this process alone, without a network."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves to nothing would stop gloo
-    store = torch.distributed.TCPStore(_HOST, 0, world_size=1, is_master=True)
-    # What torchrun would set: DeepSpeed looks for it.
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=_HOST, MASTER_PORT=str(store.port))
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)

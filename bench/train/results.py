@@ -18,7 +18,11 @@ UNFINISHED = "not done"  # what a contestant leaves that is ended from outside
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Record):
-    """What one contestant did, or why it did not."""
+    """What one contestant did, or why it did not.
+
+    With several GPUs times, losses and host threads are those of the first rank, on its own batches, and the peaks of
+    processes and GPUs are the largest of all ranks.
+    """
 
     contestant: Contestant
     error: str = ""  # a reason in place of figures
@@ -102,25 +106,26 @@ class Comparison(Record):
         return [one for one in self.outcomes if one.contestant.kind == "protrain" and not one.error]
 
     def tokens_per_s(self, outcome: Outcome) -> float:
-        """Of the median step."""
+        """Of the median step, on all GPUs together."""
         return self.task.tokens_per_step / outcome.median_ms * 1e3
 
     def tflops(self, outcome: Outcome) -> float:
-        """6 x parameters x tokens/s: what the model needs, recomputation and attention scores not counted."""
-        return 6 * outcome.parameters * self.tokens_per_s(outcome) / 1e12
+        """Of one GPU: 6 x parameters x tokens/s, what the model needs, without recomputation and attention scores."""
+        return 6 * outcome.parameters * self.tokens_per_s(outcome) / self.task.gpus / 1e12
 
     def table(self) -> str:
         """The comparison for people; one line per contestant, and a reason where there are no figures."""
-        own = self.own_rows()
+        own, several = self.own_rows(), self.task.gpus > 1
         head = [
             "",
             "ms/step (p20 to p80)",
             "tokens/s",
-            "6NT TFLOP/s",
+            *(["tokens/s a GPU"] if several else []),
+            "6NT TFLOP/s a GPU" if several else "6NT TFLOP/s",
             "GPU GiB (reserved)",
             "host GiB",
             "clipped",
-            "last loss",
+            "last loss of rank 0" if several else "last loss",
         ]
         rows = [[*head, *(f"{one.contestant.name} is faster" for one in own)]]
         failed = []
@@ -134,6 +139,7 @@ class Comparison(Record):
                     outcome.contestant.title,
                     f"{outcome.median_ms:.1f} ({outcome.quantile_ms(0.2):.1f} to {outcome.quantile_ms(0.8):.1f})",
                     f"{self.tokens_per_s(outcome):,.0f}",
+                    *([f"{self.tokens_per_s(outcome) / self.task.gpus:,.0f}"] if several else []),
                     f"{self.tflops(outcome):.3g}",
                     f"{outcome.device_allocated_bytes / GIB:.1f} ({outcome.device_reserved_bytes / GIB:.1f})",
                     f"{max(outcome.host_used_bytes, outcome.host_resident_bytes) / GIB:.1f}",
@@ -153,7 +159,8 @@ class Comparison(Record):
         sizes = {outcome.parameters for outcome in self.outcomes if outcome.parameters}
         size = f"{max(sizes) / 1e9:.2f} B parameters, " if sizes else ""
         loss = "chunked loss" if self.task.chunked_loss else "whole logits"
+        several = f"{self.task.gpus} x " if self.task.gpus > 1 else ""
         return (
             f"{self.task.label}: {size}{self.task.tokens_per_step:,} tokens a step, {self.dtype}, {loss}, clipping to "
-            f"{self.task.clip_norm:g}, {self.device}" + (f"; {self.dram_load}" if self.dram_load else "")
+            f"{self.task.clip_norm:g}, {several}{self.device}" + (f"; {self.dram_load}" if self.dram_load else "")
         )

@@ -23,21 +23,22 @@ class Task(Record):
 
     model: str  # of protrain.cli.shapes
     layers: int | None  # None: as many as the shape has
-    batch: int
+    batch: int  # sequences on each GPU
     sequence: int
     steps: int  # timed
     warm_up: int  # before them
     chunked_loss: bool = False  # Liger's, for all or for nobody
     clip_norm: float = 1.0
     learning_rate: float = 1e-4
-    device_memory: str | None = None  # for every contestant, cached blocks included
-    host_memory: str | None = None
+    device_memory: str | None = None  # of each GPU, for every contestant, cached blocks included
+    host_memory: str | None = None  # of the machine, for all GPUs together
     host_share: float = 1.0  # of its AdamW rate, which a load on its DRAM leaves the host; 1: there is no load
+    gpus: int = 1  # a process each, with a batch of its own
 
     @property
     def tokens_per_step(self) -> int:
-        """Of the whole batch."""
-        return self.batch * self.sequence
+        """On all GPUs together."""
+        return self.gpus * self.batch * self.sequence
 
     @property
     def label(self) -> str:
@@ -45,7 +46,8 @@ class Task(Record):
         depth = "" if self.layers is None else f"-{self.layers}layers"
         within = "" if self.device_memory is None else f"-within-{self.device_memory}"
         host = "" if self.host_share == 1.0 else f"-host-at-{100 * self.host_share:g}"
-        return f"{self.model}{depth}-{self.batch}x{self.sequence}{within}{host}"
+        gpus = "" if self.gpus == 1 else f"-{self.gpus}gpus"
+        return f"{self.model}{depth}-{self.batch}x{self.sequence}{within}{host}{gpus}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +62,15 @@ class Job(Record):
 
 
 def make_tokens(task: Task, path: Path) -> None:
-    """Write [warm_up + steps, batch, sequence] int64 token ids: windows of Python's own sources, as bytes.
+    """Write [warm_up + steps, gpus, batch, sequence] int64 token ids: windows of Python's own sources, as bytes.
 
     Text and not noise or zeros, because the GPU draws less power, and so runs faster, on data with fewer bits set.
     """
     with tempfile.TemporaryDirectory() as folder:
         text = tokenize(find_documents(None), byte_codec(), Path(folder), held_out=0.0)
         batches = [
-            training_batch(text, seed=0, step=step, micro_batch=0, batch=task.batch, sequence=task.sequence)
+            training_batch(text, seed=0, step=step, micro_batch=rank, batch=task.batch, sequence=task.sequence)
             for step in range(task.warm_up + task.steps)
+            for rank in range(task.gpus)
         ]
-    torch.save(torch.stack(batches), path)
+    torch.save(torch.stack(batches).unflatten(0, (-1, task.gpus)), path)

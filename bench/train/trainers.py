@@ -192,7 +192,7 @@ def resident_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
     model.to(device)
     blocks = blocks_of(model)
     optimizer = MasterAdamW(model, blocks, task)
-    shape_blocks(blocks, compile=contestant.compile, checkpointed=[contestant.checkpoint] * len(blocks))
+    shape_blocks(blocks, compile=contestant.compile, checkpointed=contestant.checkpoints(len(blocks)))
 
     def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
         loss = model(input_ids=ids, labels=ids).loss
@@ -224,4 +224,5 @@ def model_config(model: Any, task: Task) -> dict[str, Any]:
 
 def block_config(contestant: Contestant) -> dict[str, Any]:
     """What a row says of the blocks, where no plan decides."""
-    return {"compile": contestant.compile, "checkpointed_blocks": "all" if contestant.checkpoint else "none"}
+    which = f"the first {contestant.checkpointed}" if contestant.checkpointed else "all"
+    return {"compile": contestant.compile, "checkpointed_blocks": which if contestant.checkpoint else "none"}

@@ -1,12 +1,16 @@
 """One contestant in a process of its own: a CUDA context, an allocator and host memory that nothing has used before.
 
 python -m bench.train.worker JOB.json OUT.json
+
+It is one of several ranks where the environment says so, as torchrun's does. Each rank has a GPU and a batch of its own
+and writes what it knows to a file of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -18,11 +22,14 @@ import torch
 from torch import Tensor
 
 from bench.allocator import forbid_more
-from bench.train.peers import deepspeed_trainer, fsdp2_trainer, torchao_trainer
+from bench.train.fsdp2 import fsdp2_trainer
+from bench.train.peers import deepspeed_trainer, torchao_trainer
+from bench.train.ranks import any_rank, file_of
 from bench.train.results import UNFINISHED, Outcome
 from bench.train.task import Job
 from bench.train.trainers import Trainer, floor_trainer, protrain_trainer, resident_trainer
 from protrain.cli.summary import device_name
+from protrain.distributed.processes import local_rank
 from protrain.forward.compilation import graphs_compiled
 from protrain.hardware.allocator import use_expandable_segments
 
@@ -40,24 +47,27 @@ BUILDERS: dict[str, Callable[[Job, torch.device, Tensor], Trainer]] = {
 }
 
 
-def main() -> None:
-    """Run the contestant; what stops it is its outcome."""
+def main() -> int:
+    """Run the contestant and return its exit status. What stops it is its outcome."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("job", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
     job = Job.load(args.job)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    out = file_of(args.out, local_rank())
+    device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        outcome = run(job, device, args.out)
+        outcome = run(job, device, out)
     except Exception as error:  # whatever a system says when it cannot do the task is a result
         message = next((line for line in str(error).splitlines() if line.strip()), "")
         text = f"{type(error).__name__}: {message}"[:500]
-        begun = Outcome.load(args.out) if args.out.exists() else Outcome(contestant=job.contestant)
-        outcome = replace(begun, error=text, **peaks(device))
-    outcome.save(args.out)
+        begun = Outcome.load(out) if out.exists() else Outcome(contestant=job.contestant)
+        replace(begun, error=text, **peaks(device)).save(out)
+        return 1
+    outcome.save(out)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    return 0
 
 
 def run(job: Job, device: torch.device, out: Path) -> Outcome:
@@ -67,7 +77,7 @@ def run(job: Job, device: torch.device, out: Path) -> Outcome:
         forbid_more(job.task.device_memory, device)
         use_expandable_segments()  # ProTrain sets it; the others gain by it too
     torch.manual_seed(0)
-    batches = torch.load(job.tokens).to(device)
+    batches = torch.load(job.tokens)[:, local_rank()].to(device)
     start = time.perf_counter()
     trainer = BUILDERS[job.contestant.kind](job, device, batches[0])
     finish(device)
@@ -136,7 +146,7 @@ def train(
     finish(device)
     before = kept = time.perf_counter()
     for index, ids in enumerate(batches):
-        if time.time() > job.until:
+        if any_rank(time.time() > job.until):  # ranks wait for each other in a step, so all do it or none
             break
         loss, norm = trainer.step(ids)
         finish(device)
@@ -168,4 +178,6 @@ def _pinned_by_torch(device: torch.device) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    status = main()
+    if status:
+        os._exit(status)  # the end of Python would wait for operations that other ranks take part in no more

@@ -86,6 +86,7 @@ TRAIN = Benchmark(
     help="train one model with ProTrain, with its peers and without any optimizer, in one run",
     epilog="""examples:
   protrain bench train --model llama-7b --batch 8 --contestants protrain,floor,fsdp2 --out results
+  protrain bench train --gpus 2 --model llama-7b --contestants protrain,floor,fsdp2-resident --out results
 
 Every option but --json is bench.train's: `protrain bench train OPTIONS` is `python -m bench.train OPTIONS`.
 """,

@@ -1,9 +1,8 @@
-"""bench.train: names, rows for what fails, the arithmetic of the table, and a run of everything that a CPU can do."""
+"""bench.train: rows for what fails, the arithmetic of the table, and a run of everything that a CPU can do."""
 
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import torch
 
 from bench.train import worker
 from bench.train.__main__ import main
-from bench.train.contestants import DEFAULT, DEFAULT_ON_CPU, VARIANTS, Contestant, parse, parse_all
+from bench.train.contestants import Contestant, parse
 from bench.train.launch import supervise, take_part
 from bench.train.results import UNFINISHED, Comparison, Outcome
 from bench.train.task import Job, Task, make_tokens
@@ -26,69 +25,6 @@ from protrain.planning.plan import BlockMode
 
 TASK = Task(model="tiny", layers=2, batch=2, sequence=64, steps=4, warm_up=1)
 ONE = Contestant(kind="fsdp2")
-
-
-@pytest.mark.parametrize(
-    ("name", "contestant"),
-    [
-        ("protrain", Contestant(kind="protrain")),
-        ("protrain-eager-unclipped", Contestant(kind="protrain", compile=False, clip=False)),
-        ("protrain-unclipped-narrow", Contestant(kind="protrain", clip=False, narrow=True)),
-        ("fsdp2-kept", Contestant(kind="fsdp2", checkpoint=False)),
-        ("fsdp2-eager-kept-unclipped", Contestant(kind="fsdp2", compile=False, checkpoint=False, clip=False)),
-        ("fsdp2-gathered", Contestant(kind="fsdp2", gathered=True)),
-        ("fsdp2-unclipped-gathered-resident20", Contestant(kind="fsdp2", clip=False, gathered=True, resident=20)),
-        ("zero3", Contestant(kind="zero3", compile=False)),
-        ("torchao", Contestant(kind="torchao", clip=False)),
-    ],
-)
-def test_a_name_says_what_is_run(name: str, contestant: Contestant) -> None:
-    assert parse(name) == contestant
-    assert contestant.name == name
-
-
-def test_the_help_tells_every_variant(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    said = capsys.readouterr().out
-    assert [variant for variant in VARIANTS if not re.search(rf"-{variant}N? \(", said)] == []
-
-
-@pytest.mark.parametrize("names", [DEFAULT, DEFAULT_ON_CPU])
-def test_defaults_are_valid(names: str) -> None:
-    assert [contestant.name for contestant in parse_all(names)] == names.split(",")
-
-
-def test_titles_tell_rows_apart() -> None:
-    rows = parse_all(
-        f"{DEFAULT},floor-unclipped,protrain-eager-unclipped,floor-eager-unclipped,zero3params,fsdp2-resident2"
-    )
-    assert len({contestant.title for contestant in rows}) == len(rows)
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ("fsdp3", "there is no 'fsdp3'; known: protrain"),
-        ("protrain-kept", "protrain has no variant 'kept'; it has eager, unclipped, narrow"),
-        ("fsdp2-narrow", "fsdp2 has no variant 'narrow'; it has eager, kept, unclipped, gathered, residentN"),
-        ("fsdp2-resident", "fsdp2 has no variant 'resident'; it has eager, kept, unclipped, gathered, residentN"),
-        ("fsdp2-resident0", "fsdp2 has no variant 'resident0'"),
-        ("fsdp2-resident2-resident5", "fsdp2 has no variant 'resident5'"),
-        ("protrain-resident2", "protrain has no variant 'resident2'; it has eager, unclipped, narrow"),
-        ("torchao-unclipped", "torchao has no variant 'unclipped'; it has eager, kept"),
-        ("fsdp2,fsdp2", "fsdp2 is there twice"),
-        ("floor", "floor checkpoints the blocks that protrain does: name that before it"),
-        ("protrain,floor-eager", "floor-eager checkpoints the blocks that protrain-eager does"),
-    ],
-)
-def test_wrong_names_are_refused(names: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["--contestants", names])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert message in error
-    assert error.count("\n") == 1
 
 
 def test_other_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

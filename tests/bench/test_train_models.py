@@ -175,7 +175,7 @@ def test_masters_keep_what_16_bit_weights_cannot() -> None:
 def test_tokens_are_text_and_differ_between_steps(tmp_path: Path) -> None:
     make_tokens(TASK, tmp_path / "tokens.pt")
     tokens = torch.load(tmp_path / "tokens.pt")
-    assert tokens.shape == (5, 1, 16)
+    assert tokens.shape == (5, 1, 1, 16)
     assert not torch.equal(tokens[0], tokens[1])
     assert tokens.unique().numel() > 10
     assert tokens.max() < 128
