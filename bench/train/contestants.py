@@ -179,7 +179,7 @@ _DEFAULT = (
     "protrain,floor,fsdp2,protrain-unclipped,fsdp2-unclipped,fsdp2-gathered,fsdp2-eager,fsdp2-kept,protrain-eager,"
     "floor-eager,zero2,zero3,torchao,resident,resident-kept"
 )
-_DEFAULT_ON_SEVERAL = "protrain,floor,fsdp2-resident,fsdp2-gathered-resident,fsdp2,fsdp2-unclipped"
+_DEFAULT_ON_SEVERAL = "protrain,floor,fsdp2-resident,fsdp2-gathered-resident,fsdp2,protrain-unclipped,fsdp2-unclipped"
 _DEFAULT_ON_CPU = "protrain-eager,floor-eager,resident-eager,fsdp2-eager"
 _DEFAULT_ON_SEVERAL_CPU = "protrain-eager,floor-eager,fsdp2-eager,fsdp2-eager-resident"
 

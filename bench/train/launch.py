@@ -91,25 +91,26 @@ def supervise(
 def _started(command: list[str], log: Path, gpus: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The ranks' processes, which have ended, with all that they started, when the context is left."""
     processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, environment in enumerate(environments(gpus)):
-            with open(file_of(log, rank), "wb") as sink:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=environment,
-                        stdout=sink,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,  # so that the compiler's processes can be ended with it
+    with environments(gpus) as of_ranks:
+        try:
+            for rank, environment in enumerate(of_ranks):
+                with open(file_of(log, rank), "wb") as sink:
+                    processes.append(
+                        subprocess.Popen(
+                            command,
+                            env=environment,
+                            stdout=sink,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,  # so that the compiler's processes can be ended with it
+                        )
                     )
-                )
-        yield processes
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in processes:
-            process.wait()
+            yield processes
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            for process in processes:
+                process.wait()
 
 
 @contextlib.contextmanager

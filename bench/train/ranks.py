@@ -1,15 +1,15 @@
 """One contestant on several GPUs: a process for each, a rank, and what the outcomes of all ranks make together.
 
 torchrun gives its workers sessions of their own, so they would go on where a time limit kills it. Here the launcher
-starts the ranks itself, with the environment that torchrun gives them, and can end each of them.
+starts the ranks itself, with the environment that torchrun would give them, and can end each of them.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,20 +24,26 @@ _HOST = "127.0.0.1"
 _PEAKS = "device_allocated_bytes", "device_reserved_bytes", "host_resident_bytes", "host_pinned_bytes"
 
 
-def environments(gpus: int) -> list[dict[str, str]]:
-    """The environment of each rank. One rank alone has this process's own."""
+@contextmanager
+def environments(gpus: int) -> Iterator[list[dict[str, str]]]:
+    """The environment of each rank, as torchrun would make it. One rank alone has this process's own.
+
+    The ranks find each other through a store in this process, which lives as long as the context. A port that rank 0
+    is told to listen on may be taken by then.
+    """
     if gpus == 1:
-        return [dict(os.environ)]
-    with socket.socket() as free:
-        free.bind((_HOST, 0))
-        port = free.getsockname()[1]
+        yield [dict(os.environ)]
+        return
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     common = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // gpus)),  # torch's own would be all cores for each rank
         "GLOO_SOCKET_IFNAME": "lo",  # a host name that resolves to nothing would stop gloo
         **os.environ,
-        **{"MASTER_ADDR": _HOST, "MASTER_PORT": str(port), "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus)},
+        **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
+        **{"MASTER_ADDR": _HOST, "MASTER_PORT": str(store.port)},
+        **{"WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus)},
     }
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(gpus)]
+    yield [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(gpus)]
 
 
 def file_of(path: Path, rank: int) -> Path:

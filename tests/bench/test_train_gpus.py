@@ -104,6 +104,7 @@ def _norms_and_gradients(rank: int) -> list[tuple[float, list[torch.Tensor]]]:
     return found
 
 
+@pytest.mark.xdist_group("ranks")
 def test_norms_of_sharded_gradients_are_those_of_the_whole() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1))
@@ -154,6 +155,7 @@ def _until_one_is_late(rank: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.xdist_group("ranks")
 def test_ranks_stop_together_when_the_time_of_one_is_up() -> None:
     assert on_ranks(2, _until_one_is_late) == ["only 0 steps were timed before the time was up"] * 2
 
