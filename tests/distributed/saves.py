@@ -58,13 +58,13 @@ class Outcome:
 
 
 class Training:
-    """The model, optimizer and scheduler of one rank of ``size``."""
+    """The model, optimizer and scheduler of one rank of ``size``. Without a ``spec``, the first call makes the plan."""
 
     def __init__(
         self,
         rank: int,
         size: int,
-        spec: Spec,
+        spec: Spec | None,
         *,
         dtype: str = "float32",
         moments: str = "float32",
@@ -74,19 +74,19 @@ class Training:
         self.accumulate = MICRO_BATCHES // size
         self.batches = residual.batches(size * self.accumulate)
         model = make()
-        self.model, self.optimizer = wrap_under(
-            spec,
-            model,
-            adamw(model),
-            self.batches[0],
-            device=torch.device("cpu"),
-            dtype=DTYPES[dtype],
-            world_size=size,
-            gradient_reduction="sum",
-            accumulation=self.accumulate,
-            moment_dtype=moments,
-            process_group=process_group,
-        )
+        how: dict[str, Any] = {
+            "device": torch.device("cpu"),
+            "dtype": DTYPES[dtype],
+            "gradient_reduction": "sum",
+            "accumulation": self.accumulate,
+            "moment_dtype": moments,
+            "process_group": process_group,
+        }
+        if spec is None:
+            how |= {"device_memory": "64MiB", "host_memory": "1GiB", "progress": False}
+            self.model, self.optimizer = protrain.wrap(model, adamw(model), **how)
+        else:
+            self.model, self.optimizer = wrap_under(spec, model, adamw(model), self.batches[0], world_size=size, **how)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
 
     def train(self, steps: range) -> None:
@@ -121,6 +121,14 @@ def go_on(rank: int, size: int, run: Run) -> Outcome:
         training.save(run.save)
     training.train(run.after)
     return Outcome(saved, training.states())
+
+
+def go_on_unplanned(rank: int, size: int, folder: str, steps: range) -> dict[str, Tensor]:
+    """The states after ``steps``, of a training that is loaded before the first call of the model plans it."""
+    training = Training(rank, size, None)
+    training.load(folder)
+    training.train(steps)
+    return training.states()
 
 
 def save_randoms(rank: int, size: int, folder: str) -> list[float]:
