@@ -141,7 +141,7 @@ def wrap(
         use_expandable_segments()
     detect(checked.device, device_memory=device_memory, host_memory=host_memory)  # refuses limits that are none
     managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}
-    wrapped = ProTrainOptimizer(optimizer, managed, step_during_backward=step_during_backward)
+    wrapped = ProTrainOptimizer(optimizer, managed, ranks=ranks, step_during_backward=step_during_backward)
 
     def begin(batch: Any) -> None:
         _begin(

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from protrain.checkpoint.manifest import MANIFEST
+from protrain.distributed.ranks import Ranks
+from protrain.engine.states.parameter_state import Part
 
 
 class PlainOptimizer:
@@ -20,6 +22,7 @@ class PlainOptimizer:
 
     def __init__(self, model: nn.Module, learning_rate: float = 1e-2) -> None:
         self.model = model
+        self.ranks = Ranks(None, torch.device("cpu"))
         self.inner = torch.optim.AdamW(model.parameters(), lr=learning_rate)
 
     def trains(self, model: nn.Module) -> bool:
@@ -32,21 +35,26 @@ class PlainOptimizer:
     def parameter_names(self) -> list[str]:
         return [name for name, p in self.model.named_parameters() if p.is_floating_point()]
 
-    def export_parameter(self, name: str) -> dict[str, torch.Tensor]:
+    def own_elements(self, name: str) -> slice:
+        return slice(0, self.model.get_parameter(name).numel())
+
+    def export_part(self, name: str) -> Part:
         parameter = self.model.get_parameter(name)
         state = {kind: value.clone() for kind, value in self.inner.state[parameter].items()}
-        return {"master": parameter.detach().clone(), **state}
+        return Part(parameter.shape, self.own_elements(name), {"master": parameter.detach().clone(), **state})
 
     def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
         parameter = self.model.get_parameter(name)
         if tensors["master"].shape != parameter.shape:
             raise ValueError(f"{name} has shape {list(parameter.shape)}")
 
-    def import_parameter(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    def import_part(self, name: str, elements: slice, tensors: dict[str, torch.Tensor]) -> None:
+        assert elements == self.own_elements(name)
         parameter = self.model.get_parameter(name)
+        whole = {k: value if k == "step" else value.view(parameter.shape) for k, value in tensors.items()}
         with torch.no_grad():
-            parameter.copy_(tensors["master"])
-        self.inner.state[parameter] = {kind: tensors[kind] for kind in tensors if kind != "master"}
+            parameter.copy_(whole.pop("master"))
+        self.inner.state[parameter] = whole
 
     def scalar_state(self) -> dict[str, Any]:
         return {"groups": [{k: v for k, v in group.items() if k != "params"} for group in self.inner.param_groups]}

@@ -6,12 +6,17 @@
         checkpoint.json            manifest: format, files with size and CRC-32, step, scalars, scheduler, random states
         buffers.safetensors        model.named_buffers(), and parameters that are not managed
         modules.safetensors        tensors of get_extra_state(), whose rest is in the manifest; only if there are any
-        state-00001.safetensors    "master/NAME", "exp_avg/NAME", ...: about 1 GiB each; a parameter is never split
+        state-00001.safetensors    "master/NAME", "exp_avg/NAME", ...: about 1 GiB each; several ranks each write files
+                                   of their own, state-RANK-00001.safetensors, ...
 
 A save is written to a hidden folder, flushed to the disk and then renamed. So a process that is killed at any moment
 leaves the earlier saves untouched and at most one hidden folder, which the next save removes. Parameters are streamed
-one at a time, so memory stays bounded by one file. State is kept whole, in fp32 and by parameter name, so it loads
-under any plan.
+one at a time, so memory stays bounded by one file. State is kept in fp32, by parameter name and element, so it loads
+under any plan and on any number of ranks.
+
+With several ranks, each writes and reads what it has of every parameter (:mod:`protrain.checkpoint.parameter_files`).
+The first rank does all else alone: it makes the hidden folder, and when all ranks have said that their files are on the
+disk, it writes the manifest and renames the folder.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,14 +35,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from protrain.checkpoint.json_values import decode, encode
 from protrain.checkpoint.manifest import check_files, find_save, list_saves, read_manifest, verify_bytes, write_manifest
+from protrain.checkpoint.parameter_files import check_parameters, load_parameters, write_parameters
 from protrain.checkpoint.random_state import check_random_state, random_state, set_random_state
-from protrain.checkpoint.tensor_files import TensorWriter, open_tensors, sync_directory, write_tensors
+from protrain.checkpoint.tensor_files import open_tensors, sync_directory, write_tensors
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, compare_names, match_saved, unmanaged_tensors
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import is_managed
+from protrain.distributed.agreement import raised_on_all
+from protrain.distributed.ranks import Ranks
 from protrain.optim.optimizer import ProTrainOptimizer
 
 MODULES = "modules.safetensors"
+_OTHER_RANDOMS = "random_of_other_ranks"  # the random states of rank 1 and those after it
 _SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # an unfinished save, or one that is being deleted
 
 
@@ -51,8 +61,11 @@ def save_checkpoint(
 ) -> Path:
     """Save the training state atomically as a new numbered save in ``folder``. Returns the path of the save.
 
+    With several ranks all of them must call it. Buffers, scheduler, extra state and ``extra`` are those of the first
+    rank; random states are kept of every rank.
+
     Parameters:
-        folder: It is made if missing. Saves of one run belong in one folder.
+        folder: It is made if missing. Saves of one run belong in one folder, which all ranks must see.
         model: The wrapped model; gives its buffers, and the extra state of modules that have one.
         optimizer: The wrapped optimizer; gives weights, masters and moments, one parameter at a time.
         scheduler: A learning rate scheduler whose state is plain numbers, lists and dictionaries.
@@ -63,12 +76,59 @@ def save_checkpoint(
         ValueError: ``optimizer`` is not the wrapped one, ``keep`` is below 1, or ``scheduler``, ``extra`` or a module's
             extra state holds what JSON cannot. Tensors in extra state are allowed.
         OSError: The disk is full or not writable. Earlier saves are intact, and no part of this one is left.
+        MisuseError: Not all ranks have called it.
+
+    An error on one rank is raised on all of them.
     """
     _check_wrapped(model, optimizer)
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
+    ranks = optimizer.ranks
+    ranks.meet("save_checkpoint()")
+    first, root = ranks.rank == 0, Path(folder)
     tensors: dict[str, torch.Tensor] = {}
-    manifest: dict[str, Any] = {  # built first, so that an error in it leaves no trace on the disk
+    manifest: dict[str, Any] = {}
+    saves: list[Path] = []
+    serial = 0
+    with raised_on_all(ranks):
+        if first:
+            manifest = _manifest(model, optimizer, scheduler, extra, tensors)  # an error in it leaves no trace
+            root.mkdir(parents=True, exist_ok=True)
+            saves, serial = _begin_save(root)
+    serial = ranks.of_first(serial)
+    scratch, name = root / f".{serial:05d}.tmp", ""
+    try:
+        with raised_on_all(ranks):
+            if not first and not scratch.is_dir():
+                raise OSError(f"{scratch}, which rank 0 has made, is not there on rank {ranks.rank}: all must see it")
+            files, step = write_parameters(scratch, optimizer)
+            if first:
+                files = {**_write_others(scratch, model, tensors), **files}
+        written = ranks.all_values((files, step, random_state()))
+        with raised_on_all(ranks):
+            if first:
+                manifest |= _merged(written)
+                name = f"{serial:05d}-step-{manifest['step']}"
+                _publish(scratch, root / name, manifest)
+    except BaseException:  # a full disk gets the space back, and Ctrl-C leaves nothing half done
+        if first:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    with raised_on_all(ranks):
+        if first:
+            _delete_all_but([*saves, root / name], keep)
+    return root / ranks.of_first(name)
+
+
+def _manifest(
+    model: nn.Module,
+    optimizer: ProTrainOptimizer,
+    scheduler: LRScheduler | None,
+    extra: Any,
+    tensors: dict[str, torch.Tensor],
+) -> dict[str, Any]:
+    """What a manifest says of the state that is the same on all ranks. Tensors of extra state go to ``tensors``."""
+    return {
         "scalars": encode(optimizer.scalar_state(), "the optimizer's scalar state"),
         "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state"),
         "scheduler_class": None if scheduler is None else _class_of(scheduler),
@@ -77,37 +137,63 @@ def save_checkpoint(
             name: encode(module.get_extra_state(), f"the extra state of module {name!r}", tensors)
             for name, module in _with_extra_state(model).items()
         },
-        "random": random_state(),
     }
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
+
+
+def _begin_save(root: Path) -> tuple[list[Path], int]:
+    """Remove what killed saves have left, and make the hidden folder of a new one.
+
+    Returns:
+        The saves in ``root``, and the number of the new one.
+    """
     for leftover in root.glob(".*.tmp"):
         if _SCRATCH.fullmatch(leftover.name) and leftover.is_dir():
             shutil.rmtree(leftover)
     saves = list_saves(root)
     serial = int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
-    scratch = root / f".{serial:05d}.tmp"
-    scratch.mkdir()
-    target = scratch
+    (root / f".{serial:05d}.tmp").mkdir()
+    return saves, serial
+
+
+def _write_others(scratch: Path, model: nn.Module, extra: dict[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """Write buffers and ``extra``. Returns the entries of the files in the manifest."""
+    files: dict[str, dict[str, Any]] = {}
+    for name, tensors in {BUFFERS: unmanaged_tensors(model), **({MODULES: extra} if extra else {})}.items():
+        size, crc32 = write_tensors(scratch / name, tensors)
+        files[name] = {"bytes": size, "crc32": crc32, "parameters": []}
+    return files
+
+
+def _merged(written: list[tuple[dict[str, dict[str, Any]], int, dict[str, Any]]]) -> dict[str, Any]:
+    """What a manifest says of the files, largest step and random states of all ranks."""
+    randoms = [random for _, _, random in written]
+    return {
+        "random": randoms[0],
+        **({_OTHER_RANDOMS: randoms[1:]} if len(written) > 1 else {}),
+        "step": max(step for _, step, _ in written),
+        "files": {name: entry for files, _, _ in written for name, entry in files.items()},
+    }
+
+
+def _publish(scratch: Path, target: Path, manifest: dict[str, Any]) -> None:
+    """Make a save of ``scratch``, all of whose other files are on the disk. After an error there is none."""
+    write_manifest(scratch, manifest)
+    sync_directory(scratch)
     try:
-        files, step = _write_tensors(scratch, model, optimizer, tensors)
-        write_manifest(scratch, {**manifest, "step": step, "files": files})
-        sync_directory(scratch)
-        target = root / f"{serial:05d}-step-{step}"
         os.rename(scratch, target)
-        sync_directory(root)
-    except BaseException:  # a full disk gets the space back, and Ctrl-C leaves nothing half done
+        sync_directory(target.parent)
+    except BaseException:
         with suppress(OSError):
             os.rename(target, scratch)
-        shutil.rmtree(scratch, ignore_errors=True)
         raise
 
-    for old in [*saves, target][:-keep]:
+
+def _delete_all_but(saves: list[Path], keep: int) -> None:
+    for old in saves[:-keep]:
         # It is renamed first, because a half-deleted save must never look like a save.
         doomed = old.with_name(f".{old.name}.tmp")
         os.rename(old, doomed)
         shutil.rmtree(doomed)
-    return target
 
 
 def load_checkpoint(
@@ -124,46 +210,56 @@ def load_checkpoint(
     and its contents against ``model``, ``optimizer`` and ``scheduler``. If the model was wrapped without an example
     batch and was not called yet, the states of its parameters are read in its first call, so ``folder`` must stay.
 
+    With several ranks all of them must call it. The number of ranks may be another than that of the save. Then rank r
+    takes the random states that rank r had, and one that the save does not have keeps its own, with a warning.
+
     Raises:
         ValueError: ``optimizer`` is not the wrapped one, or not that of ``model``.
         CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model,
             optimizer or scheduler.
+        MisuseError: Not all ranks have called it.
+
+    An error on one rank is raised on all of them.
     """
     _check_wrapped(model, optimizer)
-    save, manifest = _checked(Path(folder), model, optimizer.parameter_names())
-    verify_bytes(save, manifest)
-    scheduler_state, extra = decode(manifest["scheduler"]), decode(manifest["extra"])
-    _check_scheduler(save, manifest.get("scheduler_class"), scheduler_state, scheduler)
+    ranks, root = optimizer.ranks, Path(folder)
+    ranks.meet("load_checkpoint()")
+    name, manifest = Path(), dict[str, Any]()
+    with raised_on_all(ranks):
+        if ranks.rank == 0:
+            save = find_save(root)
+            name, manifest = save.relative_to(root), read_manifest(save)
+    name, manifest = ranks.of_first((name, manifest))
+    save = root / name
+    files, modules = manifest["files"], _with_extra_state(model)
+    with raised_on_all(ranks):
+        _check(save, manifest, model, optimizer.parameter_names())
+        verify_bytes(save, dict(list(files.items())[ranks.rank :: ranks.size]))  # a share of the files each
+        scheduler_state, extra = decode(manifest["scheduler"]), decode(manifest["extra"])
+        _check_scheduler(save, manifest.get("scheduler_class"), scheduler_state, scheduler)
+        buffers = match_saved(save, model)
+        scalars = decode(manifest["scalars"])
+        try:
+            optimizer.check_scalar_state(scalars)
+        except ValueError as error:
+            raise CheckpointError(f"{save} is of another optimizer: {error}") from None
+        check_parameters(save, files, optimizer)
+        random = _random_of(ranks, save, manifest)
 
-    modules, states = _with_extra_state(model), manifest.get("modules", {})
-    buffers = match_saved(save, model)
-    with_parameters = {save / file: entry["parameters"] for file, entry in manifest["files"].items()}
-    scalars = decode(manifest["scalars"])
-    try:
-        optimizer.check_scalar_state(scalars)
-    except ValueError as error:
-        raise CheckpointError(f"{save} is of another optimizer: {error}") from None
-    for file, parameters in with_parameters.items():
-        _check_parameters(file, parameters, optimizer)
-    try:
-        check_random_state(manifest["random"])
-    except ValueError as error:
-        remedy = "load another save, or this one with the versions of torch and numpy that wrote it"
-        raise CheckpointError(f"{save} holds {error}; {remedy}") from None
+    def load_own() -> None:
+        with raised_on_all(ranks):
+            load_parameters(save, files, optimizer)
 
-    def load_parameters() -> None:
-        for file, parameters in with_parameters.items():
-            _load_parameters(file, parameters, optimizer)
-
-    optimizer.when_begun(load_parameters)  # first, because inside full_parameters() this raises
+    optimizer.when_begun(load_own)  # first, because inside full_parameters() this raises
     with torch.no_grad():
         for target, saved in buffers:
             target.copy_(saved)
     optimizer.load_scalar_state(scalars)
     if scheduler is not None:
         scheduler.load_state_dict(scheduler_state)
-    _load_extra_state(save, modules, states, has_tensors=MODULES in manifest["files"])
-    set_random_state(manifest["random"])
+    _load_extra_state(save, modules, manifest.get("modules", {}), has_tensors=MODULES in files)
+    if random is not None:
+        set_random_state(random)
     return extra
 
 
@@ -179,18 +275,37 @@ def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module) -> Any:
         CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model.
     """
     managed = [name for name, parameter in model.named_parameters() if is_managed(parameter)]
-    return decode(_checked(Path(folder), model, managed)[1]["extra"])
-
-
-def _checked(folder: Path, model: nn.Module, names: list[str]) -> tuple[Path, dict[str, Any]]:
-    """The save that ``folder`` means and its manifest, checked against its files and a model with these parameters."""
-    save = find_save(folder)
+    save = find_save(Path(folder))
     manifest = read_manifest(save)
+    _check(save, manifest, model, managed)
+    return decode(manifest["extra"])
+
+
+def _check(save: Path, manifest: dict[str, Any], model: nn.Module, names: list[str]) -> None:
+    """Raise a CheckpointError unless the files are those of ``manifest``, and of a model with these parameters."""
     check_files(save, manifest)
     saved_names = {name for entry in manifest["files"].values() for name in entry["parameters"]}
     compare_names(save, "parameter", saved_names, set(names))
     compare_names(save, "extra state of module", set(manifest.get("modules", {})), set(_with_extra_state(model)))
-    return save, manifest
+
+
+def _random_of(ranks: Ranks, save: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """The random states that the save has of this rank, checked. None, and a warning, if it has none."""
+    states = [manifest["random"], *manifest.get(_OTHER_RANDOMS, [])]
+    if ranks.rank >= len(states):
+        warnings.warn(
+            f"{save} was made by {len(states)} processes, so it has no random states of rank {ranks.rank}, which keeps "
+            "its own",
+            stacklevel=3,
+        )
+        return None
+    state: dict[str, Any] = states[ranks.rank]
+    try:
+        check_random_state(state)
+    except ValueError as error:
+        remedy = "load another save, or this one with the versions of torch and numpy that wrote it"
+        raise CheckpointError(f"{save} holds {error}; {remedy}") from None
+    return state
 
 
 def _check_wrapped(model: nn.Module, optimizer: Any) -> None:
@@ -206,32 +321,6 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of ``model`` that have extra state, as ``state_dict`` finds them."""
     none = nn.Module.get_extra_state
     return {name: module for name, module in model.named_modules() if type(module).get_extra_state is not none}
-
-
-def _write_tensors(
-    scratch: Path, model: nn.Module, optimizer: ProTrainOptimizer, extra: dict[str, torch.Tensor]
-) -> tuple[dict[str, dict[str, Any]], int]:
-    """Write buffers, ``extra`` and parameters.
-
-    Returns:
-        The files of the manifest, and the largest step of any parameter.
-    """
-    buffers = unmanaged_tensors(model)
-    files: dict[str, dict[str, Any]] = {}
-    for file_name, tensors in {BUFFERS: buffers, **({MODULES: extra} if extra else {})}.items():
-        size, crc32 = write_tensors(scratch / file_name, tensors)
-        files[file_name] = {"bytes": size, "crc32": crc32, "parameters": []}
-    writer = TensorWriter(scratch, "state")
-    step = 0
-    for name in optimizer.parameter_names():
-        state = optimizer.export_parameter(name)
-        if "step" in state:
-            step = max(step, int(state["step"]))
-        writer.add(name, {f"{kind}/{name}": tensor for kind, tensor in state.items()})
-    writer.flush()
-    for file in writer.files:
-        files[file.name] = {"bytes": file.bytes, "crc32": file.crc32, "parameters": list(file.owners)}
-    return files, step
 
 
 def _class_of(scheduler: Any) -> str:
@@ -273,37 +362,3 @@ def _load_extra_state(save: Path, modules: dict[str, nn.Module], states: dict[st
             found = {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118 - it is no mapping
     for name, module in modules.items():
         module.set_extra_state(decode(states[name], found))
-
-
-def _check_parameters(file: Path, names: list[str], optimizer: ProTrainOptimizer) -> None:
-    if not names:
-        return
-    with open_tensors(file) as tensors:
-        for name, kinds in _kinds(tensors).items():
-            try:
-                optimizer.check_parameter(name, {kind: _shape_of(tensors, f"{kind}/{name}") for kind in kinds})
-            except ValueError as error:
-                raise CheckpointError(f"{file} is of another model: {error}") from None
-
-
-def _load_parameters(file: Path, names: list[str], optimizer: ProTrainOptimizer) -> None:
-    if not names:
-        return
-    with open_tensors(file) as tensors:
-        kinds = _kinds(tensors)
-        for name in names:
-            optimizer.import_parameter(name, {kind: tensors.get_tensor(f"{kind}/{name}") for kind in kinds[name]})
-
-
-def _kinds(tensors: Any) -> dict[str, list[str]]:
-    """The kinds of state that a file holds, by parameter."""
-    kinds: dict[str, list[str]] = {}
-    for key in tensors.keys():  # noqa: SIM118 - it is no mapping
-        kind, _, name = key.partition("/")
-        kinds.setdefault(name, []).append(kind)
-    return kinds
-
-
-def _shape_of(tensors: Any, key: str) -> torch.Tensor:
-    """A meta tensor with the shape of ``key``."""
-    return torch.empty(tensors.get_slice(key).get_shape(), device="meta")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from protrain.checkpoint.tensor_files import file_crc32, open_tensors
 from protrain.common.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2  # of saves in which files have parts of parameters; all others have 1
 MANIFEST = "checkpoint.json"
 _SAVE = re.compile(r"(\d{5,})-step-(\d+)")
 
@@ -37,7 +38,8 @@ def find_save(folder: Path) -> Path:
 
 def write_manifest(save: Path, manifest: dict[str, Any]) -> None:
     """Write ``manifest``, with its format and its own CRC-32, and flush it to the disk."""
-    whole = {"format": FORMAT, **manifest}
+    has_parts = any("parts" in entry for entry in manifest["files"].values())
+    whole = {"format": FORMAT if has_parts else 1, **manifest}
     with open(save / MANIFEST, "w") as file:
         json.dump({**whole, "crc32": _own_crc32(whole)}, file)
         file.flush()
@@ -57,10 +59,10 @@ def read_manifest(save: Path) -> dict[str, Any]:
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if isinstance(found, int) and found > FORMAT:
         raise CheckpointError(
-            f"{save / MANIFEST} has format {found}, and this version of ProTrain reads format {FORMAT}: "
+            f"{save / MANIFEST} has format {found}, and this version of ProTrain reads formats up to {FORMAT}: "
             "load it with the version that wrote it, or a newer one"
         )
-    if found != FORMAT:
+    if found not in (1, FORMAT):
         raise CheckpointError(f"{save / MANIFEST} is damaged; {_remedy(save)}")
     crc32 = manifest.pop("crc32", None)  # the first saves of this format have no checksum
     if crc32 not in (None, _own_crc32(manifest)):
@@ -96,12 +98,15 @@ def check_files(save: Path, manifest: dict[str, Any]) -> None:
             )
 
 
-def verify_bytes(save: Path, manifest: dict[str, Any]) -> None:
-    """Raise a CheckpointError unless every file has the bytes that were saved. Its size was checked before."""
-    names = list(manifest["files"])
+def verify_bytes(save: Path, files: Mapping[str, dict[str, Any]]) -> None:
+    """Raise a CheckpointError unless each of ``files``, entries of the manifest, has the bytes that were saved.
+
+    Their sizes were checked before.
+    """
+    names = list(files)
     with ThreadPoolExecutor(max_workers=4) as pool:
         for name, crc32 in zip(names, pool.map(lambda name: _crc32(save / name), names), strict=True):
-            if crc32 != manifest["files"][name]["crc32"]:
+            if crc32 != files[name]["crc32"]:
                 raise CheckpointError(f"{save / name} is damaged: its checksum differs; {_remedy(save)}")
 
 

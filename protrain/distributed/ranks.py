@@ -49,7 +49,7 @@ class Ranks:
         if group is None:
             return
         self._gathers, self._reductions, self._control = _communicators(group, device)
-        self._first = dist.get_global_rank(group, 0)
+        self._members = dist.get_process_group_ranks(group)
 
     @property
     def several(self) -> bool:
@@ -90,15 +90,9 @@ class Ranks:
 
     # -- on the host ---------------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Copy ``tensor`` of the first rank, on the CPU and contiguous, to all ranks."""
-        dist.broadcast(_bytes(tensor), self._first, group=self._control)
-
-    def share_host(self, whole: Tensor) -> None:
-        """:meth:`gather` for a tensor on the CPU."""
-        data = _bytes(whole)
-        shard = data.numel() // self.size
-        all_gather(data, data[self.rank * shard : (self.rank + 1) * shard], self._control)
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Copy ``tensor`` of the rank ``source``, on the CPU and contiguous, to all ranks."""
+        dist.broadcast(_bytes(tensor), self._members[source], group=self._control)
 
     def all_values(self, value: Value) -> list[Value]:
         """The ``value`` of every rank, in rank order: any object that can be pickled."""
@@ -113,7 +107,7 @@ class Ranks:
         if not self.several:
             return value
         found: list[Any] = [value]
-        dist.broadcast_object_list(found, self._first, group=self._control)
+        dist.broadcast_object_list(found, self._members[0], group=self._control)
         result: Value = found[0]
         return result
 
@@ -132,8 +126,10 @@ class Ranks:
         """Wait until all ranks have called ``what``. MisuseError within seconds if one does not."""
         if not self.several:
             return
+        how = dist.BarrierOptions()  # of monitored_barrier only the first rank obeys the timeout
+        how.timeout = timedelta(seconds=_ABSENT_S)
         try:
-            dist.monitored_barrier(self._control, timeout=timedelta(seconds=_ABSENT_S), wait_all_ranks=True)
+            self._control.barrier(how).wait()
         except RuntimeError as error:
             raise MisuseError(
                 f"{what} must be called in every process, and rank {self.rank} waited {_ABSENT_S:.0f} s for others: "

@@ -16,11 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
+from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
 from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states.groups import Groups, check_options
-from protrain.engine.states.parameter_state import check_shapes, export_state, import_state, with_master_step
-from protrain.engine.states.values import read_master, read_weight, write_weight
+from protrain.engine.states.parameter_state import (
+    Part,
+    check_shapes,
+    export_parameter,
+    export_part,
+    export_state,
+    import_part,
+    import_state,
+    with_master_step,
+)
+from protrain.engine.states.values import own_elements
 from protrain.hardware import HardwareProfile
 from protrain.optim.torch_state import match_state, pack_state
 from protrain.optim.user_optimizer import refuse_group
@@ -40,15 +50,22 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: of the user.
         parameters: all managed parameters by name, in definition order.
+        ranks: the processes that train together.
         step_during_backward: whether updates are made inside backward.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], *, step_during_backward: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        ranks: Ranks,
+        step_during_backward: bool,
     ) -> None:
         super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the same dicts, so schedulers made before wrapping keep working
         vars(self).update({name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")})
+        self.ranks = ranks
         self.step_during_backward = step_during_backward
         self.groups = Groups(
             self,
@@ -214,12 +231,15 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of torch.optim.AdamW: fp32 on the CPU. 16-bit weights also have their ``master``.
 
+        With several ranks all of them must call it, and each gets the whole state.
+
         The master is used only if the state is loaded at the step at which it was saved (``master_step``), and not
         after steps that another optimizer made with it. In float16 the state also has the loss scale.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self.groups.check_members()
+        self.ranks.meet("the optimizer's state_dict()")
         if self._running is None:
             result = pack_state(self.param_groups, self._by_id(self._state_at_begin))
         else:
@@ -243,12 +263,15 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of this class or of torch.optim.Adam(W) returned, under any plan.
 
+        With several ranks all of them must call it, with the same whole state.
+
         Raises:
             ValueError: the groups or shapes are those of another model, or an option of a group is not supported.
         """
         if self._running is not None:
             self._running.bindings.refuse_inside_full_parameters("the optimizer's load_state_dict()")
         self.groups.check_members()
+        self.ranks.meet("the optimizer's load_state_dict()")
         state_dict = self._through(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
         check_options(state_dict["param_groups"])
         found = match_state(self.param_groups, dict(self._trainable()), state_dict)
@@ -287,14 +310,22 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         """All state of one parameter as CPU copies, so that a checkpoint never holds the whole model twice.
 
         A trainable parameter has ``master``, ``exp_avg`` and ``exp_avg_sq`` (fp32, in the parameter's shape) and
-        ``step``. A frozen one has ``weight``.
+        ``step``. A frozen one has ``weight``. With several ranks all of them must call it.
         """
         self._engine.bindings.refuse_inside_full_parameters("export_parameter()")
-        member = self._by_name[name]
+        self.ranks.meet("export_parameter()")
         with self._engine.quiet():
-            if member.group < 0:
-                return {"weight": read_weight(member)}
-            return {"master": read_master(member), **export_state(member, self._engine.step.updates.steps)}
+            return export_parameter(self._by_name[name], self._engine.step.updates.steps)
+
+    def export_part(self, name: str) -> Part:
+        """What this rank has of all state of one parameter, as CPU copies. Other ranks need not call it."""
+        self._engine.bindings.refuse_inside_full_parameters("export_part()")
+        with self._engine.quiet():
+            return export_part(self._by_name[name], self._engine.step.updates.steps)
+
+    def own_elements(self, name: str) -> slice:
+        """The elements of a parameter whose state this rank has, in the order of a contiguous tensor."""
+        return own_elements(self._by_name[name])
 
     def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
         """Raise a ValueError if :meth:`import_parameter` could not set ``tensors``.
@@ -309,17 +340,24 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             raise ValueError(f"there is neither a weight nor a master of {name}: load a whole checkpoint")
 
     def import_parameter(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Set what :meth:`export_parameter` returned. A ValueError names a wrong name or shape."""
-        self._engine.bindings.refuse_inside_full_parameters("import_parameter()")
+        """Set what :meth:`export_parameter` returned. A ValueError names a wrong name or shape.
+
+        With several ranks all of them must call it, with the same tensors.
+        """
         self.check_parameter(name, tensors)
+        self.ranks.meet("import_parameter()")
+        self.import_part(name, slice(0, self._parameters[name].numel()), tensors)
+
+    def import_part(self, name: str, elements: slice, tensors: Mapping[str, Tensor]) -> None:
+        """Set ``elements`` of a parameter to ``tensors``, as those of a :class:`Part`.
+
+        With several ranks every one of them must be given at least once what it has of each parameter, though that be
+        no elements, so that it learns of the step and drops the weights that it has gathered before.
+        """
+        self._engine.bindings.refuse_inside_full_parameters("import_parameter()")
         member = self._by_name[name]
         with self._engine.quiet():
-            if "weight" in tensors:
-                write_weight(member, tensors["weight"])
-            elif member.group < 0:  # it was trainable when it was saved
-                write_weight(member, tensors["master"])
-            if member.group >= 0:
-                import_state(member, self._engine.step.updates.steps, tensors)
+            import_part(member, self._engine.step.updates.steps, elements, tensors)
             self._engine.weights_changed([member.chunk])
 
     def scalar_state(self) -> dict[str, Any]:

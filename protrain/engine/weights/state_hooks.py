@@ -2,10 +2,14 @@
 
 ``state_dict`` of the model or any part of it has the names, shapes and dtypes of the unwrapped model. Its tensors are
 copies on the CPU. ``load_state_dict`` writes straight into chunks.
+
+With several ranks all of them must call each of these. state_dict and full_parameters give every rank whole weights,
+and load_state_dict must be given the same ones on every rank.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
+from protrain.distributed.agreement import raised_on_all
+from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.values import read_weight, read_weights, write_weight
@@ -44,15 +50,14 @@ class StateHooks:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._open: list[nn.Module] = []  # modules whose state_dict() runs, each a child of the one before
+        # modules whose state_dict() or load_state_dict() runs, each a child of the one before
+        self._open: list[nn.Module] = []
         self._copies: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # made for the outermost state_dict()
         by_parameter = {id(member.parameter): member for member in engine.members}
         for module in engine.model.modules():
             own = [by_parameter[id(p)] for p in module.parameters(recurse=False) if id(p) in by_parameter]
             module.register_state_dict_pre_hook(partial(self._begin, own))
             module.register_state_dict_post_hook(partial(self._end_state_dict, own))
-            if not own:
-                continue
             module.register_load_state_dict_pre_hook(partial(self._begin_load, own))
             module.register_load_state_dict_post_hook(partial(self._end_load, own))
 
@@ -73,18 +78,33 @@ class StateHooks:
         self.engine.weights_changed([member.chunk])
 
     def _begin(self, members: list[Member], module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        # This state_dict() is the outermost, or the one before was interrupted.
-        if not self._open or module not in self._open[-1]._modules.values():
-            self._open.clear()
+        if self._open_module(module):
             self._copies.clear()
-        self._open.append(module)
+            if not keep_vars:
+                self._meet(module, "state_dict()")
         if members and not keep_vars:
             self._enter(members)
 
     def _end_state_dict(self, members: list[Member], module: nn.Module, *_: Any) -> None:
+        self._close_module(module)
+        self._end(members)
+
+    def _open_module(self, module: nn.Module) -> bool:
+        """A call for ``module`` begins. Returns whether it is the outermost, or the one before was interrupted."""
+        outermost = not self._open or module not in self._open[-1]._modules.values()
+        if outermost:
+            self._open.clear()
+        self._open.append(module)
+        return outermost
+
+    def _close_module(self, module: nn.Module) -> None:
         if self._open and self._open[-1] is module:
             self._open.pop()
-        self._end(members)
+
+    def _meet(self, module: nn.Module, what: str) -> None:
+        """All ranks must have called ``what`` of ``module``, if that has weights of which each has a part."""
+        if any(isinstance(parameter, PresentParameter) for parameter in module.parameters()):
+            self.engine.ranks.meet(what)
 
     def _begin_load(
         self,
@@ -95,6 +115,10 @@ class StateHooks:
         local_metadata: dict[str, Any],
         *_: Any,
     ) -> None:
+        if self._open_module(module):
+            self._meet(module, "load_state_dict()")
+        if not members:
+            return
         if local_metadata.get("assign_to_params_buffers"):
             raise MisuseError("load_state_dict(assign=True) would take parameters out of ProTrain: use assign=False")
         self._enter(members)
@@ -107,7 +131,8 @@ class StateHooks:
                     member.parameter.__class__ = _Exported
                     _Exported.hooks[id(member.parameter)] = self
 
-    def _end_load(self, members: list[Member], *_: Any) -> None:
+    def _end_load(self, members: list[Member], module: nn.Module, *_: Any) -> None:
+        self._close_module(module)
         self._end(members)
 
     def _end(self, members: list[Member]) -> None:
@@ -121,10 +146,14 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
     ``module`` is a wrapped model or any part of one. Inside, its parameters are copies of their 16-bit (or fp32)
     weights on the CPU, so pass one part of a large model at a time. The model cannot run inside.
 
+    With several ranks all of them must enter and leave it, and make the same edits.
+
     Raises:
         ValueError: ``module`` is not wrapped, or a parameter was given another shape, and no edit is kept.
+        MisuseError: not all ranks have entered, or their edits differ, and no edit is kept.
     """
     engine, members = _members(module)
+    engine.ranks.meet("full_parameters()")
     with engine.quiet():
         # An outer full_parameters may have some of them already.
         members = [member for member in members if member.index not in engine.bindings.full]
@@ -141,7 +170,13 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
     finally:
         edited = [member.parameter.data.to("cpu") for member in members]
         _put_back(engine, members)
-        _keep_edits(engine, members, copies, edited)
+        with raised_on_all(engine.ranks):
+            edits = _find_edits(members, copies, edited)
+        _refuse_other_edits(engine.ranks, edits)
+        for member, value in edits:
+            write_weight(member, value)
+        if edits:
+            engine.weights_changed([member.chunk for member, _ in edits])
 
 
 def _put_back(engine: Engine, members: list[Member]) -> None:
@@ -150,8 +185,9 @@ def _put_back(engine: Engine, members: list[Member]) -> None:
         end_full(member.parameter)
 
 
-def _keep_edits(engine: Engine, members: list[Member], copies: list[Tensor], edited: list[Tensor]) -> None:
-    changed = []
+def _find_edits(members: list[Member], copies: list[Tensor], edited: list[Tensor]) -> list[tuple[Member, Tensor]]:
+    """The parameters whose values were edited, with their values. A ValueError names one of another shape."""
+    found = []
     for member, copy, value in zip(members, copies, edited, strict=True):
         if value.shape != member.shape:
             raise ValueError(
@@ -159,11 +195,23 @@ def _keep_edits(engine: Engine, members: list[Member], copies: list[Tensor], edi
                 "full_parameters is kept"
             )
         if value.dtype != copy.dtype or not torch.equal(value, copy):
-            changed.append((member, value))
-    for member, value in changed:
-        write_weight(member, value)
-    if changed:
-        engine.weights_changed([member.chunk for member, _ in changed])
+            found.append((member, value))
+    return found
+
+
+def _refuse_other_edits(ranks: Ranks, edits: list[tuple[Member, Tensor]]) -> None:
+    """MisuseError on every rank if their edits differ: each would keep its own in its part of a parameter."""
+    if not ranks.several:
+        return
+    values = ((member.name, value.contiguous().view(-1).view(torch.uint8)) for member, value in edits)
+    sums = ranks.all_values({name: zlib.crc32(value.numpy().data) for name, value in values})
+    for rank, other in enumerate(sums):
+        different = sorted(name for name in other.keys() | sums[0].keys() if other.get(name) != sums[0].get(name))
+        if different:
+            raise MisuseError(
+                f"rank {rank} has edited {different[0]} inside full_parameters otherwise than rank 0: make the same "
+                "edits on every rank. No edit of this full_parameters is kept"
+            )
 
 
 def _members(module: nn.Module) -> tuple[Engine, list[Member]]:

@@ -1,0 +1,209 @@
+"""A training that is saved on some number of ranks and goes on with another, as each of its ranks runs it."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import protrain
+from tests.distributed.training import DTYPES
+from tests.engine import residual
+from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, default_loss, states, wrap_under
+
+MICRO_BATCHES = 4  # of a step, on all ranks together; three ranks have three
+FIRST = Spec("some", "middle", (CKPT, NONE), small=True)
+SECOND = Spec("none", "least", (SWAP, CKPT), speculate=True)
+THIRD = Spec("all", "least", (NONE,))
+FOURTH = Spec("none", "middle", (CKPT,), small=True, stream=True)
+
+
+def make() -> nn.Module:
+    """A model without dropout. Its sizes are such that shards begin and end in the middle of rows."""
+    model = residual.make(width=37, depth=3)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.get_parameter("leave.bias").requires_grad_(False)
+    model.register_buffer("mark", torch.zeros(3))
+    return model
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process group's turn: load, train, save and train on, each if it is asked for."""
+
+    spec: Spec
+    dtype: str = "float32"
+    moments: str = "float32"
+    load: str | None = None  # a folder
+    save: str | None = None
+    before: range = range(0)  # the steps that are trained after the load
+    after: range = range(0)  # those after the save
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The states at the time of the save, and in the end."""
+
+    saved: dict[str, Tensor]
+    final: dict[str, Tensor]
+
+
+class Training:
+    """The model, optimizer and scheduler of one rank of ``size``. Without a ``spec``, the first call makes the plan."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        spec: Spec | None,
+        *,
+        dtype: str = "float32",
+        moments: str = "float32",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.accumulate = MICRO_BATCHES // size
+        self.batches = residual.batches(size * self.accumulate)
+        model = make()
+        how: dict[str, Any] = {
+            "device": torch.device("cpu"),
+            "dtype": DTYPES[dtype],
+            "gradient_reduction": "sum",
+            "accumulation": self.accumulate,
+            "moment_dtype": moments,
+            "process_group": process_group,
+        }
+        if spec is None:
+            how |= {"device_memory": "64MiB", "host_memory": "1GiB", "progress": False}
+            self.model, self.optimizer = protrain.wrap(model, adamw(model), **how)
+        else:
+            self.model, self.optimizer = wrap_under(spec, model, adamw(model), self.batches[0], world_size=size, **how)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+
+    def train(self, steps: range) -> None:
+        """Train ``steps``. Micro-batch i of a step is that of rank i mod ``size``."""
+        for step in steps:
+            for batch in self.batches[self.rank :: self.size]:
+                self.optimizer.backward(default_loss(self.model, (batch[0].roll(step, 0),)))
+            self.optimizer.clip_grad_norm_(0.5)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+
+    def states(self) -> dict[str, Tensor]:
+        """All states, and what the scheduler has made of the learning rate."""
+        return {**states(self.model, self.optimizer), "lr": torch.tensor(self.scheduler.get_last_lr())}
+
+    def save(self, folder: str, **how: Any) -> None:
+        protrain.save_checkpoint(folder, self.model, self.optimizer, scheduler=self.scheduler, **how)
+
+    def load(self, folder: str) -> Any:
+        return protrain.load_checkpoint(folder, self.model, self.optimizer, scheduler=self.scheduler)
+
+
+def go_on(rank: int, size: int, run: Run) -> Outcome:
+    """``run`` on one of ``size`` ranks."""
+    training = Training(rank, size, run.spec, dtype=run.dtype, moments=run.moments)
+    if run.load is not None:
+        training.load(run.load)
+    training.train(run.before)
+    saved = training.states()
+    if run.save is not None:
+        training.save(run.save)
+    training.train(run.after)
+    return Outcome(saved, training.states())
+
+
+def go_on_unplanned(rank: int, size: int, folder: str, steps: range) -> dict[str, Tensor]:
+    """The states after ``steps``, of a training that is loaded before the first call of the model plans it."""
+    training = Training(rank, size, None)
+    training.load(folder)
+    training.train(steps)
+    return training.states()
+
+
+def save_randoms(rank: int, size: int, folder: str) -> list[float]:
+    """Save in the middle of random numbers that differ by rank. Returns those that follow."""
+    training = Training(rank, size, THIRD)
+    training.model.get_buffer("mark").fill_(rank + 5.0)
+    torch.manual_seed(rank)
+    random.seed(rank)
+    training.save(folder, extra={"rank": rank})
+    return [torch.rand(()).item(), random.random()]
+
+
+def load_randoms(rank: int, size: int, folder: str) -> tuple[list[float], float, Any, list[str]]:
+    """The next random numbers after a load, the buffer and ``extra`` of the save, and all warnings."""
+    training = Training(rank, size, THIRD)
+    torch.manual_seed(99)
+    random.seed(99)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        extra = training.load(folder)
+    texts = [str(warning.message) for warning in warned]
+    return [torch.rand(()).item(), random.random()], float(training.model.get_buffer("mark")[0]), extra, texts
+
+
+def fail_to_save(rank: int, size: int, folder: str) -> tuple[str, list[str]]:
+    """Save, and save again with a disk that is full for the last rank. Returns the error, and what is in the folder."""
+    training = Training(rank, size, FIRST)
+    training.save(folder)
+    training.train(range(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        training.save(folder)
+    except OSError as error:
+        text = str(error)
+    else:
+        text = ""
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    dist.barrier()  # the first rank has removed what there was of the save
+    found = sorted(os.listdir(folder))
+    dist.barrier()
+    training.save(folder)  # now there is room
+    return text, found
+
+
+def fail_to_load(rank: int, size: int, folders: list[str]) -> list[tuple[str, bool]]:
+    """The errors of loading ``folders``, and whether the training had all its states afterwards."""
+    training = Training(rank, size, SECOND)
+    training.train(range(2))
+    before = training.states()
+    found = []
+    for folder in folders:
+        try:
+            training.load(folder)
+        except protrain.CheckpointError as error:
+            text = str(error)
+        else:
+            text = ""
+        now = training.states()
+        found.append((text, all(torch.equal(now[name], before[name]) for name in before)))
+    return found
+
+
+def save_forever(rank: int, size: int, folder: str, store: str) -> None:
+    """Go on from the newest save, if there is one, and save after every step until killed."""
+    torch.set_num_threads(1)
+    os.environ.update(WORLD_SIZE=str(size), RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    training = Training(rank, size, FIRST)
+    step = 0
+    if any(name[0] != "." for name in os.listdir(folder)):
+        training.load(folder)
+        step = training.scheduler.last_epoch
+    while True:
+        training.train(range(step, step + 1))
+        step += 1
+        training.save(folder)

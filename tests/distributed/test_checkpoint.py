@@ -1,0 +1,163 @@
+"""A checkpoint that any number of ranks has saved loads on any other number, with the same bits."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from protrain.checkpoint.manifest import MANIFEST, list_saves, read_manifest, write_manifest
+from tests.distributed.pool import on_ranks
+from tests.distributed.saves import (
+    FIRST,
+    FOURTH,
+    SECOND,
+    THIRD,
+    Run,
+    Training,
+    fail_to_load,
+    fail_to_save,
+    go_on,
+    go_on_unplanned,
+    load_randoms,
+    save_forever,
+    save_randoms,
+)
+from tests.engine.harness import assert_same
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moments"),
+    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")],
+)
+def test_a_save_of_any_number_of_ranks_loads_on_any_other(tmp_path: Path, dtype: str, moments: str) -> None:
+    """Four ranks save; one loads and saves that; and every number of ranks goes on from both with the same bits."""
+    of_four, of_one = str(tmp_path / "4"), str(tmp_path / "1")
+    begun = Run(FIRST, dtype, moments, save=of_four, before=range(2), after=range(2, 4))
+    expected = on_ranks(4, go_on, 4, begun)
+    assert_same(expected[3].saved, expected[0].saved, where="another rank")
+    saved, final = expected[0].saved, expected[0].final
+    assert not torch.equal(saved["exp_avg.blocks.1.first.weight"], final["exp_avg.blocks.1.first.weight"])
+    assert any("parts" in entry for entry in read_manifest(list_saves(of_four)[-1])["files"].values())
+
+    goes_on = replace(begun, load=of_four, save=None, before=range(0))
+    once = go_on(0, 1, replace(goes_on, spec=SECOND, save=of_one))
+    assert_same(once.saved, saved, where="four ranks to one")
+    assert_same(once.final, final, where="four ranks to one, and on")
+    for where, size, run in (
+        ("four ranks to two", 2, replace(goes_on, spec=THIRD)),
+        ("four ranks to three", 3, replace(goes_on, spec=FOURTH, after=range(0))),
+        ("one rank to four", 4, replace(goes_on, spec=FOURTH, load=of_one)),
+    ):
+        for outcome in on_ranks(size, go_on, size, run):
+            assert_same(outcome.saved, saved, where=where)
+            if run.after:
+                assert_same(outcome.final, final, where=f"{where}, and on")
+
+
+def test_a_save_loads_into_a_training_that_its_first_call_will_plan(tmp_path: Path) -> None:
+    begun = go_on(0, 1, Run(THIRD, save=str(tmp_path), before=range(1), after=range(1, 2)))
+    for found in on_ranks(2, go_on_unplanned, 2, str(tmp_path), range(1, 2)):
+        assert_same(found, begun.final)
+
+
+def test_each_rank_has_its_random_states_again_and_the_rest_of_rank_0(tmp_path: Path) -> None:
+    expected = on_ranks(2, save_randoms, 2, str(tmp_path))
+    assert expected[0] != expected[1]
+    found = on_ranks(3, load_randoms, 3, str(tmp_path))
+    torch.manual_seed(99)
+    own = torch.rand(()).item()
+    assert [numbers for numbers, *_ in found[:2]] == expected
+    assert found[2][0][0] == own, "a rank that the save does not have keeps its random states"
+    assert [texts for *_, texts in found[:2]] == [[], []]
+    assert "was made by 2 processes, so it has no random states of rank 2, which keeps its own" in found[2][3][0]
+    assert [(mark, extra) for _, mark, extra, _ in found] == [(5.0, {"rank": 0})] * 3
+
+
+def test_a_full_disk_of_one_rank_is_an_error_on_all_and_leaves_the_earlier_save(tmp_path: Path) -> None:
+    for text, names in on_ranks(3, fail_to_save, 3, str(tmp_path)):
+        assert "cannot write" in text
+        assert "state-00002-00001.safetensors" in text
+        assert names == ["00001-step-0"]
+    assert [save.name for save in list_saves(tmp_path)] == ["00001-step-0", "00002-step-1"]
+
+
+def test_damage_is_an_error_on_all_ranks_before_anything_changes(tmp_path: Path) -> None:
+    """Each rank checks the bytes of some files only, so the one that finds the damage must tell the others."""
+    whole = tmp_path / "whole"
+    on_ranks(3, go_on, 3, Run(FIRST, save=str(whole), before=range(1)))
+    expected = {
+        "flipped": r"state-00001-00001.safetensors is damaged: its checksum differs",
+        "missing": r"state-00002-00001.safetensors is missing",
+        "gap": "do not fit together at element",
+        "end": "lacks the elements of",
+        "empty": "holds no checkpoint",
+    }
+    for kind in expected:
+        shutil.copytree(whole, tmp_path / kind)
+    save = list_saves(tmp_path / "flipped")[-1]
+    data = bytearray((save / "state-00001-00001.safetensors").read_bytes())
+    data[-1] ^= 1
+    (save / "state-00001-00001.safetensors").write_bytes(data)
+    (list_saves(tmp_path / "missing")[-1] / "state-00002-00001.safetensors").unlink()
+    _lose(list_saves(tmp_path / "gap")[-1], rank=0)
+    _lose(list_saves(tmp_path / "end")[-1], rank=2)
+    shutil.rmtree(list_saves(tmp_path / "empty")[-1])
+    found = on_ranks(2, fail_to_load, 2, [str(tmp_path / kind) for kind in expected])
+    for errors in found:
+        for (text, unchanged), (kind, words) in zip(errors, expected.items(), strict=True):
+            assert words in text, kind
+            assert unchanged, kind
+
+
+def _lose(save: Path, rank: int) -> None:
+    """Let the manifest know nothing of one part of a parameter: the first or last, if ``rank`` is that."""
+    manifest = read_manifest(save)
+    del manifest["format"]
+    entry = manifest["files"][f"state-{rank:05d}-00001.safetensors"]
+    name = next(iter(entry["parts"]))
+    entry["parameters"].remove(name)
+    write_manifest(save, manifest)
+
+
+def test_a_save_that_is_killed_on_any_rank_leaves_a_loadable_one(tmp_path: Path) -> None:
+    """After each kill the folder has a whole save: that of a step which a training without kills has, too."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "tests.distributed.saves"])
+    folder, size = tmp_path / "run", 2
+    folder.mkdir()
+    undisturbed, trained, serials = Training(0, 1, SECOND), 0, [0]
+    loaded = Training(0, 1, THIRD)
+    for attempt, victims in enumerate(([0], [1], [0, 1])):
+        arguments = [(rank, size, str(folder), str(tmp_path / f"store-{attempt}")) for rank in range(size)]
+        processes = [context.Process(target=save_forever, args=each, daemon=True) for each in arguments]
+        for process in processes:
+            process.start()
+        end = time.monotonic() + 60
+        while not (saves := list_saves(folder)) or int(saves[-1].name[:5]) <= serials[-1]:
+            assert time.monotonic() < end
+            assert all(process.is_alive() for process in processes)
+            time.sleep(0.005)
+        time.sleep(0.037 * (attempt + 1))
+        for rank in victims:
+            processes[rank].kill()
+        for rank, process in enumerate(processes):
+            process.join(20)
+            code = process.exitcode
+            assert code == (-signal.SIGKILL if rank in victims else 1), f"rank {rank} did not raise an error"
+        newest = list_saves(folder)[-1]
+        step = json.loads((newest / MANIFEST).read_text())["step"]
+        assert newest.name.endswith(f"-step-{step}")
+        undisturbed.train(range(trained, step))
+        trained = step
+        loaded.load(str(folder))
+        assert_same(loaded.states(), undisturbed.states(), where=f"after kill {attempt}")
+        serials.append(int(newest.name[:5]))
+    assert serials == sorted(set(serials)), "each training went on from what the killed one had left"
