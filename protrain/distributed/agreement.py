@@ -1,8 +1,10 @@
-"""What the ranks agree on before they train: the machine, the profile and the plan."""
+"""What the ranks agree on: the machine, the profile and the plan before they train, and whether an action succeeded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -73,19 +75,49 @@ def largest_of_all(ranks: Ranks, own: ModelProfile) -> ModelProfile:
 
 def plan_of_first(ranks: Ranks, plan: Callable[[], Plan]) -> Plan:
     """The plan of the first rank. An error in it is raised on every rank."""
+    found: Plan | None = None
+    with raised_on_all(ranks):
+        if ranks.rank == 0:
+            found = plan()
+    found = ranks.of_first(found)
+    assert found is not None
+    return found
+
+
+@contextmanager
+def raised_on_all(ranks: Ranks) -> Iterator[None]:
+    """An error inside, on any rank, is raised on all of them when the last one has come to the end of the block.
+
+    So no rank goes on alone with something that has failed on another. Each rank raises its own error if it has one,
+    and otherwise that of the first rank that has.
+    """
     if not ranks.several:
-        return plan()
-    result: Plan | Exception | None = None
-    if ranks.rank == 0:
+        yield
+        return
+    own: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:  # Ctrl-C, too: the others wait for this rank
+        own = error
+    errors = ranks.all_values(None if own is None else _sendable(own))
+    if own is not None:
+        raise own
+    for rank, other in enumerate(errors):
+        if other is not None:
+            other.add_note(f"This error was raised on rank {rank}, and rank {ranks.rank} was told of it.")
+            raise other
+
+
+def _sendable(error: BaseException) -> Exception:
+    """``error`` as an exception that another process can load and raise."""
+    if isinstance(error, Exception):
         try:
-            result = plan()
-        except Exception as error:  # all ranks must hear of it
-            result = error
-    result = ranks.of_first(result)
-    if isinstance(result, Exception):
-        raise result
-    assert result is not None
-    return result
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # the constructors of some exceptions need more arguments than they keep
+            pass
+        else:
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _peak_bytes(profile: ModelProfile) -> int:
