@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 _BAR_WIDTH = 24
 _CLEAR = "\r\033[K"  # clears the line of a terminal
@@ -26,6 +26,20 @@ COUNTED = (
 )
 
 
+_is_heard = True
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Inside, nothing of this module is written, as for all but the first of several processes that do the same."""
+    global _is_heard
+    _is_heard, before = False, _is_heard
+    try:
+        yield
+    finally:
+        _is_heard = before
+
+
 class StandardError(io.TextIOBase):
     """The present standard error, whose reader may leave: `tee` may end, or a terminal may be closed.
 
@@ -33,7 +47,8 @@ class StandardError(io.TextIOBase):
     """
 
     def __init__(self) -> None:
-        self._stream = sys.stderr  # None if the process has no standard error
+        # None if the process has no standard error, or is one that is unheard
+        self._stream: Any = sys.stderr if _is_heard else None
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # the base class has a property too, whatever its stub says

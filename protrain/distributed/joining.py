@@ -21,17 +21,28 @@ def join(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
     """
     if group is None and announced_processes() > 1:
         if not dist.is_initialized():
-            if "MASTER_ADDR" not in os.environ:
-                raise ValueError(
-                    f"WORLD_SIZE announces {announced_processes()} processes and MASTER_ADDR is missing, without which "
-                    "they cannot find each other: start them with torchrun, or call torch.distributed."
-                    "init_process_group before protrain.wrap"
-                )
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            start_group()
         group = dist.group.WORLD
     if group is not None and dist.get_world_size(group) == 1:
         group = None
     return Ranks(group, device)
+
+
+def start_group() -> None:
+    """Start the default group with the processes that a launcher announces.
+
+    NCCL, where there are GPUs, begins with its first tensor, so a training on CPUs never meets it.
+
+    Raises:
+        ValueError: it is not announced where they meet.
+    """
+    if "MASTER_ADDR" not in os.environ:
+        raise ValueError(
+            f"WORLD_SIZE announces {announced_processes()} processes and MASTER_ADDR is missing, without which "
+            "they cannot find each other: start them with torchrun, or call torch.distributed."
+            "init_process_group before protrain.wrap"
+        )
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
 def refuse_others(ranks: Ranks, processes: int) -> None:
