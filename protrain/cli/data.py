@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,18 @@ _PIECE_BYTES = 1024**2  # the bytes that are tokenised at once
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """A tokenised corpus."""
+    """A tokenised corpus. A process to which another sends it maps the same files."""
 
+    folder: Path  # of the files
     train: NDArray[np.uint32] | NDArray[np.uint16]  # [n_train]
     held_out: NDArray[np.uint32] | NDArray[np.uint16]  # [n_held_out]
     documents: int
     unigram_entropy: float  # in nats per token, over all tokens: the loss of a model that ignores context
     crc32: int  # of all tokens; a resumed run compares it to see that its data is the same
+
+    def __reduce__(self) -> Any:
+        counted = {name: getattr(self, name) for name in ("documents", "unigram_entropy", "crc32")}
+        return partial(_map, self.folder, self.train.dtype, **counted), ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,13 +214,13 @@ def tokenize(
     if not counts.any():
         where = documents[0] if len(documents) == 1 else documents[0].parent
         raise ValueError(f"--data: {where} holds no text: it is empty")
-    return Tokens(
-        train=_mapped(folder / _FILES[0], dtype),
-        held_out=_mapped(folder / _FILES[1], dtype),
-        documents=len(documents),
-        unigram_entropy=_entropy(counts),
-        crc32=crc32,
-    )
+    return _map(folder, dtype, documents=len(documents), unigram_entropy=_entropy(counts), crc32=crc32)
+
+
+def _map(folder: Path, dtype: np.dtype[Any], **counted: Any) -> Tokens:
+    """The tokens that :func:`tokenize` has written to ``folder``."""
+    train, held_out = (_mapped(folder / name, dtype) for name in _FILES)
+    return Tokens(folder=folder, train=train, held_out=held_out, **counted)
 
 
 def _write(
@@ -270,6 +276,12 @@ def training_batch(
     generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, micro_batch]))
     starts = generator.integers(0, len(tokens.train) - sequence, size=batch, endpoint=True)
     return _windows(tokens.train, starts, sequence)
+
+
+def seed_micro_batch(*, seed: int, step: int, micro_batch: int) -> None:
+    """Seed torch's generators for a micro-batch, so that its dropout depends on neither rank nor earlier ones."""
+    state = np.random.SeedSequence([seed, step, micro_batch]).generate_state(1, np.uint64)
+    torch.manual_seed(int(state[0]))
 
 
 def evaluation_batches(tokens: Tokens, *, batch: int, sequence: int, count: int) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,28 +17,45 @@ from protrain.cli.run_files import MODEL_FOLDER, SAMPLE_FILE, SUMMARY_FILE
 from protrain.cli.summary import TrainSummary, device_name, versions
 from protrain.cli.training_run import Run
 from protrain.common.progress import Progress
+from protrain.distributed.agreement import raised_on_all
 
 WARMING_UP_STEPS = 5  # not counted in reported times, because allocators grow and caches fill
 _PROMPT_TOKENS = 32
 
 
-def finish(run: Run, times: StepTimes) -> TrainSummary:
-    """Evaluate, and write everything that a finished run leaves in its folder."""
+def finish(run: Run, times: StepTimes, look: Callable[[], None]) -> TrainSummary:
+    """Evaluate, and write everything that a finished run leaves in its folder. ``look`` is called between the stages.
+
+    The first rank writes. If it cannot, the error is raised on all ranks.
+    """
     job, folder = run.job, run.folder
     stages = Progress(enabled=True)
     with stages.stage("evaluating"):
         evaluation_loss = run.evaluate()
+    look()
     if job.save_model:
         with stages.stage("writing the model"):
             save_pretrained(
-                folder / MODEL_FOLDER, run.model, run.optimizer, dtype=run.dtype, tokenizer=run.loaded.tokenizer
+                folder / MODEL_FOLDER,
+                run.model,
+                run.optimizer,
+                dtype=run.dtype,
+                tokenizer=run.loaded.tokenizer,
+                ranks=run.ranks,
             )
+        look()
+    text = None
     if job.sample_tokens:
         with stages.stage("writing a sample"):
-            (folder / SAMPLE_FILE).write_text(sample(run))
-    draw_loss_curve(folder, run.metrics.rows, run.tokens.unigram_entropy)
+            text = sample(run)
+        look()
     summary = summarise(run, times, evaluation_loss)
-    summary.save(folder / SUMMARY_FILE)
+    with raised_on_all(run.ranks):
+        if run.writes:
+            if text is not None:
+                (folder / SAMPLE_FILE).write_text(text)
+            draw_loss_curve(folder, run.metrics.rows, run.tokens.unigram_entropy)
+            summary.save(folder / SUMMARY_FILE)
     return summary
 
 
@@ -90,7 +108,8 @@ def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> Trai
         dtype=str(run.dtype).removeprefix("torch."),
         batch=job.batch,
         sequence=run.sequence,
-        accumulation=job.accumulation,
+        accumulation=run.micro_batches // run.ranks.size,
+        gpus=run.ranks.size,
         tokens_per_step=run.tokens_per_step,
         steps=job.steps,
         initial_loss=losses.get(1),

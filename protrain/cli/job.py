@@ -20,7 +20,8 @@ from protrain.planning.plan import MOMENT_DTYPES
 # The least and the most value of each option. Options with float limits need not be whole numbers. The limits also hold
 # for a job.json that was edited.
 RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("batch", "accumulation", "steps", "threads", "keep", "evaluation_batches", "log_every"), (1, inf)),
+    **dict.fromkeys(("batch", "accumulation", "micro_batches", "steps", "threads", "keep"), (1, inf)),
+    **dict.fromkeys(("evaluation_batches", "log_every"), (1, inf)),
     **dict.fromkeys(("warmup", "checkpoint_every", "evaluate_every", "sample_tokens"), (0, inf)),
     "sequence": (LEAST_SEQUENCE, inf),
     "seed": (0, 2**64 - 1),  # what random generators take
@@ -61,7 +62,9 @@ class TrainJob(Record):
     data: str | None = None
     batch: int = 8
     sequence: int | None = None
-    accumulation: int = 1
+    accumulation: int = 1  # batches of a step on each of the GPUs with which the run began
+    # Batches of a step on all GPUs, which a run keeps on any number of them. None: it has not begun.
+    micro_batches: int | None = None
     steps: int = 400
     learning_rate: float | None = None
     warmup: int | None = None

@@ -13,10 +13,18 @@ from typing import Any
 import torch
 
 import protrain
-from protrain.cli.data import training_batch
+from protrain.cli.data import seed_micro_batch, training_batch
 from protrain.cli.finish import WARMING_UP_STEPS, discard_unfinished, finish
 from protrain.cli.job import TrainJob
-from protrain.cli.metrics import DelayedRead, ProgressLine, StepResult, StepTimes, resident_bytes, status_line
+from protrain.cli.metrics import (
+    DelayedRead,
+    ProgressLine,
+    StepResult,
+    StepTimes,
+    added_in_order,
+    resident_bytes,
+    status_line,
+)
 from protrain.cli.prepare import prepare, schedule, write_run_files
 from protrain.cli.signals import InterruptedRun, Stopped, StopRequests
 from protrain.cli.summary import TrainSummary
@@ -25,6 +33,9 @@ from protrain.common.progress import Progress
 
 _STEPS_WITH_TRACE = 5  # three steps that warm up, and two that are traced
 _TRACED_FROM = _STEPS_WITH_TRACE - 2  # the number of steps before the traced ones
+
+# Takes the numbers of a step on this rank, its loss over all ranks, and its time if it stood alone.
+Report = Callable[[StepResult, float, float | None], None]
 
 
 def train(
@@ -63,16 +74,17 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool,
         if resumed:
             line.note(f"resumed at step {run.step}" if run.step else "nothing was saved yet: starting at step 1")
         report = _reporter(run, times, line)
-        delayed = DelayedRead(run.device)
+        delayed = DelayedRead(run.device, run.micro_batches // run.ranks.size)
         first_step = run.step
         while run.step < job.steps:
-            if trace and run.step == first_step + _TRACED_FROM:
+            if trace and run.writes and run.step == first_step + _TRACED_FROM:
                 tracing.enter_context(protrain.trace(run.optimizer, trace))
-            loss, norm = _step(run)
-            # The loss of the step before is read here, while this step runs.
-            report(delayed.take())
-            delayed.put(run.step, loss, norm)
-            last, stop = run.step == job.steps, requests.received
+            losses, norm = _step(run)
+            # The loss of the step before is read here, while this step runs. The ranks exchange it, and whether one of
+            # them was told to stop.
+            stop = _exchange(run, requests, delayed.take(), report)
+            delayed.put(run.step, losses, norm)
+            last = run.step == job.steps
             evaluate = not (last or stop) and job.evaluate_every and run.step % job.evaluate_every == 0
             save = stop or (job.checkpoint_every and (last or run.step % job.checkpoint_every == 0))
             traced = trace and run.step == first_step + _TRACED_FROM + 2
@@ -82,7 +94,7 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool,
                 if times.is_alone:
                     run.wait_for_updates()
                     alone_ms = times.add_alone(time.perf_counter())
-                report(result, alone_ms)
+                _exchange(run, requests, result, report, alone_ms)
                 times.pause()
             if traced:
                 tracing.close()
@@ -99,6 +111,20 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool,
     return saved_step
 
 
+def _exchange(
+    run: Run, requests: StopRequests, result: StepResult | None, report: Report, alone_ms: float | None = None
+) -> int:
+    """Report the ``result`` of this rank together with those of all others.
+
+    Returns:
+        The signal that told one of the ranks to stop, or 0. It is the same on all ranks, so they stop after one step.
+    """
+    every = run.ranks.all_values((requests.received, () if result is None else result.losses))
+    if result is not None:
+        report(result, added_in_order([losses for _, losses in every]), alone_ms)
+    return max(signal_number for signal_number, _ in every)
+
+
 def _saved(run: Run, saved_step: int) -> Path:
     """Save the run. If that fails, the OSError says how to go on from ``saved_step``."""
     try:
@@ -112,17 +138,33 @@ def _saved(run: Run, saved_step: int) -> Path:
 
 
 def _finish(run: Run, times: StepTimes, requests: StopRequests, saved_step: int) -> TrainSummary:
-    """Do what follows the last step. If that ends early, the run is saved, and resuming does the rest."""
+    """Do what follows the last step. If that ends early, the run is saved, and resuming does the rest.
+
+    Several ranks would be out of step if a signal raised in the middle of what they do together. They look between the
+    stages whether there was one.
+    """
+
+    def look() -> None:
+        if run.ranks.several and _told_to_stop(run, requests):
+            raise Stopped
+
     try:
-        with requests.raised():
-            return finish(run, times)
+        with nullcontext() if run.ranks.several else requests.raised():
+            return finish(run, times, look)
     except (Stopped, Exception) as error:
-        discard_unfinished(run.folder)
+        run.ranks.meet("the save after a failure")
+        if run.writes:
+            discard_unfinished(run.folder)
         if saved_step != run.step:
             Progress(enabled=True).note(f"saved {run.save()}")
         if isinstance(error, Stopped):
-            raise _interrupted(run, requests.received) from None
+            raise _interrupted(run, _told_to_stop(run, requests)) from None
         raise
+
+
+def _told_to_stop(run: Run, requests: StopRequests) -> int:
+    """The signal that told one of the ranks to stop, or 0."""
+    return max(run.ranks.all_values(requests.received))
 
 
 def _interrupted(run: Run, signal_number: int) -> InterruptedRun:
@@ -130,29 +172,31 @@ def _interrupted(run: Run, signal_number: int) -> InterruptedRun:
     return InterruptedRun(signal_number, f"stopped at step {run.step} of {run.job.steps}; continue with: {again}")
 
 
-def _step(run: Run) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run one optimizer step. Returns its mean loss and its gradient norm, both still on the device."""
+def _step(run: Run) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Run one optimizer step on this rank's micro-batches: every W-th, beginning with that of its own number.
+
+    The random numbers of a micro-batch follow from the seed, the step and its number alone. So they are the same on
+    whichever rank it is, and a step with dropout is the same on any number of ranks. Batches, too.
+
+    Returns:
+        What each of them brings to the mean loss, and the gradient norm, all still on the device.
+    """
     job = run.job
-    total = torch.zeros((), device=run.device)
-    for micro_batch in range(job.accumulation):
-        ids = training_batch(
-            run.tokens,
-            seed=job.seed,
-            step=run.step,
-            micro_batch=micro_batch,
-            batch=job.batch,
-            sequence=run.sequence,
-        )
-        with nullcontext() if micro_batch == job.accumulation - 1 else run.model.no_sync():
-            loss = run.loss(ids) / job.accumulation
+    losses = []
+    for micro_batch in range(run.ranks.rank, run.micro_batches, run.ranks.size):
+        key = {"seed": job.seed, "step": run.step, "micro_batch": micro_batch}
+        ids = training_batch(run.tokens, **key, batch=job.batch, sequence=run.sequence)
+        seed_micro_batch(**key)
+        with nullcontext() if micro_batch + run.ranks.size >= run.micro_batches else run.model.no_sync():
+            loss = run.loss(ids) / run.micro_batches
             run.optimizer.backward(loss)
-        total += loss.detach()
+        losses.append(loss.detach())
     norm = run.optimizer.clip_grad_norm_(job.clip) if job.clip else None
     run.optimizer.step()
     run.scheduler.step()
     run.optimizer.zero_grad()
     run.step += 1
-    return total, norm
+    return losses, norm
 
 
 def _remedy(run: Run, step: int) -> str:
@@ -165,17 +209,17 @@ def _remedy(run: Run, step: int) -> str:
     return "; lower --learning-rate, or lengthen --warmup"
 
 
-def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Callable[..., None]:
+def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Report:
     """A function that turns a finished step into a row of metrics.jsonl and a progress line."""
     factor = schedule(run.job)
     peak_learning_rate = run.job.peak_learning_rate(run.loaded.learning_rate)
 
-    def report(result: StepResult | None, alone_ms: float | None = None) -> None:
-        if result is None:
-            return
-        if not math.isfinite(result.loss):
-            raise FloatingPointError(f"the loss is {result.loss} at step {result.step}{_remedy(run, result.step)}")
+    def report(result: StepResult, loss: float, alone_ms: float | None) -> None:
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} at step {result.step}{_remedy(run, result.step)}")
         step_ms = times.add(result.ended_s)
+        if not run.writes:
+            return
         took_ms = step_ms if alone_ms is None else alone_ms
         tokens_per_s = None if took_ms is None else run.tokens_per_step / took_ms * 1000
         tflops = None if tokens_per_s is None else tokens_per_s * run.flops_per_token / 1e12
@@ -183,7 +227,7 @@ def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Callable[..., N
         run.metrics.add(
             {
                 "step": result.step,
-                "loss": result.loss,
+                "loss": loss,
                 "gradient_norm": result.gradient_norm,
                 "learning_rate": peak_learning_rate * factor(result.step - 1),
                 "step_ms": step_ms,
@@ -193,7 +237,7 @@ def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Callable[..., N
                 **memory,
             }
         )
-        status = status_line(loss=result.loss, tokens_per_s=tokens_per_s, tflops=tflops, **memory)
+        status = status_line(loss=loss, tokens_per_s=tokens_per_s, tflops=tflops, **memory)
         plain = result.step in (1, run.job.steps) or result.step % run.job.log_every == 0
         line.update(result.step, status, plain=plain)
 

@@ -17,6 +17,7 @@ import protrain_kernels
 from protrain.cli import bench, calibrate, plan, train
 from protrain.cli.options import Parser, in_options
 from protrain.cli.signals import InterruptedRun
+from protrain.common.errors import MisuseError
 from protrain.common.progress import StandardError, say, silence
 
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.run(args)
     except (ValueError, ImportError) as error:
         return _failed(name, error, 2)
-    except (FloatingPointError, MemoryError, OSError) as error:
+    except (FloatingPointError, MemoryError, MisuseError, OSError) as error:
         unread = isinstance(error, BrokenPipeError) and _nobody_reads_results()
         unwritten = _unwritten_results()
         if unread:
@@ -60,12 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse ``argv``.
+    """Parse ``argv``, which is kept as ``words`` for those who start the command again in other processes.
 
     It raises an OSError if a help text cannot be written, which argparse would notice only at the exit.
     """
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        return build_parser().parse_args(argv)
+        return build_parser().parse_args(words, argparse.Namespace(words=words))
     except SystemExit:
         StandardError().flush()
         if sys.stdout is not None:

@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -23,32 +24,36 @@ class StepResult:
     """The numbers of a finished step, read by the host."""
 
     step: int  # the first step is 1
-    loss: float
+    losses: tuple[float, ...]  # the parts of the loss that the micro-batches of this rank bring
     gradient_norm: float | None
     ended_s: float  # on a clock of which only differences mean anything
 
 
 class DelayedRead:
-    """Reads a step's loss while the next step runs, so that the GPU never waits for the host.
+    """Reads a step's losses while the next step runs, so that the GPU never waits for the host.
 
-    On a GPU the two numbers are copied to pinned memory after the step, and :meth:`take` waits only for that copy. On a
-    CPU they are there at once.
+    On a GPU the numbers are copied to pinned memory after the step, and :meth:`take` waits only for that copy. On a CPU
+    they are there at once.
+
+    Args:
+        device: where the numbers are.
+        losses: how many a step has.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, losses: int) -> None:
         self._cuda = device.type == "cuda"
-        self._hosts = [torch.empty(2, pin_memory=self._cuda) for _ in range(2)]
+        self._hosts = [torch.empty(losses + 1, pin_memory=self._cuda) for _ in range(2)]
         self._pending: tuple[int, torch.Tensor, torch.cuda.Event | float, bool] | None = None
         self._last_event: torch.cuda.Event | None = None
         self._clock_s = 0.0
 
-    def put(self, step: int, loss: torch.Tensor, gradient_norm: torch.Tensor | None) -> None:
+    def put(self, step: int, losses: Sequence[torch.Tensor], gradient_norm: torch.Tensor | None) -> None:
         """Queue the numbers of ``step``. Those of the step before must have been taken."""
         assert self._pending is None
         host = self._hosts[step % 2]
-        host[0].copy_(loss, non_blocking=True)
+        host[:-1].copy_(torch.stack([loss.float() for loss in losses]), non_blocking=True)
         if gradient_norm is not None:
-            host[1].copy_(gradient_norm, non_blocking=True)
+            host[-1].copy_(gradient_norm, non_blocking=True)
         end: torch.cuda.Event | float = time.perf_counter()
         if self._cuda:
             end = torch.cuda.Event(enable_timing=True)
@@ -68,7 +73,20 @@ class DelayedRead:
             if self._last_event is not None:
                 self._clock_s += self._last_event.elapsed_time(end) / 1000
             self._last_event = end
-        return StepResult(step, float(host[0]), float(host[1]) if has_norm else None, self._clock_s)
+        *losses, norm = host.tolist()
+        return StepResult(step, tuple(losses), norm if has_norm else None, self._clock_s)
+
+
+def added_in_order(by_rank: Sequence[Sequence[float]]) -> float:
+    """The fp32 sum of what micro-batches bring, in their order, where micro-batch i is on rank i mod W.
+
+    It has the same bits for every W, as floats here are fp32 values.
+    """
+    total = torch.zeros(())
+    for parts in zip(*by_rank, strict=True):
+        for part in parts:
+            total += part
+    return float(total)
 
 
 class StepTimes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -24,11 +25,16 @@ from protrain.cli.models import LoadedModel, fit_positions, load_model
 from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, UNFINISHED_DATA
 from protrain.cli.training_run import Run
 from protrain.common.progress import Progress
+from protrain.distributed.joining import join
+from protrain.distributed.processes import announced_processes, local_processes, local_rank
+from protrain.distributed.ranks import Ranks
 from protrain.engine.states.weight_files import weight_sources
 from protrain.forward.chunked_loss import available as liger_installed
 from protrain.forward.chunked_loss import find_head
 from protrain.planning import Plan
 from protrain.validate import choose_dtype
+
+_TELL_S = 10.0  # the time between two signs of life while text is read
 
 
 def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
@@ -40,8 +46,11 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     """
     if find_spec("matplotlib") is None:  # after hours of training it would be too late
         raise ValueError("the loss curve needs the package matplotlib: pip install 'protrain[hf]'")
-    device = choose_device(job.device)
+    device = own_device(job.device)
     dtype = choose_dtype(job.dtype, device)
+    ranks = join(None, device)
+    micro_batches = job.micro_batches or job.accumulation * (1 if resume else ranks.size)
+    _refuse_unequal_shares(micro_batches, ranks.size, folder)
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     torch.manual_seed(job.seed)  # the random start values depend on it
@@ -55,6 +64,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         dtype=str(dtype).removeprefix("torch."),
         compile=choose_compile(job.compile, device),
         chunked_loss=choose_loss(job.chunked_loss, device),
+        micro_batches=micro_batches,
     )
     chunked = bool(job.chunked_loss)
     if resume and chunked:
@@ -71,7 +81,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
             raise ValueError(f"--data: {job.data} does not exist; if the text has moved, give its new place")
     if loaded.folder is not None and loaded.tokenizer is None:
         Progress(enabled=True).note(f"{loaded.folder} has no tokenizer: text is read as bytes")
-    tokens = _read(job, loaded.codec, folder)
+    tokens = _read(job, loaded.codec, folder, ranks)
     check_length(tokens, sequence=sequence)
     if saved is not None and saved["data_crc32"] != tokens.crc32:
         raise ValueError(f"the data changed since {folder} was saved; restore it, or start another --folder")
@@ -90,7 +100,8 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         plan=job.plan,  # the file and not the plan, so that errors name it
         weights=loaded.folder,
         step_during_backward=job.step_during_backward,
-        accumulation=job.accumulation,
+        accumulation=micro_batches // ranks.size,
+        gradient_reduction="sum",  # as each loss is divided by the number of all micro-batches
         moment_dtype=job.moment_dtype,
         compile=bool(job.compile),
         chunked_loss=chunked,
@@ -114,6 +125,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         dtype=dtype,
         sequence=sequence,
         parameters=parameters,
+        ranks=ranks,
         metrics=MetricsFile(folder, resumed_step=step),
         step=step,
     )
@@ -121,6 +133,8 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
 
 def write_run_files(run: Run) -> None:
     """Make the folder that of ``run``, once everything that can be wrong has been checked."""
+    if not run.writes:
+        return
     run.job.save(run.folder / JOB_FILE)  # written first, because the other files belong to a run only beside it
     shutil.rmtree(run.folder / DATA_FOLDER, ignore_errors=True)  # a resumed run has the same tokens there
     os.rename(run.folder / UNFINISHED_DATA, run.folder / DATA_FOLDER)
@@ -176,6 +190,35 @@ def _refuse_other_loss(model: nn.Module, device: torch.device, folder: Path) -> 
             f"--resume: the run in {folder} was started with --chunked-loss, and without it the weights would differ: "
             f"{needs}; resume it where there is one, or start another --folder"
         ) from None
+
+
+def _refuse_unequal_shares(micro_batches: int, size: int, folder: Path) -> None:
+    """Raise a ValueError unless ``size`` GPUs can have equally many of the batches of a step."""
+    if micro_batches % size:
+        possible = ", ".join(str(count) for count in range(1, micro_batches + 1) if micro_batches % count == 0)
+        raise ValueError(
+            f"a step of the run in {folder} has {micro_batches} batches, of which {size} GPUs cannot have equally "
+            f"many: resume it with one of these numbers of --gpus: {possible}"
+        )
+
+
+def own_device(name: str | None) -> torch.device:
+    """The device of this process, of those that ``name`` means: where there are several, each has a GPU of its own.
+
+    Raises:
+        ValueError: ``name`` is no device, or there are too few of that kind.
+    """
+    device = choose_device(name)
+    processes = local_processes()
+    if announced_processes() == 1 or device.type != "cuda":
+        return device
+    if device.index is not None:
+        raise ValueError(f"--device {name} is one GPU, and {processes} processes train here: give --device cuda")
+    if processes > torch.cuda.device_count():
+        raise ValueError(f"--gpus {processes}: this machine has {torch.cuda.device_count()} CUDA devices")
+    device = torch.device("cuda", local_rank())
+    torch.cuda.set_device(device)
+    return device
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -250,15 +293,25 @@ def schedule(job: TrainJob) -> Callable[[int], float]:
     return factor
 
 
-def _read(job: TrainJob, codec: Codec, folder: Path) -> Tokens:
+def _read(job: TrainJob, codec: Codec, folder: Path, ranks: Ranks) -> Tokens:
+    """Read the text, on the first rank. Hours of it would outlast a collective, so others hear of it now and then."""
+    if ranks.rank > 0:
+        received: Tokens | None = None
+        while received is None:
+            received = ranks.of_first(received)
+        return received
     documents = find_documents(job.data, exclude=folder)
     size = sum(document.stat().st_size for document in documents)
-    done = 0
+    done, told_s = 0, time.monotonic()
     with ProgressLine("reading text, MiB", max(size // 2**20, 1)) as line:
 
         def progress(count: int) -> None:
-            nonlocal done
+            nonlocal done, told_s
             done += count
             line.update(done // 2**20, "", plain=False)
+            if time.monotonic() - told_s > _TELL_S:
+                told_s = time.monotonic()
+                ranks.of_first(None)
 
-        return tokenize(documents, codec, folder / UNFINISHED_DATA, held_out=job.held_out, progress=progress)
+        tokens = tokenize(documents, codec, folder / UNFINISHED_DATA, held_out=job.held_out, progress=progress)
+    return ranks.of_first(tokens)

@@ -30,7 +30,8 @@ class TrainSummary(Record):
     dtype: str
     batch: int
     sequence: int
-    accumulation: int
+    accumulation: int  # on each GPU
+    gpus: int = 1  # or processes that train together on a CPU; device and memory are those of the first
     tokens_per_step: int
     steps: int
     initial_loss: float | None  # of the first step; None if metrics.jsonl was damaged

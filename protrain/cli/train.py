@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from protrain.cli import job as jobs
 from protrain.cli.folder_lock import claimed
 from protrain.cli.job import RANGES, TrainJob
+from protrain.cli.launch import launch
 from protrain.cli.loop import train
 from protrain.cli.options import (
     Parser,
@@ -28,16 +30,20 @@ from protrain.cli.options import (
 )
 from protrain.cli.run_files import SUMMARY_FILE
 from protrain.cli.shapes import SHAPES
-from protrain.cli.signals import stop_requests
+from protrain.cli.signals import StopRequests, stop_requests
 from protrain.cli.summary import TrainSummary
+from protrain.cli.together import Processes, together
 from protrain.common.parameters import DTYPES
 from protrain.common.progress import Progress
+from protrain.distributed.processes import announced_by_slurm, announced_processes
 from protrain.planning.plan import MOMENT_DTYPES
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
   protrain train --model tiny --device cpu --device-memory 60MiB --folder runs/tiny
 goes on after Ctrl-C or a crash, to the same bits:
   protrain train --resume --folder runs/tiny
+on four GPUs, each of which runs one of the four batches of a step:
+  protrain train --model llama-1b --gpus 4
 """
 
 
@@ -67,7 +73,7 @@ def add_command(commands: Any) -> None:
     steps = parser.add_argument_group("steps")
     _add_number(steps, "batch", "sequences in a batch")
     add_sequence_option(steps, default="256 for tiny, else 1024")
-    _add_number(steps, "accumulation", "batches in a step")
+    _add_number(steps, "accumulation", "batches in a step, on each GPU; a resumed run keeps the batches of all GPUs")
     _add_number(steps, "steps", "optimizer steps")
     _add_number(steps, "learning_rate", "the peak learning rate (default: depends on the model)")
     _add_number(steps, "warmup", "steps of linear warm-up, then a cosine (default: 20, at most a fifth)")
@@ -86,6 +92,12 @@ def add_command(commands: Any) -> None:
     add_loss_option(steps)
 
     placement = parser.add_argument_group("placement (changes no result of one device with one number of threads)")
+    placement.add_argument(
+        "--gpus",
+        type=whole(1),
+        metavar="N",
+        help="train on N GPUs of this machine, as torchrun --nproc-per-node N -m protrain train does (default: 1)",
+    )
     placement.add_argument("--device", help="cuda or cpu (default: cuda when there is one)")
     add_memory_options(placement)
     placement.add_argument("--plan", metavar="FILE", help="a plan of `protrain plan --out FILE`; skips the search")
@@ -128,26 +140,52 @@ def _add_number(group: argparse._ArgumentGroup, name: str, text: str) -> None:
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Run `protrain train`."""
-    if os.environ.get("WORLD_SIZE", "1").strip() not in ("", "0", "1"):
-        raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: training runs in one process, on one device, and exchanges no "
-            "gradients with others; start it without torchrun"
-        )
-    names = {field.name for field in fields(TrainJob)}
-    given = {name: value for name, value in vars(args).items() if name in names}
+    """Run `protrain train`, in as many processes as GPUs are to be used.
+
+    Raises:
+        SystemExit: processes that this one has started have ended, with their status; or this is one of several, and
+            another has failed.
+    """
     if args.resume and not hasattr(args, "folder"):
         raise ValueError("--resume needs the --folder of the run")
-    folder = getattr(args, "folder", None) or _new_folder(given.get("model", ""))
-    with stop_requests() as requests, claimed(folder):
-        job = jobs.resume(folder, given) if args.resume else jobs.start(folder, given)
-        if args.resume and (folder / SUMMARY_FILE).exists():
-            summary = TrainSummary.load(folder / SUMMARY_FILE)
+    os.environ.update(announced_by_slurm(os.environ))
+    announced = announced_processes()
+    gpus = getattr(args, "gpus", announced)
+    if announced == 1 and gpus > 1:
+        if status := launch(gpus, args.words):
+            raise SystemExit(status)
+        return
+    if gpus != announced:
+        raise ValueError(f"--gpus {gpus}: {announced} processes were started, each for one GPU; leave --gpus out")
+    with stop_requests() as requests, together() as processes:
+        _train(args, requests, processes)
+
+
+def _train(args: argparse.Namespace, requests: StopRequests, processes: Processes) -> None:
+    """Train as one of ``processes``. The first one decides what to do, and has the folder."""
+    names = {field.name for field in fields(TrainJob)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    first = processes.rank == 0
+    folder = processes.of_first(getattr(args, "folder", None) or _new_folder(given.get("model", "")))
+    with claimed(folder) if first else nullcontext():
+        decided = processes.of_first(_job(args, folder, given) if first else None)
+        assert decided is not None, "the first has decided"
+        job, summary = decided
+        if summary is not None:
             Progress(enabled=True).note(f"nothing to resume: all {job.steps} steps of {folder} are done")
         else:
             summary = train(job, folder, requests, resume=args.resume, trace=getattr(args, "trace", None))
-    files = f"in {folder}: {', '.join(sorted(path.name for path in folder.iterdir() if not path.name.startswith('.')))}"
-    emit(summary, args, "\n".join([summary.table(), "", files, summary.last_line()]))
+    if first:
+        files = ", ".join(sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")))
+        emit(summary, args, "\n".join([summary.table(), "", f"in {folder}: {files}", summary.last_line()]))
+
+
+def _job(args: argparse.Namespace, folder: Path, given: dict[str, Any]) -> tuple[TrainJob, TrainSummary | None]:
+    """The job, and its summary if it is done already."""
+    if not args.resume:
+        return jobs.start(folder, given), None
+    job, done = jobs.resume(folder, given), folder / SUMMARY_FILE
+    return job, TrainSummary.load(done) if done.exists() else None
 
 
 def _new_folder(model: str) -> Path:

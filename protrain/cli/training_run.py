@@ -1,4 +1,4 @@
-"""Run: the state of `protrain train` between steps, and its operations."""
+"""Run: the state of `protrain train` between steps, and its operations, in one of the processes that train."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 from protrain.checkpoint.checkpoints import save_checkpoint
 from protrain.cli.data import Tokens, evaluation_batches
 from protrain.cli.job import TrainJob
-from protrain.cli.metrics import MetricsFile
+from protrain.cli.metrics import MetricsFile, added_in_order
 from protrain.cli.models import LoadedModel, attention_flops_per_token
 from protrain.cli.run_files import CHECKPOINTS
+from protrain.distributed.ranks import Ranks
 
 
 @dataclass
 class Run:
-    """A wrapped model, its data and how far it is trained."""
+    """A wrapped model, its data and how far it is trained. All ranks call its methods, in the same order."""
 
     job: TrainJob
     folder: Path
@@ -31,13 +32,25 @@ class Run:
     dtype: torch.dtype
     sequence: int
     parameters: int
+    ranks: Ranks
     metrics: MetricsFile
     step: int  # the number of steps done
 
     @property
+    def writes(self) -> bool:
+        """Whether this rank writes the run's files."""
+        return self.ranks.rank == 0
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of batches in one optimizer step, on all ranks together. Rank r runs number r, r + W and so on."""
+        assert self.job.micro_batches is not None, "prepare has set it"
+        return self.job.micro_batches
+
+    @property
     def tokens_per_step(self) -> int:
-        """The number of tokens in one optimizer step."""
-        return self.job.batch * self.sequence * self.job.accumulation
+        """The number of tokens in one optimizer step, on all ranks together."""
+        return self.job.batch * self.sequence * self.micro_batches
 
     @property
     def flops_per_token(self) -> int:
@@ -56,22 +69,31 @@ class Run:
         return self.model(input_ids=ids, labels=ids).loss
 
     def evaluate(self) -> float | None:
-        """The mean loss over the held-out batches, which also goes to metrics.jsonl. None if nothing is held out."""
-        job = self.job
-        total, count = torch.zeros((), device=self.device), 0
+        """The mean loss over the held-out batches, which also goes to metrics.jsonl. None if nothing is held out.
+
+        Each batch is on one rank. As all ranks must call the model equally often, one without a batch runs the last one
+        too, and its loss does not count.
+        """
+        job, ranks = self.job, self.ranks
+        batches = list(
+            evaluation_batches(self.tokens, batch=job.batch, sequence=self.sequence, count=job.evaluation_batches)
+        )
+        if not batches:
+            return None
+        losses = []
         self.model.eval()
         with torch.no_grad():
-            for ids in evaluation_batches(
-                self.tokens, batch=job.batch, sequence=self.sequence, count=job.evaluation_batches
-            ):
-                total += self.loss(ids) * len(ids)
-                count += len(ids)
+            for first in range(0, len(batches), ranks.size):
+                index = first + ranks.rank
+                ids = batches[min(index, len(batches) - 1)]
+                loss = self.loss(ids) * len(ids)
+                losses.append(loss if index < len(batches) else torch.zeros(()))
         self.model.train()
-        if not count:
-            return None
-        loss = float(total) / count
-        self.metrics.add({"step": self.step, "evaluation_loss": loss})
-        return loss
+        total = added_in_order(ranks.all_values([float(loss) for loss in losses]))
+        mean = total / sum(len(ids) for ids in batches)
+        if self.writes:
+            self.metrics.add({"step": self.step, "evaluation_loss": mean})
+        return mean
 
     def wait_for_updates(self) -> None:
         """Wait until the last step's updates are done. ``optimizer.step()`` does not wait for those on the host."""

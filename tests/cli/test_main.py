@@ -139,16 +139,16 @@ def test_a_missing_gpu_is_named(argv: list[str], capsys: pytest.CaptureFixture[s
     assert "torch finds no CUDA device on this machine; give --device cpu" in err
 
 
-def test_one_of_several_processes_is_refused(
+def test_several_processes_need_a_launcher_that_says_where_they_meet(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     status, _, err = run(capsys, "train", "--model", "tiny", "--device", "cpu")
     assert status == 2
-    assert "WORLD_SIZE is 2: training runs in one process" in err
-    monkeypatch.setenv("WORLD_SIZE", "many")
-    assert main(["train", "--model", "tiny"]) == 2
-    assert "WORLD_SIZE is many: training runs in one process" in capsys.readouterr().err
+    assert "WORLD_SIZE announces 2 processes and MASTER_ADDR is missing" in err
+    status, _, err = run(capsys, "train", "--model", "tiny", "--device", "cpu", "--gpus", "3")
+    assert status == 2
+    assert err == "protrain train: --gpus 3: 2 processes were started, each for one GPU; leave --gpus out\n"
 
 
 @pytest.mark.parametrize(

@@ -103,14 +103,15 @@ def test_a_step_alone_between_pauses_is_timed_from_its_begin() -> None:
 
 
 def _read_late(device: torch.device) -> None:
-    delayed = DelayedRead(device)
+    delayed = DelayedRead(device, 2)
     assert delayed.take() is None
     for step in (1, 2, 3):
-        delayed.put(step, torch.tensor(0.5 * step, device=device), torch.tensor(2.0, device=device))
+        losses = [torch.tensor(part, device=device) for part in (0.5 * step, 3.0)]
+        delayed.put(step, losses, torch.tensor(2.0, device=device))
         result = delayed.take()
         assert result is not None
-        assert (result.step, result.loss, result.gradient_norm) == (step, 0.5 * step, 2.0)
-    delayed.put(4, torch.tensor(1.0, device=device), None)
+        assert (result.step, result.losses, result.gradient_norm) == (step, (0.5 * step, 3.0), 2.0)
+    delayed.put(4, [torch.tensor(1.0, device=device)] * 2, None)
     result = delayed.take()
     assert result is not None
     assert result.gradient_norm is None

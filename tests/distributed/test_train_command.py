@@ -1,0 +1,235 @@
+"""`protrain train` on several ranks: the files of one process, one that speaks, and an end together."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protrain.checkpoint.manifest import list_saves
+from protrain.cli.job import TrainJob
+from protrain.cli.main import main
+from protrain.cli.run_files import LOCK_FILE
+from protrain.distributed.processes import announced_by_slurm
+from protrain.planning import Plan
+from tests.distributed.pool import on_ranks
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text and a small model, which drops out a tenth of its activations."""
+    folder = tmp_path_factory.mktemp("gpus")
+    config = transformers.GPT2Config(
+        vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
+    )
+    assert config.resid_pdrop == config.embd_pdrop == config.attn_pdrop == 0.1
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder / "source")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    return folder
+
+
+def arguments(workplace: Path, folder: Path, **more: Any) -> list[str]:
+    options: dict[str, Any] = {
+        "model": workplace / "source",
+        "data": workplace / "text.txt",
+        "folder": folder,
+        "device": "cpu",
+        "batch": 2,
+        "sequence": 32,
+        "steps": STEPS,
+        "learning-rate": 0.01,
+        "evaluate-every": 2,
+        "checkpoint-every": 0,
+        "sample-tokens": 4,
+        "threads": 1,
+        **{name.replace("_", "-"): value for name, value in more.items()},
+    }
+    return ["train", *[part for name, value in options.items() for part in (f"--{name}", str(value))]]
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What must not depend on the number of ranks: the numbers of all steps, the weights and the sample."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = ("step", "loss", "gradient_norm", "learning_rate", "evaluation_loss")
+    return {
+        "rows": [{name: row[name] for name in kept if name in row} for row in rows],
+        "weights": (folder / "model" / "model.safetensors").read_bytes(),
+        "sample": (folder / "sample.txt").read_text(),
+    }
+
+
+@pytest.fixture(scope="module")
+def six(workplace: Path) -> Path:
+    """The run of one process with six batches in a step."""
+    folder = workplace / "six"
+    assert main(arguments(workplace, folder, accumulation=6)) == 0
+    return folder
+
+
+def test_the_number_of_gpus_changes_no_bit(workplace: Path, six: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = workplace / "two"
+    assert main(arguments(workplace, folder, accumulation=3, gpus=2)) == 0
+    expected, found = outcome(six), outcome(folder)
+    assert len({row.get("loss") for row in expected["rows"]}) > STEPS, "it trains"
+    assert found == expected
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["gpus"], summary["accumulation"], summary["tokens_per_step"]) == (2, 3, 6 * 2 * 32)
+    printed = capfd.readouterr()
+    assert [line.split()[1] for line in printed.err.splitlines() if line.startswith("training ")] == ["1/4", "4/4"]
+    assert len([line for line in printed.out.splitlines() if line.startswith("loss ")]) == 1
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in six.iterdir())
+
+
+def train_as_rank(rank: int, command: list[str]) -> tuple[int, list[str]]:
+    """Run the command as one of the ranks. Returns its status and what it said at the end."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            status = main(command)
+    except SystemExit as end:
+        status = int(end.code or 0)
+    return status, said.getvalue().splitlines()
+
+
+def test_three_ranks_share_six_batches(workplace: Path, six: Path) -> None:
+    folder = workplace / "three"
+    command = arguments(workplace, folder, accumulation=2, device_memory="1500KiB")
+    answers = on_ranks(3, train_as_rank, command)
+    assert [status for status, _ in answers] == [0, 0, 0], answers
+    assert [bool(said) for _, said in answers] == [True, False, False], "one speaks"
+    assert outcome(folder) == outcome(six)
+    plan = Plan.load(folder / "plan.json")
+    assert plan.world_size == 3
+    assert plan.n_persist < plan.n_chunks, "some states live in host memory"
+
+
+def test_batches_that_ranks_cannot_share_are_refused(workplace: Path, tmp_path: Path) -> None:
+    TrainJob(model=str(workplace / "source"), device="cpu", micro_batches=4).save(tmp_path / "job.json")
+    answers = on_ranks(3, train_as_rank, ["train", "--resume", "--folder", str(tmp_path)])
+    assert sorted(status for status, _ in answers) == [1, 1, 2]
+    (error,) = [line for _, said in answers for line in said]
+    assert error == (
+        f"protrain train: a step of the run in {tmp_path} has 4 batches, of which 3 GPUs cannot have equally many: "
+        "resume it with one of these numbers of --gpus: 1, 2, 4"
+    )
+
+
+def test_a_stop_is_passed_on_and_all_end_after_the_same_step(
+    workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+
+    def stop() -> None:
+        rows = folder / "metrics.jsonl"
+        while not rows.exists() or '"step": 3,' not in rows.read_text():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)  # to the launcher alone
+
+    threading.Thread(target=stop, daemon=True).start()
+    with pytest.raises(SystemExit) as end:
+        main(arguments(workplace, folder, gpus=2, steps=100_000))
+    assert end.value.code == 128 + signal.SIGTERM
+    step = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert [save.name.rpartition("-")[2] for save in list_saves(folder / "checkpoints")] == [str(step)]
+    again = f"stopped at step {step} of 100000; continue with: protrain train --resume --folder {folder}"
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("protrain train: ")]
+    assert said == [f"protrain train: {again}"]
+    assert not children_that_run()
+
+
+def children_that_run() -> list[str]:
+    """The commands of this process's children that train."""
+    found = subprocess.run(
+        ["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    return [command for command in found if "-m protrain train" in command]
+
+
+ONE_FAILS = """
+import os
+if os.environ.get("RANK") == "1":
+    import protrain.cli.data as data
+    batch = data.training_batch
+
+    def training_batch(*args, step, **more):
+        if step == 2:
+            raise ValueError("--data: the disk of this rank is gone")
+        return batch(*args, step=step, **more)
+
+    data.training_batch = training_batch
+"""
+
+
+def test_an_error_of_one_rank_ends_all_with_one_message(
+    workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(ONE_FAILS)  # which Python runs before the command
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    with pytest.raises(SystemExit) as end:
+        main(arguments(workplace, tmp_path / "run", gpus=2))
+    assert end.value.code == 2
+    said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith(("protrain: ", "training "))]
+    assert said == ["protrain train: --data: the disk of this rank is gone"]
+    assert not (tmp_path / "run" / LOCK_FILE).exists()
+    assert not children_that_run()
+
+
+# -- launchers ---------------------------------------------------------------------------------------------------------
+
+TASK = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "2",
+    "SLURM_NTASKS": "10",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
+    "SLURM_NODEID": "2",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "node[3-5]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.3",
+}
+
+
+def test_a_task_of_slurm_knows_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # without scontrol
+    expected = {
+        "RANK": "9",
+        "WORLD_SIZE": "10",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.3",
+        "MASTER_PORT": str(20_000 + 7 * 31 + 2),
+    }
+    assert announced_by_slurm(TASK) == expected
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho node3; echo node4; echo node5\n")
+    scontrol.chmod(0o755)
+    assert announced_by_slurm(TASK) == {**expected, "MASTER_ADDR": "node3"}
+    assert announced_by_slurm({**TASK, "MASTER_ADDR": "head"}) == {**expected, "MASTER_ADDR": "head"}
+    alone = {**TASK, "SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
+    assert announced_by_slurm(alone)["MASTER_ADDR"] == "127.0.0.1"
+    scontrol.unlink()
+    unknown = {name: value for name, value in TASK.items() if name != "SLURM_LAUNCH_NODE_IPADDR"}
+    with pytest.raises(ValueError, match="set MASTER_ADDR to the first node"):
+        announced_by_slurm(unknown)
+
+
+def test_who_is_no_task_of_several_is_alone() -> None:
+    script = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"}  # runs once, whatever it asks for
+    for environment in (script, {**TASK, "SLURM_NTASKS": "1"}, {**TASK, "WORLD_SIZE": "2", "RANK": "0"}, {}):
+        assert announced_by_slurm(environment) == {}
