@@ -29,6 +29,7 @@ from protrain.cli.prepare import prepare, schedule, write_run_files
 from protrain.cli.signals import InterruptedRun, Stopped, StopRequests
 from protrain.cli.summary import TrainSummary
 from protrain.cli.training_run import Run
+from protrain.common.errors import MisuseError
 from protrain.common.progress import Progress
 
 _STEPS_WITH_TRACE = 5  # three steps that warm up, and two that are traced
@@ -152,7 +153,10 @@ def _finish(run: Run, times: StepTimes, requests: StopRequests, saved_step: int)
         with nullcontext() if run.ranks.several else requests.raised():
             return finish(run, times, look)
     except (Stopped, Exception) as error:
-        run.ranks.meet("the save after a failure")
+        try:
+            run.ranks.meet("the save after a failure")
+        except MisuseError:  # this rank alone has failed, and a save takes all of them
+            raise error from None
         if run.writes:
             discard_unfinished(run.folder)
         if saved_step != run.step:
@@ -175,8 +179,8 @@ def _interrupted(run: Run, signal_number: int) -> InterruptedRun:
 def _step(run: Run) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Run one optimizer step on this rank's micro-batches: every W-th, beginning with that of its own number.
 
-    The random numbers of a micro-batch follow from the seed, the step and its number alone. So they are the same on
-    whichever rank it is, and a step with dropout is the same on any number of ranks. Batches, too.
+    The text and the random numbers of a micro-batch follow from the seed, the step and its number alone. So it is the
+    same on whichever rank it is, and a step with dropout has the same bits on any number of ranks, and when resumed.
 
     Returns:
         What each of them brings to the mean loss, and the gradient norm, all still on the device.

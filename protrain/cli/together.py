@@ -83,5 +83,5 @@ def _fails_first(key: str) -> bool:
     store: dist.Store = dist.distributed_c10d._get_default_store()
     try:
         return store.add(key, 1) == 1
-    except dist.DistError:  # the first process has the store, where no launcher has it, and that one is gone
-        return False
+    except dist.DistError:  # who has the store is gone: the launcher, or the first process where no launcher has one
+        return dist.get_rank() == 0

@@ -5,10 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import subprocess
-import threading
-import time
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -16,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.checkpoint.manifest import list_saves
 from protrain.cli.job import TrainJob
 from protrain.cli.main import main
+from protrain.cli.prepare import own_device
 from protrain.cli.run_files import LOCK_FILE
 from protrain.distributed.processes import announced_by_slurm
 from protrain.planning import Plan
@@ -130,29 +127,6 @@ def test_batches_that_ranks_cannot_share_are_refused(workplace: Path, tmp_path: 
     )
 
 
-def test_a_stop_is_passed_on_and_all_end_after_the_same_step(
-    workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-
-    def stop() -> None:
-        rows = folder / "metrics.jsonl"
-        while not rows.exists() or '"step": 3,' not in rows.read_text():
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)  # to the launcher alone
-
-    threading.Thread(target=stop, daemon=True).start()
-    with pytest.raises(SystemExit) as end:
-        main(arguments(workplace, folder, gpus=2, steps=100_000))
-    assert end.value.code == 128 + signal.SIGTERM
-    step = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    assert [save.name.rpartition("-")[2] for save in list_saves(folder / "checkpoints")] == [str(step)]
-    again = f"stopped at step {step} of 100000; continue with: protrain train --resume --folder {folder}"
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("protrain train: ")]
-    assert said == [f"protrain train: {again}"]
-    assert not children_that_run()
-
-
 def children_that_run() -> list[str]:
     """The commands of this process's children that train."""
     found = subprocess.run(
@@ -203,6 +177,23 @@ TASK = {
     "SLURM_STEP_NODELIST": "node[3-5]",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.3",
 }
+
+
+def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert own_device(None) == own_device("cuda") == torch.device("cuda:1")
+    assert current == [torch.device("cuda:1")] * 2
+    assert own_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="--device cuda:1 is one GPU, and 2 processes train here: give --device cuda"):
+        own_device("cuda:1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="--gpus 4: this machine has 2 CUDA devices"):
+        own_device("cuda")
 
 
 def test_a_task_of_slurm_knows_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
