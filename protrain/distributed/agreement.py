@@ -20,7 +20,7 @@ def of_all(ranks: Ranks, own: HardwareProfile) -> HardwareProfile:
     if not ranks.several:
         return own
     share = own.shared_by(min(local_processes(), ranks.size))
-    every = ranks.all_values(replace(share, world_size=ranks.size))
+    every = ranks.all_values(replace(share, world_size=ranks.size), "the machine of all ranks")
     return replace(
         every[0],
         device_bytes=min(each.device_bytes for each in every),
@@ -30,7 +30,7 @@ def of_all(ranks: Ranks, own: HardwareProfile) -> HardwareProfile:
 
 def largest_of_all(ranks: Ranks, own: ModelProfile) -> ModelProfile:
     """The profile of the rank whose batch calls most units and takes most memory."""
-    every = ranks.all_values(own)
+    every = ranks.all_values(own, "the profile of all ranks")
     return max(every, key=lambda each: (len(each.calls), each.tokens, _peak_bytes(each)))
 
 
@@ -44,7 +44,7 @@ def plan_of_first(ranks: Ranks, plan: Callable[[], Plan]) -> Plan:
             result = plan()
         except Exception as error:  # all ranks must hear of it
             result = error
-    result = ranks.of_first(result)
+    result = ranks.of_first(result, "the plan of rank 0")
     if isinstance(result, Exception):
         raise result
     assert result is not None

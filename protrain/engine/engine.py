@@ -112,7 +112,6 @@ class Engine:
         self.steps = 0  # how often weights have changed, by optimizer steps and between them
         self.updated_inside = step.updated
         self.ranks = memory.ranks
-        self._phases = 0  # forwards and backwards so far, which must be the same on all ranks
         fetched = [[chunk.index for chunk in unit.chunks if not chunk.resident] for unit in units]
         self._training_order = Schedule([*profile.calls, *reversed(profile.calls)], fetched)
         self._inference_order = Schedule(profile.calls, fetched)
@@ -132,7 +131,7 @@ class Engine:
         self.streams.refuse_another()
         self._end_interrupted()
         self._end_phase()
-        self._phases += 1
+        self.ranks.note("a forward")
         self._fetch_for_forward(self._training_order if torch.is_grad_enabled() else self._inference_order)
 
     def _fetch_for_forward(self, order: Schedule) -> None:
@@ -219,7 +218,7 @@ class Engine:
                 )
             self._end_phase()
             order.restart()
-            self._phases += 1
+            self.ranks.note("a forward")
             skipped = order.skipped(unit.index)
             if skipped is None:
                 raise MisuseError(
@@ -280,14 +279,14 @@ class Engine:
         self.bindings.end_state_dict(list(self.bindings.in_state_dict))
         end = partial(self._end_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._backward = weakref.ref(end)
+        self._backward = weakref.ref(end, self._report_failed) if self.ranks.several else weakref.ref(end)
         del end  # now autograd has the only reference, and drops it when backward ends or raises
         self._order = self._training_order
         if self.ranks.several:
             if self._order.position < self._backward_start:
                 self._end_phase()
             self._order.position = self._backward_start - 1
-            self._phases += 1
+            self.ranks.note("a backward")
         self.swaps.begin_backward()
         self.gradients.delivered.clear()
 
@@ -343,10 +342,14 @@ class Engine:
             self._leave_unit()
             if self.ranks.several:
                 self._end_phase()
-                self.gradients.combine((self._phases, self.step.hyperparameters()))
+                self.gradients.combine(self.step.hyperparameters())
             self._backward = None
             if self.step.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
                 self.step.end_backward()
+
+    def _report_failed(self, _: object) -> None:
+        """Autograd has dropped the callback at the end of backward, before it has called it."""
+        self.ranks.raised(None, "a backward")
 
     def abandon_backward(self) -> bool:
         """Clean up after a backward that raised. Returns whether there was one."""
@@ -456,9 +459,10 @@ class Engine:
         self._end_interrupted()
         self.bindings.refuse_edits()
         refuse_foreign_gradients(self.members)
-        changed = self.step.update()
-        if changed:
-            self._end_step()
+        with self.ranks.reporting("step()"):
+            changed = self.step.update()
+            if changed:
+                self._end_step()
         return changed
 
     def _end_step(self) -> None:

@@ -82,7 +82,7 @@ def _of_first(member: Member, value: Tensor) -> Tensor:
     if not ranks.several:
         return value
     copy = value.detach().to("cpu", copy=True).contiguous()
-    ranks.broadcast(copy)
+    ranks.broadcast(copy, "the start values")
     return copy
 
 

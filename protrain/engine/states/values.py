@@ -135,7 +135,7 @@ def _whole(chunk: Chunk, flat: Tensor, first: int, end: int) -> Tensor:
         return flat[first:end].cpu()
     whole = torch.empty(chunk.elements, dtype=flat.dtype, device="cpu")
     whole[chunk.shard].copy_(flat)
-    chunk.ranks.share_host(whole)
+    chunk.ranks.share_host(whole, f"state_dict() or another read of chunk {chunk.index}")
     return whole[first:end]
 
 
