@@ -119,21 +119,22 @@ class Ranks:
         itemsize = sent.element_size()
         own = counts[self.rank] * itemsize
         self._watch.note(what, sent.nbytes)
-        work = dist.all_to_all_single(
-            _bytes(received),
-            _bytes(sent),
-            [own] * self.size,
-            [count * itemsize for count in counts],
-            group=self._communicators.reductions,
-            async_op=not sent.is_cuda,
+        self._do(
+            lambda: dist.all_to_all_single(
+                _bytes(received),
+                _bytes(sent),
+                [own] * self.size,
+                [count * itemsize for count in counts],
+                group=self._communicators.reductions,
+                async_op=not sent.is_cuda,
+            )
         )
-        self._finish(work)
 
     def add_disjoint(self, values: Tensor, what: str) -> None:
         """Add ``values`` of all ranks in place. At each element at most one rank has another value than zero."""
         self._watch.note(what, values.nbytes)
-        on_host = not values.is_cuda
-        self._finish(dist.all_reduce(values, group=self._communicators.reductions, async_op=on_host))
+        group = self._communicators.reductions
+        self._do(lambda: dist.all_reduce(values, group=group, async_op=not values.is_cuda))
 
     # -- on the host ---------------------------------------------------------------------------------------------------
 
@@ -198,16 +199,20 @@ class Ranks:
 
     def _gather(self, whole: Tensor, group: dist.ProcessGroup, what: str) -> None:
         self._watch.note(what, whole.nbytes)
-        self._finish(_all_gather(_bytes(whole), self.rank, self.size, group))
+        self._do(lambda: _all_gather(_bytes(whole), self.rank, self.size, group))
 
     def _all_gather(self, data: Tensor) -> None:
-        self._finish(_all_gather(data, self.rank, self.size, self._communicators.control))
+        self._do(lambda: _all_gather(data, self.rank, self.size, self._communicators.control))
 
     def _broadcast(self, data: Tensor) -> None:
-        self._finish(dist.broadcast(data, self._first, group=self._communicators.control, async_op=True))
+        self._do(lambda: dist.broadcast(data, self._first, group=self._communicators.control, async_op=True))
 
-    def _finish(self, work: dist.Work | None) -> None:
-        """Wait for ``work`` on the host. On a GPU there is none, as the collective runs on the current stream."""
+    def _do(self, collective: Callable[[], dist.Work | None]) -> None:
+        """Do ``collective``: wait for it on the host, or on a GPU let the current stream do it."""
+        try:
+            work = collective()
+        except RuntimeError as error:  # such as a communicator that the watcher has just aborted
+            self._watch.fail(error)
         if work is not None:
             self._watch.wait(work)
 
@@ -244,11 +249,11 @@ def _communicators(group: dist.ProcessGroup, device: torch.device) -> _Communica
             return found
 
         def abort() -> None:
-            for each in (gathers, reductions, control):
-                never_free(each)
-            if backend == "nccl":  # gloo can end nothing that has begun
-                gathers.abort()
-                reductions.abort()
+            for each, kind in ((gathers, backend), (reductions, backend), (control, "gloo")):
+                if kind == "nccl":
+                    each.abort()
+                else:  # gloo can end nothing that has begun
+                    never_free(each)
 
         rank = dist.get_rank(group)
         links = Links(rank, len(members), exchange)

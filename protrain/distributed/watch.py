@@ -159,7 +159,7 @@ class Watch:
         except MisuseError:
             raise
         except RuntimeError as error:
-            self._fail(error)
+            self.fail(error)
 
     def raised(self, error: BaseException | None, where: str = "") -> None:
         """An exception leaves ``where`` on this rank. See [Note: an error that is caught]."""
@@ -181,8 +181,8 @@ class Watch:
             if threading.current_thread() is not self._thread:
                 self._has_told.wait_for(lambda: self._told == self._state, timeout=TICK_S)
 
-    def _fail(self, error: RuntimeError) -> NoReturn:
-        """A collective has failed: find out why, and raise that."""
+    def fail(self, error: RuntimeError) -> NoReturn:
+        """The collective of the last note has failed: find out why, and raise that as a MisuseError."""
         end = monotonic() + _EXPLAIN_S
         while self._decided is None and monotonic() < end:
             sleep(0.05)

@@ -69,9 +69,10 @@ class Group:
         """Wait until ``ranks`` have ended."""
         end = monotonic() + timeout_s
         while any(self._template.status(self._pids[rank]) is None for rank in ranks):
-            printed = {rank: self.text(rank) for rank in ranks}
-            assert monotonic() < end, f"a rank still runs after {timeout_s} s: {printed}"
-            sleep(0.01)
+            if monotonic() > end:
+                printed = {rank: self.text(rank) for rank in ranks}
+                raise AssertionError(f"a rank still runs after {timeout_s} s: {printed}")
+            sleep(0.05)
         return {rank: self._ending(rank) for rank in ranks}
 
     def _ending(self, rank: int) -> Ending:

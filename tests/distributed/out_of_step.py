@@ -64,12 +64,17 @@ def batch(rank: int, step: int, rows: int = ROWS) -> Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def wrapped(rank: int) -> tuple[nn.Module, ProTrainOptimizer]:
-    """The model, whose chunks lie in host memory."""
+def wrapped(rank: int, device: str) -> tuple[nn.Module, ProTrainOptimizer]:
+    """The model on ``device``: "cpu", or "cuda" where each rank has a GPU."""
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return protrain.wrap(model, optimizer, example_batch=(batch(rank, 0),), device="cpu", device_memory="64MiB")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    memory = "64MiB" if device == "cpu" else None
+    return protrain.wrap(
+        model, optimizer, example_batch=(batch(rank, 0),), device=device, device_memory=memory, dtype=torch.float32
+    )
 
 
 def step(model: nn.Module, optimizer: ProTrainOptimizer, value: Tensor) -> float:
@@ -82,12 +87,12 @@ def step(model: nn.Module, optimizer: ProTrainOptimizer, value: Tensor) -> float
     return loss.item()
 
 
-def do(rank: int, size: int, odd: int, what: str, times: dict[str, float], steps: int) -> None:
+def do(rank: int, size: int, odd: int, what: str, times: dict[str, float], steps: int, device: str = "cpu") -> None:
     """Train. Before the third step rank ``odd`` does ``what``. ``times`` changes those of the watcher, in seconds."""
     for name, seconds in times.items():
         assert hasattr(watch, name)
         setattr(watch, name, seconds)
-    model, optimizer = wrapped(rank)
+    model, optimizer = wrapped(rank, device)
     for at in range(steps):
         print(f"step {at}", flush=True)
         value = batch(rank, at)
@@ -97,10 +102,11 @@ def do(rank: int, size: int, odd: int, what: str, times: dict[str, float], steps
     print("trained", flush=True)
 
 
-def run(rank: int, size: int, timeout_s: float) -> None:
+def run(rank: int, size: int, timeout_s: float, device: str = "cpu") -> None:
     """Train until something happens. ``timeout_s`` is that of the process group."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    do(rank, size, -1, "", {}, 1_000_000)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    do(rank, size, -1, "", {}, 1_000_000, device)
 
 
 def _misbehave(what: str, model: nn.Module, optimizer: ProTrainOptimizer, value: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
+import torch
 
 from protrain.distributed.watch import Watch, first_difference
 from tests.distributed.apart import Group
@@ -119,6 +120,35 @@ def test_a_rank_is_stopped(tmp_path: Path, seed: int) -> None:
         for ending in endings.values():
             (error,) = ending.errors
             assert f" has waited 2 s for rank {victim} in " in error
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("odd", "what", "said"),
+    [
+        (1, "forward", "rank 1 has raised an exception in a forward, while rank 0 went on to "),
+        (0, "backward", "rank 0 has raised an exception in a backward, while rank 1 went on to "),
+        (1, "another forward", "rank 1 came to a forward, while rank 0 came to a backward. "),
+        (0, "state_dict", "rank 1 came to a forward, while rank 0 came to state_dict() or another read of chunk 0. "),
+    ],
+)
+def test_out_of_step_on_two_gpus(tmp_path: Path, odd: int, what: str, said: str) -> None:
+    with Group(2, "do", odd, what, QUICK, 8, "cuda", folder=tmp_path) as group:
+        endings = group.endings(range(2), timeout_s=60)
+    (error,) = endings[1 - odd].errors
+    assert error.startswith(ERROR + said), error
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("victim", range(2))
+def test_a_rank_is_killed_on_two_gpus(tmp_path: Path, victim: int) -> None:
+    with Group(2, "run", 600.0, "cuda", folder=tmp_path) as group:
+        group.wait_for("step 2", rank=victim)
+        group.send(victim, signal.SIGKILL)
+        (ending,) = group.endings([1 - victim], timeout_s=WITHIN_S).values()
+        assert ending.errors[-1].startswith(f"{ERROR}rank {victim} has died"), ending.text
 
 
 def _delayed(rank: int, size: int, training: Training, specs: tuple[Spec, ...], slow: int) -> list[Outcome]:
