@@ -94,7 +94,7 @@ class Ranks:
         if any(trail != trails[0] for trail in trails):
             notes = self.all_values(self._watch.notes)
             difference = first_difference({rank: by_number(each) for rank, each in enumerate(notes)})
-            raise MisuseError(difference or "the ranks have been out of step for long: start them anew")
+            self._watch.refuse(difference or "the ranks have been out of step for long: start them anew")
 
     # -- on the device -------------------------------------------------------------------------------------------------
 

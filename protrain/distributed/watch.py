@@ -186,8 +186,12 @@ class Watch:
         end = monotonic() + _EXPLAIN_S
         while self._decided is None and monotonic() < end:
             sleep(0.05)
-        self._decide(f"rank {self._rank} failed in {self._place(self._number)}: {error}")
-        raise MisuseError(self._decided) from None  # the reason has the error, where that says more
+        self.refuse(f"rank {self._rank} failed in {self._place(self._number)}: {error}")
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise a MisuseError: the ranks are out of step for ``reason``, or for what was decided before."""
+        self._decide(reason)
+        raise MisuseError(self._decided or reason) from None
 
     def _absence(self, waited_s: float) -> str:
         """Who waits for whom."""

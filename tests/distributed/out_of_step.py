@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -107,6 +108,28 @@ def run(rank: int, size: int, timeout_s: float, device: str = "cpu") -> None:
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     do(rank, size, -1, "", {}, 1_000_000, device)
+
+
+def again(rank: int, size: int, times: dict[str, float]) -> None:
+    """Get out of step, catch the error, and train anew in the same processes."""
+    try:
+        do(rank, size, 0, "another forward", times, 4)
+    except protrain.MisuseError as error:
+        print(f"caught: {error}", flush=True)
+        do(rank, size, -1, "", {}, 4)
+
+
+def run_with_child(rank: int, size: int) -> None:
+    """Train until something happens. Each rank has a forked child, as a DataLoader has, which outlives it."""
+    model, optimizer = wrapped(rank, "cpu")
+    step(model, optimizer, batch(rank, 0))
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    print(f"child {child}", flush=True)
+    while True:
+        step(model, optimizer, batch(rank, 0))
 
 
 def _misbehave(what: str, model: nn.Module, optimizer: ProTrainOptimizer, value: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import re
 import signal
@@ -102,6 +103,29 @@ def test_a_rank_is_killed(tmp_path: Path, seed: int) -> None:
             assert ending.errors == [
                 f"{ERROR}rank {victim} has died: its process was killed or crashed. See what it printed last"
             ]
+
+
+def test_a_killed_rank_has_children_of_its_own(tmp_path: Path) -> None:
+    """They keep its connections of gloo open, so that no collective fails."""
+    with Group(2, "run_with_child", folder=tmp_path) as group:
+        for rank in range(2):
+            group.wait_for("child ", rank=rank)
+        children = [int(group.text(rank).split("child ")[1].split()[0]) for rank in range(2)]
+        try:
+            group.send(1, signal.SIGKILL)
+            (ending,) = group.endings([0], timeout_s=WITHIN_S).values()
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+        assert ending.errors[0].startswith(f"{ERROR}rank 1 has died")
+
+
+def test_training_anew_after_the_error(tmp_path: Path) -> None:
+    with Group(2, "again", QUICK, folder=tmp_path) as group:
+        for ending in group.endings(range(2), timeout_s=30).values():
+            assert ending.status == 0, ending.text
+            assert "caught: rank 1 came to a backward, while rank 0 came to a forward. " in ending.text
+            assert ending.text.endswith("trained\n")
 
 
 @pytest.mark.parametrize("seed", range(2))
