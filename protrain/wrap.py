@@ -144,22 +144,23 @@ def wrap(
     wrapped = ProTrainOptimizer(optimizer, managed, ranks=ranks, step_during_backward=step_during_backward)
 
     def begin(batch: Any) -> None:
-        _begin(
-            model,
-            optimizer,
-            wrapped,
-            batch,
-            checked,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            weights=os.fspath(weights) if weights is not None else None,
-            accumulation=accumulation,
-            compile=compile,
-            chunked_loss=chunked_loss,
-            ranks=ranks,
-            gradient_reduction=gradient_reduction,
-            stages=Progress(enabled=progress and ranks.rank == 0),
-        )
+        with ranks.reporting("protrain.wrap"):
+            _begin(
+                model,
+                optimizer,
+                wrapped,
+                batch,
+                checked,
+                device_memory=device_memory,
+                host_memory=host_memory,
+                weights=os.fspath(weights) if weights is not None else None,
+                accumulation=accumulation,
+                compile=compile,
+                chunked_loss=chunked_loss,
+                ranks=ranks,
+                gradient_reduction=gradient_reduction,
+                stages=Progress(enabled=progress and ranks.rank == 0),
+            )
 
     if example_batch is not None:
         begin(example_batch)

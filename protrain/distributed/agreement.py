@@ -19,6 +19,7 @@ from protrain.profiler.model_profile import ModelProfile
 
 _MEASURED_BYTES = 64 * 1024**2  # of a tensor that is gathered or exchanged to see how fast that is
 _WARM_UP, _RUNS = 2, 5
+_TIMING = "the timing of collectives"
 
 
 def of_all(ranks: Ranks, own: HardwareProfile, device: torch.device) -> HardwareProfile:
@@ -31,10 +32,12 @@ def of_all(ranks: Ranks, own: HardwareProfile, device: torch.device) -> Hardware
     if not ranks.several:
         return own
     share = replace(own.shared_by(min(local_processes(), ranks.size)), world_size=ranks.size)
-    if device.type == "cuda" and not all(ranks.all_values(share.all_gather_gbps is not None)):
+    if device.type == "cuda" and not all(
+        ranks.all_values(share.all_gather_gbps is not None, "whether collectives are measured")
+    ):
         gathered_gbps, exchanged_gbps = _measure(ranks, device)
         share = replace(share, all_gather_gbps=gathered_gbps, reduce_scatter_gbps=exchanged_gbps)
-    every = ranks.all_values(share)
+    every = ranks.all_values(share, "the machine of all ranks")
     return replace(
         every[0],
         device_bytes=min(each.device_bytes for each in every),
@@ -54,7 +57,7 @@ def _measure(ranks: Ranks, device: torch.device) -> tuple[float, float]:
     whole = torch.zeros(_MEASURED_BYTES // ranks.size * ranks.size, dtype=torch.uint8, device=device)
     received, counts = torch.zeros_like(whole), [whole.numel() // ranks.size] * ranks.size
     rates = []
-    for run in (partial(ranks.gather, whole), partial(ranks.exchange, received, whole, counts)):
+    for run in (partial(ranks.gather, whole, _TIMING), partial(ranks.exchange, received, whole, counts, _TIMING)):
         for _ in range(_WARM_UP):
             run()
         torch.cuda.synchronize(device)
@@ -69,7 +72,7 @@ def _measure(ranks: Ranks, device: torch.device) -> tuple[float, float]:
 
 def largest_of_all(ranks: Ranks, own: ModelProfile) -> ModelProfile:
     """The profile of the rank whose batch calls most units and takes most memory."""
-    every = ranks.all_values(own)
+    every = ranks.all_values(own, "the profile of all ranks")
     return max(every, key=lambda each: (len(each.calls), each.tokens, _peak_bytes(each)))
 
 
@@ -79,7 +82,7 @@ def plan_of_first(ranks: Ranks, plan: Callable[[], Plan]) -> Plan:
     with raised_on_all(ranks):
         if ranks.rank == 0:
             found = plan()
-    found = ranks.of_first(found)
+    found = ranks.of_first(found, "the plan of rank 0")
     assert found is not None
     return found
 
@@ -99,7 +102,7 @@ def raised_on_all(ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException as error:  # Ctrl-C, too: the others wait for this rank
         own = error
-    errors = ranks.all_values(None if own is None else _sendable(own))
+    errors = ranks.all_values(None if own is None else _sendable(own), "whether a rank has failed")
     if own is not None:
         raise own
     for rank, other in enumerate(errors):

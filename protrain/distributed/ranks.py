@@ -10,11 +10,18 @@ goes through a third group of gloo, which no kernel on a GPU delays.
 All tensors travel as bytes, because gloo does not send every type (int16, the master of bfloat16, among them), and
 because no collective here does arithmetic but ``add_disjoint``. That one adds tensors of which at most one rank has
 anything but zero at each place, so its result does not depend on the order of additions.
+
+Every collective is noted by a watcher (``protrain.distributed.watch``), with what it is for. So ranks that get out of
+step raise an error which says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -26,8 +33,11 @@ from torch import Tensor
 
 from protrain.common.collectives import all_gather
 from protrain.common.errors import MisuseError
+from protrain.distributed.links import Links
+from protrain.distributed.watch import Watch, by_number, first_difference, never_free
 
 _ABSENT_S = 20.0  # how long a call that all ranks must make waits for the others
+_MARGIN = timedelta(seconds=60)  # by which the watcher is earlier than the timeouts of backends
 
 Value = TypeVar("Value")
 
@@ -48,7 +58,8 @@ class Ranks:
         self.sent_bytes = 0  # of gradients, to other ranks
         if group is None:
             return
-        self._gathers, self._reductions, self._control = _communicators(group, device)
+        self._communicators = _communicators(group, device)
+        self._watch = self._communicators.watch
         self._members = dist.get_process_group_ranks(group)
 
     @property
@@ -56,64 +67,122 @@ class Ranks:
         """Whether there is more than one rank."""
         return self.size > 1
 
+    # -- staying in step -----------------------------------------------------------------------------------------------
+
+    def note(self, what: str) -> None:
+        """All ranks begin ``what`` now. MisuseError if they are out of step."""
+        if self.several:
+            self._watch.note(what)
+
+    def raised(self, error: BaseException | None, where: str) -> None:
+        """An exception leaves ``where`` on this rank. If others wait for it, they raise an error that says so."""
+        if self.several:
+            self._watch.raised(error, where)
+
+    @contextmanager
+    def reporting(self, where: str) -> Iterator[None]:
+        """A context whose exceptions :meth:`raised` is told."""
+        try:
+            yield
+        except BaseException as error:
+            self.raised(error, where)
+            raise
+
+    @property
+    def trail(self) -> object:
+        """Stands for all that this rank has done with the others: the same on all ranks that are in step."""
+        return self._watch.trail if self.several else None
+
+    def refuse_out_of_step(self, trails: Sequence[object]) -> None:
+        """MisuseError on every rank if their ``trails`` differ, which all of them know."""
+        if any(trail != trails[0] for trail in trails):
+            notes = self.all_values(self._watch.notes)
+            difference = first_difference({rank: by_number(each) for rank, each in enumerate(notes)})
+            self._watch.refuse(difference or "the ranks have been out of step for long: start them anew")
+
     # -- on the device -------------------------------------------------------------------------------------------------
 
-    def gather(self, whole: Tensor) -> None:
-        """Fill ``whole``, 1-d, with the shards of all ranks. Each rank's own shard is in its place already."""
-        data = _bytes(whole)
-        shard = data.numel() // self.size
-        self.received_bytes += data.numel() - shard
-        all_gather(data, data[self.rank * shard : (self.rank + 1) * shard], self._gathers)
+    def gather(self, whole: Tensor, what: str) -> None:
+        """Fill ``whole``, 1-d, with the shards of all ranks. Each rank's own shard is in its place already.
 
-    def exchange(self, received: Tensor, sent: Tensor, counts: Sequence[int]) -> None:
+        Args:
+            whole: on the device.
+            what: it is, for the watcher, as in all methods here.
+        """
+        self._watch.note(what, whole.nbytes)
+        self.received_bytes += whole.nbytes - whole.nbytes // self.size
+        self._do(lambda: self._gathered(_bytes(whole), self._communicators.gathers))
+
+    def exchange(self, received: Tensor, sent: Tensor, counts: Sequence[int], what: str) -> None:
         """Send the first ``counts[0]`` elements of ``sent`` to rank 0, the next to rank 1, and so on.
 
         Args:
             received: [size x counts[rank]], written: the elements that every rank has sent to this one, in rank order.
             sent: [sum(counts)].
             counts: the same on all ranks.
+            what: it is.
         """
         itemsize = sent.element_size()
         own = counts[self.rank] * itemsize
+        self._watch.note(what, sent.nbytes)
         self.sent_bytes += sent.nbytes - own
-        dist.all_to_all_single(
-            _bytes(received),
-            _bytes(sent),
-            [own] * self.size,
-            [count * itemsize for count in counts],
-            group=self._reductions,
+        self._do(
+            lambda: dist.all_to_all_single(
+                _bytes(received),
+                _bytes(sent),
+                [own] * self.size,
+                [count * itemsize for count in counts],
+                group=self._communicators.reductions,
+                async_op=not sent.is_cuda,
+            )
         )
 
-    def add_disjoint(self, values: Tensor) -> None:
+    def add_disjoint(self, values: Tensor, what: str) -> None:
         """Add ``values`` of all ranks in place. At each element at most one rank has another value than zero."""
-        dist.all_reduce(values, group=self._reductions)
+        self._watch.note(what, values.nbytes)
+        group = self._communicators.reductions
+        self._do(lambda: dist.all_reduce(values, group=group, async_op=not values.is_cuda))
 
     # -- on the host ---------------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, what: str, *, source: int = 0) -> None:
         """Copy ``tensor`` of the rank ``source``, on the CPU and contiguous, to all ranks."""
-        dist.broadcast(_bytes(tensor), self._members[source], group=self._control)
+        self._watch.note(what, tensor.nbytes)
+        self._broadcast(_bytes(tensor), source)
 
-    def all_values(self, value: Value) -> list[Value]:
+    def all_values(self, value: Value, what: str = "a comparison of values") -> list[Value]:
         """The ``value`` of every rank, in rank order: any object that can be pickled."""
         if not self.several:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._control)
-        return found
+        self._watch.note(what)
+        data = _pickled(value)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = data.numel()
+        self._all_gather(sizes.view(torch.uint8))
+        longest = int(sizes.max())
+        every = torch.zeros(self.size * longest, dtype=torch.uint8)
+        every[self.rank * longest :][: data.numel()] = data
+        self._all_gather(every)
+        rows = every.view(self.size, longest)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
-    def of_first(self, value: Value) -> Value:
+    def of_first(self, value: Value, what: str = "a value of rank 0") -> Value:
         """The ``value`` of the first rank."""
         if not self.several:
             return value
-        found: list[Any] = [value]
-        dist.broadcast_object_list(found, self._members[0], group=self._control)
-        result: Value = found[0]
+        self._watch.note(what)
+        data = _pickled(value if self.rank == 0 else None)
+        size = torch.tensor([data.numel()])
+        self._broadcast(size.view(torch.uint8))
+        if self.rank != 0:
+            data = torch.zeros(int(size), dtype=torch.uint8)
+        self._broadcast(data)
+        result: Value = pickle.loads(data.numpy().tobytes())
         return result
 
     def agree(self, what: str, items: Sequence[object]) -> None:
         """MisuseError on every rank unless all have the same ``items``. It shows the first that differs."""
-        every = self.all_values(list(items))
+        every = self.all_values(list(items), f"the comparison of the {what}")
         for rank, others in enumerate(every):
             for first, other in zip_longest(every[0], others):
                 if first != other:
@@ -124,32 +193,91 @@ class Ranks:
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have called ``what``. MisuseError within seconds if one does not."""
-        if not self.several:
-            return
-        how = dist.BarrierOptions()  # of monitored_barrier only the first rank obeys the timeout
-        how.timeout = timedelta(seconds=_ABSENT_S)
+        if self.several:
+            self._watch.note(what)
+            remedy = f"Call {what} in every process, and let rank 0 alone print or write what it returns"
+            work = dist.all_reduce(torch.zeros(1), group=self._communicators.control, async_op=True)
+            self._watch.wait(work, timeout_s=_ABSENT_S, absent=remedy)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _all_gather(self, data: Tensor) -> None:
+        self._do(lambda: self._gathered(data, self._communicators.control))
+
+    def _gathered(self, data: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+        """Fill ``data``, of which each rank has its own part."""
+        shard = data.numel() // self.size
+        return all_gather(data, data[self.rank * shard : (self.rank + 1) * shard], group, async_op=not data.is_cuda)
+
+    def _broadcast(self, data: Tensor, source: int = 0) -> None:
+        group = self._communicators.control
+        self._do(lambda: dist.broadcast(data, self._members[source], group=group, async_op=True))
+
+    def _do(self, collective: Callable[[], dist.Work | None]) -> None:
+        """Do ``collective``: wait for it on the host, or on a GPU let the current stream do it."""
         try:
-            self._control.barrier(how).wait()
-        except RuntimeError as error:
-            raise MisuseError(
-                f"{what} must be called in every process, and rank {self.rank} waited {_ABSENT_S:.0f} s for others: "
-                "call it on all ranks, and let rank 0 alone print or write what it returns"
-            ) from error
+            work = collective()
+        except RuntimeError as error:  # such as a communicator that the watcher has just aborted
+            self._watch.fail(error)
+        if work is not None:
+            self._watch.wait(work)
 
 
-_known: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]] = WeakKeyDictionary()
+@dataclass(frozen=True, eq=False)
+class _Communicators:
+    """The three groups of [Note: communicators], and the watcher of what goes through them."""
+
+    gathers: dist.ProcessGroup
+    reductions: dist.ProcessGroup
+    control: dist.ProcessGroup
+    watch: Watch
 
 
-def _communicators(group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup, ...]:
-    """The three groups of [Note: communicators], which all models that ``group`` trains share."""
-    if group not in _known:
+_known: WeakKeyDictionary[dist.ProcessGroup, _Communicators] = WeakKeyDictionary()
+
+
+def _communicators(group: dist.ProcessGroup, device: torch.device) -> _Communicators:
+    """The communicators that all models share which ``group`` trains. New ones, if the ranks got out of step before."""
+    known = _known.get(group)
+    if known is None or known.watch.is_out_of_step:
         members = dist.get_process_group_ranks(group)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        _known[group] = tuple(
-            dist.new_group(members, backend=kind, use_local_synchronization=True)  # others need not call it
+        timeout = _timeout(group, device)
+        gathers, reductions, control = (
+            # Others need not call it. The watcher ends a wait at the timeout, before a backend would in its own way.
+            dist.new_group(members, timeout=timeout + _MARGIN, backend=kind, use_local_synchronization=True)
             for kind in (backend, backend, "gloo")
         )
-    return _known[group]
+
+        def exchange(value: Any) -> list[Any]:
+            found: list[Any] = [None] * len(members)
+            dist.all_gather_object(found, value, group=control)
+            return found
+
+        def abort() -> None:
+            for each, kind in ((gathers, backend), (reductions, backend), (control, "gloo")):
+                if kind == "nccl":
+                    each.abort()
+                else:  # gloo can end nothing that has begun
+                    never_free(each)
+
+        rank = dist.get_rank(group)
+        links = Links(rank, len(members), exchange)
+        watch = Watch(rank, len(members), links, timeout_s=timeout.total_seconds(), abort=abort)
+        weakref.finalize(group, watch.end)  # it is called when Python ends, too
+        known = _known[group] = _Communicators(gathers, reductions, control, watch)
+    return known
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long collectives of ``group`` may take."""
+    options = group._get_backend(device).options
+    timeout: timedelta = options._timeout
+    return timeout
+
+
+def _pickled(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -179,7 +179,9 @@ def build_engine(
         inside=step_during_backward,
     )
     how: dict[str, Any] = {"units": units, "calls": profile.calls, "chunks": chunks, "buffers": buffers, "step": step}
-    visits = Lockstep(**how, within=[unit.within for unit in profile.units]) if ranks.several else Visits(**how)
+    visits = (
+        Lockstep(**how, ranks=ranks, within=[unit.within for unit in profile.units]) if ranks.several else Visits(**how)
+    )
     engine = Engine(
         model=model,
         profile=profile,

@@ -207,11 +207,15 @@ class Engine:
         self.bindings.end_state_dict(list(self.bindings.in_state_dict))
         end = partial(self._end_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._backward = weakref.ref(end)
+        self._backward = weakref.ref(end, self._report_failed) if self.ranks.several else weakref.ref(end)
         del end  # now autograd has the only reference, and drops it when backward ends or raises
         self._visits.begin_backward()
         self.swaps.begin_backward()
         self.gradients.delivered.clear()
+
+    def _report_failed(self, _: object) -> None:
+        """Autograd has dropped the callback at the end of backward, before it has called it."""
+        self.ranks.raised(None, "a backward")
 
     def in_backward_of(self, frame: Frame) -> bool:
         """Whether :meth:`enter_backward` would do nothing. Every saved tensor asks, so it must be fast."""
@@ -257,7 +261,8 @@ class Engine:
         with self.streams.computing():  # autograd calls this on the stream that was current in backward()
             self._leave_unit()
             self._visits.end_backward()
-            self.gradients.combine((self._visits.made, self.step.hyperparameters()))
+            if self.ranks.several:
+                self.gradients.combine(self.step.hyperparameters())
             self._backward = None
             if self.step.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
                 self.step.end_backward()
@@ -371,9 +376,10 @@ class Engine:
         self._end_interrupted()
         self.bindings.refuse_edits()
         refuse_foreign_gradients(self.members)
-        changed = self.step.update()
-        if changed:
-            self._end_step()
+        with self.ranks.reporting("step()"):
+            changed = self.step.update()
+            if changed:
+                self._end_step()
         return changed
 
     def _end_step(self) -> None:

@@ -163,9 +163,13 @@ class _Root:
         model, forward, original = self._model, self._model.forward, self._model._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if model.forward is not forward:
-                args, kwargs = self._begin(args, kwargs)
-            return original(*args, **kwargs)
+            try:
+                if model.forward is not forward:
+                    args, kwargs = self._begin(args, kwargs)
+                return original(*args, **kwargs)
+            except BaseException as error:  # no context manager, as forwards recurse and tracebacks are read
+                self._engine.ranks.raised(error, "a forward")
+                raise
 
         vars(model)["_call_impl"] = call
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from protrain.common.errors import MisuseError
+from protrain.distributed.ranks import Ranks
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.step import Step
 from protrain.engine.units import Unit
@@ -51,11 +52,6 @@ class Visits:
         self._step = step
         self.order = self._training  # the schedule that is followed now
         self.backward_start = len(calls)  # the first visit of backward
-
-    @property
-    def made(self) -> int:
-        """A number that is the same on all ranks if they have made the same calls."""
-        return 0
 
     def begin_forward(self, *, training: bool) -> None:
         """A forward of the model begins, or is to come next: fetch the chunks that it needs first."""
@@ -101,6 +97,7 @@ class Lockstep(Visits):
     """The visits of one of several ranks. See [Note: one order].
 
     Args:
+        ranks: the processes that train together.
         within: by unit, the units that enclose it.
     """
 
@@ -112,24 +109,20 @@ class Lockstep(Visits):
         chunks: list[Chunk],
         buffers: BufferPool,
         step: Step,
+        ranks: Ranks,
         within: Sequence[Sequence[int]],
     ) -> None:
         super().__init__(units=units, calls=calls, chunks=chunks, buffers=buffers, step=step)
+        self._ranks = ranks
         self._within = within
         self._enclosing = sorted({outer for inner in calls for outer in within[inner]})
         self._held: list[Unit] = []  # enclosing units whose chunks stay in their buffers
         self._reduced = -1  # the last visit whose gradients are reduced
-        self._phases = 0
-
-    @property
-    @override
-    def made(self) -> int:
-        return self._phases
 
     @override
     def begin_forward(self, *, training: bool) -> None:
         self._end_phase()
-        self._phases += 1
+        self._ranks.note("a forward")
         super().begin_forward(training=training)
 
     @override
@@ -138,7 +131,7 @@ class Lockstep(Visits):
         if skipped is None:
             self._end_phase()
             self.order.restart()
-            self._phases += 1
+            self._ranks.note("a forward")
             skipped = self.order.skipped(unit.index)
         if skipped is None:
             raise MisuseError(
@@ -160,7 +153,7 @@ class Lockstep(Visits):
         if self.order.position < self.backward_start:
             self._end_phase()
         self.order.position = self._reduced = self.backward_start - 1
-        self._phases += 1
+        self._ranks.note("a backward")
         for outer in self._enclosing:
             self._hold(self._units[outer])
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from protrain.common.errors import MisuseError, PlanError
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.gradients.pool import GradientPool
-from protrain.engine.gradients.reduction import Reduction, refuse_late, refuse_out_of_step
+from protrain.engine.gradients.reduction import Reduction, refuse_late, refuse_other_hyperparameters
 from protrain.engine.states.arena import EngineMemory, aligned
 from protrain.engine.states.chunks import Chunk, ChunkState, Member
 from protrain.engine.streams import Mark
@@ -222,11 +222,13 @@ class Gradients:
         if reduction is None:
             return
         late = self.members[min(self._collected)].name if self._collected else ""
-        every = self._ranks.all_values((agreed, late, bytes(self.present)))
-        refuse_late([late for _, late, _ in every])
-        refuse_out_of_step([value for value, _, _ in every])
+        value = (self._ranks.trail, agreed, late, bytes(self.present))
+        every = self._ranks.all_values(value, "the end of a backward")
+        self._ranks.refuse_out_of_step([trail for trail, _, _, _ in every])
+        refuse_late([late for _, _, late, _ in every])
+        refuse_other_hyperparameters([agreed for _, agreed, _, _ in every])
         self._is_sum = True
-        self.present = [any(flags) for flags in zip(*(present for _, _, present in every), strict=True)]
+        self.present = [any(flags) for flags in zip(*(present for _, _, _, present in every), strict=True)]
         self.streams.compute_reached(self._filled)
         with self.streams.reducing(after=self._filled, done=reduction.folded):
             self._squares.combine()

@@ -86,10 +86,10 @@ class SquareSums:
     def combine(self) -> None:
         """Make all sums known to this rank. All ranks call it when their gradients are reduced."""
         self._all.copy_(self.partials)
-        self._ranks.add_disjoint(self._all)
+        self._ranks.add_disjoint(self._all, "the norm of the gradients")
         if self._row_of_cut:
             self._all_cut.copy_(self._cut)
-            self._ranks.add_disjoint(self._all_cut)
+            self._ranks.add_disjoint(self._all_cut, "the norm of the gradients")
             sum_of_squares(self._all_cut.view(-1), self._cut_sums)
             self._all[self._cut_partials_on_device] = self._cut_sums
 

@@ -140,7 +140,7 @@ class Reduction:
         own = part.own.stop - part.own.start
         received = received[: own * self._ranks.size]
         with streams.reducing(after=self._filled, done=lane.sent_free):
-            self._ranks.exchange(received, sent, part.counts)
+            self._ranks.exchange(received, sent, part.counts, f"the reduction of chunk {chunk.index}")
         if not own:
             return
         target, total = self._targets(part, lane, again=again)
@@ -264,13 +264,13 @@ def refuse_late(late: Sequence[str]) -> None:
         )
 
 
-def refuse_out_of_step(agreed: Sequence[object]) -> None:
-    """MisuseError on every rank if what the ranks did differs."""
-    for rank, value in enumerate(agreed):
-        if value != agreed[0]:
+def refuse_other_hyperparameters(of_ranks: Sequence[object]) -> None:
+    """MisuseError on every rank if the hyperparameters of the ranks differ."""
+    for rank, value in enumerate(of_ranks):
+        if value != of_ranks[0]:
             raise MisuseError(
-                f"rank {rank} is out of step with rank 0: their forwards, backwards or hyperparameters differ "
-                f"({value!r}, not {agreed[0]!r}). All ranks must make the same calls in the same order"
+                f"rank {rank} has other hyperparameters than rank 0 ({value!r}, not {of_ranks[0]!r}): set the same "
+                "ones in every process"
             )
 
 

@@ -52,7 +52,7 @@ def fill(
         value = values_of(member.parameter, device) if is_empty(member.parameter) else member.parameter.data
         if member.index in others:
             value = value.detach().to("cpu", copy=True).contiguous()
-            member.chunk.ranks.broadcast(value)
+            member.chunk.ranks.broadcast(value, f"the start values of {member.name}")
         write_and_free(member, value)
 
 
@@ -90,7 +90,9 @@ def _other_than_first(members: list[Member]) -> set[int]:
     if not members or not members[0].chunk.ranks.several:
         return set()
     made = [member for member in members if not is_empty(member.parameter)]
-    every = members[0].chunk.ranks.all_values([_fingerprint(member.parameter.data) for member in made])
+    every = members[0].chunk.ranks.all_values(
+        [_fingerprint(member.parameter.data) for member in made], "the comparison of start values"
+    )
     return {member.index for member, *found in zip(made, *every, strict=True) if len(set(found)) > 1}
 
 

@@ -166,7 +166,7 @@ def _assembled(chunk: Chunk, own: Tensor, first: int, stop: int) -> Tensor:
         if rank == ranks.rank:
             piece.copy_(own)
         if piece.numel():
-            ranks.broadcast(piece, rank)
+            ranks.broadcast(piece, f"a read of chunk {chunk.index}", source=rank)
     return found
 
 

@@ -329,7 +329,7 @@ class BufferPool:
         if buffer.state is Residency.UPLOADED:
             if self._ranks.several:
                 with self.streams.gathering(after=buffer.uploaded, done=buffer.gathered):
-                    self._ranks.gather(buffer.memory[: chunk.elements])
+                    self._ranks.gather(buffer.memory[: chunk.elements], f"the gather of chunk {chunk.index}")
             else:
                 self.streams.compute_waits(buffer.uploaded)
             buffer.state = Residency.WHOLE

@@ -86,7 +86,7 @@ class MeasuringRanks:
             for name, run in ways.items()
         ]
 
-    def _durations_s(self, run: Callable[[], None], budget_s: float) -> list[float]:
+    def _durations_s(self, run: Callable[[], object], budget_s: float) -> list[float]:
         """Seconds of each of as many runs as ``budget_s`` holds.
 
         Every process makes the same number of runs, because they would wait for each other for ever otherwise.

@@ -1,0 +1,354 @@
+"""Watches that all ranks stay in step. Whatever parts them raises an error on every rank, with rank and difference.
+
+The ranks of a training make the same calls in the same order. When one of them makes another call, raises an exception
+or dies, the others would wait for it in a collective for as long as their process group allows, half an hour.
+
+    note        The main thread notes each collective before it issues it: what it is for, and its bytes. That takes
+                less than a microsecond and reaches nobody.
+    tell        A thread sees that no new note has come for a second. Then it sends the last notes to all other ranks,
+                and so it does at once if its process raises an exception or ends.
+    decide      Each thread compares what it hears. If two ranks have different notes of the same number, or a rank has
+                raised or ended and others have gone on, it decides what to blame, sends that to all, and aborts the
+                communicators.
+    raise       The main thread waits for a collective on the host in short turns. After each, and with each note, it
+                looks for a decision, which it raises as a MisuseError.
+
+While nothing is wrong, a thread sends at most what a pause of more than a second brings about.
+
+[Note: an error that is caught] A rank that raises an exception may catch it and go on, and so may all others, if all
+raise it. So an exception alone decides nothing. It is to blame if another rank has gone further, and for some seconds
+nothing new has come from the one that raised. If that goes on with another call, its notes tell.
+
+[Note: absence] A slow loader or a cold compilation is no error. The others warn once, and raise an error at the timeout
+of the process group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import threading
+import warnings
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from time import monotonic, sleep
+from types import TracebackType
+from typing import Any, NoReturn, TypeAlias
+
+import torch.distributed as dist
+
+from protrain.common.errors import MisuseError
+from protrain.distributed.links import Links
+
+TICK_S = 1.0  # after so long without a note, the last ones are sent
+CAUGHT_S = 5.0  # how long a rank that has raised an exception may take to go on
+WARN_S = 30.0  # a wait of so long brings a warning
+_EXPLAIN_S = 6.0  # how long a failed collective waits for the reason, which others may know first
+_TURN = timedelta(seconds=0.2)  # of a wait
+_KEPT = 1024  # notes: those of a step of a large model, as a host may be as far ahead of its GPU
+
+_REMEDY = "All ranks must make the same calls in the same order"
+
+NoteOf: TypeAlias = tuple[str, int]  # what a collective is for, and its bytes
+Raised: TypeAlias = tuple[str, str]  # where an exception was raised, and the exception
+# The number of the last note, an exception after it, whether the process has ended, and who is to blame.
+State: TypeAlias = tuple[int, Raised | None, bool, str | None]
+
+
+@dataclass
+class _Peer:
+    """What is known of another rank."""
+
+    number: int = 0  # of its last note
+    notes: dict[int, NoteOf] = field(default_factory=dict)  # its last ones, by number
+    raised: Raised | None = None  # an exception after which it has not gone on
+    ended: bool = False  # its process has ended as it should, or is about to
+    heard: float = 0.0  # when its last message came, in seconds
+
+
+class Watch:
+    """The watcher of one rank.
+
+    Args:
+        rank: of this process.
+        size: how many ranks there are, at least two.
+        links: to the other ranks.
+        timeout_s: how long a collective may take.
+        abort: gives the communicators up. It is called once, when the ranks are out of step.
+    """
+
+    def __init__(self, rank: int, size: int, links: Links, *, timeout_s: float, abort: Callable[[], None]) -> None:
+        self._rank = rank
+        self._links = links
+        self._timeout_s = timeout_s
+        self._abort = abort
+        self._process = os.getpid()
+        self._number = 0
+        self._notes: deque[tuple[int, str, int]] = deque(maxlen=_KEPT)
+        self._checksums: dict[str, int] = {}
+        self._trail = 0
+        self._peers = {other: _Peer() for other in range(size) if other != rank}
+        self._raised: tuple[int, Raised] | None = None  # an exception, and the number of the last note before it
+        self._ended = False
+        self._decided: str | None = None
+        self._told = self._state  # what was sent last
+        self._news = False  # whether there may be notes that were not compared
+        self._suspected: str | None = None  # a difference that the last comparison has found
+        self._has_told = threading.Condition()
+        _watches.add(self)
+        _report_uncaught()
+        self._thread = threading.Thread(target=self._run, name="protrain watcher", daemon=True)
+        self._thread.start()
+
+    # -- the main thread -----------------------------------------------------------------------------------------------
+
+    def note(self, what: str, size_bytes: int = 0) -> None:
+        """This rank is about to do ``what``, which all ranks do next. MisuseError if they are out of step."""
+        if self._decided is not None:
+            raise MisuseError(self._decided)
+        checksum = self._checksums.get(what)
+        if checksum is None:
+            checksum = self._checksums[what] = zlib.crc32(what.encode())
+        self._trail = hash((self._trail, checksum, size_bytes))  # of integers, which is the same in every process
+        number = self._number + 1
+        self._notes.append((number, what, size_bytes))
+        self._number = number
+
+    @property
+    def is_out_of_step(self) -> bool:
+        """Whether it is decided that the ranks are out of step."""
+        return self._decided is not None
+
+    @property
+    def trail(self) -> tuple[int, int]:
+        """The number of notes so far, and a hash of them all: the same on all ranks that are in step."""
+        return self._number, self._trail
+
+    @property
+    def notes(self) -> list[tuple[int, str, int]]:
+        """The last notes: number, what and bytes."""
+        return list(self._notes)
+
+    def wait(self, work: dist.Work, *, timeout_s: float | None = None, absent: str = "") -> None:
+        """Wait for ``work`` of the last note. MisuseError if the ranks are out of step, or others do not come.
+
+        Args:
+            work: on the host.
+            timeout_s: how long to wait. The default is the timeout of the process group.
+            absent: a remedy for ranks that do not come.
+        """
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        begun, warned = monotonic(), False
+        try:
+            while not _is_done(work):
+                waited_s = monotonic() - begun
+                if self._decided is None and waited_s > limit_s:
+                    self._decide(f"{self._absence(waited_s)}, and gives up. {absent or _REMEDY}")
+                if self._decided is not None:
+                    never_free(work)
+                    raise MisuseError(self._decided)
+                if not warned and waited_s > WARN_S:
+                    warned = True
+                    warnings.warn(f"{self._absence(waited_s)}, and goes on waiting", stacklevel=3)
+        except MisuseError:
+            raise
+        except RuntimeError as error:
+            self.fail(error)
+
+    def raised(self, error: BaseException | None, where: str = "") -> None:
+        """An exception leaves ``where`` on this rank. See [Note: an error that is caught]."""
+        if self._decided is not None or os.getpid() != self._process:
+            return
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        known = self._state[1]
+        if known is None or known[1] != text:  # or else it leaves one context after another
+            self._raised = self._number, (where or (known[0] if known else ""), text)
+            self._links.wake()
+
+    def end(self) -> None:
+        """This rank takes no part any more. Returns when the others were told."""
+        if os.getpid() != self._process:
+            return
+        with self._has_told:
+            self._ended = True
+            self._links.wake()
+            if threading.current_thread() is not self._thread:
+                self._has_told.wait_for(lambda: self._told == self._state, timeout=TICK_S)
+
+    def fail(self, error: RuntimeError) -> NoReturn:
+        """The collective of the last note has failed: find out why, and raise that as a MisuseError."""
+        end = monotonic() + _EXPLAIN_S
+        while self._decided is None and monotonic() < end:
+            sleep(0.05)
+        self.refuse(f"rank {self._rank} failed in {self._place(self._number)}: {error}")
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise a MisuseError: the ranks are out of step for ``reason``, or for what was decided before."""
+        self._decide(reason)
+        raise MisuseError(self._decided or reason) from None
+
+    def _absence(self, waited_s: float) -> str:
+        """Who waits for whom."""
+        late = [rank for rank, peer in self._peers.items() if peer.number < self._number]
+        whom = _ranks(late) if late else "other ranks"
+        return (
+            f"rank {self._rank} has waited {waited_s:.0f} s for {whom} in {self._place(self._number)} "
+            f"(collective {self._number})"
+        )
+
+    def _place(self, number: int) -> str:
+        what, _ = by_number(self.notes).get(number, ("a later collective", 0))
+        return what
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _state(self) -> State:
+        """What others should know."""
+        number, raised = self._number, self._raised
+        return number, raised[1] if raised is not None and raised[0] == number else None, self._ended, self._decided
+
+    def _run(self) -> None:
+        seen, next_tick = 0, monotonic() + TICK_S
+        while True:
+            for rank, message in self._links.receive(max(0.0, next_tick - monotonic())):
+                self._hear(rank, message)
+            state, paused = self._state, False
+            if monotonic() >= next_tick:
+                paused, seen, next_tick = seen == state[0], state[0], monotonic() + TICK_S
+            if paused or state[1:] != self._told[1:]:
+                if state != self._told:
+                    self._tell(state)
+                self._judge()
+
+    def _tell(self, state: State) -> None:
+        number, raised, ended, decided = state
+        notes = [each for each in self.notes if each[0] <= number]
+        self._links.send({"number": number, "notes": notes, "raised": raised, "ended": ended, "decided": decided})
+        self._news = True
+        with self._has_told:
+            self._told = state
+            self._has_told.notify_all()
+
+    def _hear(self, rank: int, message: Mapping[str, Any] | None) -> None:
+        peer = self._peers[rank]
+        if message is None:
+            if not peer.ended:
+                self._decide(f"rank {rank} has died: its process was killed or crashed. See what it printed last")
+            return
+        raised = message["raised"]
+        peer.number, peer.ended, peer.raised = message["number"], message["ended"], raised and (raised[0], raised[1])
+        peer.notes = by_number(message["notes"])
+        peer.heard = monotonic()
+        self._news = True
+        if message["decided"] is not None:
+            self._decide(message["decided"])
+
+    def _judge(self) -> None:
+        """Decide who is to blame, if anyone is."""
+        if self._decided is not None:
+            return
+        if self._news:
+            known = {rank: peer.notes for rank, peer in self._peers.items()} | {self._rank: by_number(self.notes)}
+            difference = first_difference(known)
+            if difference is not None and difference == self._suspected:  # all ranks had a tick to tell their notes
+                self._decide(difference)
+                return
+            self._suspected = difference
+            self._news = difference is not None
+        for rank, peer in self._peers.items():
+            if self._number <= peer.number:
+                continue
+            others = f", while rank {self._rank} went on to {self._place(peer.number + 1)}"
+            if peer.raised is not None and (peer.ended or monotonic() - peer.heard > CAUGHT_S):
+                where, error = peer.raised
+                self._decide(f"rank {rank} has raised an exception{where and f' in {where}'}{others}: {error or '?'}")
+            elif peer.ended:
+                self._decide(f"rank {rank} has ended{others}. {_REMEDY}")
+
+    def _decide(self, reason: str) -> None:
+        with self._has_told:
+            if self._decided is not None or self._ended:
+                return
+            self._decided = reason  # before a thread comes free that waits for the GPU
+            self._abort()
+        self._links.wake()
+
+
+def by_number(notes: Iterable[Sequence[Any]]) -> dict[int, NoteOf]:
+    """``notes``, each of a number, what and bytes, by number."""
+    return {number: (what, size_bytes) for number, what, size_bytes in notes}
+
+
+def first_difference(notes: Mapping[int, Mapping[int, NoteOf]]) -> str | None:
+    """The first note that differs between ranks, in words. None: there is none among those that are known.
+
+    Args:
+        notes: by rank and number.
+    """
+    numbers = sorted({number for each in notes.values() for number in each})
+    for number in numbers:
+        ranks_of: dict[NoteOf, list[int]] = {}
+        for rank in sorted(notes):
+            if number in notes[rank]:
+                ranks_of.setdefault(notes[rank][number], []).append(rank)
+        if len(ranks_of) > 1:
+            # Most ranks do what is right, or the first one does.
+            (usual, most), *others = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1][0]))
+            (other, few) = others[0]
+            if usual[0] != other[0]:
+                return f"{_ranks(few)} came to {other[0]}, while {_ranks(most)} came to {usual[0]}. {_REMEDY}"
+            return (
+                f"{_ranks(few)} came to {other[0]} with {other[1]:,} bytes, while {_ranks(most)} had {usual[1]:,}. "
+                "Build the same model and pass the same arguments in every process"
+            )
+    return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = [str(rank) for rank in ranks[:8]] + (["others"] if len(ranks) > 8 else [])
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _is_done(work: dist.Work) -> bool:
+    """Whether ``work`` ends within a turn. An error in it is raised."""
+    try:
+        work.wait(_TURN)
+    except RuntimeError:
+        if not work.is_completed():  # the turn is over
+            return False
+        work.wait()  # raises what went wrong, or else it has ended just now
+    return True
+
+
+def never_free(thing: object) -> None:
+    """Keep ``thing``, a collective of gloo that was given up or its process group, until the process is gone.
+
+    A thread of the group works on the collective until all ranks have come, or for the timeout of the group. To free
+    either would wait for that thread, at the latest when Python ends.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+@functools.cache
+def _report_uncaught() -> None:
+    """Let all watches hear of an exception that ends the process."""
+    before = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        for watch in list(_watches):
+            watch.raised(error)
+        before(kind, error, traceback)
+
+    sys.excepthook = report

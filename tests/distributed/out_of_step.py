@@ -1,0 +1,162 @@
+"""What ranks do in ``test_watch.py``: a small training, in which one rank does something else than the others."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import protrain
+from protrain.distributed import watch
+from protrain.optim.optimizer import ProTrainOptimizer
+
+WIDTH, BLOCKS, ROWS = 16, 3, 4
+
+
+class _Fails(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("the backward of a rank fails")
+
+
+class Block(nn.Module):
+    """A layer that fails when it is told to."""
+
+    fail = ""  # "forward" or "backward"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        if Block.fail == "forward":
+            raise ValueError("the forward of a rank fails")
+        if Block.fail == "backward":
+            value = _Fails.apply(value)
+        return value + torch.relu(self.linear(value))
+
+
+class Model(nn.Module):
+    """Blocks with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, value: Tensor) -> Tensor:
+        for block in self.blocks:
+            value = block(value)
+        return value.square().mean()
+
+
+def batch(rank: int, step: int, rows: int = ROWS) -> Tensor:
+    """The input of ``rank`` at ``step``."""
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def wrapped(rank: int, device: str) -> tuple[nn.Module, ProTrainOptimizer]:
+    """The model on ``device``: "cpu", or "cuda" where each rank has a GPU."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    memory = "64MiB" if device == "cpu" else None
+    return protrain.wrap(
+        model, optimizer, example_batch=(batch(rank, 0),), device=device, device_memory=memory, dtype=torch.float32
+    )
+
+
+def step(model: nn.Module, optimizer: ProTrainOptimizer, value: Tensor) -> float:
+    """One step of training. Returns the loss."""
+    loss: Tensor = model(value)
+    loss.backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def do(rank: int, size: int, odd: int, what: str, times: dict[str, float], steps: int, device: str = "cpu") -> None:
+    """Train. Before the third step rank ``odd`` does ``what``. ``times`` changes those of the watcher, in seconds."""
+    for name, seconds in times.items():
+        assert hasattr(watch, name)
+        setattr(watch, name, seconds)
+    model, optimizer = wrapped(rank, device)
+    for at in range(steps):
+        print(f"step {at}", flush=True)
+        value = batch(rank, at)
+        if at == 2 and rank == odd:
+            value = _misbehave(what, model, optimizer, value)
+        step(model, optimizer, value)
+    print("trained", flush=True)
+
+
+def run(rank: int, size: int, timeout_s: float, device: str = "cpu") -> None:
+    """Train until something happens. ``timeout_s`` is that of the process group."""
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    do(rank, size, -1, "", {}, 1_000_000, device)
+
+
+def again(rank: int, size: int, times: dict[str, float]) -> None:
+    """Get out of step, catch the error, and train anew in the same processes."""
+    try:
+        do(rank, size, 0, "another forward", times, 4)
+    except protrain.MisuseError as error:
+        print(f"caught: {error}", flush=True)
+        do(rank, size, -1, "", {}, 4)
+
+
+def run_with_child(rank: int, size: int) -> None:
+    """Train until something happens. Each rank has a forked child, as a DataLoader has, which outlives it."""
+    model, optimizer = wrapped(rank, "cpu")
+    step(model, optimizer, batch(rank, 0))
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    print(f"child {child}", flush=True)
+    while True:
+        step(model, optimizer, batch(rank, 0))
+
+
+def _misbehave(what: str, model: nn.Module, optimizer: ProTrainOptimizer, value: Tensor) -> Tensor:
+    """Do ``what`` before a step. Returns what the step is to train on, in place of ``value``."""
+    if what in ("forward", "backward"):
+        Block.fail = what
+    elif what == "loader":
+        raise ValueError("the loader of a rank fails")
+    elif what == "another forward":
+        model(value)
+    elif what == "state_dict":
+        model.state_dict()
+    elif what == "optimizer state_dict":
+        optimizer.state_dict()
+    elif what == "full_parameters":
+        with protrain.full_parameters(model):
+            pass
+    elif what == "end":
+        raise SystemExit
+    elif what == "slow":
+        time.sleep(3)
+    elif what == "caught":
+        try:
+            model(value.repeat(10, 1))
+        except protrain.MisuseError:
+            time.sleep(2)
+    else:
+        assert what == "shape"
+        return value[:1]
+    return value

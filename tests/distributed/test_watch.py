@@ -1,0 +1,215 @@
+"""Whatever parts the ranks of a training raises an error on all of them that says what, and leaves no process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+
+import pytest
+import torch
+
+from protrain.distributed.watch import Watch, first_difference
+from tests.distributed.apart import Group
+from tests.distributed.pool import on_ranks
+from tests.distributed.test_bits import batches, make
+from tests.distributed.training import Outcome, Training, on_rank, plain
+from tests.engine.harness import CKPT, NONE, SWAP, Spec, assert_same
+
+pytest.importorskip("transformers")
+
+WITHIN_S = 10.0  # within which every rank raises
+QUICK = {"TICK_S": 0.3, "CAUGHT_S": 4.0}  # seconds, for tests of what is said rather than when
+ERROR = "protrain.common.errors.MisuseError: "
+
+
+@pytest.mark.parametrize(
+    ("size", "odd", "what", "own", "others"),
+    [
+        (2, 1, "forward", "ValueError: the forward of a rank fails", "rank 1 has raised an exception in a forward, "),
+        (3, 0, "backward", "ValueError: the backward of a rank fails", "rank 0 has raised an exception in a backward"),
+        (2, 0, "loader", "ValueError: the loader of a rank fails", "rank 0 has raised an exception, while rank 1 went"),
+        (3, 2, "end", "", "rank 2 has ended, while rank "),
+    ],
+)
+def test_one_rank_raises_or_ends(tmp_path: Path, size: int, odd: int, what: str, own: str, others: str) -> None:
+    with Group(size, "do", odd, what, QUICK, 8, folder=tmp_path) as group:
+        endings = group.endings(range(size), timeout_s=30)
+    mine = endings.pop(odd)
+    assert mine.errors == ([own] if own else []), mine.text
+    assert mine.status == (1 if own else 0)
+    for ending in endings.values():
+        assert ending.status == 1
+        (error,) = ending.errors  # one, without another that it followed from
+        assert error.startswith(ERROR + others), error
+        assert error.endswith(own), error
+
+
+@pytest.mark.parametrize(
+    ("size", "odd", "what", "said"),
+    [
+        (3, 1, "another forward", "rank 1 came to a forward, while ranks 0 and 2 came to a backward. "),
+        (3, 0, "state_dict", "rank 0 came to state_dict() or another read of chunk 0, while ranks 1 and 2 came to a "),
+        (2, 1, "optimizer state_dict", "rank 1 came to state_dict() or another read of chunk 0, while rank 0 came to "),
+        (2, 0, "full_parameters", "rank 1 came to a forward, while rank 0 came to state_dict() or another read of "),
+    ],
+)
+def test_one_rank_makes_another_call(tmp_path: Path, size: int, odd: int, what: str, said: str) -> None:
+    with Group(size, "do", odd, what, QUICK, 8, folder=tmp_path) as group:
+        endings = group.endings(range(size), timeout_s=30)
+    for ending in endings.values():
+        assert ending.status == 1
+        (error,) = ending.errors
+        assert error.startswith(ERROR + said), error
+
+
+@pytest.mark.parametrize(("size", "what"), [(3, "shape"), (2, "caught")])
+def test_what_parts_nobody(tmp_path: Path, size: int, what: str) -> None:
+    with Group(size, "do", 1, what, QUICK, 8, folder=tmp_path) as group:
+        for ending in group.endings(range(size), timeout_s=30).values():
+            assert ending.status == 0, ending.text
+            assert ending.text.endswith("trained\n")
+
+
+def test_a_slow_rank_is_waited_for_with_a_warning(tmp_path: Path) -> None:
+    with Group(3, "do", 1, "slow", {"TICK_S": 0.2, "WARN_S": 1.5}, 4, folder=tmp_path) as group:
+        endings = group.endings(range(3), timeout_s=30)
+    for rank, ending in endings.items():
+        assert ending.status == 0, ending.text
+        found = re.findall(r"UserWarning: rank (\d) has waited \d+ s for (.*) \(collective (\d+)\)", ending.text)
+        waits = [wait for _, _, wait in found]
+        assert len(set(waits)) == len(waits), found  # one warning for each wait
+        if rank != 1:
+            assert (str(rank), "rank 1 in the gather of chunk 0") in [(who, what) for who, what, _ in found]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rank_is_killed(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    size = draw.choice((2, 3))
+    victim = draw.randrange(size)
+    with Group(size, "run", 600.0, folder=tmp_path) as group:
+        group.wait_for("step 1", rank=victim)
+        time.sleep(draw.uniform(0, 0.3))
+        group.send(victim, signal.SIGKILL)
+        others = [rank for rank in range(size) if rank != victim]
+        for ending in group.endings(others, timeout_s=WITHIN_S).values():
+            assert ending.errors == [
+                f"{ERROR}rank {victim} has died: its process was killed or crashed. See what it printed last"
+            ]
+
+
+def test_a_killed_rank_has_children_of_its_own(tmp_path: Path) -> None:
+    """They keep its connections of gloo open, so that no collective fails."""
+    with Group(2, "run_with_child", folder=tmp_path) as group:
+        for rank in range(2):
+            group.wait_for("child ", rank=rank)
+        children = [int(group.text(rank).split("child ")[1].split()[0]) for rank in range(2)]
+        try:
+            group.send(1, signal.SIGKILL)
+            (ending,) = group.endings([0], timeout_s=WITHIN_S).values()
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+        assert ending.errors[0].startswith(f"{ERROR}rank 1 has died")
+
+
+def test_training_anew_after_the_error(tmp_path: Path) -> None:
+    with Group(2, "again", QUICK, folder=tmp_path) as group:
+        for ending in group.endings(range(2), timeout_s=30).values():
+            assert ending.status == 0, ending.text
+            assert "caught: rank 1 came to a backward, while rank 0 came to a forward. " in ending.text
+            assert ending.text.endswith("trained\n")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_rank_is_stopped(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    size, timeout_s = draw.choice((2, 3)), 2.0
+    victim = draw.randrange(size)
+    with Group(size, "run", timeout_s, folder=tmp_path) as group:
+        group.wait_for("step 1", rank=victim)
+        time.sleep(draw.uniform(0, 0.3))
+        group.send(victim, signal.SIGSTOP)
+        begun = monotonic()
+        others = [rank for rank in range(size) if rank != victim]
+        endings = group.endings(others, timeout_s=timeout_s + WITHIN_S)
+        assert monotonic() - begun > timeout_s - 1
+        for ending in endings.values():
+            (error,) = ending.errors
+            assert f" has waited 2 s for rank {victim} in " in error
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("odd", "what", "said"),
+    [
+        (1, "forward", "rank 1 has raised an exception in a forward, while rank 0 went on to "),
+        (0, "backward", "rank 0 has raised an exception in a backward, while rank 1 went on to "),
+        (1, "another forward", "rank 1 came to a forward, while rank 0 came to a backward. "),
+        (0, "state_dict", "rank 1 came to a forward, while rank 0 came to state_dict() or another read of chunk 0. "),
+    ],
+)
+def test_out_of_step_on_two_gpus(tmp_path: Path, odd: int, what: str, said: str) -> None:
+    with Group(2, "do", odd, what, QUICK, 8, "cuda", folder=tmp_path) as group:
+        endings = group.endings(range(2), timeout_s=60)
+    (error,) = endings[1 - odd].errors
+    assert error.startswith(ERROR + said), error
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("victim", range(2))
+def test_a_rank_is_killed_on_two_gpus(tmp_path: Path, victim: int) -> None:
+    with Group(2, "run", 600.0, "cuda", folder=tmp_path) as group:
+        group.wait_for("step 2", rank=victim)
+        group.send(victim, signal.SIGKILL)
+        (ending,) = group.endings([1 - victim], timeout_s=WITHIN_S).values()
+        assert ending.errors[-1].startswith(f"{ERROR}rank {victim} has died"), ending.text
+
+
+def _delayed(rank: int, size: int, training: Training, specs: tuple[Spec, ...], slow: int) -> list[Outcome]:
+    """The training, with a pause before each collective of rank ``slow``."""
+    note: Callable[..., None] = Watch.note
+
+    def pause(self: Watch, what: str, size_bytes: int = 0) -> None:
+        if rank == slow:
+            time.sleep(0.003)
+        note(self, what, size_bytes)
+
+    Watch.note = pause  # type: ignore[method-assign]
+    try:
+        return on_rank(rank, size, training, specs)
+    finally:
+        Watch.note = note  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("slow", range(2))
+def test_a_delay_changes_nothing_but_time(slow: int) -> None:
+    specs = (Spec("some", "middle", (SWAP, CKPT, NONE), small=True),)
+    training = Training(functools.partial(make, "llama"), batches, dtype="bfloat16", steps=2)
+    expected = plain(training, 2)
+    for rank, (outcome,) in enumerate(on_ranks(2, _delayed, 2, training, specs, slow, timeout_s=120)):
+        assert outcome.losses == [losses[rank::2] for losses in expected.losses]
+        assert outcome.norms == expected.norms
+        assert_same(outcome.states, expected.states, where=f"rank {rank}")
+
+
+def test_first_difference() -> None:
+    usual = {5: ("a forward", 0), 6: ("the gather of chunk 1", 256)}
+    assert first_difference({0: usual, 1: usual, 2: {4: ("a backward", 0), 5: ("a forward", 0)}}) is None
+    assert first_difference({0: usual, 1: {}}) is None
+    said = first_difference({0: {6: ("the gather of chunk 1", 512)}, 1: usual, 2: usual})
+    assert said is not None
+    assert said.startswith("rank 0 came to the gather of chunk 1 with 512 bytes, while ranks 1 and 2 had 256. ")
+    other = {6: ("a backward", 0), 7: ("the gather of chunk 1", 256)}
+    said = first_difference({0: other, 1: usual, 2: other, 3: usual | {7: ("a forward", 0)}})
+    assert said is not None
+    assert said.startswith("ranks 1 and 3 came to the gather of chunk 1, while ranks 0 and 2 came to a backward. ")
