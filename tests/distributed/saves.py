@@ -31,7 +31,7 @@ def make() -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    model.get_parameter("leave.bias").requires_grad_(False)
+    model.get_parameter("enter.bias").requires_grad_(False)
     model.register_buffer("mark", torch.zeros(3))
     return model
 
@@ -114,7 +114,11 @@ def go_on(rank: int, size: int, run: Run) -> Outcome:
     """``run`` on one of ``size`` ranks."""
     training = Training(rank, size, run.spec, dtype=run.dtype, moments=run.moments)
     if run.load is not None:
+        training.train(range(7, 8))  # whatever that leaves behind, such as gathered weights, must not outlive the load
         training.load(run.load)
+    else:  # a frozen parameter, of which most ranks have nothing, must come from the save as well
+        with protrain.full_parameters(training.model), torch.no_grad():
+            training.model.get_parameter("enter.bias").fill_(0.5)
     training.train(run.before)
     saved = training.states()
     if run.save is not None:
