@@ -5,7 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
+import signal
 import subprocess
+import threading
+import time
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -13,10 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+import protrain.cli.finish
+from protrain.checkpoint.manifest import list_saves
 from protrain.cli.job import TrainJob
 from protrain.cli.main import main
 from protrain.cli.prepare import own_device
 from protrain.cli.run_files import LOCK_FILE
+from protrain.cli.training_run import Run
 from protrain.distributed.processes import announced_by_slurm
 from protrain.planning import Plan
 from tests.distributed.pool import on_ranks
@@ -116,6 +123,31 @@ def test_three_ranks_share_six_batches(workplace: Path, six: Path) -> None:
     assert plan.n_persist < plan.n_chunks, "some states live in host memory"
 
 
+def test_a_run_goes_on_with_another_number_of_ranks(workplace: Path, six: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    again = ["train", "--resume", "--folder", str(folder), "--checkpoint-every", "1"]
+    started = on_ranks(3, train_as_rank, arguments(workplace, folder, accumulation=2, checkpoint_every=2))
+    assert [status for status, _ in started] == [0, 0, 0], started
+    lose_what_followed(folder, step=2)
+    assert main(again) == 0
+    assert outcome(folder) == outcome(six)
+    lose_what_followed(folder, step=3)
+    resumed = on_ranks(3, train_as_rank, again)
+    assert [status for status, _ in resumed] == [0, 0, 0], resumed
+    assert "resumed at step 3" in resumed[0][1]
+    assert outcome(folder) == outcome(six)
+
+
+def lose_what_followed(folder: Path, *, step: int) -> None:
+    """Leave the run as if it had been killed after the save at ``step``."""
+    for save in list_saves(folder / "checkpoints"):
+        if int(save.name.rpartition("-")[2]) > step:
+            shutil.rmtree(save)
+    shutil.rmtree(folder / "model")
+    (folder / "summary.json").unlink()
+    assert list_saves(folder / "checkpoints")[-1].name.endswith(f"-{step}")
+
+
 def test_batches_that_ranks_cannot_share_are_refused(workplace: Path, tmp_path: Path) -> None:
     TrainJob(model=str(workplace / "source"), device="cpu", micro_batches=4).save(tmp_path / "job.json")
     answers = on_ranks(3, train_as_rank, ["train", "--resume", "--folder", str(tmp_path)])
@@ -125,6 +157,29 @@ def test_batches_that_ranks_cannot_share_are_refused(workplace: Path, tmp_path: 
         f"protrain train: a step of the run in {tmp_path} has 4 batches, of which 3 GPUs cannot have equally many: "
         "resume it with one of these numbers of --gpus: 1, 2, 4"
     )
+
+
+def test_a_stop_is_passed_on_and_all_end_after_the_same_step(
+    workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+
+    def stop() -> None:
+        rows = folder / "metrics.jsonl"
+        while not rows.exists() or '"step": 3,' not in rows.read_text():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)  # to the launcher alone
+
+    threading.Thread(target=stop, daemon=True).start()
+    with pytest.raises(SystemExit) as end:
+        main(arguments(workplace, folder, gpus=2, steps=100_000))
+    assert end.value.code == 128 + signal.SIGTERM
+    step = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert [save.name.rpartition("-")[2] for save in list_saves(folder / "checkpoints")] == [str(step)]
+    again = f"stopped at step {step} of 100000; continue with: protrain train --resume --folder {folder}"
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("protrain train: ")]
+    assert said == [f"protrain train: {again}"]
+    assert not children_that_run()
 
 
 def children_that_run() -> list[str]:
@@ -162,6 +217,33 @@ def test_an_error_of_one_rank_ends_all_with_one_message(
     assert said == ["protrain train: --data: the disk of this rank is gone"]
     assert not (tmp_path / "run" / LOCK_FILE).exists()
     assert not children_that_run()
+
+
+def train_and_stop(rank: int, command: list[str]) -> tuple[int, list[str]]:
+    """:func:`train_as_rank`, where the last rank alone is told to stop after the last step."""
+    sample = protrain.cli.finish.sample
+
+    def stop(run: Run) -> str:
+        if rank == run.ranks.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sample(run)
+
+    protrain.cli.finish.sample = stop
+    try:
+        return train_as_rank(rank, command)
+    finally:
+        protrain.cli.finish.sample = sample
+
+
+def test_a_stop_of_one_rank_after_the_last_step_is_one_of_all(workplace: Path, six: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    answers = on_ranks(3, train_and_stop, arguments(workplace, folder, accumulation=2))
+    assert [status for status, _ in answers] == [128 + signal.SIGTERM] * 3, answers
+    again = f"stopped at step {STEPS} of {STEPS}; continue with: protrain train --resume --folder {folder}"
+    assert [line for _, said in answers for line in said if "stopped" in line] == [f"protrain train: {again}"]
+    assert not (folder / "summary.json").exists()
+    assert main(["train", "--resume", "--folder", str(folder)]) == 0
+    assert outcome(folder) == outcome(six)
 
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
