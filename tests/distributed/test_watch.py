@@ -55,9 +55,9 @@ def test_one_rank_raises_or_ends(tmp_path: Path, size: int, odd: int, what: str,
     ("size", "odd", "what", "said"),
     [
         (3, 1, "another forward", "rank 1 came to a forward, while ranks 0 and 2 came to a backward. "),
-        (3, 0, "state_dict", "rank 0 came to state_dict() or another read of chunk 0, while ranks 1 and 2 came to a "),
-        (2, 1, "optimizer state_dict", "rank 1 came to state_dict() or another read of chunk 0, while rank 0 came to "),
-        (2, 0, "full_parameters", "rank 1 came to a forward, while rank 0 came to state_dict() or another read of "),
+        (3, 0, "state_dict", "rank 0 came to state_dict(), while ranks 1 and 2 came to a forward"),
+        (2, 1, "optimizer state_dict", "rank 1 came to the optimizer's state_dict(), while rank 0 came to a forward"),
+        (2, 0, "full_parameters", "rank 1 came to a forward, while rank 0 came to full_parameters()"),
     ],
 )
 def test_one_rank_makes_another_call(tmp_path: Path, size: int, odd: int, what: str, said: str) -> None:
@@ -154,7 +154,7 @@ def test_a_rank_is_stopped(tmp_path: Path, seed: int) -> None:
         (1, "forward", "rank 1 has raised an exception in a forward, while rank 0 went on to "),
         (0, "backward", "rank 0 has raised an exception in a backward, while rank 1 went on to "),
         (1, "another forward", "rank 1 came to a forward, while rank 0 came to a backward. "),
-        (0, "state_dict", "rank 1 came to a forward, while rank 0 came to state_dict() or another read of chunk 0. "),
+        (0, "state_dict", "rank 1 came to a forward, while rank 0 came to state_dict(). "),
     ],
 )
 def test_out_of_step_on_two_gpus(tmp_path: Path, odd: int, what: str, said: str) -> None:
