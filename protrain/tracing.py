@@ -25,7 +25,7 @@ from protrain.engine.streams import CudaStreams
 from protrain.engine.units import Unit
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.predict import predict
-from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline, lanes_of
+from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, STREAM, UP, Timeline, lanes_of
 
 _MEASURED, _PREDICTED = 1, 2  # process ids in the trace
 
@@ -38,7 +38,8 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
 
     Args:
         optimizer: what :func:`protrain.wrap` returned.
-        path: a JSON file, written when the body ends. Its folder is made if missing.
+        path: a JSON file, written when the body ends. Its folder is made if missing. With several ranks the first
+            writes this file, and rank 1 writes one of the same name with "-rank1" behind the stem, and so on.
         kernels: whether to include what torch.profiler sees.
     """
     engine = optimizer._engine
@@ -48,6 +49,8 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
         engine.wait_for_updates()
         engine.streams.synchronize()
     target = Path(path)
+    if engine.ranks.rank:
+        target = target.with_stem(f"{target.stem}-rank{engine.ranks.rank}")
     target.parent.mkdir(parents=True, exist_ok=True)
     found = {"traceEvents": []} if profiler is None else _exported(profiler)
     base_us = found.get("baseTimeNanoseconds", 0) / 1e3
@@ -117,6 +120,9 @@ class _Recorder:
         if isinstance(engine.streams, CudaStreams):
             patches[engine.streams, "_copy"] = self._copy(engine.streams._copy)
             patches[engine.gradients, "_offload"] = self._offload(engine.gradients._offload)
+        if engine.ranks.several:
+            patches[engine.ranks, "gather"] = self._collective(GATHER, engine.ranks.gather)
+            patches[engine.ranks, "exchange"] = self._collective(REDUCE, engine.ranks.exchange)
         for (owner, name), function in patches.items():
             vars(owner)[name] = function
         workers = dict(zip(self._jobs, engine.step.updates.workers, strict=False))
@@ -198,6 +204,14 @@ class _Recorder:
                 self._gradients_of = None
 
         return offload
+
+    def _collective(self, lane: int, original: Callable[..., None]) -> Callable[..., None]:
+        def collective(*arguments: Any) -> None:
+            start = self._stamp()  # on the stream of the collective, which is the current one
+            original(*arguments)
+            self._spans.append((lane, arguments[-1], start, self._stamp()))
+
+        return collective
 
     def _copy(self, original: Callable[..., None]) -> Callable[..., None]:
         def copy(stream: Any, target: torch.Tensor, source: torch.Tensor, after: Any, done: Any) -> None:
