@@ -18,6 +18,7 @@ from protrain.engine.activations.ledger import Ledger, SimulatedLedger
 from protrain.engine.activations.swap import HostSlots
 from protrain.engine.engine import Engine
 from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.gradients.sharded import ShardedGradients
 from protrain.engine.hooks import install
 from protrain.engine.states.allocation import complete_chunks, make_chunks, make_members, planned_states, size_bytes
 from protrain.engine.states.arena import Arena, EngineMemory, aligned
@@ -122,21 +123,28 @@ def build_engine(
         thread = HostWorker(threads=1, name="protrain-stream-worker")
         streaming = Streaming(streamer, sharing, Rate(sharing.host_gparams), thread)
     units = make_units(model, profile, plan, layout, chunks, members)
-    gradients = Gradients(
-        memory,
-        members=members,
-        worker=worker,
-        staging_elements=layout.gradient_elements(plan.n_persist),
-        sent_elements=layout.reduction_elements(),
-        accumulates=plan.accumulation > 1,
-        cut_tiles=layout.cut_tiles(),
-        free_device_bytes=device_bytes - plan.device_bytes,
-        host_bytes=host_bytes,
-        pool_elements=layout.region_elements(plan.n_persist),
-        pool_sizes=(plan.n_device_gradient, plan.n_host_gradient),
-        units=units,
-        calls=profile.calls,
-    )
+    how_gradients: dict[str, Any] = {
+        "members": members,
+        "worker": worker,
+        "staging_elements": layout.gradient_elements(plan.n_persist),
+        "free_device_bytes": device_bytes - plan.device_bytes,
+        "host_bytes": host_bytes,
+        "pool_elements": layout.region_elements(plan.n_persist),
+        "pool_sizes": (plan.n_device_gradient, plan.n_host_gradient),
+        "cut_tiles": layout.cut_tiles(),
+    }
+    gradients: Gradients
+    if ranks.several:
+        gradients = ShardedGradients(
+            memory,
+            units=units,
+            calls=profile.calls,
+            sent_elements=layout.reduction_elements(),
+            accumulates=plan.accumulation > 1,
+            **how_gradients,
+        )
+    else:
+        gradients = Gradients(memory, **how_gradients)
     persistent = layout.chunks[: plan.n_persist]
     fixed_bytes = (
         profile.buffer_bytes

@@ -26,14 +26,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from protrain.common.errors import MisuseError, PlanError
+from protrain.common.errors import PlanError
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.gradients.pool import GradientPool
-from protrain.engine.gradients.reduction import Reduction, refuse_late, refuse_other_hyperparameters
 from protrain.engine.states.arena import EngineMemory, aligned
 from protrain.engine.states.chunks import Chunk, ChunkState, Member
 from protrain.engine.streams import Mark
-from protrain.engine.units import Unit
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.parameter import take_gradient
 from protrain.planning.layout import STAGING_BUFFERS
@@ -52,11 +50,7 @@ class Gradients:
         host_bytes: the limit of host memory.
         pool_elements: the size of a shared gradient buffer on the device, and in host memory.
         pool_sizes: the number of shared gradient buffers on the device, and in host memory.
-        sent_elements: the size of a buffer for what is sent to other ranks, likewise.
-        accumulates: whether the plan is for steps of several backwards.
         cut_tiles: the tiles of parameters that shards cut, as (parameter, tile of it).
-        units: all units.
-        calls: the units in the order in which forward calls them.
     """
 
     def __init__(
@@ -70,11 +64,7 @@ class Gradients:
         host_bytes: int,
         pool_elements: tuple[int, int],
         pool_sizes: tuple[int, int],
-        sent_elements: tuple[int, int],
-        accumulates: bool,
-        cut_tiles: Sequence[tuple[int, int]],
-        units: Sequence[Unit],
-        calls: Sequence[int],
+        cut_tiles: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.members = members
         self.device, dtype = memory.device, memory.dtype
@@ -91,22 +81,6 @@ class Gradients:
         self.no_sync = False  # the current backward runs inside model.no_sync()
         self.delivered: set[int] = set()  # members whose gradients have arrived in this backward
         self._squares = SquareSums(memory, members, cut_tiles)
-        self._ranks = memory.ranks
-        self._reduction: Reduction | None = None  # several ranks do everything through it
-        if memory.ranks.several:
-            self._reduction = Reduction(
-                memory,
-                units=units,
-                calls=calls,
-                squares=self._squares,
-                sent_elements=sent_elements,
-                offloaded_elements=staging_elements,
-                accumulates=accumulates,
-            )
-            staging_elements = (0, 0)
-        self._plans_sums = accumulates
-        self._is_sum = False  # whether a backward of this step has been reduced
-        self._collected: dict[int, Tensor] = {}  # gradients that wait for their reduction, by parameter
         self._filled = streams.mark()  # staging memory has its content
         self._filled_whole = streams.mark()
         self._drained = [streams.mark() for _ in range(STAGING_BUFFERS)]
@@ -133,14 +107,12 @@ class Gradients:
     def device_bytes(self) -> int:
         """Device memory that stays allocated."""
         staging = self._staging_memory.nbytes + self._large_staging.nbytes
-        if self._reduction is not None:
-            staging += self._reduction.device_bytes
         return self._squares.device_bytes + staging + self._device_pool.nbytes
 
     def is_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient whose .grad was not set to None."""
         stored = self.present[index] and index not in self.forgotten
-        return stored or index in self._collected or any(member.index == index for member, _ in self.pending)
+        return stored or any(member.index == index for member, _ in self.pending)
 
     def collect(self, member: Member) -> None:
         """Take the gradient of ``member`` that autograd has just finished."""
@@ -155,18 +127,11 @@ class Gradients:
     def abandon(self) -> None:
         """Drop the gradients that a failed backward has brought and no :meth:`flush` has stored."""
         self.pending.clear()
-        self._collected.clear()
         for member in self.members:  # after a hook that raised some gradients were not collected
             take_gradient(member.parameter)
 
     def flush(self, visit: int) -> list[Chunk]:
-        """Move the gradients that were collected into chunks. Returns these chunks.
-
-        With several ranks, all of them reduce what is complete after ``visit`` of the schedule, and the chunks that are
-        returned are those whose last gradients that were.
-        """
-        if self._reduction is not None:
-            return self._reduce(self._reduction, visit)
+        """Move the gradients that were collected into chunks, as backward leaves ``visit``. Returns these chunks."""
         if not self.pending:
             return []
         pending = sorted(self.pending, key=lambda item: (item[0].chunk.index, item[0].offset))
@@ -187,27 +152,11 @@ class Gradients:
             touched.append(chunk)
         return touched
 
-    def _reduce(self, reduction: Reduction, visit: int) -> list[Chunk]:
-        """:meth:`flush` with several ranks."""
-        for member, gradient in self.pending:
-            known = self._collected.get(member.index)
-            self._collected[member.index] = gradient if known is None else known + gradient
-        self.pending.clear()
-        for chunk in reduction.chunks(visit):
-            if chunk.accumulator is None:
-                self._acquire(chunk)
-        before = set(self._collected)
-        complete = reduction.reduce(visit, self._collected, again=self._is_sum)
-        for index in before.difference(self._collected):
-            self.present[index] = True
-            self.delivered.add(index)
-        return complete
+    def check_backward(self) -> None:
+        """MisuseError if no other backward may come."""
 
     def agree(self, chunk: Chunk) -> None:
         """Make known to all ranks which parameters of ``chunk`` have a gradient on any of them."""
-        every = self._ranks.all_values([self.present[member.index] for member in chunk.members])
-        for member, *flags in zip(chunk.members, *every, strict=True):
-            self.present[member.index] = any(flags)
 
     def combine(self, agreed: object) -> None:
         """All ranks have reduced their gradients of a backward: make known to each who has one, and the norm.
@@ -218,30 +167,6 @@ class Gradients:
         Raises:
             MisuseError: it is not the same, or a gradient came too late to be reduced.
         """
-        reduction = self._reduction
-        if reduction is None:
-            return
-        late = self.members[min(self._collected)].name if self._collected else ""
-        value = (self._ranks.trail, agreed, late, bytes(self.present))
-        every = self._ranks.all_values(value, "the end of a backward")
-        self._ranks.refuse_out_of_step([trail for trail, _, _, _ in every])
-        refuse_late([late for _, _, late, _ in every])
-        refuse_other_hyperparameters([agreed for _, agreed, _, _ in every])
-        self._is_sum = True
-        self.present = [any(flags) for flags in zip(*(present for _, _, _, present in every), strict=True)]
-        self.streams.compute_reached(self._filled)
-        with self.streams.reducing(after=self._filled, done=reduction.folded):
-            self._squares.combine()
-        self.streams.compute_waits(reduction.folded)
-
-    def check_backward(self) -> None:
-        """MisuseError if several ranks are to add up the gradients of several backwards, and the plan is for one."""
-        if self._reduction is not None and not self._plans_sums and (self._is_sum or self.no_sync):
-            raise MisuseError(
-                "several ranks add up the gradients of several backward() calls in fp32, for which this plan has no "
-                "memory: pass the number of calls as accumulation= to protrain.wrap, or call optimizer.zero_grad() "
-                "after each step()"
-            )
 
     def release(self, chunk: Chunk) -> None:
         """The update of ``chunk`` is queued, and nothing else needs its gradient."""
@@ -253,8 +178,6 @@ class Gradients:
         for pool in self._pools.values():
             pool.release_all()
         self.pending.clear()
-        self._collected.clear()
-        self._is_sum = False
         self.present = [False] * len(self.members)
         self.forgotten.clear()
         self._squares.reset()

@@ -1,0 +1,129 @@
+"""The gradients of one of several ranks: reduced after each visit of backward, and known to all ranks at its end.
+
+Gradients wait until backward leaves the visit after which all ranks reduce them. :class:`Reduction` then brings the
+rank's shard of the reduced gradients into chunks. At the end of every backward the ranks tell each other which
+parameters have a gradient, and exchange the partial sums of the norm. So clipping and updates are local afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from protrain.common.errors import MisuseError
+from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.gradients.reduction import Reduction, refuse_late, refuse_other_hyperparameters
+from protrain.engine.states.arena import EngineMemory
+from protrain.engine.states.chunks import Chunk
+from protrain.engine.units import Unit
+
+
+class ShardedGradients(Gradients):
+    """Collects the gradients of one step on one of several ranks.
+
+    Args:
+        memory: where gradients are allocated.
+        units: all units.
+        calls: the units in the order in which forward calls them.
+        sent_elements: the size of a buffer for what is sent to other ranks, for usual chunks and for large ones.
+        staging_elements: the size of a shard that is offloaded, likewise.
+        accumulates: whether the plan is for steps of several backwards.
+        options: what :class:`Gradients` needs besides.
+    """
+
+    def __init__(
+        self,
+        memory: EngineMemory,
+        *,
+        units: Sequence[Unit],
+        calls: Sequence[int],
+        sent_elements: tuple[int, int],
+        staging_elements: tuple[int, int],
+        accumulates: bool,
+        **options: Any,
+    ) -> None:
+        super().__init__(memory, staging_elements=(0, 0), **options)
+        self._ranks = memory.ranks
+        self._reduction = Reduction(
+            memory,
+            units=units,
+            calls=calls,
+            squares=self._squares,
+            sent_elements=sent_elements,
+            offloaded_elements=staging_elements,
+            accumulates=accumulates,
+        )
+        self._plans_sums = accumulates
+        self._is_sum = False  # whether a backward of this step has been reduced
+        self._waiting: dict[int, Tensor] = {}  # gradients that wait for their reduction, by parameter
+
+    @property
+    @override
+    def device_bytes(self) -> int:
+        return super().device_bytes + self._reduction.device_bytes
+
+    @override
+    def is_pending(self, index: int) -> bool:
+        return index in self._waiting or super().is_pending(index)
+
+    @override
+    def abandon(self) -> None:
+        self._waiting.clear()
+        super().abandon()
+
+    @override
+    def reset(self) -> None:
+        self._waiting.clear()
+        self._is_sum = False
+        super().reset()
+
+    @override
+    def check_backward(self) -> None:
+        if not self._plans_sums and (self._is_sum or self.no_sync):
+            raise MisuseError(
+                "several ranks add up the gradients of several backward() calls in fp32, for which this plan has no "
+                "memory: pass the number of calls as accumulation= to protrain.wrap, or call optimizer.zero_grad() "
+                "after each step()"
+            )
+
+    @override
+    def flush(self, visit: int) -> list[Chunk]:
+        """Reduce, with all ranks, what is complete after ``visit``. Returns the chunks that are complete now."""
+        for member, gradient in self.pending:
+            known = self._waiting.get(member.index)
+            self._waiting[member.index] = gradient if known is None else known + gradient
+        self.pending.clear()
+        for chunk in self._reduction.chunks(visit):
+            if chunk.accumulator is None:
+                self._acquire(chunk)
+        before = set(self._waiting)
+        complete = self._reduction.reduce(visit, self._waiting, again=self._is_sum)
+        for index in before.difference(self._waiting):
+            self.present[index] = True
+            self.delivered.add(index)
+        return complete
+
+    @override
+    def agree(self, chunk: Chunk) -> None:
+        present = [self.present[member.index] for member in chunk.members]
+        every = self._ranks.all_values(present, f"whether chunk {chunk.index} has gradients")
+        for member, *flags in zip(chunk.members, *every, strict=True):
+            self.present[member.index] = any(flags)
+
+    @override
+    def combine(self, agreed: object) -> None:
+        late = self.members[min(self._waiting)].name if self._waiting else ""
+        value = (self._ranks.trail, agreed, late, bytes(self.present))
+        every = self._ranks.all_values(value, "the end of a backward")
+        self._ranks.refuse_out_of_step([trail for trail, _, _, _ in every])
+        refuse_late([late for _, _, late, _ in every])
+        refuse_other_hyperparameters([agreed for _, agreed, _, _ in every])
+        self._is_sum = True
+        self.present = [any(flags) for flags in zip(*(present for _, _, _, present in every), strict=True)]
+        self.streams.compute_reached(self._filled)
+        with self.streams.reducing(after=self._filled, done=self._reduction.folded):
+            self._squares.combine()
+        self.streams.compute_waits(self._reduction.folded)
