@@ -25,9 +25,12 @@ of the process group.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import math
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -49,6 +52,7 @@ from protrain.distributed.links import Links
 TICK_S = 1.0  # after so long without a note, the last ones are sent
 CAUGHT_S = 5.0  # how long a rank that has raised an exception may take to go on
 WARN_S = 30.0  # a wait of so long brings a warning
+END_S = 6.0  # a process that got out of step may take so long to end, once Python has nothing left to do
 _EXPLAIN_S = 6.0  # how long a failed collective waits for the reason, which others may know first
 _TURN = timedelta(seconds=0.2)  # of a wait
 _KEPT = 1024  # notes: those of a step of a large model, as a host may be as far ahead of its GPU
@@ -277,7 +281,8 @@ class Watch:
             if self._decided is not None or self._ended:
                 return
             self._decided = reason  # before a thread comes free that waits for the GPU
-            self._abort()
+        _out_of_step.append(threading.Thread(target=self._abort, name="protrain abort", daemon=True))
+        _out_of_step[-1].start()  # not waited for: NCCL may wait there for what other ranks do
         self._links.wake()
 
 
@@ -339,6 +344,20 @@ def never_free(thing: object) -> None:
 
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_out_of_step: list[threading.Thread] = []  # those that give communicators up
+
+
+@atexit.register
+def _end_all_the_same() -> None:
+    """Bound how long a process that got out of step takes to end.
+
+    CUDA and NCCL free their memory at the very end, after Python, and may wait there without a limit for a collective
+    that other ranks never came to. The system's alarm ends the process then, whatever waits.
+    """
+    if _out_of_step and threading.current_thread() is threading.main_thread():
+        _out_of_step[-1].join(END_S / 2)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(math.ceil(END_S / 2))
 
 
 @functools.cache

@@ -108,7 +108,24 @@ def test_updates_inside_backward(size: int, accumulate: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("size", "family", "dtype"),
+    [
+        (2, "gpt2", "bfloat16"),
+        (2, "llama", "float32"),
+        (2, "opt", "float16"),
+        (4, "llama", "bfloat16"),
+        (8, "llama", "bfloat16"),
+    ],
+)
+def test_several_gpus(size: int, family: str, dtype: str) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    check(size, Training(functools.partial(make, family), batches, dtype=dtype, device="cuda", steps=10))
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("family", "dtype"), [("gpt2", "bfloat16"), ("llama", "float32"), ("opt", "float16")])
-def test_two_gpus(family: str, dtype: str) -> None:
-    check(2, Training(functools.partial(make, family), batches, dtype=dtype, device="cuda"))
+def test_updates_inside_backward_on_two_gpus() -> None:
+    how: dict[str, Any] = {"accumulate": 1, "no_sync": False, "inside": True, "max_norm": None}
+    check(2, Training(functools.partial(make, "gpt2"), batches, dtype="bfloat16", device="cuda", steps=4, **how))
