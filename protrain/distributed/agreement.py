@@ -19,6 +19,9 @@ from protrain.profiler.model_profile import ModelProfile
 
 _MEASURED_BYTES = 64 * 1024**2  # of a tensor that is gathered or exchanged to see how fast that is
 _WARM_UP, _RUNS = 2, 5
+_PRODUCT = 4096  # rows and columns of the matrices that are multiplied beside collectives
+_PRODUCTS = 20
+_BESIDE = 40  # collectives, which take longer than the products on every link
 _TIMING = "the timing of collectives"
 
 
@@ -35,8 +38,13 @@ def of_all(ranks: Ranks, own: HardwareProfile, device: torch.device) -> Hardware
     if device.type == "cuda" and not all(
         ranks.all_values(share.all_gather_gbps is not None, "whether collectives are measured")
     ):
-        gathered_gbps, exchanged_gbps = _measure(ranks, device)
-        share = replace(share, all_gather_gbps=gathered_gbps, reduce_scatter_gbps=exchanged_gbps)
+        gathered_gbps, exchanged_gbps, kept = _measure(ranks, device)
+        share = replace(
+            share,
+            all_gather_gbps=gathered_gbps,
+            reduce_scatter_gbps=exchanged_gbps,
+            compute_beside_collectives=kept,
+        )
     every = ranks.all_values(share, "the machine of all ranks")
     return replace(
         every[0],
@@ -44,6 +52,7 @@ def of_all(ranks: Ranks, own: HardwareProfile, device: torch.device) -> Hardware
         host_bytes=min(each.host_bytes for each in every),
         all_gather_gbps=_least([each.all_gather_gbps for each in every]),
         reduce_scatter_gbps=_least([each.reduce_scatter_gbps for each in every]),
+        compute_beside_collectives=_least([each.compute_beside_collectives for each in every]),
     )
 
 
@@ -52,12 +61,18 @@ def _least(rates_gbps: list[float | None]) -> float | None:
     return min(known) if len(known) == len(rates_gbps) else None
 
 
-def _measure(ranks: Ranks, device: torch.device) -> tuple[float, float]:
-    """GB/s that this rank receives from the others in a gather, and in the exchange of a reduction."""
+def _measure(ranks: Ranks, device: torch.device) -> tuple[float, float, float]:
+    """How fast collectives are on this rank, and what they leave of its computing.
+
+    Returns:
+        GB/s that it receives from the others in a gather, and in the exchange of a reduction, and the share of its rate
+        that a matrix product keeps beside them.
+    """
     whole = torch.zeros(_MEASURED_BYTES // ranks.size * ranks.size, dtype=torch.uint8, device=device)
     received, counts = torch.zeros_like(whole), [whole.numel() // ranks.size] * ranks.size
     rates = []
-    for run in (partial(ranks.gather, whole, _TIMING), partial(ranks.exchange, received, whole, counts, _TIMING)):
+    collectives = partial(ranks.gather, whole, _TIMING), partial(ranks.exchange, received, whole, counts, _TIMING)
+    for run in collectives:
         for _ in range(_WARM_UP):
             run()
         torch.cuda.synchronize(device)
@@ -67,7 +82,26 @@ def _measure(ranks: Ranks, device: torch.device) -> tuple[float, float]:
         torch.cuda.synchronize(device)
         from_others = whole.numel() * (ranks.size - 1) / ranks.size
         rates.append(_RUNS * from_others / (perf_counter() - begin) / 1e9)
-    return rates[0], rates[1]
+    matrix = torch.zeros(_PRODUCT, _PRODUCT, dtype=torch.bfloat16, device=device)
+    product, side = torch.empty_like(matrix), torch.cuda.Stream(device)
+
+    def products_ms() -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(_PRODUCTS):
+            torch.mm(matrix, matrix, out=product)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    products_ms()  # which loads the kernel
+    alone = products_ms()
+    with torch.cuda.stream(side):
+        for at in range(_BESIDE):
+            collectives[at % 2]()
+    beside = products_ms()
+    torch.cuda.synchronize(device)
+    return rates[0], rates[1], min(1.0, alone / beside)
 
 
 def largest_of_all(ranks: Ranks, own: ModelProfile) -> ModelProfile:

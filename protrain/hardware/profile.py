@@ -59,7 +59,7 @@ _RATES = (
 )
 _MEASURED_RATES = (
     *("host_adam_weight_gparams", "host_adam_narrow_gparams", "host_adam_p20_gparams", "streamed_adam_gparams"),
-    *("flatten_gbps", "pack_gbps", "all_gather_gbps", "reduce_scatter_gbps"),
+    *("flatten_gbps", "pack_gbps", "all_gather_gbps", "reduce_scatter_gbps", "compute_beside_collectives"),
 )
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
 
@@ -101,6 +101,7 @@ class HardwareProfile(Record):
     pack_gbps: float | None = None  # bytes read and written
     all_gather_gbps: float | None = None  # bytes that one of several processes receives
     reduce_scatter_gbps: float | None = None
+    compute_beside_collectives: float | None = None  # the share of its rate that computing keeps beside a collective
     contention: tuple[Contention, ...] = ()
     figures: tuple[Figure, ...] = ()  # everything that was measured, by size and by number of threads
     warnings: tuple[str, ...] = ()  # what looks wrong with the machine

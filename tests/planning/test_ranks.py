@@ -58,6 +58,14 @@ def test_what_slow_blocks_do_not_hide_is_the_last_reduction_and_the_first_gather
     assert step_ms(profile, 4, 4, faster) == pytest.approx(expected, rel=1e-4)
 
 
+def test_computing_is_slower_beside_collectives() -> None:
+    """While one runs, computing goes on at three quarters of its rate, so it takes a quarter of the collective more."""
+    slowed = replace(TWO, compute_beside_collectives=0.75)
+    for n_buffer, n_gathers in ((4, 4), (2, 6)):
+        expected = step_ms(make_profile(3.0, 6.0), 4, n_buffer) + 0.25 * (n_gathers + 4) * WHOLE
+        assert step_ms(make_profile(3.0, 6.0), 4, n_buffer, slowed) == pytest.approx(expected, rel=1e-3)
+
+
 def test_one_buffer_leaves_nothing_to_gather_ahead() -> None:
     expected = 4 * (WHOLE + 3.0) + 3 * (6.0 + WHOLE) + 6.0 + WHOLE + SLIGHT
     assert step_ms(make_profile(3.0, 6.0), 4, 1) == pytest.approx(expected, rel=1e-3)

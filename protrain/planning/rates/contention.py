@@ -1,6 +1,7 @@
 """The share of its rate that each lane keeps while others run, as calibrated or derived from shared ceilings.
 
-Collectives between GPUs are taken to slow nothing down, and to be slowed down by nothing, until that is calibrated.
+What computing loses beside collectives is in its durations (:mod:`protrain.planning.runtime.durations`). Otherwise
+collectives are taken to slow nothing down, and to be slowed down by nothing.
 """
 
 from __future__ import annotations

@@ -122,6 +122,9 @@ class RuntimeModel(Durations):
         work, swap_in_ms = self._work_for(modes)
         visits = self._placed(n_persist)
         fetches, gathers = self._fetched(n_persist, counts.n_buffer)
+        if self._lost_to_collectives:
+            lost_ms = [self._lost_to_collectives * sum(self._gather[chunk] for chunk, _ in each) for each in gathers]
+            work = [(ms + lost, *swaps) for (ms, *swaps), lost in zip(work, lost_ms, strict=True)]
         on_cpu = self._hardware.device_type == "cpu"
         host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist]
         if self._n_before:
