@@ -46,12 +46,17 @@ class Group:
         path = self._printed[rank]
         return path.read_text().replace(f"[rank{rank}]: ", "") if path.exists() else ""
 
-    def wait_for(self, text: str, *, rank: int, timeout_s: float = 60.0) -> None:
+    def wait_for(self, text: str, *, rank: int) -> None:
         """Wait until ``rank`` has printed ``text``."""
+        self.wait_until(lambda: text in self.text(rank))
+
+    def wait_until(self, reached: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
+        """Wait until ``reached`` says so, while all ranks run."""
         end = monotonic() + timeout_s
-        while text not in self.text(rank):
-            assert monotonic() < end, f"rank {rank} does not print {text!r}: {self.text(rank)}"
-            sleep(0.01)
+        while not reached():
+            if monotonic() > end or any(process.status is not None for process in self._processes):
+                raise AssertionError("\n".join(self.text(rank) for rank in range(len(self._processes))))
+            sleep(0.02)
 
     def send(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to ``rank``."""

@@ -44,12 +44,12 @@ class Process:
     def __init__(
         self, function: Callable[..., None], *args: Any, environment: Mapping[str, str], printed: Path | None = None
     ) -> None:
-        self.pid: int = _template().ask(function, args, dict(environment), printed)
+        self.pid: int = _ask(function, args, dict(environment), printed)
 
     @property
     def status(self) -> int | None:
         """The exit status; negative: the signal that killed the process; None: it runs."""
-        status: int | None = _template().ask(self.pid)
+        status: int | None = _ask(self.pid)
         return status
 
     def send(self, number: signal.Signals) -> None:
@@ -58,30 +58,31 @@ class Process:
             os.kill(self.pid, number)
 
 
-class _Template:
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.warm"],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._lock = threading.Lock()
-        atexit.register(self._process.kill)
+_lock = threading.Lock()
 
-    def ask(self, *request: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with self._lock:
-            pickle.dump(request, self._process.stdin)
-            self._process.stdin.flush()
-            return pickle.load(self._process.stdout)
+
+def _ask(*request: Any) -> Any:
+    """What the template answers. Any thread may ask."""
+    with _lock:
+        template = _template()
+        assert template.stdin is not None
+        assert template.stdout is not None
+        pickle.dump(request, template.stdin)
+        template.stdin.flush()
+        return pickle.load(template.stdout)
 
 
 @cache
-def _template() -> _Template:
-    return _Template()
+def _template() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.distributed.warm"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    atexit.register(process.kill)
+    return process
 
 
 def _serve() -> None:
