@@ -17,11 +17,13 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.distributed.apart import environments
 from tests.distributed.warm import Process
+from tests.engine.profiles import share_profiles
 
 _pools: dict[int, Pool] = {}
 
@@ -93,6 +95,7 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: flo
 
 def _serve(address: str, rank: int) -> None:
     torch.set_num_threads(1)
+    share_profiles(pytest.MonkeyPatch())
     size = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= size else "gloo")
     with Client(address) as pipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +23,9 @@ from tests.engine.harness import Spec, assert_same
 SEED = 20251126
 RUNS, MOMENTS = 5, 10  # runs go on at once, each with so many moments one after another: 50 in all
 MICRO_BATCHES = 6  # of a step, which two and three ranks share
-WITHIN_S = 10.0  # within which a rank ends by itself when another one was killed
+WITHIN_S = 30.0  # within which a rank ends by itself when another one was killed: long, as five runs share the cores
 TIMEOUT_S = 5.0  # of the process group: within which, and the time above, it ends when another one was stopped
+ERROR = "protrain.common.errors.MisuseError: "
 SPECS = (FIRST, SECOND, THIRD, FOURTH)
 
 
@@ -116,9 +118,13 @@ def check_ending(ending: Ending, victim: int, number: signal.Signals) -> None:
     """A rank has ended because of a single error, which names the victim."""
     assert ending.status == 1, ending.text
     (error,) = ending.errors
-    what = f"rank {victim} has died: " if number == signal.SIGKILL else f" s for rank {victim} in "
-    assert error.startswith("protrain.common.errors.MisuseError: rank "), ending.text
-    assert what in error, ending.text
+    if number == signal.SIGKILL:
+        assert error == f"{ERROR}rank {victim} has died: its process was killed or crashed. See what it printed last"
+    else:
+        found = re.match(rf"{ERROR}rank \d has waited (\d+) s for ranks? (.*?) in ", error)
+        assert found is not None, error
+        assert int(found[1]) >= TIMEOUT_S
+        assert str(victim) in found[2]
 
 
 def test_random_moments(tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import re
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic
 
 import pytest
 import torch
@@ -90,22 +88,6 @@ def test_a_slow_rank_is_waited_for_with_a_warning(tmp_path: Path) -> None:
             assert (str(rank), "rank 1 in the gather of chunk 0") in [(who, what) for who, what, _ in found]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_rank_is_killed(tmp_path: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    size = draw.choice((2, 3))
-    victim = draw.randrange(size)
-    with Group(size, run, 600.0, folder=tmp_path) as group:
-        group.wait_for("step 1", rank=victim)
-        time.sleep(draw.uniform(0, 0.3))
-        group.send(victim, signal.SIGKILL)
-        others = [rank for rank in range(size) if rank != victim]
-        for ending in group.endings(others, timeout_s=WITHIN_S).values():
-            assert ending.errors == [
-                f"{ERROR}rank {victim} has died: its process was killed or crashed. See what it printed last"
-            ]
-
-
 def test_a_killed_rank_has_children_of_its_own(tmp_path: Path) -> None:
     """They keep its connections of gloo open, so that no collective fails."""
     with Group(2, run_with_child, folder=tmp_path) as group:
@@ -127,24 +109,6 @@ def test_training_anew_after_the_error(tmp_path: Path) -> None:
             assert ending.status == 0, ending.text
             assert "caught: rank 1 came to a backward, while rank 0 came to a forward. " in ending.text
             assert "\ntrained\n" in ending.text
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_rank_is_stopped(tmp_path: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    size, timeout_s = draw.choice((2, 3)), 2.0
-    victim = draw.randrange(size)
-    with Group(size, run, timeout_s, folder=tmp_path) as group:
-        group.wait_for("step 1", rank=victim)
-        time.sleep(draw.uniform(0, 0.3))
-        group.send(victim, signal.SIGSTOP)
-        begun = monotonic()
-        others = [rank for rank in range(size) if rank != victim]
-        endings = group.endings(others, timeout_s=timeout_s + WITHIN_S)
-        assert monotonic() - begun > timeout_s - 1
-        for ending in endings.values():
-            (error,) = ending.errors
-            assert f" has waited 2 s for rank {victim} in " in error
 
 
 @pytest.mark.gpu
