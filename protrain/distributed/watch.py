@@ -139,15 +139,15 @@ class Watch:
         """The last notes: number, what and bytes."""
         return list(self._notes)
 
-    def wait(self, work: dist.Work, *, timeout_s: float | None = None, absent: str = "") -> None:
+    def wait(self, work: dist.Work, *, timeout_s: float = math.inf, absent: str = "") -> None:
         """Wait for ``work`` of the last note. MisuseError if the ranks are out of step, or others do not come.
 
         Args:
             work: on the host.
-            timeout_s: how long to wait. The default is the timeout of the process group.
+            timeout_s: how long to wait, if that is less than the timeout of the process group.
             absent: a remedy for ranks that do not come.
         """
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = min(timeout_s, self._timeout_s)
         begun, warned = monotonic(), False
         try:
             while not _is_done(work):

@@ -1,23 +1,29 @@
 """Processes that train together, for tests: started once, they run one function after another as the ranks of a group.
 
-To start a process and import torch takes seconds, so all tests of as many ranks share the same processes. After an
-error or a timeout they are killed, and the next test starts new ones.
+All tests of as many ranks share the same processes, so that what takes time in a process only once, such as the profile
+of a model, is done once. After an error or a timeout they are killed, and the next test starts new ones.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import socket
+import pickle
+import signal
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Client, Listener, wait
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from tests.distributed.apart import environments
+from tests.distributed.warm import Process
+from tests.engine.profiles import share_profiles
 
 _pools: dict[int, Pool] = {}
 
@@ -34,37 +40,37 @@ class Pool:
     """``size`` processes with a group of gloo, and of NCCL if each of them has a GPU."""
 
     def __init__(self, size: int) -> None:
-        context = get_context("spawn")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        pairs = [context.Pipe() for _ in range(size)]
-        self.pipes: list[Connection] = [ours for ours, _ in pairs]
-        self.processes = [
-            context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
-            for rank, (_, theirs) in enumerate(pairs)
-        ]
-        for process in self.processes:
-            process.start()
-        for _, theirs in pairs:
-            theirs.close()
+        self._folder = TemporaryDirectory()
+        with Listener(f"{self._folder.name}/socket", backlog=size) as listener:
+            self._processes = [
+                Process(_serve, listener.address, rank, environment=environment)
+                for rank, environment in enumerate(environments(size))
+            ]
+            accepted = [listener.accept() for _ in range(size)]
+        self._pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in accepted)]
+        atexit.register(self.kill)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all processes run."""
+        return all(process.status is None for process in self._processes)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """``function(rank, *args)`` on every rank. Returns what each returned. RankError if any raised."""
-        for pipe in self.pipes:
-            pipe.send((function, args))
-        found: list[tuple[bool, Any] | None] = [None] * len(self.pipes)
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps((function, args)))
+        found: list[tuple[bool, Any] | None] = [None] * len(self._pipes)
         end = monotonic() + timeout_s
         while any(answer is None for answer in found):
             ready = wait(
-                [pipe for pipe, answer in zip(self.pipes, found, strict=True) if answer is None], end - monotonic()
+                [pipe for pipe, answer in zip(self._pipes, found, strict=True) if answer is None], end - monotonic()
             )
             if not ready:
                 break
-            for rank, pipe in enumerate(self.pipes):
+            for rank, pipe in enumerate(self._pipes):
                 if pipe in ready:
                     try:
-                        found[rank] = pipe.recv()
+                        found[rank] = pickle.loads(pipe.recv_bytes())
                     except EOFError:
                         found[rank] = (False, "the process died")
         answers = [(False, "no answer: it hangs") if answer is None else answer for answer in found]
@@ -75,39 +81,32 @@ class Pool:
 
     def kill(self) -> None:
         """End the processes."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
+        for process in self._processes:
+            process.send(signal.SIGKILL)
 
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """``function(rank, *args)`` on each of ``size`` ranks. ``function`` must be importable."""
     pool = _pools.get(size)
-    if pool is None or not all(process.is_alive() for process in pool.processes):
+    if pool is None or not pool.is_alive:
         pool = _pools[size] = Pool(size)
-        atexit.register(pool.kill)
     return pool.run(function, *args, timeout_s=timeout_s)
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _serve(address: str, rank: int) -> None:
     torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    share_profiles(pytest.MonkeyPatch())
+    size = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= size else "gloo")
-    while True:
-        try:
-            function, args = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = (True, function(rank, *args))
-        except BaseException as error:
-            answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-        pipe.send(answer)
+    with Client(address) as pipe:
+        pipe.send(rank)
+        while True:
+            try:
+                function, args = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                return
+            try:
+                answer = (True, function(rank, *args))
+            except BaseException as error:
+                answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+            pipe.send_bytes(pickle.dumps(answer))

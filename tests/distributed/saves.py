@@ -69,9 +69,10 @@ class Training:
         dtype: str = "float32",
         moments: str = "float32",
         process_group: dist.ProcessGroup | None = None,
+        micro_batches: int = MICRO_BATCHES,
     ) -> None:
         self.rank, self.size = rank, size
-        self.accumulate = MICRO_BATCHES // size
+        self.accumulate = micro_batches // size
         self.batches = residual.batches(size * self.accumulate)
         model = make()
         how: dict[str, Any] = {
@@ -98,6 +99,11 @@ class Training:
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
+
+    def train_one(self) -> None:
+        """Train the step after those that were trained."""
+        step: int = self.scheduler.last_epoch
+        self.train(range(step, step + 1))
 
     def states(self) -> dict[str, Tensor]:
         """All states, and what the scheduler has made of the learning rate."""
@@ -195,19 +201,3 @@ def fail_to_load(rank: int, size: int, folders: list[str]) -> list[tuple[str, bo
         now = training.states()
         found.append((text, all(torch.equal(now[name], before[name]) for name in before)))
     return found
-
-
-def save_forever(rank: int, size: int, folder: str, store: str) -> None:
-    """Go on from the newest save, if there is one, and save after every step until killed."""
-    torch.set_num_threads(1)
-    os.environ.update(WORLD_SIZE=str(size), RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    training = Training(rank, size, FIRST)
-    step = 0
-    if any(name[0] != "." for name in os.listdir(folder)):
-        training.load(folder)
-        step = training.scheduler.last_epoch
-    while True:
-        training.train(range(step, step + 1))
-        step += 1
-        training.save(folder)

@@ -20,7 +20,7 @@ LLAMA = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": SEQUENCE,
@@ -38,12 +38,12 @@ SPECS = (
 def config(family: str) -> Any:
     """The configuration of a small model without dropout."""
     if family == "gpt2":
-        sizes = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 4, "n_head": 4, "n_positions": SEQUENCE}
+        sizes = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": SEQUENCE}
         return transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     if family == "opt":
         sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "word_embed_proj_dim": WIDTH, "ffn_dim": 128}
         return transformers.OPTConfig(
-            **sizes, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=SEQUENCE, dropout=0.0
+            **sizes, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=SEQUENCE, dropout=0.0
         )
     if family == "mistral":
         return transformers.MistralConfig(**LLAMA, sliding_window=SEQUENCE // 2)
@@ -78,16 +78,47 @@ def check(size: int, training: Training, specs: tuple[Spec, ...] = SPECS) -> Non
 @pytest.mark.parametrize(
     ("family", "dtype", "size", "reduction", "specs"),
     [
-        ("gpt2", "bfloat16", 2, "mean", SPECS[::2]),
-        ("llama", "float32", 2, "mean", SPECS[1::2]),
-        ("llama", "bfloat16", 3, "sum", SPECS[:3]),
-        ("opt", "float16", 2, "sum", SPECS[3:]),
-        ("mistral", "bfloat16", 4, "mean", SPECS[2:4]),
+        ("gpt2", "bfloat16", 2, "mean", SPECS[::3]),
+        ("llama", "float32", 4, "mean", SPECS[1::3]),
+        ("mistral", "bfloat16", 3, "sum", SPECS[2:4]),
+        ("opt", "float16", 2, "sum", SPECS[4:]),
+        ("mistral", "float16", 4, "mean", SPECS[2::3]),
         ("gpt2", "float32", 3, "sum", SPECS[4:]),
     ],
 )
 def test_families(family: str, dtype: str, size: int, reduction: str, specs: tuple[Spec, ...]) -> None:
-    check(size, Training(functools.partial(make, family), batches, dtype=dtype, reduction=reduction, steps=4), specs)
+    check(size, Training(functools.partial(make, family), batches, dtype=dtype, reduction=reduction, steps=10), specs)
+
+
+class Adapted(nn.Module):
+    """A linear layer with a LoRA adapter."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(WIDTH, 3, bias=False)
+        self.up = nn.Linear(3, base.get_parameter("weight").shape[0], bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + 2.0 * self.up(self.down(x))
+        return out
+
+
+def make_adapted() -> nn.Module:
+    """A frozen model with adapters."""
+    with seeded():
+        model = make("llama").requires_grad_(False)
+        for module in [each for name, each in model.named_modules() if name.endswith("self_attn")]:
+            for name in ("q_proj", "v_proj"):
+                setattr(module, name, Adapted(module.get_submodule(name)))
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "size", "accumulate"), [("bfloat16", 3, 1), ("float16", 2, 2), ("float32", 4, 1)])
+def test_adapters_of_a_frozen_model(dtype: str, size: int, accumulate: int) -> None:
+    training = Training(make_adapted, batches, dtype=dtype, reduction="sum", steps=10, accumulate=accumulate)
+    check(size, training, SPECS[size - 2 : size - 1])
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import shutil
-import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from protrain.checkpoint.manifest import MANIFEST, list_saves, read_manifest, write_manifest
+from protrain.checkpoint.manifest import list_saves, read_manifest, write_manifest
 from tests.distributed.pool import on_ranks
 from tests.distributed.saves import (
     FIRST,
@@ -21,13 +17,11 @@ from tests.distributed.saves import (
     SECOND,
     THIRD,
     Run,
-    Training,
     fail_to_load,
     fail_to_save,
     go_on,
     go_on_unplanned,
     load_randoms,
-    save_forever,
     save_randoms,
 )
 from tests.engine.harness import assert_same
@@ -125,39 +119,3 @@ def _lose(save: Path, rank: int) -> None:
     name = next(iter(entry["parts"]))
     entry["parameters"].remove(name)
     write_manifest(save, manifest)
-
-
-def test_a_save_that_is_killed_on_any_rank_leaves_a_loadable_one(tmp_path: Path) -> None:
-    """After each kill the folder has a whole save: that of a step which a training without kills has, too."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tests.distributed.saves"])
-    folder, size = tmp_path / "run", 2
-    folder.mkdir()
-    undisturbed, trained, serials = Training(0, 1, SECOND), 0, [0]
-    loaded = Training(0, 1, THIRD)
-    for attempt, victims in enumerate(([0], [1], [0, 1])):
-        arguments = [(rank, size, str(folder), str(tmp_path / f"store-{attempt}")) for rank in range(size)]
-        processes = [context.Process(target=save_forever, args=each, daemon=True) for each in arguments]
-        for process in processes:
-            process.start()
-        end = time.monotonic() + 60
-        while not (saves := list_saves(folder)) or int(saves[-1].name[:5]) <= serials[-1]:
-            assert time.monotonic() < end
-            assert all(process.is_alive() for process in processes)
-            time.sleep(0.005)
-        time.sleep(0.037 * (attempt + 1))
-        for rank in victims:
-            processes[rank].kill()
-        for rank, process in enumerate(processes):
-            process.join(20)
-            code = process.exitcode
-            assert code == (-signal.SIGKILL if rank in victims else 1), f"rank {rank} did not raise an error"
-        newest = list_saves(folder)[-1]
-        step = json.loads((newest / MANIFEST).read_text())["step"]
-        assert newest.name.endswith(f"-step-{step}")
-        undisturbed.train(range(trained, step))
-        trained = step
-        loaded.load(str(folder))
-        assert_same(loaded.states(), undisturbed.states(), where=f"after kill {attempt}")
-        serials.append(int(newest.name[:5]))
-    assert serials == sorted(set(serials)), "each training went on from what the killed one had left"

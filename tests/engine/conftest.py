@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.profiles import shared_profile
+from tests.engine.profiles import share_profiles
 
 # Read by cuBLAS when its first handle is made.
 os.environ.setdefault(
@@ -29,10 +29,8 @@ def imports() -> None:
 
 @pytest.fixture(scope="module", autouse=True)  # of engine tests alone
 def shared_profiles() -> Iterator[None]:
-    """What wrap finds in its cache: the profile of any model that is alike."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["protrain.wrap"], "cached_profile", shared_profile)
-        patch.setattr("protrain.profiler.cache._user_code", str)  # which no test edits: to read it all takes time
+        share_profiles(patch)
         yield
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -36,3 +38,9 @@ def shared_profile(
     if key not in _known:
         _known[key] = protrain.profile(model, example_batch, **how)
     return _known[key]
+
+
+def share_profiles(patch: pytest.MonkeyPatch) -> None:
+    """Let wrap find the profile of any model that is alike, as in its cache."""
+    patch.setattr(sys.modules["protrain.wrap"], "cached_profile", shared_profile)
+    patch.setattr("protrain.profiler.cache._user_code", str)  # which no test edits: to read it all takes time

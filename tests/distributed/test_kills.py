@@ -1,0 +1,137 @@
+"""Ranks that are killed or stopped at random moments of training and saving: all end, and the newest save is whole."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from protrain.checkpoint.manifest import list_saves, read_manifest
+from tests.distributed.apart import Ending, Group
+from tests.distributed.saves import FIRST, FOURTH, SECOND, THIRD, Training
+from tests.engine.harness import Spec, assert_same
+
+SEED = 20251126
+RUNS, MOMENTS = 5, 10  # runs go on at once, each with so many moments one after another: 50 in all
+MICRO_BATCHES = 6  # of a step, which two and three ranks share
+WITHIN_S = 30.0  # within which a rank ends by itself when another one was killed: long, as five runs share the cores
+TIMEOUT_S = 5.0  # of the process group: within which, and the time above, it ends when another one was stopped
+ERROR = "protrain.common.errors.MisuseError: "
+SPECS = (FIRST, SECOND, THIRD, FOURTH)
+
+
+def save_forever(rank: int, size: int, spec: Spec, folder: str) -> None:
+    """Go on from the newest save, if there is one, and save after every step until something happens."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    training = Training(rank, size, spec, micro_batches=MICRO_BATCHES)
+    print("begun", flush=True)
+    if list_saves(folder):
+        training.load(folder)
+    while True:
+        training.train_one()
+        training.save(folder)
+
+
+class Undisturbed:
+    """The training that nothing disturbs, on one rank, and another one that loads what the disturbed ones save."""
+
+    def __init__(self) -> None:
+        self._training, self._loaded = (Training(0, 1, spec, micro_batches=MICRO_BATCHES) for spec in (SECOND, THIRD))
+        self._states: list[dict[str, Any]] = [self._training.states()]
+        self._lock = Lock()
+
+    def check(self, folder: Path) -> None:
+        """The newest save in ``folder``, if there is one, is whole and has the bits of its step."""
+        saves = list_saves(folder)
+        if not saves:
+            return
+        step = read_manifest(saves[-1])["step"]
+        assert saves[-1].name.endswith(f"-step-{step}")
+        with self._lock:
+            while len(self._states) <= step:
+                self._training.train_one()
+                self._states.append(self._training.states())
+            self._loaded.load(str(saves[-1]))
+            assert_same(self._loaded.states(), self._states[step], where=str(saves[-1]))
+
+
+def serial(folder: Path) -> int:
+    """The number of the newest save, or 0."""
+    saves = list_saves(folder)
+    return int(saves[-1].name[:5]) if saves else 0
+
+
+def wait_for_save(group: Group, folder: Path, number: int) -> None:
+    """Wait until ``folder`` has a save of this number."""
+    group.wait_until(lambda: serial(folder) >= number)
+
+
+def disturb(draw: random.Random, folder: Path, undisturbed: Undisturbed) -> None:
+    """Kill or stop ranks of one run at ``MOMENTS`` moments. After each, other ranks go on from the newest save."""
+    saves = folder / "saves"
+    saves.mkdir(parents=True)
+    for moment in range(MOMENTS):
+        size, spec, count = draw.choice((2, 2, 3)), draw.choice(SPECS), draw.choice((0, 1, 1, 2))
+        number = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
+        who = draw.choice(("one", "one", "all", "rank 0 while saving"))
+        victims = {"one": [draw.randrange(size)], "all": list(range(size)), "rank 0 while saving": [0]}[who]
+        count = max(count, who == "rank 0 while saving")  # the first save removes what killed ones have left
+        part = draw.random()
+        printed = folder / str(moment)
+        printed.mkdir()
+        said = f"moment {moment}: {number.name} to {who} {victims} of {size} under {spec}, {count + part:.3f} saves"
+        try:
+            with Group(size, save_forever, spec, str(saves), folder=printed) as group:
+                for rank in range(size):
+                    group.wait_for("begun", rank=rank)
+                begun, last = time.monotonic(), serial(saves) + count
+                wait_for_save(group, saves, last)
+                if who == "rank 0 while saving":
+                    group.wait_until(lambda: any(saves.glob(".*.tmp")))
+                    time.sleep(part * 0.01)
+                else:
+                    time.sleep(part * ((time.monotonic() - begun) / count if count else 0.2))
+                for victim in victims:
+                    group.send(victim, number)
+                others = [rank for rank in range(size) if rank not in victims]
+                limit_s = WITHIN_S + (TIMEOUT_S if number == signal.SIGSTOP else 0.0)
+                for ending in group.endings(others, timeout_s=limit_s).values():
+                    check_ending(ending, victims[0], number)
+            assert serial(saves) >= last, "a save is lost"
+            undisturbed.check(saves)
+        except Exception as error:
+            error.add_note(f"{folder.name} with seed {SEED}: {said}")
+            raise
+
+
+def check_ending(ending: Ending, victim: int, number: signal.Signals) -> None:
+    """A rank has ended because of a single error, which names the victim."""
+    assert ending.status == 1, ending.text
+    (error,) = ending.errors
+    if number == signal.SIGKILL:
+        assert error == f"{ERROR}rank {victim} has died: its process was killed or crashed. See what it printed last"
+    else:
+        found = re.match(rf"{ERROR}rank \d has waited (\d+) s for ranks? (.*?) in ", error)
+        assert found is not None, error
+        assert int(found[1]) >= TIMEOUT_S
+        assert str(victim) in found[2]
+
+
+def test_random_moments(tmp_path: Path) -> None:
+    undisturbed = Undisturbed()
+    with ThreadPoolExecutor(RUNS) as pool:
+        runs = [
+            pool.submit(disturb, random.Random(SEED + run), tmp_path / f"run-{run}", undisturbed) for run in range(RUNS)
+        ]
+    for done in runs:
+        done.result()

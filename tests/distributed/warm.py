@@ -1,0 +1,123 @@
+"""Processes that have imported everything when they start, as a template imports it once and they are forked from it.
+
+To import torch, transformers and protrain takes seconds, and to fork a process milliseconds. A process runs one
+function and ends as a script ends: an exception reaches ``sys.excepthook``, and Python shuts down. This file is also
+the script that the template runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+IMPORTED = (
+    "pytest",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mistral.modeling_mistral",
+    "transformers.models.opt.modeling_opt",
+    "protrain.cli.main",
+    "tests.engine.harness",
+)
+
+
+class Process:
+    """A process that runs ``function(*args)``. Both must be picklable.
+
+    Args:
+        environment: what to change in that of the template.
+        printed: the file to print to. None: where the tests print.
+    """
+
+    def __init__(
+        self, function: Callable[..., None], *args: Any, environment: Mapping[str, str], printed: Path | None = None
+    ) -> None:
+        self.pid: int = _ask(function, args, dict(environment), printed)
+
+    @property
+    def status(self) -> int | None:
+        """The exit status; negative: the signal that killed the process; None: it runs."""
+        status: int | None = _ask(self.pid)
+        return status
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal. Nothing happens if the process has ended."""
+        if self.status is None:
+            os.kill(self.pid, number)
+
+
+_lock = threading.Lock()
+
+
+def _ask(*request: Any) -> Any:
+    """What the template answers. Any thread may ask."""
+    with _lock:
+        template = _template()
+        assert template.stdin is not None
+        assert template.stdout is not None
+        pickle.dump(request, template.stdin)
+        template.stdin.flush()
+        return pickle.load(template.stdout)
+
+
+@cache
+def _template() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.distributed.warm"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    atexit.register(process.kill)
+    return process
+
+
+def _serve() -> None:
+    """Answer requests as the template. In each process that it forks, this runs what is asked for."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a process would copy the pages of all that was imported
+    statuses: dict[int, int] = {}
+    while True:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        if len(request) == 1:
+            (pid,) = request
+            if pid not in statuses:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    statuses[pid] = os.waitstatus_to_exitcode(status)
+            answer = statuses.get(pid)
+        else:
+            answer = os.fork()
+            if not answer:
+                function, args, environment, printed = request
+                os.environ.update(environment)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                if printed is not None:
+                    os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 2)
+                os.dup2(2, 1)
+                function(*args)
+                return
+        pickle.dump(answer, sys.stdout.buffer)
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve()
