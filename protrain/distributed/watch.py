@@ -52,7 +52,8 @@ from protrain.distributed.links import Links
 TICK_S = 1.0  # after so long without a note, the last ones are sent
 CAUGHT_S = 5.0  # how long a rank that has raised an exception may take to go on
 WARN_S = 30.0  # a wait of so long brings a warning
-END_S = 6.0  # a process that got out of step may take so long to end, once Python has nothing left to do
+_ABORT_S = 5  # how long a process that got out of step waits for its communicators to be given up, before it ends
+_END_S = 10  # how long it may take to end after that
 _EXPLAIN_S = 6.0  # how long a failed collective waits for the reason, which others may know first
 _TURN = timedelta(seconds=0.2)  # of a wait
 _KEPT = 1024  # notes: those of a step of a large model, as a host may be as far ahead of its GPU
@@ -355,9 +356,9 @@ def _end_all_the_same() -> None:
     that other ranks never came to. The system's alarm ends the process then, whatever waits.
     """
     if _out_of_step and threading.current_thread() is threading.main_thread():
-        _out_of_step[-1].join(END_S / 2)
+        _out_of_step[-1].join(_ABORT_S)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(math.ceil(END_S / 2))
+        signal.alarm(_END_S)
 
 
 @functools.cache
