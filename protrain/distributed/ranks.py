@@ -93,6 +93,11 @@ class Ranks:
         """Stands for all that this rank has done with the others: the same on all ranks that are in step."""
         return self._watch.trail if self.several else None
 
+    @property
+    def is_out_of_step(self) -> bool:
+        """Whether it is decided that the ranks are out of step."""
+        return self.several and self._watch.is_out_of_step
+
     def refuse_out_of_step(self, trails: Sequence[object]) -> None:
         """MisuseError on every rank if their ``trails`` differ, which all of them know."""
         if any(trail != trails[0] for trail in trails):
