@@ -124,7 +124,8 @@ class _Reading(DefaultSavePlanner):
 
 
 def _from_dcp(source: Path, root: Path) -> Path:
-    metadata = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+    with _reading(source):
+        metadata = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
     if _OWN not in metadata:
         raise CheckpointError(
             f"{source} was not written by `protrain convert`, so it lacks what a training needs to go on: read it with "
@@ -134,11 +135,8 @@ def _from_dcp(source: Path, root: Path) -> Path:
 
     def load(keys: list[str]) -> list[Any]:
         state = {key: _room_for(metadata.get(key)) for key in keys}
-        with _alone():
-            try:
-                dcp.load(state, storage_reader=dcp.FileSystemReader(source), no_dist=True)
-            except (dcp.CheckpointException, RuntimeError, OSError) as error:
-                raise CheckpointError(f"{source} is damaged: {error}; convert the checkpoint again") from None
+        with _reading(source):
+            dcp.load(state, storage_reader=dcp.FileSystemReader(source), no_dist=True)
         return [state[key] for key in keys]
 
     own = json.loads(load([_OWN])[0])
@@ -180,8 +178,21 @@ def _other_key(file: str, key: str) -> str:
 
 
 @contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    """A context for DCP that reads ``source``. A CheckpointError names what it cannot read."""
+    try:
+        with _alone():
+            yield
+    except Exception as error:  # pickle, zip files and DCP raise many kinds
+        raise CheckpointError(f"{source} is damaged: {error}; convert the checkpoint again") from None
+
+
+@contextmanager
 def _alone() -> Iterator[None]:
-    """A context in which DCP does not warn that there is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
+    """A context for DCP, which does not warn that there is one process, and raises the errors of that process."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+    except dcp.CheckpointException as error:
+        raise error.failures[0][0] from None

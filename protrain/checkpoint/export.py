@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from protrain.checkpoint.manifest import verify_bytes
 from protrain.checkpoint.parameter_files import SavedTensor, saved_parameters
 from protrain.checkpoint.tensor_files import TensorWriter, open_tensors, sync
-from protrain.checkpoint.unmanaged_tensors import BUFFERS
+from protrain.checkpoint.unmanaged_tensors import BUFFERS, compare_names
+from protrain.common.errors import CheckpointError
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.values import read_weight
@@ -62,14 +63,21 @@ def export_save(
     """Do what :func:`export` does with the weights of ``save`` in ``dtype``. ``model`` may be on the meta device.
 
     Raises:
-        CheckpointError: a file of the save is damaged.
+        CheckpointError: a file of the save is damaged, or it is of another model.
         ValueError, OSError: as :func:`export` does.
     """
     verify_bytes(save, manifest["files"])
     parameters = saved_parameters(save, manifest["files"])
+    for name, states in parameters.items():
+        shape = model.get_parameter(name).shape
+        for found in (saved.on_meta().shape for kind, saved in states.items() if kind != "step"):
+            if found != shape:
+                raise CheckpointError(f"{save} is of another model: {name} is {[*found]} there and {[*shape]} here")
     weights = ((name, weight_of(states, dtype)) for name, states in parameters.items())
     with open_tensors(save / BUFFERS) as buffers:
-        others = {name: buffers.get_tensor(name) for name in unmanaged(model)}
+        names = set(unmanaged(model))
+        compare_names(save, "buffer", names & set(buffers.keys()), names)
+        others = {name: buffers.get_tensor(name) for name in names}
         _write(folder, model, weights, others, dtype, tokenizer, Ranks(None, torch.device("cpu")))
 
 

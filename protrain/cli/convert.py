@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from protrain.checkpoint.dcp import convert
 from protrain.cli.options import Parser
 from protrain.common.progress import Progress
 
@@ -31,6 +30,8 @@ def add_command(commands: Any) -> None:
 
 def run_command(args: argparse.Namespace) -> None:
     """Run `protrain convert`."""
+    from protrain.checkpoint.dcp import convert  # no other command should wait for torch's checkpoints to be imported
+
     with Progress(enabled=True).stage(f"converting {args.source}"):
         written = convert(args.source, args.target)
     print(written)

@@ -10,7 +10,7 @@ from protrain.checkpoint.export import export_save
 from protrain.checkpoint.loading import check_checkpoint
 from protrain.checkpoint.manifest import find_save, read_manifest
 from protrain.cli.job import TrainJob
-from protrain.cli.models import load_model
+from protrain.cli.models import read_architecture, read_tokenizer
 from protrain.cli.options import Parser
 from protrain.cli.run_files import CHECKPOINTS, JOB_FILE
 from protrain.common.parameters import DTYPES
@@ -46,10 +46,11 @@ def run_command(args: argparse.Namespace) -> None:
     if name is None:
         raise ValueError(f"--model: {source} is not the folder of a run, so give the model that was trained")
     save = find_save(source)
-    manifest, loaded = read_manifest(save), load_model(name)
-    check_checkpoint(save, loaded.model)
+    manifest, architecture = read_manifest(save), read_architecture(name)
+    check_checkpoint(save, architecture.model)
     dtype = args.dtype or manifest.get("dtype")
     if dtype is None:
         raise ValueError(f"--dtype: {save} was made by a version that did not save it, so give that of the weights")
+    tokenizer = None if architecture.folder is None else read_tokenizer(architecture.folder)[1]
     with Progress(enabled=True).stage(f"writing {args.folder}"):
-        export_save(save, manifest, loaded.model, args.folder, dtype=DTYPES[dtype], tokenizer=loaded.tokenizer)
+        export_save(save, manifest, architecture.model, args.folder, dtype=DTYPES[dtype], tokenizer=tokenizer)

@@ -79,6 +79,11 @@ class Ranks:
         if self.several:
             self._watch.raised(error, where)
 
+    def end(self) -> None:
+        """This rank takes no part any more. It is no collective: the others are told."""
+        if self.several:
+            self._watch.end()
+
     @contextmanager
     def reporting(self, where: str) -> Iterator[None]:
         """A context whose exceptions :meth:`raised` is told."""
