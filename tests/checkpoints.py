@@ -65,7 +65,7 @@ class PlainOptimizer:
 
     def check_scalar_state(self, state: dict[str, Any]) -> None:
         if len(state["param_groups"]) != len(self.inner.param_groups):
-            raise ValueError(f"the state has {len(state['groups'])} groups")
+            raise ValueError(f"the state has {len(state['param_groups'])} groups")
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
         for group, saved in zip(self.inner.param_groups, state["param_groups"], strict=True):
