@@ -3,10 +3,12 @@
 from protrain.common import interrupt  # noqa: F401  # first: torch takes seconds to import, and Ctrl-C may come meanwhile
 
 # isort: split
-from protrain.checkpoint.checkpoints import load_checkpoint, save_checkpoint
+from protrain.checkpoint.export import export
+from protrain.checkpoint.loading import load_checkpoint
+from protrain.checkpoint.saving import async_save, save_checkpoint
 from protrain.common.errors import BudgetError, CheckpointError, MisuseError, PlanError
 from protrain.engine.states.empty import empty_parameters
-from protrain.engine.weights.state_hooks import full_parameters
+from protrain.engine.weights.state_hooks import full_parameters, full_state_dict
 from protrain.hardware import HardwareProfile, calibrate
 from protrain.planning import Plan, search
 from protrain.profiler import ModelProfile, profile
@@ -23,9 +25,12 @@ __all__ = [
     "ModelProfile",
     "Plan",
     "PlanError",
+    "async_save",
     "calibrate",
     "empty_parameters",
+    "export",
     "full_parameters",
+    "full_state_dict",
     "load_checkpoint",
     "profile",
     "save_checkpoint",

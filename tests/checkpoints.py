@@ -57,14 +57,18 @@ class PlainOptimizer:
         self.inner.state[parameter] = whole
 
     def scalar_state(self) -> dict[str, Any]:
-        return {"groups": [{k: v for k, v in group.items() if k != "params"} for group in self.inner.param_groups]}
+        groups = self.inner.param_groups
+        return {
+            "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
+            "parameters": [self.parameter_names()],
+        }
 
     def check_scalar_state(self, state: dict[str, Any]) -> None:
-        if len(state["groups"]) != len(self.inner.param_groups):
-            raise ValueError(f"the state has {len(state['groups'])} groups")
+        if len(state["param_groups"]) != len(self.inner.param_groups):
+            raise ValueError(f"the state has {len(state['param_groups'])} groups")
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
-        for group, saved in zip(self.inner.param_groups, state["groups"], strict=True):
+        for group, saved in zip(self.inner.param_groups, state["param_groups"], strict=True):
             group.update(saved)
 
 

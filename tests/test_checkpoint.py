@@ -18,9 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-import protrain.checkpoint.checkpoints
-from protrain.checkpoint.checkpoints import load_checkpoint, save_checkpoint
+import protrain.checkpoint.saving
+from protrain.checkpoint.loading import load_checkpoint
 from protrain.checkpoint.manifest import MANIFEST, list_saves
+from protrain.checkpoint.saving import save_checkpoint
 from protrain.checkpoint.tensor_files import TensorWriter
 from tests.checkpoints import Counting, make_counting, make_expanded, make_model, make_run, plain_optimizer, train
 
@@ -102,7 +103,7 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_save(tmp_path: Path) -> Non
     load_checkpoint(tmp_path, model, optimizer)
 
 
-@pytest.mark.parametrize("failing", ["write_tensors", "write_manifest", "sync_directory", "the last sync_directory"])
+@pytest.mark.parametrize("failing", ["write_tensors", "write_manifest", "sync", "the last sync"])
 @pytest.mark.parametrize("error", [OSError, ValueError, KeyboardInterrupt])
 def test_a_save_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, error: type[BaseException]
@@ -114,7 +115,7 @@ def test_a_save_that_fails_leaves_nothing(
         if not failing.startswith("the last") or arguments == (tmp_path,):
             raise error("failed")
 
-    monkeypatch.setattr(protrain.checkpoint.checkpoints, failing.removeprefix("the last "), fail)
+    monkeypatch.setattr(protrain.checkpoint.saving, failing.removeprefix("the last "), fail)
     with pytest.raises(error, match="failed"):
         save_checkpoint(tmp_path, model, optimizer)
     assert list(tmp_path.iterdir()) == [earlier]
@@ -195,7 +196,7 @@ def test_files_are_bounded_and_a_parameter_is_never_split(tmp_path: Path) -> Non
 
 _SAVE_FOREVER = """
 import sys
-from protrain.checkpoint.checkpoints import save_checkpoint
+from protrain.checkpoint.saving import save_checkpoint
 from tests.checkpoints import make_run, train
 model, optimizer, scheduler = make_run(0)
 print("ready", flush=True)

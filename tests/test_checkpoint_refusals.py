@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
-from protrain.checkpoint.checkpoints import load_checkpoint, save_checkpoint
+from protrain.checkpoint.loading import load_checkpoint
 from protrain.checkpoint.manifest import MANIFEST, list_saves
 from protrain.checkpoint.random_state import random_state
+from protrain.checkpoint.saving import save_checkpoint
 from protrain.common.errors import CheckpointError
 from tests.checkpoints import make_counting, make_expanded, make_model, make_run, plain_optimizer, rewrite, train
 

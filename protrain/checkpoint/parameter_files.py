@@ -13,7 +13,7 @@ numbers of ranks and the plans of the save and of the load are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,37 +22,40 @@ import torch
 
 from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, open_tensors
 from protrain.common.errors import CheckpointError
+from protrain.distributed.aside import Aside
 from protrain.distributed.processes import local_processes
+from protrain.distributed.ranks import Ranks
+from protrain.engine.states.parameter_state import Part
 from protrain.optim.optimizer import ProTrainOptimizer
 
 
-def write_parameters(scratch: Path, optimizer: ProTrainOptimizer) -> tuple[dict[str, dict[str, Any]], int]:
-    """Write what this rank has of all parameters, one after another.
+def write_parameters(
+    scratch: Path, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside
+) -> tuple[dict[str, dict[str, Any]], int]:
+    """Write ``parts``, what this rank has of all parameters by their names, one after another.
 
     Returns:
         The entries of the files in the manifest, and the largest step of any parameter that this rank has.
     """
-    ranks = optimizer.ranks
     prefix = f"state-{ranks.rank:05d}" if ranks.several else "state"
     # The ranks of a node share its memory.
     writer = TensorWriter(scratch, prefix, FILE_BYTES // min(ranks.size, local_processes()))
     step = 0
-    parts: dict[str, dict[str, Any]] = {}
-    for name in optimizer.parameter_names():
-        part = optimizer.export_part(name)
+    cuts: dict[str, dict[str, Any]] = {}
+    for name, part in parts:
         elements = part.elements
         if elements.start == elements.stop and (ranks.rank > 0 or not part.is_whole):
             continue
         if "step" in part.tensors:
             step = max(step, int(part.tensors["step"]))
         if not part.is_whole:
-            parts[name] = {"shape": list(part.shape), "elements": [elements.start, elements.stop]}
+            cuts[name] = {"shape": list(part.shape), "elements": [elements.start, elements.stop]}
         writer.add(name, {f"{kind}/{name}": tensor for kind, tensor in part.tensors.items()})
     writer.flush()
     entries: dict[str, dict[str, Any]] = {}
     for file in writer.files:
         entry = {"bytes": file.bytes, "crc32": file.crc32, "parameters": list(file.owners)}
-        cut = {name: parts[name] for name in file.owners if name in parts}
+        cut = {name: cuts[name] for name in file.owners if name in cuts}
         entries[file.name] = entry | ({"parts": cut} if cut else {})
     return entries, step
 
@@ -65,18 +68,12 @@ def check_parameters(save: Path, files: Mapping[str, dict[str, Any]], optimizer:
         files: the entries of its files in the manifest.
         optimizer: has the parameters.
     """
-    found: dict[str, list[_Stored]] = {}
-    for file, entry in files.items():
-        if entry["parameters"]:
-            with open_tensors(save / file) as tensors:
-                for stored in _stored(save / file, entry, tensors):
-                    found.setdefault(stored.name, []).append(stored)
-                    try:
-                        optimizer.check_parameter(stored.name, stored.on_meta())
-                    except ValueError as error:
-                        raise CheckpointError(f"{save / file} is of another model: {error}") from None
-    for name, parts in found.items():
-        _check_complete(save, name, parts)
+    for name, parts in _parts(save, files).items():
+        for part in parts:
+            try:
+                optimizer.check_parameter(name, part.on_meta())
+            except ValueError as error:
+                raise CheckpointError(f"{part.path} is of another model: {error}") from None
 
 
 def load_parameters(save: Path, files: Mapping[str, dict[str, Any]], optimizer: ProTrainOptimizer) -> None:
@@ -93,10 +90,46 @@ def load_parameters(save: Path, files: Mapping[str, dict[str, Any]], optimizer: 
                 optimizer.import_part(stored.name, slice(first, stop), values)
 
 
+def saved_parameters(save: Path, files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, SavedTensor]]:
+    """The whole states of all parameters in a save, by name and kind. None is read here.
+
+    Raises:
+        CheckpointError: the save does not have every element of them once.
+    """
+    return {
+        name: {kind: SavedTensor(kind, tuple(parts)) for kind in parts[0].kinds}
+        for name, parts in _parts(save, files).items()
+    }
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A whole state of one parameter in the files of a save."""
+
+    kind: str
+    parts: tuple[_Stored, ...]  # in the order of their elements
+
+    def read(self) -> torch.Tensor:
+        """The state. If it lies whole in one file, memory is taken by what is used of it."""
+        values = []
+        for part in self.parts if self.kind != "step" else self.parts[:1]:
+            with open_tensors(part.path) as tensors:
+                values.append(tensors.get_tensor(f"{self.kind}/{part.name}"))
+        return values[0] if len(values) == 1 else torch.cat(values).view(self.parts[0].shape)
+
+    def on_meta(self) -> torch.Tensor:
+        """A tensor of the same shape and type without memory."""
+        part = self.parts[0]
+        with open_tensors(part.path) as tensors:
+            dtype = tensors.get_tensor(f"{self.kind}/{part.name}").dtype  # reads nothing
+        return torch.empty(part.on_meta()[self.kind].shape, dtype=dtype, device="meta")
+
+
 @dataclass(frozen=True)
 class _Stored:
     """What one file has of a parameter of ``shape``: the elements ``first`` to ``stop``, of each kind of state."""
 
+    path: Path
     name: str
     shape: tuple[int, ...]
     first: int
@@ -143,13 +176,27 @@ def _stored(path: Path, entry: dict[str, Any], tensors: Any) -> Iterator[_Stored
                 raise CheckpointError(
                     f"{path} is damaged: {kind} of {name} has the shape {list(present)} there, not {list(expected)}"
                 )
-        yield _Stored(name, shape, first, stop, tuple(kinds[name]))
+        yield _Stored(path, name, shape, first, stop, tuple(kinds[name]))
+
+
+def _parts(save: Path, files: Mapping[str, dict[str, Any]]) -> dict[str, list[_Stored]]:
+    """What the files have of each parameter, in the order of its elements. CheckpointError unless that is all of it."""
+    found: dict[str, list[_Stored]] = {}
+    for file, entry in files.items():
+        if entry["parameters"]:
+            with open_tensors(save / file) as tensors:
+                for stored in _stored(save / file, entry, tensors):
+                    found.setdefault(stored.name, []).append(stored)
+    for name, parts in found.items():
+        parts.sort(key=lambda part: (part.first, part.stop))
+        _check_complete(save, name, parts)
+    return found
 
 
 def _check_complete(save: Path, name: str, parts: list[_Stored]) -> None:
     """Raise a CheckpointError unless ``parts`` have every element of the parameter once, of the same kinds of state."""
     reached, shape, kinds = 0, parts[0].shape, set(parts[0].kinds)
-    for part in sorted(parts, key=lambda part: (part.first, part.stop)):
+    for part in parts:
         if part.first != reached or part.shape != shape or set(part.kinds) != kinds:
             raise CheckpointError(
                 f"{save} is damaged: the parts of {name} do not fit together at element {min(part.first, reached)}"

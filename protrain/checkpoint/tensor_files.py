@@ -96,8 +96,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, in
         raise ValueError(f"{name} is {error.args[0]}, which safetensors files cannot hold") from None
     except module.SafetensorError as error:  # safetensors raises this for a full disk too
         raise OSError(f"cannot write {path}: {error}") from None
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+    sync(path)
     return path.stat().st_size, file_crc32(path)
 
 
@@ -120,9 +119,9 @@ def file_crc32(path: Path) -> int:
     return crc32
 
 
-def sync_directory(folder: Path) -> None:
-    """Flush the entries of ``folder``, so that a rename in it survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, so that they survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -14,7 +14,7 @@ from protrain.common.parameters import is_managed, kept_beside, made_of
 
 BUFFERS = "buffers.safetensors"
 _ADDED_LATER = ("extra state of module", "frozen parameter")  # the first checkpoints of this format do not have these
-_BESIDE = "beside/"  # the prefix of the tensors that quantised weights need besides their numbers
+BESIDE = "beside/"  # the prefix of the tensors that quantised weights need besides their numbers
 
 
 def unmanaged_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -34,7 +34,7 @@ def match_saved(save: Path, model: nn.Module) -> list[tuple[torch.Tensor, torch.
     found = []
     with open_tensors(save / BUFFERS) as tensors:
         keys = set(tensors.keys())
-        saved_names = {key for key in keys if not key.startswith(_BESIDE)}
+        saved_names = {key for key in keys if not key.startswith(BESIDE)}
         compare_names(save, "buffer", saved_names - unmanaged.keys(), set(buffers))
         compare_names(save, "frozen parameter", saved_names & unmanaged.keys(), set(unmanaged))
         for name, target in {**buffers, **unmanaged}.items():
@@ -48,7 +48,7 @@ def match_saved(save: Path, model: nn.Module) -> list[tuple[torch.Tensor, torch.
         for name in sorted(keys & statistics.keys()):
             if not _same_bytes(tensors.get_tensor(name), statistics[name].detach().cpu()):
                 raise CheckpointError(
-                    f"{save} is of another model: {name.removeprefix(_BESIDE)} has other values there, so its weights "
+                    f"{save} is of another model: {name.removeprefix(BESIDE)} has other values there, so its weights "
                     "were quantised otherwise: load it into a model that was quantised from the same weights"
                 )
     return found
@@ -99,7 +99,7 @@ def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
         module._save_to_state_dict(told, f"{path}." if path else "", keep_vars=True)
         known = {name for name, _ in (*module.named_parameters(path, False), *module.named_buffers(path, False))}
         found |= {n: value for n, value in told.items() if n not in known and isinstance(value, torch.Tensor)}
-    return {f"{_BESIDE}{name}": value for name, value in found.items()}
+    return {f"{BESIDE}{name}": value for name, value in found.items()}
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

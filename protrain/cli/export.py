@@ -1,101 +1,56 @@
-"""Writes the trained model as a Hugging Face folder, one parameter at a time."""
+"""`protrain export`: a checkpoint becomes a Hugging Face folder."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
+import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from protrain.checkpoint.export import export_save
+from protrain.checkpoint.loading import check_checkpoint
+from protrain.checkpoint.manifest import find_save, read_manifest
+from protrain.cli.job import TrainJob
+from protrain.cli.models import read_architecture, read_tokenizer
+from protrain.cli.options import Parser
+from protrain.cli.run_files import CHECKPOINTS, JOB_FILE
+from protrain.common.parameters import DTYPES
+from protrain.common.progress import Progress
 
-from protrain.checkpoint.tensor_files import TensorWriter, sync_directory
-from protrain.distributed.agreement import raised_on_all
-from protrain.distributed.ranks import Ranks
-from protrain.engine.states.weight_files import unmanaged
-from protrain.optim.optimizer import ProTrainOptimizer
-from protrain_kernels.split_master import split
-
-
-def save_pretrained(
-    folder: Path,
-    model: nn.Module,
-    optimizer: ProTrainOptimizer,
-    *,
-    dtype: torch.dtype,
-    ranks: Ranks,
-    tokenizer: Any = None,
-) -> None:
-    """Write ``model`` to ``folder`` so that ``AutoModelForCausalLM.from_pretrained`` loads it.
-
-    An existing folder is replaced once the new one is complete. All ranks call it, and the first one writes. If it
-    cannot, the error is raised on all ranks.
-
-    Args:
-        folder: where to write it.
-        model: a wrapped transformers model.
-        optimizer: its wrapped optimizer, which gives the parameters one at a time.
-        dtype: the type of the written parameters.
-        ranks: those that train the model.
-        tokenizer: saved beside the model, unless it is None.
-    """
-    scratch = folder.with_name(f".{folder.name}.tmp")
-    writes = ranks.rank == 0
-    with raised_on_all(ranks):
-        if writes:
-            shutil.rmtree(scratch, ignore_errors=True)
-            scratch.mkdir(parents=True)
-            _write_config(scratch, model, dtype, tokenizer)
-    writer = TensorWriter(scratch, "model")
-    for name in optimizer.parameter_names():
-        state = optimizer.export_parameter(name)  # by all ranks
-        with raised_on_all(ranks):
-            if writes:
-                writer.add(name, {name: weight_of(state, dtype)})
-    with raised_on_all(ranks):
-        if writes:
-            _write_rest(scratch, model, writer)
-            sync_directory(scratch)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(scratch, folder)
+_EXAMPLE = """example:
+  protrain export runs/mine exported
+  protrain export path/to/checkpoints exported --model path/to/model
+"""
 
 
-def _write_config(folder: Path, model: nn.Module, dtype: torch.dtype, tokenizer: Any) -> None:
-    config: Any = model.config
-    config.dtype = dtype
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    generation_config: Any = model.generation_config
-    generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+def add_command(commands: Any) -> None:
+    """Add `export` to the subparsers ``commands``."""
+    parser: Parser = commands.add_parser(
+        "export",
+        help="write a checkpoint as a Hugging Face folder",
+        description="Write the weights of a checkpoint, of any number of GPUs, as a folder for from_pretrained.",
+        epilog=_EXAMPLE,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a run or of checkpoints")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to write the model")
+    parser.add_argument("--model", default=None, help="the model that was trained (default: that of the run)")
+    parser.add_argument("--dtype", choices=DTYPES, default=None, help="of the weights (default: that of the training)")
+    parser.set_defaults(run=run_command)
 
 
-def weight_of(state: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The weight in ``dtype`` that training used, from the state that ``export_parameter`` returns.
-
-    A bf16 weight is its master with ties rounded away from zero (design: numerics), which torch's own cast does not do.
-    """
-    if "weight" in state:
-        return state["weight"].to(dtype)
-    master = state["master"]
-    if dtype is not torch.bfloat16:
-        return master.to(dtype)
-    return split(master.contiguous().view(-1))[0].view(master.shape)
-
-
-def _write_rest(folder: Path, model: nn.Module, writer: TensorWriter) -> None:
-    """Write the buffers and the index of the files, after all parameters."""
-    for name, tensor in unmanaged(model).items():
-        writer.add(name, {name: tensor.detach().cpu().clone()})
-    writer.flush()
-    if len(writer.files) == 1:
-        os.rename(folder / writer.files[0].name, folder / "model.safetensors")
-        return
-    index = {
-        "metadata": {"total_size": sum(file.bytes for file in writer.files)},
-        "weight_map": {key: file.name for file in writer.files for key in file.keys},
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+def run_command(args: argparse.Namespace) -> None:
+    """Run `protrain export`."""
+    source, name = args.checkpoint, args.model
+    if (source / JOB_FILE).exists():
+        name = name or TrainJob.load(source / JOB_FILE).model
+        source = source / CHECKPOINTS
+    if name is None:
+        raise ValueError(f"--model: {source} is not the folder of a run, so give the model that was trained")
+    save = find_save(source)
+    manifest, architecture = read_manifest(save), read_architecture(name)
+    check_checkpoint(save, architecture.model)
+    dtype = args.dtype or manifest.get("dtype")
+    if dtype is None:
+        raise ValueError(f"--dtype: {save} was made by a version that did not save it, so give that of the weights")
+    tokenizer = None if architecture.folder is None else read_tokenizer(architecture.folder)[1]
+    with Progress(enabled=True).stage(f"writing {args.folder}"):
+        export_save(save, manifest, architecture.model, args.folder, dtype=DTYPES[dtype], tokenizer=tokenizer)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from protrain.cli.export import save_pretrained
+from protrain.checkpoint.export import export
 from protrain.cli.metrics import StepTimes, draw_loss_curve, peak_resident_bytes
 from protrain.cli.run_files import MODEL_FOLDER, SAMPLE_FILE, SUMMARY_FILE
 from protrain.cli.summary import TrainSummary, device_name, versions
@@ -35,14 +35,9 @@ def finish(run: Run, times: StepTimes, look: Callable[[], None]) -> TrainSummary
     look()
     if job.save_model:
         with stages.stage("writing the model"):
-            save_pretrained(
-                folder / MODEL_FOLDER,
-                run.model,
-                run.optimizer,
-                dtype=run.dtype,
-                tokenizer=run.loaded.tokenizer,
-                ranks=run.ranks,
-            )
+            if run.writes:
+                shutil.rmtree(folder / MODEL_FOLDER, ignore_errors=True)  # of a finish that was interrupted
+            export(run.model, folder / MODEL_FOLDER, tokenizer=run.loaded.tokenizer)
         look()
     text = None
     if job.sample_tokens:

@@ -14,7 +14,7 @@ from typing import TextIO
 
 import protrain
 import protrain_kernels
-from protrain.cli import bench, calibrate, plan, train
+from protrain.cli import bench, calibrate, convert, export, plan, train
 from protrain.cli.options import Parser, in_options
 from protrain.cli.signals import InterruptedRun
 from protrain.common.errors import MisuseError
@@ -26,7 +26,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="protrain", description="Train models larger than the GPU, placed by one automatic plan.")
     parser.add_argument("--version", action="version", version=f"protrain {protrain.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for module in (calibrate, plan, train, bench):
+    for module in (calibrate, plan, train, export, convert, bench):
         module.add_command(commands)
     return parser
 

@@ -76,7 +76,12 @@ def load_model(name: str, *, layers: int | None = None) -> LoadedModel:
     folder = architecture.folder
     if folder is not None and not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} holds no safetensors: save the weights with save_pretrained first")
-    codec, tokenizer = (byte_codec(), None) if folder is None else _read_tokenizer(folder, architecture.config)
+    codec, tokenizer = (byte_codec(), None) if folder is None else read_tokenizer(folder)
+    if folder is not None and codec.vocabulary > architecture.config.vocab_size:
+        raise ValueError(
+            f"{folder} has {architecture.config.vocab_size} embeddings and its tokens need {codec.vocabulary}"
+            + (": it has no tokenizer, so text is read as bytes" if tokenizer is None else "")
+        )
     parts = {field.name: getattr(architecture, field.name) for field in fields(architecture)}
     return LoadedModel(**parts, codec=codec, tokenizer=tokenizer)
 
@@ -136,7 +141,7 @@ def _from_folder(name: str, transformers: Any) -> Architecture:
     return Architecture(model=model, folder=folder, sequence=min(1024, positions), learning_rate=3e-5)
 
 
-def _read_tokenizer(folder: Path, config: Any) -> tuple[Codec, Any]:
+def read_tokenizer(folder: Path) -> tuple[Codec, Any]:
     """The codec of ``folder`` and its tokenizer, which is None if text is read as bytes."""
     transformers = _transformers()
     tokenizer, codec = None, byte_codec()
@@ -146,11 +151,6 @@ def _read_tokenizer(folder: Path, config: Any) -> tuple[Codec, Any]:
             codec = tokenizer_codec(tokenizer)
         except Exception as error:
             raise ValueError(f"the tokenizer of {folder} cannot be read: {_kind_and_message(error)}") from error
-    if codec.vocabulary > config.vocab_size:
-        raise ValueError(
-            f"{folder} has {config.vocab_size} embeddings and its tokens need {codec.vocabulary}"
-            + (": it has no tokenizer, so text is read as bytes" if tokenizer is None else "")
-        )
     return codec, tokenizer
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import protrain
 from protrain import validate
-from protrain.checkpoint.checkpoints import check_checkpoint, load_checkpoint
+from protrain.checkpoint.loading import check_checkpoint, load_checkpoint
 from protrain.checkpoint.manifest import list_saves
 from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
 from protrain.cli.job import TrainJob

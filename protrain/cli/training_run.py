@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from protrain.checkpoint.checkpoints import save_checkpoint
+from protrain.checkpoint.saving import save_checkpoint
 from protrain.cli.data import Tokens, evaluation_batches
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import MetricsFile, added_in_order

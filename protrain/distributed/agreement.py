@@ -11,6 +11,7 @@ from time import perf_counter
 
 import torch
 
+from protrain.distributed.aside import Aside
 from protrain.distributed.processes import local_processes
 from protrain.distributed.ranks import Ranks
 from protrain.hardware.profile import HardwareProfile
@@ -122,7 +123,7 @@ def plan_of_first(ranks: Ranks, plan: Callable[[], Plan]) -> Plan:
 
 
 @contextmanager
-def raised_on_all(ranks: Ranks) -> Iterator[None]:
+def raised_on_all(ranks: Ranks | Aside) -> Iterator[None]:
     """An error inside, on any rank, is raised on all of them when the last one has come to the end of the block.
 
     So no rank goes on alone with something that has failed on another. Each rank raises its own error if it has one,

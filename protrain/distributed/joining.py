@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -17,15 +19,19 @@ def join(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
     """The ranks that train together.
 
     They are those of ``group``, or of the default group. If there is neither and a launcher such as torchrun announces
-    several processes, a default group is started with them.
+    several processes, a default group is started with them, and ended when Python ends.
     """
+    starts = group is None and announced_processes() > 1 and not dist.is_initialized()
+    if starts:
+        start_group()
     if group is None and announced_processes() > 1:
-        if not dist.is_initialized():
-            start_group()
         group = dist.group.WORLD
     if group is not None and dist.get_world_size(group) == 1:
         group = None
-    return Ranks(group, device)
+    ranks = Ranks(group, device)
+    if starts:
+        atexit.register(_end_group, ranks)
+    return ranks
 
 
 def start_group() -> None:
@@ -43,6 +49,13 @@ def start_group() -> None:
             "init_process_group before protrain.wrap"
         )
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def _end_group(ranks: Ranks) -> None:
+    """End the default group, unless it is ended, or an error ends this process: others may be gone by then."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        ranks.end()
+        dist.destroy_process_group()
 
 
 def refuse_others(ranks: Ranks, processes: int) -> None:

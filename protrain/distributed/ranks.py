@@ -79,6 +79,11 @@ class Ranks:
         if self.several:
             self._watch.raised(error, where)
 
+    def end(self) -> None:
+        """This rank takes no part any more. It is no collective: the others are told."""
+        if self.several:
+            self._watch.end()
+
     @contextmanager
     def reporting(self, where: str) -> Iterator[None]:
         """A context whose exceptions :meth:`raised` is told."""
@@ -92,6 +97,11 @@ class Ranks:
     def trail(self) -> object:
         """Stands for all that this rank has done with the others: the same on all ranks that are in step."""
         return self._watch.trail if self.several else None
+
+    @property
+    def is_out_of_step(self) -> bool:
+        """Whether it is decided that the ranks are out of step."""
+        return self.several and self._watch.is_out_of_step
 
     def refuse_out_of_step(self, trails: Sequence[object]) -> None:
         """MisuseError on every rank if their ``trails`` differ, which all of them know."""

@@ -38,6 +38,8 @@ from protrain.planning.explain.explanation import Explanation, explain
 from protrain.planning.explain.host_rate import host_gparams
 from protrain.planning.plan import Plan
 
+_EXPORTED_BYTES = 12  # of one element: master and two moments in fp32
+
 
 class ProTrainOptimizer(torch.optim.Optimizer):
     """Adam or AdamW over the chunks of an engine, sharing the param_groups of the user's optimizer.
@@ -236,17 +238,30 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         The master is used only if the state is loaded at the step at which it was saved (``master_step``), and not
         after steps that another optimizer made with it. In float16 the state also has the loss scale.
         """
+        return self._state_dict("the optimizer's state_dict()", kept=True)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """:meth:`state_dict` on the first rank, and an empty dict on all others, which hold one parameter at a time.
+
+        With several ranks all of them must call it.
+        """
+        kept = self.ranks.rank == 0
+        state = self._state_dict("the optimizer's full_state_dict()", kept=kept)
+        return state if kept else {}
+
+    def _state_dict(self, what: str, *, kept: bool) -> dict[str, Any]:
+        """The state of the optimizer. If it is not ``kept``, that is without the states of parameters."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self.groups.check_members()
-        self.ranks.meet("the optimizer's state_dict()")
+        self.ranks.meet(what)
         if self._running is None:
             result = pack_state(self.param_groups, self._by_id(self._state_at_begin))
         else:
-            result = self._state_of(self._running)
+            result = self._state_of(self._running, kept=kept)
         return self._through(self._optimizer_state_dict_post_hooks, result)
 
-    def _state_of(self, engine: Engine) -> dict[str, Any]:
+    def _state_of(self, engine: Engine, *, kept: bool) -> dict[str, Any]:
         engine.bindings.refuse_inside_full_parameters("the optimizer's state_dict()")
         steps, states = engine.step.updates.steps, dict[str, dict[str, Any]]()
         with engine.quiet():
@@ -254,7 +269,9 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 member = self._by_name[name]
                 # Before its first step a parameter has state to keep only if it has a master.
                 if steps[member.index] or member.chunk.master is not None:
-                    states[name] = with_master_step(export_state(member, steps))
+                    state = export_state(member, steps)
+                    if kept:
+                        states[name] = with_master_step(state)
         result = pack_state(self.param_groups, self._by_id(states))
         if engine.step.loss_scale is not None:
             result["loss_scale"] = engine.step.loss_scale.state()
@@ -322,6 +339,19 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._engine.bindings.refuse_inside_full_parameters("export_part()")
         with self._engine.quiet():
             return export_part(self._by_name[name], self._engine.step.updates.steps)
+
+    def export_bytes(self) -> int:
+        """The host memory that :meth:`export_part` of all parameters takes on this rank."""
+        members = self._engine.members
+        return sum(
+            (own.stop - own.start) * (member.chunk.weight.itemsize if member.group < 0 else _EXPORTED_BYTES)
+            for member, own in ((member, own_elements(member)) for member in members)
+        )
+
+    @property
+    def free_host_bytes(self) -> int:
+        """The bytes of this rank's host memory that the plan does not take."""
+        return self.hardware.host_bytes - self.plan.host_bytes
 
     def own_elements(self, name: str) -> slice:
         """The elements of a parameter whose state this rank has, in the order of a contiguous tensor."""

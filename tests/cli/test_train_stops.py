@@ -176,12 +176,12 @@ def test_a_run_that_is_stopped_after_its_last_step_is_saved(
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
 
-        def export(target: Path, *_: Any, **__: Any) -> None:
+        def export(_: Any, target: Path, **__: Any) -> None:
             (target.parent / ".model.tmp").mkdir()
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
 
-        patch.setattr(protrain.cli.finish, "save_pretrained", export)
+        patch.setattr(protrain.cli.finish, "export", export)
         capsys.readouterr()
         assert main(arguments(workplace, folder)) == 143
     said = f"stopped at step {STEPS} of {STEPS}; continue with: protrain train --resume --folder {folder}"

@@ -93,6 +93,10 @@ def call_alone(rank: int, size: int, spec: Spec, folder: str) -> list[str]:
         lambda training: protrain.full_parameters(training.model).__enter__(),
         lambda training: training.save(folder),
         lambda training: training.load(folder),
+        lambda training: protrain.async_save(folder, training.model, training.optimizer),
+        lambda training: protrain.export(training.model, folder),
+        lambda training: protrain.full_state_dict(training.model),
+        lambda training: training.optimizer.full_state_dict(),
     ]
     errors = []
     for at, call in enumerate(calls):

@@ -152,7 +152,7 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
         ValueError: ``module`` is not wrapped, or a parameter was given another shape, and no edit is kept.
         MisuseError: not all ranks have entered, or their edits differ, and no edit is kept.
     """
-    engine, members = _members(module)
+    engine, members = members_of(module, "full_parameters")
     engine.ranks.meet("full_parameters()")
     with engine.quiet():
         # An outer full_parameters may have some of them already.
@@ -214,10 +214,35 @@ def _refuse_other_edits(ranks: Ranks, edits: list[tuple[Member, Tensor]]) -> Non
             )
 
 
-def _members(module: nn.Module) -> tuple[Engine, list[Member]]:
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """``module.state_dict()`` on the first rank, and an empty dict on all others, which hold one parameter at a time.
+
+    With several ranks all of them must call it. ``module`` is a wrapped model or any part of one.
+    """
+    engine, members = members_of(module, "full_state_dict")
+    engine.bindings.refuse_inside_full_parameters("full_state_dict()")
+    ranks = engine.ranks
+    ranks.meet("full_state_dict()")
+    copies: dict[int, Tensor] = {}
+    with engine.quiet():
+        for member in members:
+            copy = read_weight(member)
+            if ranks.rank == 0:
+                copies[id(member.parameter)] = copy
+    if ranks.rank > 0:
+        return {}
+    state = module.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = copies[id(value)] if id(value) in copies else value.detach()
+    return state
+
+
+def members_of(module: nn.Module, what: str) -> tuple[Engine, list[Member]]:
+    """The engine and the parameters of ``module``. ValueError if it is not wrapped, which ``what`` needs."""
     handles = [p.protrain_handle for p in module.parameters() if isinstance(p, PresentParameter)]
     if not handles:
-        raise ValueError("full_parameters needs a model that protrain.wrap returned, or a part of one")
+        raise ValueError(f"{what} needs a model that protrain.wrap returned, or a part of one")
     engine = handles[0].engine
     assert isinstance(engine, Engine)
     return engine, [engine.members[handle.index] for handle in handles]

@@ -1,0 +1,180 @@
+"""Loads what :mod:`protrain.checkpoint.saving` has saved, checked before anything is changed."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from protrain.checkpoint.json_values import decode
+from protrain.checkpoint.manifest import check_files, find_save, read_manifest, verify_bytes
+from protrain.checkpoint.parameter_files import check_parameters, load_parameters
+from protrain.checkpoint.random_state import check_random_state, set_random_state
+from protrain.checkpoint.saving import (
+    MODULES,
+    OTHER_RANDOMS,
+    check_wrapped,
+    class_of,
+    wait_for_async_save,
+    with_extra_state,
+)
+from protrain.checkpoint.tensor_files import open_tensors
+from protrain.checkpoint.unmanaged_tensors import compare_names, match_saved
+from protrain.common.errors import CheckpointError
+from protrain.common.parameters import is_managed
+from protrain.distributed.agreement import raised_on_all
+from protrain.distributed.ranks import Ranks
+from protrain.optim.optimizer import ProTrainOptimizer
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ProTrainOptimizer,
+    *,
+    scheduler: LRScheduler | None = None,
+) -> Any:
+    """Load the newest save in ``folder``, or ``folder`` itself if it is a save. Returns the ``extra`` of the save.
+
+    The states of ``model``, ``optimizer`` and ``scheduler`` and the random states of torch, CUDA, Python and numpy
+    become those of the save. Before anything is changed, every file is checked against its recorded size and CRC-32,
+    and its contents against ``model``, ``optimizer`` and ``scheduler``. If the model was wrapped without an example
+    batch and was not called yet, the states of its parameters are read in its first call, so ``folder`` must stay.
+
+    With several ranks all of them must call it. The number of ranks may be another than that of the save. Then rank r
+    takes the random states that rank r had, and one that the save does not have keeps its own, with a warning.
+
+    Raises:
+        ValueError: ``optimizer`` is not the wrapped one, or not that of ``model``.
+        CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model,
+            optimizer or scheduler.
+        MisuseError: Not all ranks have called it.
+
+    An error on one rank is raised on all of them.
+    """
+    check_wrapped(model, optimizer)
+    ranks, root = optimizer.ranks, Path(folder)
+    ranks.meet("load_checkpoint()")
+    wait_for_async_save(optimizer)
+    name, manifest = Path(), dict[str, Any]()
+    with raised_on_all(ranks):
+        if ranks.rank == 0:
+            save = find_save(root)
+            name, manifest = save.relative_to(root), read_manifest(save)
+    name, manifest = ranks.of_first((name, manifest))
+    save = root / name
+    files, modules = manifest["files"], with_extra_state(model)
+    with raised_on_all(ranks):
+        _check(save, manifest, model, optimizer.parameter_names())
+        verify_bytes(save, dict(list(files.items())[ranks.rank :: ranks.size]))  # a share of the files each
+        scheduler_state, extra = decode(manifest["scheduler"]), decode(manifest["extra"])
+        _check_scheduler(save, manifest.get("scheduler_class"), scheduler_state, scheduler)
+        buffers = match_saved(save, model)
+        scalars = decode(manifest["scalars"])
+        try:
+            optimizer.check_scalar_state(scalars)
+        except ValueError as error:
+            raise CheckpointError(f"{save} is of another optimizer: {error}") from None
+        check_parameters(save, files, optimizer)
+        random = _random_of(ranks, save, manifest)
+
+    def load_own() -> None:
+        with raised_on_all(ranks):
+            load_parameters(save, files, optimizer)
+
+    optimizer.when_begun(load_own)  # first, because inside full_parameters() this raises
+    with torch.no_grad():
+        for target, saved in buffers:
+            target.copy_(saved)
+    optimizer.load_scalar_state(scalars)
+    if scheduler is not None:
+        scheduler.load_state_dict(scheduler_state)
+    _load_extra_state(save, modules, manifest.get("modules", {}), has_tensors=MODULES in files)
+    if random is not None:
+        set_random_state(random)
+    return extra
+
+
+def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module) -> Any:
+    """Raise early what :func:`load_checkpoint` would refuse, as far as that takes no time.
+
+    Returns the save's ``extra``.
+
+    It is called before ``model`` is wrapped, which may take minutes. It looks at existence, sizes and headers of the
+    files.
+
+    Raises:
+        CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model.
+    """
+    managed = [name for name, parameter in model.named_parameters() if is_managed(parameter)]
+    save = find_save(Path(folder))
+    manifest = read_manifest(save)
+    _check(save, manifest, model, managed)
+    return decode(manifest["extra"])
+
+
+def _check(save: Path, manifest: dict[str, Any], model: nn.Module, names: list[str]) -> None:
+    """Raise a CheckpointError unless the files are those of ``manifest``, and of a model with these parameters."""
+    check_files(save, manifest)
+    saved_names = {name for entry in manifest["files"].values() for name in entry["parameters"]}
+    compare_names(save, "parameter", saved_names, set(names))
+    compare_names(save, "extra state of module", set(manifest.get("modules", {})), set(with_extra_state(model)))
+
+
+def _random_of(ranks: Ranks, save: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """The random states that the save has of this rank, checked. None, and a warning, if it has none."""
+    states = [manifest["random"], *manifest.get(OTHER_RANDOMS, [])]
+    if ranks.rank >= len(states):
+        warnings.warn(
+            f"{save} was made by {len(states)} processes, so it has no random states of rank {ranks.rank}, which keeps "
+            "its own",
+            stacklevel=3,
+        )
+        return None
+    state: dict[str, Any] = states[ranks.rank]
+    try:
+        check_random_state(state)
+    except ValueError as error:
+        remedy = "load another save, or this one with the versions of torch and numpy that wrote it"
+        raise CheckpointError(f"{save} holds {error}; {remedy}") from None
+    return state
+
+
+def _check_scheduler(
+    save: Path, saved_class: str | None, state: dict[str, Any] | None, scheduler: LRScheduler | None
+) -> None:
+    """Raise a CheckpointError unless ``state`` is of a scheduler like ``scheduler``.
+
+    A scheduler itself would load the state of any other scheduler without an error.
+    """
+    remedy = "pass the scheduler it was saved with"
+    if scheduler is None or state is None:
+        if scheduler is not state:
+            has, needs = ("no ", "one was given") if state is None else ("a ", "none was given")
+            raise CheckpointError(f"{save} holds {has}scheduler state and {needs}; {remedy}")
+        return
+    present_class = class_of(scheduler)
+    if saved_class is not None and saved_class != present_class:
+        raise CheckpointError(f"{save} holds the state of a {saved_class}, not of a {present_class}; {remedy}")
+    if saved_class is None:  # an old save has no class name; private keys depend on the version of torch
+        keys = {key for key in {*state} ^ {*scheduler.state_dict()} if not str(key).startswith("_")}
+        if keys:
+            key = min(keys, key=str)
+            has = "has" if key in state else "lacks"
+            raise CheckpointError(
+                f"{save} holds the state of another scheduler than a {present_class}: it {has} {key!r}; {remedy}"
+            )
+
+
+def _load_extra_state(save: Path, modules: dict[str, nn.Module], states: dict[str, Any], *, has_tensors: bool) -> None:
+    found: dict[str, torch.Tensor] = {}
+    if has_tensors:
+        with open_tensors(save / MODULES) as tensors:
+            found = {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118 - it is no mapping
+    for name, module in modules.items():
+        module.set_extra_state(decode(states[name], found))

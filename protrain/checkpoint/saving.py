@@ -1,0 +1,332 @@
+"""Checkpoints of a run: atomic saves for exact resumption, in safetensors and JSON, without pickle.
+
+``folder`` holds numbered saves, the newest last::
+
+    folder/00007-step-3500/
+        checkpoint.json            manifest: format, files with size and CRC-32, step, scalars, scheduler, random states
+        buffers.safetensors        model.named_buffers(), and parameters that are not managed
+        modules.safetensors        tensors of get_extra_state(), whose rest is in the manifest; only if there are any
+        state-00001.safetensors    "master/NAME", "exp_avg/NAME", ...: about 1 GiB each; several ranks each write files
+                                   of their own, state-RANK-00001.safetensors, ...
+
+A save is written to a hidden folder, flushed to the disk and then renamed. So a process that is killed at any moment
+leaves the earlier saves untouched and at most one hidden folder, which the next save removes. Parameters are streamed
+one at a time, so memory stays bounded by one file. State is kept in fp32, by parameter name and element, so it loads
+under any plan and on any number of ranks.
+
+With several ranks, each writes and reads what it has of every parameter (:mod:`protrain.checkpoint.parameter_files`).
+The first rank does all else alone: it makes the hidden folder, and when all ranks have said that their files are on the
+disk, it writes the manifest and renames the folder.
+
+[Note: saves beside the training] ``async_save`` takes all that can change at once, and a thread of each rank writes it.
+The threads must not issue collectives, so what they say to each other is in :class:`protrain.distributed.aside.Aside`.
+The next save, or a load, waits for them first, because it would take their hidden folder for one that was left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from protrain.checkpoint.json_values import encode
+from protrain.checkpoint.manifest import list_saves, write_manifest
+from protrain.checkpoint.parameter_files import write_parameters
+from protrain.checkpoint.random_state import random_state
+from protrain.checkpoint.tensor_files import sync, write_tensors
+from protrain.checkpoint.unmanaged_tensors import BUFFERS, unmanaged_tensors
+from protrain.common.errors import BudgetError
+from protrain.common.quantities import format_bytes
+from protrain.distributed.agreement import raised_on_all
+from protrain.distributed.aside import Aside
+from protrain.distributed.ranks import Ranks
+from protrain.engine.states.parameter_state import Part
+from protrain.optim.optimizer import ProTrainOptimizer
+
+MODULES = "modules.safetensors"
+OTHER_RANDOMS = "random_of_other_ranks"  # the random states of rank 1 and those after it
+_SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # an unfinished save, or one that is being deleted
+
+_beside: WeakKeyDictionary[ProTrainOptimizer, Future[Path]] = WeakKeyDictionary()  # the last async_save of each
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ProTrainOptimizer,
+    *,
+    scheduler: LRScheduler | None = None,
+    extra: Any = None,
+    keep: int = 2,
+) -> Path:
+    """Save the training state atomically as a new numbered save in ``folder``. Returns the path of the save.
+
+    With several ranks all of them must call it. Buffers, scheduler, extra state and ``extra`` are those of the first
+    rank; random states are kept of every rank.
+
+    Parameters:
+        folder: It is made if missing. Saves of one run belong in one folder, which all ranks must see.
+        model: The wrapped model; gives its buffers, and the extra state of modules that have one.
+        optimizer: The wrapped optimizer; gives weights, masters and moments, one parameter at a time.
+        scheduler: A learning rate scheduler whose state is plain numbers, lists and dictionaries.
+        extra: Anything JSON can hold; :func:`load_checkpoint` returns it.
+        keep: How many saves stay, this one included. Older ones are deleted once it is complete.
+
+    Raises:
+        ValueError: ``optimizer`` is not the wrapped one, ``keep`` is below 1, or ``scheduler``, ``extra`` or a module's
+            extra state holds what JSON cannot. Tensors in extra state are allowed.
+        OSError: The disk is full or not writable. Earlier saves are intact, and no part of this one is left.
+        MisuseError: Not all ranks have called it.
+
+    An error on one rank is raised on all of them.
+    """
+    check_wrapped(model, optimizer)
+    optimizer.ranks.meet("save_checkpoint()")
+    save = _begin(Path(folder), model, optimizer, scheduler, extra, keep)
+    parts = ((name, optimizer.export_part(name)) for name in optimizer.parameter_names())
+    return _finish(save, parts, optimizer.ranks)
+
+
+def async_save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ProTrainOptimizer,
+    *,
+    scheduler: LRScheduler | None = None,
+    extra: Any = None,
+    keep: int = 2,
+) -> Future[Path]:
+    """Do what :func:`save_checkpoint` does, and train on while a thread writes a copy of the state.
+
+    The copy takes 12 bytes of host memory for each parameter that is trained, of which each rank has its share, until
+    it is written.
+
+    Returns:
+        The path of the save, when that is complete: ``result()`` waits for it, and raises the OSError of a full disk.
+        Such an error is also given as a warning. A process that ends waits for its save, unless it is killed.
+
+    Raises:
+        BudgetError: the plan leaves too little of the host memory for the copy. It says how much that is.
+        ValueError, MisuseError: as :func:`save_checkpoint` does.
+    """
+    check_wrapped(model, optimizer)
+    ranks = optimizer.ranks
+    ranks.meet("async_save()")
+    wait_for_async_save(optimizer)
+    with raised_on_all(ranks):
+        _refuse_without_room(optimizer)
+        parts = [(name, optimizer.export_part(name)) for name in optimizer.parameter_names()]
+    save = _begin(Path(folder), model, optimizer, scheduler, extra, keep)
+    aside = Aside(ranks, ranks.of_first(f"async_save {uuid4()}"))
+    thread = ThreadPoolExecutor(1, "protrain async_save")
+    saved = thread.submit(_finish, save, _given_up(parts), aside)
+    thread.shutdown(wait=False)
+    saved.add_done_callback(_warn_of_failure)
+    _beside[optimizer] = saved
+    return saved
+
+
+def wait_for_async_save(optimizer: ProTrainOptimizer) -> None:
+    """Wait until the last :func:`async_save`, if there is one, has written its save or failed to."""
+    saved = _beside.pop(optimizer, None)
+    if saved is not None:
+        wait([saved])
+
+
+def _refuse_without_room(optimizer: ProTrainOptimizer) -> None:
+    needed_bytes, free_bytes = optimizer.export_bytes(), optimizer.free_host_bytes
+    if needed_bytes > free_bytes:
+        raise BudgetError(
+            f"async_save needs {format_bytes(needed_bytes)} of host memory for a copy of the state, and the plan "
+            f"leaves {format_bytes(max(0, free_bytes))}: use save_checkpoint, which needs no copy, or give "
+            "protrain.wrap a larger host_memory"
+        )
+
+
+def _given_up(parts: list[tuple[str, Part]]) -> Iterable[tuple[str, Part]]:
+    """``parts``, of which none is kept here, so that their memory is free as soon as they are written."""
+    parts.reverse()
+    while parts:
+        yield parts.pop()
+
+
+def _warn_of_failure(saved: Future[Path]) -> None:
+    error = saved.exception()
+    if error is not None:
+        warnings.warn(f"an async_save has failed: {type(error).__name__}: {error}", stacklevel=2)
+
+
+@dataclass
+class _Save:
+    """One save from its beginning to its end."""
+
+    root: Path
+    keep: int
+    # These are the first rank's: what the manifest says so far, and the saves that are complete.
+    manifest: dict[str, Any] = field(default_factory=dict)
+    older: list[Path] = field(default_factory=list)
+    serial: int = 0
+
+    @property
+    def scratch(self) -> Path:
+        """The hidden folder."""
+        return self.root / f".{self.serial:05d}.tmp"
+
+
+def _begin(
+    root: Path, model: nn.Module, optimizer: ProTrainOptimizer, scheduler: LRScheduler | None, extra: Any, keep: int
+) -> _Save:
+    """Make the hidden folder of a new save and write everything but parameters to it."""
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, not {keep}")
+    wait_for_async_save(optimizer)
+    ranks, save = optimizer.ranks, _Save(root, keep)
+    first = ranks.rank == 0
+    randoms = ranks.all_values(random_state())
+    try:
+        with raised_on_all(ranks):
+            if first:
+                tensors: dict[str, torch.Tensor] = {}
+                save.manifest = _manifest(model, optimizer, scheduler, extra, tensors)  # an error in it leaves no trace
+                save.manifest |= {"random": randoms[0], **({OTHER_RANDOMS: randoms[1:]} if ranks.several else {})}
+                save.older, save.serial = new_save(root)
+                save.manifest["files"] = write_others(save.scratch, unmanaged_tensors(model), tensors)
+        save.serial = ranks.of_first(save.serial)
+        with raised_on_all(ranks):
+            if not first and not save.scratch.is_dir():
+                raise OSError(
+                    f"{save.scratch}, which rank 0 has made, is not there on rank {ranks.rank}: all must see it"
+                )
+    except BaseException:
+        if first and save.serial:
+            shutil.rmtree(save.scratch, ignore_errors=True)
+        raise
+    return save
+
+
+def _finish(save: _Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside) -> Path:
+    """Write the ``parts`` of parameters that this rank has, and when all ranks have, make the save complete."""
+    first = ranks.rank == 0
+    try:
+        with raised_on_all(ranks):
+            own = write_parameters(save.scratch, parts, ranks)
+        written = ranks.all_values(own)
+        step = max(step for _, step in written)
+        target = save.root / f"{save.serial:05d}-step-{step}"
+        with raised_on_all(ranks):
+            if first:
+                files = {name: entry for files, _ in written for name, entry in files.items()}
+                publish(save.scratch, target, {**save.manifest, "step": step, "files": save.manifest["files"] | files})
+    except BaseException:  # a full disk gets the space back, and Ctrl-C leaves nothing half done
+        if first:
+            shutil.rmtree(save.scratch, ignore_errors=True)
+        raise
+    with raised_on_all(ranks):
+        if first:
+            _delete_all_but([*save.older, target], save.keep)
+    return target
+
+
+def _manifest(
+    model: nn.Module,
+    optimizer: ProTrainOptimizer,
+    scheduler: LRScheduler | None,
+    extra: Any,
+    tensors: dict[str, torch.Tensor],
+) -> dict[str, Any]:
+    """What a manifest says of the state that is the same on all ranks. Tensors of extra state go to ``tensors``."""
+    dtypes = {model.get_parameter(name).dtype for name in optimizer.parameter_names()}
+    return {
+        "dtype": str(dtypes.pop()).removeprefix("torch."),  # of weights, all of which have one
+        "scalars": encode(optimizer.scalar_state(), "the optimizer's scalar state"),
+        "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state"),
+        "scheduler_class": None if scheduler is None else class_of(scheduler),
+        "extra": encode(extra, "extra"),
+        "modules": {
+            name: encode(module.get_extra_state(), f"the extra state of module {name!r}", tensors)
+            for name, module in with_extra_state(model).items()
+        },
+    }
+
+
+def new_save(root: Path) -> tuple[list[Path], int]:
+    """Remove what killed saves have left in ``root``, and make the hidden folder of a new one.
+
+    Returns:
+        The saves in ``root``, and the number of the new one.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(".*.tmp"):
+        if _SCRATCH.fullmatch(leftover.name) and leftover.is_dir():
+            shutil.rmtree(leftover)
+    saves = list_saves(root)
+    serial = int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
+    (root / f".{serial:05d}.tmp").mkdir()
+    return saves, serial
+
+
+def write_others(
+    scratch: Path, buffers: dict[str, torch.Tensor], extra: dict[str, torch.Tensor]
+) -> dict[str, dict[str, Any]]:
+    """Write ``buffers`` and tensors of ``extra`` state. Returns the entries of the files in the manifest."""
+    files: dict[str, dict[str, Any]] = {}
+    for name, tensors in {BUFFERS: buffers, **({MODULES: extra} if extra else {})}.items():
+        size, crc32 = write_tensors(scratch / name, tensors)
+        files[name] = {"bytes": size, "crc32": crc32, "parameters": []}
+    return files
+
+
+def publish(scratch: Path, target: Path, manifest: dict[str, Any]) -> None:
+    """Make a save of ``scratch``, all of whose other files are on the disk. After an error there is none."""
+    write_manifest(scratch, manifest)
+    sync(scratch)
+    try:
+        os.rename(scratch, target)
+        sync(target.parent)
+    except BaseException:
+        with suppress(OSError):
+            os.rename(target, scratch)
+        raise
+
+
+def _delete_all_but(saves: list[Path], keep: int) -> None:
+    for old in saves[:-keep]:
+        # It is renamed first, because a half-deleted save must never look like a save.
+        doomed = old.with_name(f".{old.name}.tmp")
+        os.rename(old, doomed)
+        shutil.rmtree(doomed)
+
+
+def check_wrapped(model: nn.Module, optimizer: Any) -> None:
+    """Raise a ValueError unless ``optimizer`` is the one that protrain.wrap returned with ``model``."""
+    if not hasattr(optimizer, "scalar_state"):
+        raise ValueError(
+            f"optimizer must be the one that protrain.wrap returned, not a plain {type(optimizer).__name__}"
+        )
+    if not optimizer.trains(model):
+        raise ValueError("optimizer is of another model: pass the two that protrain.wrap returned together")
+
+
+def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of ``model`` that have extra state, as ``state_dict`` finds them."""
+    none = nn.Module.get_extra_state
+    return {name: module for name, module in model.named_modules() if type(module).get_extra_state is not none}
+
+
+def class_of(scheduler: Any) -> str:
+    """The class name of ``scheduler`` with those of its parts: ``SequentialLR(LinearLR, CosineAnnealingLR)``."""
+    name, parts = type(scheduler).__name__, getattr(scheduler, "_schedulers", None)
+    return f"{name}({', '.join(map(class_of, parts))})" if isinstance(parts, list | tuple) else name

@@ -1,0 +1,37 @@
+"""`protrain convert`: checkpoints to and from the format of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from protrain.cli.options import Parser
+from protrain.common.progress import Progress
+
+_EXAMPLE = """example:
+  protrain convert runs/mine/checkpoints dcp    # the newest checkpoint, for torch.distributed.checkpoint.load
+  protrain convert dcp runs/other/checkpoints   # and back
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Add `convert` to the subparsers ``commands``."""
+    parser: Parser = commands.add_parser(
+        "convert",
+        help="write a checkpoint in the format of torch.distributed.checkpoint, or the other way round",
+        description="Convert a checkpoint, of any number of GPUs, to torch.distributed.checkpoint, or back.",
+        epilog=_EXAMPLE,
+    )
+    parser.add_argument("source", metavar="SOURCE", type=Path, help="a checkpoint of either format")
+    parser.add_argument("target", metavar="TARGET", type=Path, help="where to write it in the other format")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(args: argparse.Namespace) -> None:
+    """Run `protrain convert`."""
+    from protrain.checkpoint.dcp import convert  # no other command should wait for torch's checkpoints to be imported
+
+    with Progress(enabled=True).stage(f"converting {args.source}"):
+        written = convert(args.source, args.target)
+    print(written)

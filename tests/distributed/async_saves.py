@@ -1,0 +1,113 @@
+"""What ranks do to save beside their training, with threads that write when the test lets them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import protrain
+import protrain.checkpoint.saving as saving
+from protrain.checkpoint.manifest import list_saves
+from tests.distributed.saves import FIRST, Training
+
+
+@contextmanager
+def held(*, by: bool = True) -> Iterator[threading.Event]:
+    """A context in which writes of parameters wait for the event, if ``by`` is true."""
+    go_on, write = threading.Event(), saving.write_parameters
+
+    def wait_and_write(*args: Any) -> Any:
+        if by:
+            assert go_on.wait(60)
+        return write(*args)
+
+    saving.write_parameters = wait_and_write  # type: ignore[assignment]
+    try:
+        yield go_on
+    finally:
+        saving.write_parameters = write
+
+
+def save_and_train(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], int, str]:
+    """Save while two steps are trained, with a last rank that writes after them.
+
+    Returns:
+        The states at the time of the save and in the end, the number of saves before the last rank writes, and the path
+        of the save.
+    """
+    training = Training(rank, size, FIRST)
+    training.train(range(2))
+    saved = training.states()
+    with held(by=rank == size - 1) as go_on:
+        path = protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler)
+        training.train(range(2, 4))
+        early = len(list_saves(folder))
+        dist.barrier()
+        go_on.set()
+        return saved, training.states(), early, str(path.result())
+
+
+def save_twice(rank: int, size: int, folder: str) -> list[str]:
+    """Save in the background and, while that is being written, again; and load. Returns the names of the saves."""
+    training = Training(rank, size, None)  # the harness would leave no memory for a copy on one rank
+    training.train(range(1))
+    with held() as go_on:
+        protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler, extra="first")
+        training.train(range(1, 2))
+        threading.Timer(0.2, go_on.set).start()
+        training.save(folder, extra="second")
+    with held() as go_on:
+        training.train(range(2, 3))
+        protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler, extra="third")
+        threading.Timer(0.2, go_on.set).start()
+        assert training.load(folder) == "third"
+    return [save.name for save in list_saves(folder)]
+
+
+def fail_to_save(rank: int, size: int, folder: str) -> tuple[str, list[str], list[str]]:
+    """Save with a disk that is full for the last rank. Returns the error, the warnings, and what is in the folder."""
+    training = Training(rank, size, FIRST)
+    training.save(folder)
+    training.train(range(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    text = ""
+    with warnings.catch_warnings(record=True, action="always") as warned, held() as go_on:
+        path = protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler)
+        if rank == size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        go_on.set()
+        try:
+            path.result()
+        except OSError as error:
+            text = str(error)
+        finally:
+            saving.wait_for_async_save(training.optimizer)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    dist.barrier()  # the first rank has removed what there was of the save
+    return text, [str(warning.message) for warning in warned], sorted(os.listdir(folder))
+
+
+def save_and_wait_to_be_killed(rank: int, size: int, folder: str, store: str) -> None:
+    """Save, and begin another save, of which the last rank never writes its part."""
+    torch.set_num_threads(1)
+    os.environ.update(WORLD_SIZE=str(size), RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    training = Training(rank, size, FIRST)
+    training.train(range(1))
+    training.save(folder)
+    torch.save(training.states(), Path(folder, f"states{rank}"))
+    training.train(range(1, 2))
+    with held(by=rank == size - 1):
+        path = protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler)
+        Path(folder, f"rank{rank}").touch()
+        path.result()

@@ -1,0 +1,81 @@
+"""A save beside the training has the state of the moment at which it was asked for, or is not there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import protrain
+from protrain.checkpoint.manifest import list_saves
+from protrain.common.quantities import format_bytes
+from tests.distributed.async_saves import fail_to_save, save_and_train, save_and_wait_to_be_killed, save_twice
+from tests.distributed.pool import on_ranks
+from tests.distributed.saves import SECOND, THIRD, Run, Training, go_on
+from tests.engine.harness import assert_same
+
+
+def test_training_goes_on_and_does_not_change_what_is_saved(tmp_path: Path) -> None:
+    found = on_ranks(3, save_and_train, 3, str(tmp_path), timeout_s=200)
+    (save,) = list_saves(tmp_path)
+    saved, final = found[0][:2]
+    assert not torch.equal(saved["exp_avg.blocks.1.first.weight"], final["exp_avg.blocks.1.first.weight"])
+    assert [rest for _, _, *rest in found] == [[0, str(save)]] * 3, "it is there when the last rank has written"
+    # Three ranks have three micro-batches, and so has one that goes on.
+    for outcome in on_ranks(3, go_on, 3, Run(SECOND, load=str(tmp_path), after=range(2, 4)), timeout_s=200):
+        assert_same(outcome.saved, saved)
+        assert_same(outcome.final, final)
+    assert_same(go_on(0, 1, Run(THIRD, load=str(tmp_path))).saved, saved)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_another_save_and_a_load_wait_for_it(tmp_path: Path, size: int) -> None:
+    how = (size, str(tmp_path))
+    names = [save_twice(0, *how)] if size == 1 else on_ranks(size, save_twice, *how, timeout_s=200)
+    assert names == [["00002-step-2", "00003-step-3"]] * size
+
+
+def test_a_full_disk_of_one_rank_is_an_error_on_all_and_leaves_the_earlier_save(tmp_path: Path) -> None:
+    for text, warned, names in on_ranks(3, fail_to_save, 3, str(tmp_path), timeout_s=200):
+        assert "cannot write" in text
+        assert "state-00002-00001.safetensors" in text
+        assert any("an async_save has failed: OSError: cannot write" in each for each in warned)
+        assert names == ["00001-step-0"]
+
+
+def test_it_is_refused_where_the_plan_leaves_no_memory_for_a_copy(tmp_path: Path) -> None:
+    training = Training(0, 1, SECOND)  # its four micro-batches a step make the harness give no more than the plan takes
+    sizes = {name: p.numel() * (12 if p.requires_grad else 4) for name, p in training.model.named_parameters()}
+    with pytest.raises(protrain.BudgetError) as raised:
+        protrain.async_save(tmp_path, training.model, training.optimizer)
+    assert f"needs {format_bytes(sum(sizes.values()))} of host memory for a copy" in str(raised.value)
+    assert "the plan leaves 0 " in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_earlier_save(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "tests.distributed.saves"])
+    folder = tmp_path / "run"
+    processes = [
+        context.Process(target=save_and_wait_to_be_killed, args=(rank, 3, str(folder), str(tmp_path / "store")))
+        for rank in range(3)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + 150
+    while not all((folder / f"rank{rank}").exists() for rank in range(3)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    processes[2].kill()
+    for process, code in zip(processes, (1, 1, -signal.SIGKILL), strict=True):
+        process.join(30)
+        assert process.exitcode == code
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["00001-step-1"], "the unfinished one is gone"
+    loaded = Training(0, 1, THIRD)
+    loaded.load(str(folder))
+    assert_same(loaded.states(), torch.load(folder / "states0"))

@@ -1,0 +1,65 @@
+"""Several ranks write one Hugging Face folder, and so does the command, from their checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protrain.cli.main import main
+from tests.distributed.exports import FILE_BYTES, bring_to_first, export_and_save
+from tests.distributed.pool import on_ranks
+from tests.distributed.test_bits import make
+from tests.engine.harness import assert_same
+
+transformers = pytest.importorskip("transformers")
+
+
+def test_from_pretrained_reads_what_ranks_have_exported_or_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    found = on_ranks(3, export_and_save, 3, str(tmp_path), timeout_s=200)
+    weights = found[0][0]
+    assert not torch.equal(weights["lm_head.weight"], make("llama").state_dict()["lm_head.weight"].bfloat16())
+    for _, errors in found:
+        assert [error.partition(":")[0] for error in errors] == ["ValueError", "NotADirectoryError"]
+        assert "exported is not empty: give a folder of its own" in errors[0]
+    exported = tmp_path / "exported"
+    files = sorted(path.name for path in exported.glob("*.safetensors"))
+    assert len(files) > 3
+    assert all((exported / name).stat().st_size < 2 * FILE_BYTES for name in files)
+
+    source: Any = make("llama")
+    source.save_pretrained(tmp_path / "source")
+    arguments = ["export", str(tmp_path / "checkpoints"), str(tmp_path / "again")]
+    assert main(arguments) == 2
+    assert "--model: " in capsys.readouterr().err
+    assert main([*arguments, "--model", str(tmp_path / "source")]) == 0
+    assert (
+        main([*arguments[:2], str(tmp_path / "wide"), "--model", str(tmp_path / "source"), "--dtype", "float32"]) == 0
+    )
+
+    for folder in (exported, tmp_path / "again"):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert loaded.dtype is torch.bfloat16
+        assert_same(loaded.state_dict(), weights, where=folder.name)
+    wide = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype="auto").state_dict()
+    assert any(not torch.equal(wide[name], weights[name].float()) for name in weights), "it has the masters"
+    for name, weight in weights.items():
+        torch.testing.assert_close(wide[name], weight.float(), rtol=2**-8, atol=0)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"again", "checkpoints", "exported", "file", "source", "wide"}, "no hidden folder is left"
+
+
+def test_the_full_state_is_on_the_first_rank_alone() -> None:
+    (weights, states, all_weights, all_states), *others = on_ranks(2, bring_to_first, 2, timeout_s=200)
+    assert_same(weights, all_weights)
+    assert states["param_groups"] == all_states["param_groups"]
+    assert states["state"].keys() == all_states["state"].keys() == set(range(len(weights)))
+    for index, state in all_states["state"].items():
+        found = {kind: torch.as_tensor(value) for kind, value in states["state"][index].items()}
+        assert_same(found, {kind: torch.as_tensor(value) for kind, value in state.items()}, where=str(index))
+    assert [(weights, states) for weights, states, *_ in others] == [({}, {})]
