@@ -53,7 +53,9 @@ _EXPLAIN_S = 6.0  # how long a failed collective waits for the reason, which oth
 _TURN = timedelta(seconds=0.2)  # of a wait
 _KEPT = 1024  # notes: those of a step of a large model, as a host may be as far ahead of its GPU
 
-_REMEDY = "All ranks must make the same calls in the same order"
+_REMEDY = "All ranks must make the same calls in the same order, and have equally many batches"
+
+WAITING = r"rank \d+ has waited"  # how the warning of a rank begins that waits for others
 
 NoteOf: TypeAlias = tuple[str, int]  # what a collective is for, and its bytes
 Raised: TypeAlias = tuple[str, str]  # where an exception was raised, and the exception
