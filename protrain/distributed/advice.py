@@ -75,7 +75,7 @@ def compare_first_batches(model: nn.Module, ranks: Ranks, device: torch.device) 
             vars(model)["_call_impl"] = original
             drops = model.training and any(map(_drops, model.modules()))
             own = _checksum((args, kwargs)), _generator_state(device) if drops else None
-            batches, states = zip(*ranks.all_values(own, "the comparison of first batches"), strict=True)
+            batches, states = zip(*ranks.all_values(own, "the first forward of the training"), strict=True)
             if ranks.rank == 0:
                 _warn(batches, states)
         return original(*args, **kwargs)
