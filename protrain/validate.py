@@ -164,8 +164,8 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
         parallel = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _PARALLEL), None)
         if parallel is not None:
             raise ValueError(
-                f"{what} is a {parallel}, which would wait for gradients that it never gets: ProTrain trains on one "
-                "GPU, so wrap the module inside it, and train that"
+                f"{what} is a {parallel}, which would wait for gradients that it never gets: wrap the module inside "
+                "it, which ProTrain trains on all processes itself, without replicas of shards (HSDP)"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ValueError(f"{what} makes sparse gradients, which AdamW does not take: build it with sparse=False")
@@ -222,8 +222,9 @@ def _check_kind(name: str, tensor: Tensor) -> None:
         )
     if any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__):
         raise ValueError(
-            f"{what} is a DTensor, which lies on several devices: ProTrain trains on one GPU, so build the model "
-            "without a device mesh, or put full_tensor() of it in its place"
+            f"{what} is a DTensor, which lies on several devices, as tensor, context or pipeline parallelism and "
+            "replicas of shards (HSDP) have it: ProTrain shards ordinary tensors over one process group, so build the "
+            "model without a device mesh, or put full_tensor() of it in its place"
         )
     if tensor.is_nested or tensor.layout is not torch.strided:
         layout = "a nested tensor" if tensor.is_nested else tensor.layout

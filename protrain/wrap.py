@@ -23,8 +23,10 @@ from protrain.common import batch as batches
 from protrain.common.errors import MisuseError, PlanError
 from protrain.common.parameters import is_managed
 from protrain.common.progress import COUNTED, Progress
+from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
 from protrain.distributed.agreement import largest_of_all, of_all, plan_of_first
-from protrain.distributed.joining import join
+from protrain.distributed.generation import generate_together
+from protrain.distributed.joining import check_group, join
 from protrain.distributed.ranks import Ranks
 from protrain.engine.build import build_engine
 from protrain.engine.states.empty import fill_buffers
@@ -117,34 +119,48 @@ def wrap(
         ValueError: an argument is wrong; the message names it and the remedy.
         PlanError: no plan fits the memory. It is raised before any memory is taken.
     """
-    checked = check_arguments(
-        model,
-        optimizer,
-        example_batch,
-        device=device,
-        dtype=dtype,
-        plan=plan,
-        weights=weights,
-        step_during_backward=step_during_backward,
-        accumulation=accumulation,
-        moment_dtype=moment_dtype,
-        gradient_reduction=gradient_reduction,
-    )
-    ranks = join(process_group, checked.device)
-    if ranks.several:
-        ranks.agree("model", [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()])
-        ranks.agree(
-            "way to train", (str(checked.dtype), checked.moment_dtype, compile, chunked_loss, gradient_reduction)
+    check_group(process_group)
+    ranks = join(process_group)
+    with ranks.reporting("protrain.wrap"), first_alone_warns(ranks):
+        checked = check_arguments(
+            model,
+            optimizer,
+            example_batch,
+            device=device,
+            dtype=dtype,
+            plan=plan,
+            weights=weights,
+            step_during_backward=step_during_backward,
+            accumulation=accumulation,
+            moment_dtype=moment_dtype,
+            gradient_reduction=gradient_reduction,
         )
-    say_switched_off(switch_off_checkpointing(checkpointing_switches(model)), stacklevel=2)
-    if checked.device.type == "cuda":
-        use_expandable_segments()
-    detect(checked.device, device_memory=device_memory, host_memory=host_memory)  # refuses limits that are none
-    managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}
-    wrapped = ProTrainOptimizer(optimizer, managed, ranks=ranks, step_during_backward=step_during_backward)
+        target = checked.device
+        node = detect(target, device_memory=device_memory, host_memory=host_memory)  # refuses limits that are none
+        warn_of_copies(model, ranks, host_bytes=node.host_bytes, is_limit=host_memory is not None)
+        if ranks.several:
+            ranks.agree("model", [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()])
+            way = {
+                "device": target.type,
+                "dtype": checked.dtype,
+                "moment_dtype": checked.moment_dtype,
+                "step_during_backward": step_during_backward,
+                "accumulation": accumulation,
+                "compile": compile,
+                "chunked_loss": chunked_loss,
+                "gradient_reduction": gradient_reduction,
+                "example_batch": "none" if example_batch is None else "given",
+            }
+            ranks.agree("way to train", [f"{name}={value}" for name, value in way.items()])
+            ranks.use(target)
+        say_switched_off(switch_off_checkpointing(checkpointing_switches(model)), stacklevel=2)
+        if target.type == "cuda":
+            use_expandable_segments()
+        managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}
+        wrapped = ProTrainOptimizer(optimizer, managed, ranks=ranks, step_during_backward=step_during_backward)
 
     def begin(batch: Any) -> None:
-        with ranks.reporting("protrain.wrap"):
+        with ranks.reporting("protrain.wrap"), first_alone_warns(ranks):
             _begin(
                 model,
                 optimizer,
@@ -161,13 +177,15 @@ def wrap(
                 gradient_reduction=gradient_reduction,
                 stages=Progress(enabled=progress and ranks.rank == 0),
             )
+        compare_first_batches(model, ranks, target)
 
     if example_batch is not None:
         begin(example_batch)
     else:
         _at_first_call(model, begin)
     retire(optimizer)
-    _extend(model, wrapped, torch.zeros((), dtype=checked.dtype, device=checked.device))
+    generate_together(model, ranks)
+    _extend(model, wrapped, torch.zeros((), dtype=checked.dtype, device=target))
     return model, wrapped
 
 

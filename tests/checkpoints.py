@@ -22,7 +22,7 @@ class PlainOptimizer:
 
     def __init__(self, model: nn.Module, learning_rate: float = 1e-2) -> None:
         self.model = model
-        self.ranks = Ranks(None, torch.device("cpu"))
+        self.ranks = Ranks(None)
         self.inner = torch.optim.AdamW(model.parameters(), lr=learning_rate)
 
     def trains(self, model: nn.Module) -> bool:

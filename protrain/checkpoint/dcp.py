@@ -155,7 +155,7 @@ def _from_dcp(source: Path, root: Path) -> Path:
     scratch = root / f".{serial:05d}.tmp"
     try:
         files = write_others(scratch, others[BUFFERS], others.get(MODULES, {}))
-        written, step = write_parameters(scratch, parts(), Ranks(None, torch.device("cpu")))
+        written, step = write_parameters(scratch, parts(), Ranks(None))
         target = root / f"{serial:05d}-step-{step}"
         publish(scratch, target, {**own["manifest"], "step": step, "files": files | written})
     except BaseException:

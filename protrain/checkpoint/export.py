@@ -78,7 +78,7 @@ def export_save(
         names = set(unmanaged(model))
         compare_names(save, "buffer", names & set(buffers.keys()), names)
         others = {name: buffers.get_tensor(name) for name in names}
-        _write(folder, model, weights, others, dtype, tokenizer, Ranks(None, torch.device("cpu")))
+        _write(folder, model, weights, others, dtype, tokenizer, Ranks(None))
 
 
 def weight_of(states: dict[str, SavedTensor], dtype: torch.dtype) -> Tensor:

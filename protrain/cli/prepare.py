@@ -48,7 +48,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         raise ValueError("the loss curve needs the package matplotlib: pip install 'protrain[hf]'")
     device = own_device(job.device)
     dtype = choose_dtype(job.dtype, device)
-    ranks = join(None, device)
+    ranks = join(None)
     micro_batches = job.micro_batches or job.accumulation * (1 if resume else ranks.size)
     _refuse_unequal_shares(micro_batches, ranks.size, folder)
     if job.threads is not None:

@@ -8,6 +8,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from protrain.common.errors import MisuseError
@@ -15,7 +16,7 @@ from protrain.distributed.processes import announced_processes
 from protrain.distributed.ranks import Ranks
 
 
-def join(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
+def join(group: dist.ProcessGroup | None) -> Ranks:
     """The ranks that train together.
 
     They are those of ``group``, or of the default group. If there is neither and a launcher such as torchrun announces
@@ -28,10 +29,26 @@ def join(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
         group = dist.group.WORLD
     if group is not None and dist.get_world_size(group) == 1:
         group = None
-    ranks = Ranks(group, device)
+    ranks = Ranks(group)
     if starts:
         atexit.register(_end_group, ranks)
     return ranks
+
+
+def check_group(group: object) -> None:
+    """Raise a ValueError if ``group`` is no process group that this process belongs to."""
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    if isinstance(group, DeviceMesh):
+        names = group.mesh_dim_names or ("dp",)
+        raise ValueError(
+            f"process_group is a device mesh: pass the group of one of its dimensions, mesh[{names[0]!r}].get_group(). "
+            "ProTrain shards over one group. Replicas of shards (HSDP) and tensor, context or pipeline parallelism in "
+            "other dimensions do not exist"
+        )
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process does not belong to process_group: call protrain.wrap in its members alone")
+    raise ValueError(f"process_group must be a torch.distributed.ProcessGroup, not a {type(group).__name__}")
 
 
 def start_group() -> None:

@@ -21,7 +21,6 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -47,10 +46,9 @@ class Ranks:
 
     Args:
         group: the ranks. None: this process trains alone.
-        device: the device of this rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -58,9 +56,15 @@ class Ranks:
         self.sent_bytes = 0  # of gradients, to other ranks
         if group is None:
             return
-        self._communicators = _communicators(group, device)
+        self._communicators = _communicators(group)
+        self._control = self._communicators.control
         self._watch = self._communicators.watch
-        self._members = dist.get_process_group_ranks(group)
+        self._members = self._communicators.members
+
+    def use(self, device: torch.device) -> None:
+        """Let tensors on ``device`` travel between the ranks. All ranks have a device of the same type."""
+        if self.several:
+            self._gathers, self._reductions = self._communicators.on(device)
 
     @property
     def several(self) -> bool:
@@ -121,7 +125,7 @@ class Ranks:
         """
         self._watch.note(what, whole.nbytes)
         self.received_bytes += whole.nbytes - whole.nbytes // self.size
-        self._do(lambda: self._gathered(_bytes(whole), self._communicators.gathers))
+        self._do(lambda: self._gathered(_bytes(whole), self._gathers))
 
     def exchange(self, received: Tensor, sent: Tensor, counts: Sequence[int], what: str) -> None:
         """Send the first ``counts[0]`` elements of ``sent`` to rank 0, the next to rank 1, and so on.
@@ -142,7 +146,7 @@ class Ranks:
                 _bytes(sent),
                 [own] * self.size,
                 [count * itemsize for count in counts],
-                group=self._communicators.reductions,
+                group=self._reductions,
                 async_op=not sent.is_cuda,
             )
         )
@@ -150,7 +154,7 @@ class Ranks:
     def add_disjoint(self, values: Tensor, what: str) -> None:
         """Add ``values`` of all ranks in place. At each element at most one rank has another value than zero."""
         self._watch.note(what, values.nbytes)
-        group = self._communicators.reductions
+        group = self._reductions
         self._do(lambda: dist.all_reduce(values, group=group, async_op=not values.is_cuda))
 
     # -- on the host ---------------------------------------------------------------------------------------------------
@@ -206,13 +210,13 @@ class Ranks:
         if self.several:
             self._watch.note(what)
             remedy = f"Call {what} in every process, and let rank 0 alone print or write what it returns"
-            work = dist.all_reduce(torch.zeros(1), group=self._communicators.control, async_op=True)
+            work = dist.all_reduce(torch.zeros(1), group=self._control, async_op=True)
             self._watch.wait(work, timeout_s=_ABSENT_S, absent=remedy)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _all_gather(self, data: Tensor) -> None:
-        self._do(lambda: self._gathered(data, self._communicators.control))
+        self._do(lambda: self._gathered(data, self._control))
 
     def _gathered(self, data: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """Fill ``data``, of which each rank has its own part."""
@@ -220,7 +224,7 @@ class Ranks:
         return all_gather(data, data[self.rank * shard : (self.rank + 1) * shard], group, async_op=not data.is_cuda)
 
     def _broadcast(self, data: Tensor, source: int = 0) -> None:
-        group = self._communicators.control
+        group = self._control
         self._do(lambda: dist.broadcast(data, self._members[source], group=group, async_op=True))
 
     def _do(self, collective: Callable[[], dist.Work | None]) -> None:
@@ -233,55 +237,66 @@ class Ranks:
             self._watch.wait(work)
 
 
-@dataclass(frozen=True, eq=False)
 class _Communicators:
-    """The three groups of [Note: communicators], and the watcher of what goes through them."""
+    """The groups of [Note: communicators], and the watcher of what goes through them.
 
-    gathers: dist.ProcessGroup
-    reductions: dist.ProcessGroup
-    control: dist.ProcessGroup
-    watch: Watch
+    All models share them that a group trains. The watcher begins before anything is known of devices, so that an error
+    in the arguments of one rank is heard of by all.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.members = dist.get_process_group_ranks(group)
+        self._timeout = _timeout(group)
+        self._groups: list[tuple[dist.ProcessGroup, str]] = []
+        self._by_backend: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+        self.control = self._new("gloo")
+        rank, size = dist.get_rank(group), len(self.members)
+        links, timeout_s = Links(rank, size, self._exchange), self._timeout.total_seconds()
+        self.watch = Watch(rank, size, links, timeout_s=timeout_s, abort=self._abort)
+        weakref.finalize(group, self.watch.end)  # it is called when Python ends, too
+
+    def on(self, device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The groups for gathers and for reductions of tensors on ``device``."""
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if backend not in self._by_backend:
+            self._by_backend[backend] = self._new(backend), self._new(backend)
+        return self._by_backend[backend]
+
+    def _new(self, backend: str) -> dist.ProcessGroup:
+        # Others need not call it. The watcher ends a wait at the timeout, before a backend would in its own way.
+        group: dist.ProcessGroup = dist.new_group(
+            self.members, timeout=self._timeout + _MARGIN, backend=backend, use_local_synchronization=True
+        )
+        self._groups.append((group, backend))
+        return group
+
+    def _exchange(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * len(self.members)
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def _abort(self) -> None:
+        for group, backend in self._groups:
+            if backend == "nccl":
+                group.abort()
+            else:  # gloo can end nothing that has begun
+                never_free(group)
 
 
 _known: WeakKeyDictionary[dist.ProcessGroup, _Communicators] = WeakKeyDictionary()
 
 
-def _communicators(group: dist.ProcessGroup, device: torch.device) -> _Communicators:
-    """The communicators that all models share which ``group`` trains. New ones, if the ranks got out of step before."""
+def _communicators(group: dist.ProcessGroup) -> _Communicators:
+    """The communicators of ``group``. New ones, if its ranks got out of step before."""
     known = _known.get(group)
     if known is None or known.watch.is_out_of_step:
-        members = dist.get_process_group_ranks(group)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        timeout = _timeout(group, device)
-        gathers, reductions, control = (
-            # Others need not call it. The watcher ends a wait at the timeout, before a backend would in its own way.
-            dist.new_group(members, timeout=timeout + _MARGIN, backend=kind, use_local_synchronization=True)
-            for kind in (backend, backend, "gloo")
-        )
-
-        def exchange(value: Any) -> list[Any]:
-            found: list[Any] = [None] * len(members)
-            dist.all_gather_object(found, value, group=control)
-            return found
-
-        def abort() -> None:
-            for each, kind in ((gathers, backend), (reductions, backend), (control, "gloo")):
-                if kind == "nccl":
-                    each.abort()
-                else:  # gloo can end nothing that has begun
-                    never_free(each)
-
-        rank = dist.get_rank(group)
-        links = Links(rank, len(members), exchange)
-        watch = Watch(rank, len(members), links, timeout_s=timeout.total_seconds(), abort=abort)
-        weakref.finalize(group, watch.end)  # it is called when Python ends, too
-        known = _known[group] = _Communicators(gathers, reductions, control, watch)
+        known = _known[group] = _Communicators(group)
     return known
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+def _timeout(group: dist.ProcessGroup) -> timedelta:
     """How long collectives of ``group`` may take."""
-    options = group._get_backend(device).options
+    options = group._get_backend(group._device_types[0]).options
     timeout: timedelta = options._timeout
     return timeout
 

@@ -17,7 +17,8 @@ While nothing is wrong, a thread sends at most what a pause of more than a secon
 
 [Note: an error that is caught] A rank that raises an exception may catch it and go on, and so may all others, if all
 raise it. So an exception alone decides nothing. It is to blame if another rank has gone further, and for some seconds
-nothing new has come from the one that raised. If that goes on with another call, its notes tell.
+nothing new has come from the one that raised, unless the other has raised at the same place. If it goes on with
+another call, its notes tell.
 
 [Note: absence] A slow loader or a cold compilation is no error. The others warn once, and raise an error at the timeout
 of the process group.
@@ -54,11 +55,14 @@ CAUGHT_S = 5.0  # how long a rank that has raised an exception may take to go on
 WARN_S = 30.0  # a wait of so long brings a warning
 _ABORT_S = 5  # how long a process that got out of step waits for its communicators to be given up, before it ends
 _END_S = 10  # how long it may take to end after that
+CALL_S = 8.0  # so does one for ranks that may not have made the call at all
 _EXPLAIN_S = 6.0  # how long a failed collective waits for the reason, which others may know first
 _TURN = timedelta(seconds=0.2)  # of a wait
 _KEPT = 1024  # notes: those of a step of a large model, as a host may be as far ahead of its GPU
 
-_REMEDY = "All ranks must make the same calls in the same order"
+_REMEDY = "All ranks must make the same calls in the same order, and have equally many batches"
+
+WAITING = r"rank \d+ has waited"  # how the warning of a rank begins that waits for others
 
 NoteOf: TypeAlias = tuple[str, int]  # what a collective is for, and its bytes
 Raised: TypeAlias = tuple[str, str]  # where an exception was raised, and the exception
@@ -146,9 +150,10 @@ class Watch:
         Args:
             work: on the host.
             timeout_s: how long to wait, if that is less than the timeout of the process group.
-            absent: a remedy for ranks that do not come.
+            absent: a remedy for ranks that do not come, because their script may not make the call.
         """
         limit_s = min(timeout_s, self._timeout_s)
+        warn_s = CALL_S if absent else WARN_S
         begun, warned = monotonic(), False
         try:
             while not _is_done(work):
@@ -158,9 +163,11 @@ class Watch:
                 if self._decided is not None:
                     never_free(work)
                     raise MisuseError(self._decided)
-                if not warned and waited_s > WARN_S:
+                if not warned and waited_s > warn_s:
                     warned = True
-                    warnings.warn(f"{self._absence(waited_s)}, and goes on waiting", stacklevel=3)
+                    warnings.warn(
+                        f"{self._absence(waited_s)}, and goes on waiting. {absent}".rstrip(". "), stacklevel=3
+                    )
         except MisuseError:
             raise
         except RuntimeError as error:
@@ -271,7 +278,8 @@ class Watch:
             if self._number <= peer.number:
                 continue
             others = f", while rank {self._rank} went on to {self._place(peer.number + 1)}"
-            if peer.raised is not None and (peer.ended or monotonic() - peer.heard > CAUGHT_S):
+            alike = self._raised is not None and self._raised[0] == peer.number  # this rank raised there, too
+            if peer.raised is not None and (peer.ended or (not alike and monotonic() - peer.heard > CAUGHT_S)):
                 where, error = peer.raised
                 self._decide(f"rank {rank} has raised an exception{where and f' in {where}'}{others}: {error or '?'}")
             elif peer.ended:

@@ -122,7 +122,7 @@ class Lockstep(Visits):
     @override
     def begin_forward(self, *, training: bool) -> None:
         self._end_phase()
-        self._ranks.note("a forward")
+        self._ranks.note("a forward" if training else "a forward under torch.no_grad()")
         super().begin_forward(training=training)
 
     @override

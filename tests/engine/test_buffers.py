@@ -63,7 +63,7 @@ def make_chunk(index: int, update: Job | None = None, *, persistent: bool = Fals
         index=index,
         elements=ELEMENTS,
         shard=slice(0, ELEMENTS),
-        ranks=Ranks(None, torch.device("cpu")),
+        ranks=Ranks(None),
         trainable=True,
         persistent=persistent,
         resident=persistent,
@@ -89,7 +89,7 @@ def make_pool(n_buffer: int, *, resident: Sequence[Chunk] = ()) -> BufferPool:
         dtype=torch.float32,
         streams=Streams(),
         arena=Arena(device),
-        ranks=Ranks(None, device),
+        ranks=Ranks(None),
         poison=True,
     )
     return BufferPool(memory, resident=resident, n_buffers=(n_buffer, 0), buffer_elements=(ELEMENTS, 0))

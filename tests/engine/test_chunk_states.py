@@ -98,7 +98,7 @@ def test_uploads_read_the_committed_weight_until_the_other_states_have_caught_up
         index=0,
         elements=128,
         shard=slice(0, 128),
-        ranks=Ranks(None, torch.device("cpu")),
+        ranks=Ranks(None),
         trainable=True,
         persistent=False,
         resident=False,

@@ -311,7 +311,7 @@ def chunk_of(index: int) -> Chunk:
         index=index,
         elements=128,
         shard=slice(0, 128),
-        ranks=Ranks(None, torch.device("cpu")),
+        ranks=Ranks(None),
         trainable=True,
         persistent=False,
         resident=False,

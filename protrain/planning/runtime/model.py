@@ -124,7 +124,7 @@ class RuntimeModel(Durations):
         fetches, gathers = self._fetched(n_persist, counts.n_buffer)
         if self._lost_to_collectives:
             lost_ms = [self._lost_to_collectives * sum(self._gather[chunk] for chunk, _ in each) for each in gathers]
-            work = [(ms + lost, *swaps) for (ms, *swaps), lost in zip(work, lost_ms, strict=True)]
+            work = [(ms + lost, out, back) for (ms, out, back), lost in zip(work, lost_ms, strict=True)]
         on_cpu = self._hardware.device_type == "cpu"
         host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist]
         if self._n_before:

@@ -1,0 +1,135 @@
+"""What rank 0 warns of when several ranks train: whole models in every process, and ranks that train on the same."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from protrain.common.quantities import format_bytes
+from protrain.common.trees import named_tensors
+from protrain.distributed.processes import local_processes
+from protrain.distributed.ranks import Ranks
+from protrain.distributed.watch import WAITING
+
+_NOTEWORTHY = 0.1  # of the host memory of a node: what copies of a model may take without a word
+
+
+@contextmanager
+def first_alone_warns(ranks: Ranks) -> Iterator[None]:
+    """Inside, ranks but the first do not warn of what all ranks do alike. They still say whom they wait for."""
+    if ranks.rank == 0:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", message=WAITING)
+        yield
+
+
+def warn_of_copies(model: nn.Module, ranks: Ranks, *, host_bytes: int, is_limit: bool) -> None:
+    """Warn if every process of a node holds a whole model in host memory, and these together take much of it.
+
+    Args:
+        model: before its weights are moved.
+        ranks: that train it.
+        host_bytes: the host memory of the node.
+        is_limit: whether the user has set ``host_memory`` to that.
+
+    Raises:
+        ValueError: they take more than the limit that the user has set.
+    """
+    if not ranks.several:
+        return
+    tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu")
+    own, count = sum(tensor.nbytes for tensor in tensors), min(local_processes(), ranks.size)
+    total = own * count
+    said = (
+        f"each of the {count} processes on this machine holds the whole model in host memory, {format_bytes(total)} "
+        f"({count} x {format_bytes(own)}) in all"
+    )
+    remedy = (
+        "build it under `with protrain.empty_parameters():` and pass weights= to protrain.wrap, so that each process "
+        "reads only its own part"
+    )
+    if is_limit and total > host_bytes:
+        raise ValueError(f"{said}, more than host_memory={format_bytes(host_bytes)}: {remedy}")
+    if ranks.rank == 0 and total > _NOTEWORTHY * host_bytes:
+        warnings.warn(f"{said}, until protrain.wrap has moved it: {remedy}", stacklevel=3)
+
+
+def compare_first_batches(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+    """Let the first call of ``model`` in the training warn of ranks with the same batch, or the same dropout."""
+    if not ranks.several:
+        return
+
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        handle.remove()
+        drops = module.training and any(map(_drops, module.modules()))
+        own = _checksum((args, kwargs)), _generator_state(device) if drops else None
+        batches, states = zip(*ranks.all_values(own, "the first forward of the training"), strict=True)
+        if ranks.rank == 0:
+            _warn(batches, states)
+
+    handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+
+
+def _warn(batches: Sequence[Hashable], states: Sequence[Hashable]) -> None:
+    same = _alike(batches)
+    if same is not None:
+        warnings.warn(
+            f"ranks {same[0]} and {same[1]} train on the same first batch: give each rank its own part of the data, "
+            "for example with torch.utils.data.DistributedSampler",
+            stacklevel=4,
+        )
+    same = _alike(states)
+    if same is not None:
+        warnings.warn(
+            f"ranks {same[0]} and {same[1]} begin with the same random numbers, so dropout makes the same choices on "
+            "both: call torch.manual_seed(seed + rank) after protrain.wrap",
+            stacklevel=4,
+        )
+
+
+def _alike(values: Sequence[Hashable]) -> tuple[int, int] | None:
+    """The first two ranks with the same value, leaving out None."""
+    first: dict[Hashable, int] = {}
+    for rank, value in enumerate(values):
+        if value is not None and first.setdefault(value, rank) != rank:
+            return first[value], rank
+    return None
+
+
+def _checksum(batch: Any) -> int | None:
+    """A hash of all tensors in ``batch``. None: there are none."""
+    found: int | None = None
+    for name, tensor in _dense(batch):
+        found = zlib.crc32(f"{name} {tuple(tensor.shape)}".encode(), found or 0)
+        found = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
+    return found
+
+
+def _dense(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in named_tensors(batch):
+        if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
+            yield name, tensor
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether ``module`` drops values at random: it is a dropout, or has the probability of one as an attribute."""
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
+
+
+def _generator_state(device: torch.device) -> bytes:
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return state.numpy().tobytes()

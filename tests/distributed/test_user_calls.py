@@ -1,0 +1,91 @@
+"""Calls between steps on two ranks: those that one rank may make alone, and those that all must make."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import protrain
+from protrain.distributed import ranks, watch
+from tests.distributed.pool import on_ranks
+from tests.distributed.test_user_wrap import Model, batch, wrap
+from tests.engine.harness import seeded
+
+CALLS: dict[str, Callable[[Any, Any, str], Any]] = {
+    "load_state_dict()": lambda model, optimizer, folder: model.load_state_dict({}, strict=False),
+    "export_parameter()": lambda model, optimizer, folder: optimizer.export_parameter("blocks.0.linear.weight"),
+    "save_checkpoint()": lambda model, optimizer, folder: protrain.save_checkpoint(folder, model, optimizer),
+}
+
+
+def call_alone(rank: int, call: str, folder: str) -> tuple[list[str], str]:
+    """Rank 0 alone makes ``call``. Returns the warnings and the error of each rank."""
+    model, optimizer = wrap(Model())
+    before = watch.CALL_S, ranks._ABSENT_S
+    watch.CALL_S, ranks._ABSENT_S = 0.5, 1.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            if rank == 0:
+                CALLS[call](model, optimizer, folder)
+            time.sleep(2)
+            model(batch(rank))
+        except protrain.MisuseError as error:
+            return [str(each.message) for each in caught], str(error)
+        finally:
+            watch.CALL_S, ranks._ABSENT_S = before
+    return [], ""
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_of_one_rank_alone(call: str, tmp_path: Path) -> None:
+    (said, error), (nothing, other) = on_ranks(2, call_alone, call, str(tmp_path / "saves"), timeout_s=150)
+    remedy = f"Call {call} in every process, and let rank 0 alone print or write what it returns"
+    assert len(said) == 1
+    assert said[0].startswith(f"rank 0 has waited 1 s for rank 1 in {call} ")
+    assert said[0].endswith(f"and goes on waiting. {remedy}")
+    assert error.startswith(f"rank 0 has waited 1 s for rank 1 in {call} ")
+    assert error.endswith(f"and gives up. {remedy}")
+    assert other == error
+    assert not nothing
+    assert not (tmp_path / "saves").exists()
+
+
+def look(rank: int) -> tuple[list[float], str]:
+    """What rank 1 alone sees between backward and step: norms of gradients, clipped norm, and texts."""
+    with seeded():
+        model, optimizer = wrap(Model())
+    model(batch(rank)).backward()
+    seen: list[float] = []
+    text = ""
+    if rank == 1:
+        seen = [float(parameter.grad.norm()) for parameter in model.parameters() if parameter.grad is not None]
+        seen.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        text = f"{optimizer.report()} {optimizer.explain()} {optimizer.plan}"
+    else:
+        optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    seen.append(float(model(batch(5 + rank)).detach()))
+    return seen, text
+
+
+def test_what_one_rank_may_look_at_alone() -> None:
+    with seeded():
+        model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    (sum(model(batch(rank)) for rank in range(2)) / 2).backward()
+    norms = [float(parameter.grad.norm()) for parameter in model.parameters() if parameter.grad is not None]
+    norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+    optimizer.step()
+    (first, _), (seen, text) = on_ranks(2, look, timeout_s=150)
+    assert first == [pytest.approx(model(batch(5)).item(), rel=1e-5)]
+    assert seen == pytest.approx([*norms, model(batch(6)).item()], rel=1e-5)
+    assert "between ranks" in text
+    assert "world_size=2" in text

@@ -1,0 +1,229 @@
+"""What wrap says on two ranks: one error for all, warnings of rank 0 alone, and groups that it does not take."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import protrain
+from protrain.common.quantities import format_bytes
+from tests.distributed.pool import on_ranks
+from tests.distributed.test_user_generate import quick
+from tests.engine.harness import seeded
+
+WIDTH, ROWS = 256, 4
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.dropout(torch.relu(self.linear(value)))
+
+
+class Model(nn.Module):
+    """Blocks, of which ``full_device`` pretends that they do not fit the device."""
+
+    def __init__(self, *, dropout: float = 0.0, full_device: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.full_device = full_device
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.full_device:
+            raise ValueError("the forward fails in the profile")
+        for block in self.blocks:
+            value = block(value)
+        return value.square().mean()
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def wrap(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
+    with seeded():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {"example_batch": (batch(0),), "device": "cpu", "device_memory": "64MiB"} | options
+    return protrain.wrap(model, optimizer, progress=False, **options)
+
+
+def error_of(rank: int, model: dict[str, Any], options: Sequence[dict[str, Any]]) -> tuple[str, float]:
+    """The error that wrap raises, with ``options`` by rank and ``model`` on rank 1, and when it did, in seconds."""
+    with quick():
+        try:
+            wrap(Model(**(model if rank == 1 else {})), **options[rank])
+        except (ValueError, protrain.MisuseError) as error:
+            return f"{type(error).__name__}: {error}", monotonic()
+    return "", 0.0
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "own"),
+    [
+        ({}, {"accumulation": 0}, "ValueError: accumulation must be 1 or more, the backward() calls of a step, not 0"),
+        ({}, {"device": "tpu"}, "ValueError: device must be a CUDA GPU or the CPU, not 'tpu'"),
+        ({"full_device": True}, {}, "ValueError: the forward fails in the profile"),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all(model: dict[str, Any], options: dict[str, Any], own: str) -> None:
+    (other, heard_s), (mine, raised_s) = on_ranks(2, error_of, model, ({}, options), timeout_s=150)
+    assert mine == own
+    assert other.startswith("MisuseError: rank 1 has raised an exception in protrain.wrap, while rank 0 went on to ")
+    assert other.endswith(f": {own}")
+    assert heard_s - raised_s < 10
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"accumulation": 2}, "('accumulation=2', not 'accumulation=1')"),
+        ({"dtype": "bfloat16"}, "('dtype=torch.bfloat16', not 'dtype=torch.float32')"),
+        ({"example_batch": None}, "('example_batch=none', not 'example_batch=given')"),
+    ],
+)
+def test_other_arguments_on_one_rank(options: dict[str, Any], said: str) -> None:
+    for error, _ in on_ranks(2, error_of, {}, ({}, options)):
+        assert error.startswith(f"MisuseError: rank 1 has another way to train than rank 0 {said}")
+
+
+def warned(rank: int, seeds: Sequence[tuple[int, int]], dropout: float, example: bool) -> list[str]:
+    """The warnings of wrap and two steps. Each rank has a seed for its batch, and one for dropout."""
+    with warnings.catch_warnings(record=True) as caught, seeded():
+        warnings.simplefilter("always")
+        data, choices = seeds[rank]
+        model, optimizer = wrap(Model(dropout=dropout), **({} if example else {"example_batch": None}))
+        torch.manual_seed(choices)
+        with torch.no_grad():
+            model.eval()
+            if example:
+                model(batch(7))  # evaluation on the same batches is usual
+            model.train()
+        for _ in range(2):
+            model(batch(data)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each.message) for each in caught]
+
+
+SAME_BATCH = "ranks 0 and 1 train on the same first batch"
+SAME_DROPOUT = "ranks 0 and 1 begin with the same random numbers, so dropout"
+
+
+@pytest.mark.parametrize(
+    ("seeds", "dropout", "example", "said"),
+    [
+        (((1, 3), (1, 3)), 0.5, True, [SAME_BATCH, SAME_DROPOUT]),
+        (((1, 3), (1, 4)), 0.5, False, [SAME_BATCH]),
+        (((1, 3), (2, 3)), 0.5, True, [SAME_DROPOUT]),
+        (((1, 3), (2, 3)), 0.0, True, []),
+    ],
+)
+def test_ranks_that_do_the_same(
+    seeds: Sequence[tuple[int, int]], dropout: float, example: bool, said: list[str]
+) -> None:
+    first, other = on_ranks(2, warned, seeds, dropout, example)
+    assert [text[: len(start)] for text, start in zip(first, said, strict=True)] == said
+    assert not other
+
+
+def copies(rank: int, host_memory: str, empty: bool) -> tuple[list[str], str]:
+    """What is warned of where each rank builds a model, and the error."""
+    build: Callable[[], nn.Module] = Model
+    if empty:
+        with protrain.empty_parameters():
+            model = build()
+    else:
+        model = build()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            wrap(model, host_memory=host_memory)
+        except ValueError as error:
+            return [], str(error)
+    return [str(each.message) for each in caught], ""
+
+
+def test_whole_models_in_every_process() -> None:
+    own = sum(parameter.nbytes for parameter in Model().parameters())
+    said = (
+        "each of the 2 processes on this machine holds the whole model in host memory, "
+        f"{format_bytes(2 * own)} (2 x {format_bytes(own)}) in all"
+    )
+    (first, _), (other, _) = on_ranks(2, copies, f"{15 * own}B", False)
+    assert [text[: len(said)] for text in first] == [said]
+    assert "protrain.empty_parameters()" in first[0]
+    assert not other
+    for _, error in on_ranks(2, copies, f"{2 * own - 1}B", False):
+        assert error.startswith(f"{said}, more than host_memory=")
+    assert on_ranks(2, copies, f"{30 * own}B", False) == [([], "")] * 2, "little memory is not worth a word"
+    assert on_ranks(2, copies, f"{15 * own}B", True) == [([], "")] * 2
+
+
+def train_in_mesh(rank: int, meshed: bool) -> list[float]:
+    """Losses of training in the only dimension of a mesh, or in the default group."""
+    options: dict[str, Any] = {}
+    if meshed:
+        options["process_group"] = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))["dp"].get_group()
+    with seeded():
+        model, optimizer = wrap(Model(), **options)
+    losses = []
+    for step in range(3):
+        loss = model(batch(2 * step + rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_group_of_a_mesh() -> None:
+    losses = on_ranks(2, train_in_mesh, True)
+    assert losses == on_ranks(2, train_in_mesh, False)
+    assert losses[0] != losses[1]
+
+
+def refused(rank: int, what: str) -> str:
+    from torch.distributed.fsdp import fully_shard  # these take seconds to import
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model, options = Model(), dict[str, Any]()
+    if what == "tensor parallelism":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        parallelize_module(model.blocks[0], mesh["tp"], {"linear": ColwiseParallel()})
+    elif what == "HSDP":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    elif what == "mesh":
+        options["process_group"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    else:
+        options["process_group"] = what
+    try:
+        wrap(model, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("tensor parallelism", "parameter blocks.0.linear.weight is a DTensor, .* tensor, context or pipeline "),
+        ("HSDP", r"parameter blocks.0.linear.weight is a DTensor, .* replicas of shards \(HSDP\)"),
+        ("mesh", r"process_group is a device mesh: pass .* mesh\['replicate'\].get_group\(\)\. .*\(HSDP\)"),
+        ("dp", "process_group must be a torch.distributed.ProcessGroup, not a str"),
+    ],
+)
+def test_parallelism_that_is_refused(what: str, said: str) -> None:
+    for error in on_ranks(2, refused, what):
+        assert re.match(said, error), error
