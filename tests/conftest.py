@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -117,11 +118,17 @@ def tiny_batch() -> Callable[..., dict[str, torch.Tensor]]:
     return build
 
 
-@pytest.fixture(scope="module", autouse=True)
+_modules_frozen = 0
+
+
+@pytest.fixture(autouse=True)
 def quick_collections() -> None:
     """Wrapping collects garbage, which would go through all that the libraries made when they were imported."""
-    gc.collect()
-    gc.freeze()
+    global _modules_frozen
+    if len(sys.modules) > _modules_frozen:
+        gc.collect()
+        gc.freeze()
+        _modules_frozen = len(sys.modules)
 
 
 @pytest.fixture

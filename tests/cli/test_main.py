@@ -36,10 +36,7 @@ def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_package_runs_as_a_program() -> None:
-    program = [sys.executable, "-m", "protrain"]
-    told = subprocess.run([*program, "--version"], capture_output=True, text=True, check=True)
-    assert told.stdout == f"protrain {importlib.metadata.version('protrain')}\n"
-    refused = subprocess.run([*program, "nothing"], capture_output=True, text=True, check=False)
+    refused = subprocess.run([sys.executable, "-m", "protrain", "nothing"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert refused.stderr.startswith("protrain: ")
 

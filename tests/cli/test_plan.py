@@ -251,6 +251,13 @@ def test_logits_are_counted_where_the_loss_holds_them(tmp_path: Path, capsys: py
     assert plans[1].device_bytes - plans[0].device_bytes > 4 * 4 * 512 * 50257, "logits in fp32"
 
 
+def check_loss(text: str, out: Path, *, installed: bool) -> None:
+    """Every plan in ``out`` is for the loss of a training on this machine, and ``text`` says if that may be changed."""
+    assert ("without liger-kernel: --chunked-loss plans for where it is" in text) is not installed
+    found = out.read_text()
+    assert found.count(f'"chunked_loss": {str(installed).lower()}') == found.count('"n_persist"') > 0
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_loss_is_that_of_a_training_here(
     installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -259,12 +266,9 @@ def test_the_loss_is_that_of_a_training_here(
     monkeypatch.setattr("protrain.cli.prepare.liger_installed", lambda: installed)
     device = torch.device("cuda")
     assert (choose_loss(None, device), choose_loss(None, torch.device("cpu"))) == (installed, False)
-    for mode in ([], ["--frontier"], ["--max-model"]):
-        status, text, err = run(capsys, *TINY, *limits, *mode, "--out", str(out))
-        assert status == 0, err
-        assert ("without liger-kernel: --chunked-loss plans for where it is" in text) is not installed
-        found = out.read_text()
-        assert found.count(f'"chunked_loss": {str(installed).lower()}') == found.count('"n_persist"') > 0
+    status, text, err = run(capsys, *TINY, *limits, "--out", str(out))
+    assert status == 0, err
+    check_loss(text, out, installed=installed)
     assert "without liger-kernel" not in run(capsys, *TINY, *limits, "--no-chunked-loss")[1]
 
 
@@ -375,12 +379,16 @@ def test_a_result_that_cannot_be_written_is_printed(
 # -- frontier and largest model ----------------------------------------------------------------------------------------
 
 
-def test_a_frontier_is_a_table_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_frontier_is_a_table_json_and_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr("protrain.cli.prepare.liger_installed", lambda: False)
     picture, out = tmp_path / "frontier.png", tmp_path / "frontier.json"
     argv = [*TINY, *TIGHT, "--frontier", "--picture", str(picture), "--out", str(out)]
     status, text, err = run(capsys, *argv)
     assert status == 0, err
+    check_loss(text, out, installed=False)
     points = Frontier.load(out).points
     assert len(points) >= 8
     assert points[-1].device_limit_bytes == 150 * 1024**2
@@ -388,11 +396,15 @@ def test_a_frontier_is_a_table_json_and_a_picture(tmp_path: Path, capsys: pytest
     assert dark_pixels(picture).any()
 
 
-def test_the_largest_model_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_model_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("protrain.cli.prepare.liger_installed", lambda: True)
     limits = ["--device-memory", "150MiB", "--host-memory", "20MiB"]
     out = tmp_path / "largest.json"
     status, text, err = run(capsys, *TINY, *limits, "--max-model", "--out", str(out))
     assert status == 0, err
+    check_loss(text, out, installed=True)
     found = Largest.load(out)
     assert found.plan.device_bytes <= 150 * 1024**2
     assert f"{found.parameters:,}" in text

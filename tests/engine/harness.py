@@ -170,7 +170,7 @@ def wrap_under(
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Loop:
     """What a training does in a step; the same for the plain and the wrapped model."""
 

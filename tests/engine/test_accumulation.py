@@ -35,13 +35,16 @@ def test_the_plain_loops_bits_within_what_was_planned(
     device: torch.device,
     name: str,
 ) -> None:
-    """With no byte to spare, on the device or in host memory; a step of fewer batches is one too."""
+    """With no byte to spare, on the device or in host memory; a step of fewer batches is one too.
+
+    Each setting meets every second plan, which begins with the first or with the second in turn.
+    """
     dtype, loop, inside = SETTINGS[name]
     monkeypatch.setattr(Gradients, "_make_accumulator", None)  # none is made on demand
-    n_batches = 4 * loop.accumulate
+    n_batches = 3 * loop.accumulate
     batches = [tiny_batch(seed) for seed in range(n_batches + 1)]
     expected, final = plain_run(lambda: tiny_model("gpt2"), batches, loop=loop, device=device, dtype=dtype)
-    for spec in SPECS:
+    for spec in SPECS[list(SETTINGS).index(name) % 2 :: 2]:
         model = tiny_model("gpt2")
         wrapped, optimizer = wrap_under(
             spec,

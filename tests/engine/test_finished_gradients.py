@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -165,8 +165,7 @@ def reference(case: Case, *, rounds: bool = True, made: Callable[[], nn.Module] 
 
 
 def check(model: nn.Module, optimizer: Trainer, case: Case, *, no_sync: bool = False) -> None:
-    expected, loop = reference(case), case.loop
-    loop.no_sync = no_sync
+    expected, loop = reference(case), replace(case.loop, no_sync=no_sync)
     assert loop.run(model, optimizer, residual.batches(STEPS * case.backwards)) == expected.values
     assert optimizer.skipped_steps == expected.skipped == case.skipped
     names = [name for name, _ in make().named_parameters()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.engine.lateness import Lateness
 from tests.engine.true_memory import make_batch, make_model, plans_within_budgets, true_peak_bytes
 
 WORDS = 3000  # by 64: 192,000 elements, of a block 40,000 to 50,000
+CLIPPED, UNCLIPPED = Loop(max_norm=0.5), Loop()
 HARDWARE = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
 
 
@@ -65,8 +67,16 @@ def make(family: str) -> nn.Module:
     return model
 
 
-def traced(family: str, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> ModelProfile:
-    return protrain.profile(model, make_batch(), optimizer=adamw(model), device="cpu", dtype=dtype)
+@functools.cache
+def traced(family: str) -> ModelProfile:
+    model = make(family)
+    return protrain.profile(model, make_batch(), optimizer=adamw(model), device="cpu", dtype=torch.bfloat16)
+
+
+@functools.cache
+def plain(family: str, loop: Loop, device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
+    data = [make_batch() for _ in range(4)]
+    return plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
 
 
 def plan_of(profile: ModelProfile, n_persist: int, mode: Any, *, inside: bool = False, **counts: Any) -> Plan:
@@ -106,18 +116,19 @@ def wrap_with(
     )
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
 @pytest.mark.parametrize(
     ("n_persist", "mode"),
     [(0, CKPT), (0, SWAP), (1, CKPT), (2, NONE), (100, CKPT)],
     ids=str,
 )
 @pytest.mark.parametrize("family", ["llama", "llama-frozen", "gpt2", "t5"])
-def test_bits(family: str, n_persist: int, mode: Any, inside: bool, device: torch.device) -> None:
+def test_bits(family: str, n_persist: int, mode: Any, device: torch.device) -> None:
+    """Updates run inside backward with half of the plans of each family, in turn; the others clip."""
+    inside = (len(family) + n_persist + (mode is SWAP)) % 2 == 1
     data = [make_batch() for _ in range(4)]
-    loop = Loop(max_norm=None if inside else 0.5)
-    expected, final = plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
-    plan = plan_of(traced(family, make(family)), n_persist, mode, inside=inside)
+    loop = UNCLIPPED if inside else CLIPPED
+    expected, final = plain(family, loop, device)
+    plan = plan_of(traced(family), n_persist, mode, inside=inside)
     wrapped, optimizer = wrap_with(plan, family, device, inside=inside)
     assert loop.run(wrapped, optimizer, data) == expected
     assert_same(states(wrapped, optimizer), final)
@@ -125,10 +136,9 @@ def test_bits(family: str, n_persist: int, mode: Any, inside: bool, device: torc
 
 @pytest.mark.parametrize("counts", [{"n_speculate": 100}, {"n_speculate": 100, "n_weight_only": 100}, {"stream": True}])
 def test_bits_where_updates_are_speculative_or_streamed(counts: dict[str, Any], device: torch.device) -> None:
-    data = [make_batch() for _ in range(4)]
-    loop = Loop(max_norm=0.5)
-    expected, final = plain_run(lambda: make("llama"), data, loop=loop, device=device, dtype=torch.bfloat16)
-    profile = traced("llama", make("llama"))
+    data, loop = [make_batch() for _ in range(4)], CLIPPED
+    expected, final = plain("llama", loop, device)
+    profile = traced("llama")
     n_chunks = len(pack(profile).chunks)
     counts = {name: min(count, n_chunks) for name, count in counts.items()}
     plan = plan_of(profile, 0, CKPT, **counts)
@@ -152,7 +162,7 @@ def test_large_chunks_have_a_buffer_and_staging_of_their_own(
     family: str, n_persist: int, expected: tuple[int, int]
 ) -> None:
     """As many as are needed at once; all others are of a block."""
-    profile = traced(family, make(family))
+    profile = traced(family)
     plan = plan_of(profile, n_persist, CKPT)
     _, optimizer = wrap_with(plan, family, torch.device("cpu"))
     engine = optimizer._engine
@@ -169,7 +179,7 @@ def test_large_chunks_have_a_buffer_and_staging_of_their_own(
     ("family", "n_persist"), [("llama", 0), ("llama", 1), ("llama-frozen", 0), ("gpt2", 0), ("two-tables-frozen", 0)]
 )
 def test_chunks_are_fetched_as_predicted(family: str, n_persist: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = traced(family, make(family))
+    profile = traced(family)
     plan = plan_of(profile, n_persist, CKPT)
     layout = layout_of(profile, plan)
     wrapped, optimizer = wrap_with(plan, family, torch.device("cpu"))
@@ -194,16 +204,18 @@ def test_chunks_are_fetched_as_predicted(family: str, n_persist: int, monkeypatc
     assert sorted(issued) == sorted(chunk for visit in fetches for chunk, _ in visit)
 
 
-@pytest.mark.parametrize("schedule", ["late", "early"])
-@pytest.mark.parametrize(("family", "n_persist"), [("llama", 0), ("llama", 2), ("llama", 100), ("gpt2", 1)])
+@pytest.mark.parametrize(
+    ("family", "n_persist", "schedule"),
+    [("llama", 0, "late"), ("llama", 0, "early"), ("llama", 2, "late"), ("llama", 100, "early"), ("gpt2", 1, "late")],
+)
 def test_sums_of_gradients_take_no_more_of_the_device(
     family: str, n_persist: int, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Made on demand, in host memory: what passes through the device has room in the 16-bit gradient's."""
     data = [make_batch() for _ in range(4)]
     loop, device = Loop(max_norm=0.5, accumulate=2), torch.device("cpu")
-    expected, final = plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
-    plan = plan_of(traced(family, make(family)), n_persist, CKPT)
+    expected, final = plain(family, loop, device)
+    plan = plan_of(traced(family), n_persist, CKPT)
     wrapped, optimizer = wrap_with(plan, family, device, device_memory=plan.device_bytes)
     assert true_peak_bytes(wrapped, optimizer, data[0], backwards=2) <= plan.device_bytes
     assert all(chunk.accumulator_on_host for chunk in optimizer._engine.chunks)
@@ -213,16 +225,23 @@ def test_sums_of_gradients_take_no_more_of_the_device(
         assert_same(states(wrapped, optimizer), final)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "llama-frozen", "gpt2", "t5"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("llama-frozen", torch.bfloat16),
+        ("gpt2", torch.float32),
+        ("t5", torch.float32),
+    ],
+)
 def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype) -> None:
-    plans = plans_within_budgets(lambda: make(family), make_batch(16), dtype, count=6)
-    assert len({plan.device_bytes for plan in plans}) > 3
+    plans = plans_within_budgets(lambda: make(family), make_batch(8), dtype, count=4)
+    assert len({plan.device_bytes for plan in plans}) >= 3
     assert all(plan.chunk_elements < WORDS * 64 for plan in plans), "chunks are not of a block"
 
 
 def test_the_frontier_begins_with_the_least() -> None:
-    profile = traced("llama", make("llama"))
+    profile = traced("llama")
     points = frontier(profile, HARDWARE, n_limits=4).points
     assert points[-1].plan.chunk_elements < WORDS * 64
     least = points[0].device_limit_bytes
@@ -276,16 +295,15 @@ def test_a_head_that_the_trace_did_not_use_finds_a_buffer(head: int, inside: boo
         assert loss.isfinite()
 
 
-@pytest.mark.parametrize("schedule", ["late", "early"])
-@pytest.mark.parametrize("n_persist", [2, 100])
+@pytest.mark.parametrize(("n_persist", "schedule"), [(2, "late"), (100, "early")])
 def test_sums_of_gradients_take_no_more_of_the_device_where_chunks_share_buffers(
     n_persist: int, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Updates inside backward, and a backward before that only adds."""
     data = [make_batch() for _ in range(4)]
     loop, device = Loop(max_norm=None, accumulate=2, no_sync=True), torch.device("cpu")
-    expected, final = plain_run(lambda: make("llama"), data, loop=loop, device=device, dtype=torch.bfloat16)
-    plan = plan_of(traced("llama", make("llama")), n_persist, CKPT, inside=True)
+    expected, final = plain("llama", loop, device)
+    plan = plan_of(traced("llama"), n_persist, CKPT, inside=True)
     assert plan.n_device_gradient > 0
     wrapped, optimizer = wrap_with(plan, "llama", device, device_memory=plan.device_bytes, inside=True)
     assert true_peak_bytes(wrapped, optimizer, data[0], backwards=2, inside=True) <= plan.device_bytes

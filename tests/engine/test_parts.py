@@ -236,21 +236,22 @@ def test_the_collector_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("dropped", [False, True])
-def test_the_interpreters_exit_waits_for_queued_work(tmp_path: Path, dropped: bool) -> None:
+def test_the_interpreters_exit_waits_for_queued_work(tmp_path: Path) -> None:
+    """Also for that of a worker that nobody refers to any more."""
     program = f"""
 import pathlib, time
 from protrain.engine.updates import worker as module
 from protrain.engine.updates.worker import HostWorker
 module._PATIENCE_S = 0.0
-worker = HostWorker(threads=1)
-worker.submit(lambda: time.sleep(0.3))
-worker.submit(lambda: pathlib.Path({str(tmp_path / "done")!r}).touch())
-{"del worker" if dropped else ""}
+kept, dropped = HostWorker(threads=1), HostWorker(threads=1)
+for worker, file in (kept, {str(tmp_path / "kept")!r}), (dropped, {str(tmp_path / "dropped")!r}):
+    worker.submit(lambda: time.sleep(0.3))
+    worker.submit(lambda file=file: pathlib.Path(file).touch())
+del worker, dropped
 """
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
-    assert (tmp_path / "done").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", "dropped"}
 
 
 def test_work_after_the_end_of_all_threads_is_done_at_once(tmp_path: Path) -> None:

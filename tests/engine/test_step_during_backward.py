@@ -15,7 +15,7 @@ from protrain.engine.updates import updates
 from protrain.engine.updates.updates import _Window
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import BlockMode
-from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, states, wrap_under
+from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
 
 SPECS = (
     Spec("all", "least", (NONE, CKPT)),
@@ -41,20 +41,31 @@ def wrapped(
     return build
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["gpt2", "t5"])  # both have tied weights, used at the start and at the end
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(
+    ("family", "dtype", "specs"),  # both families have tied weights, used at the start and at the end
+    [
+        ("gpt2", torch.float32, SPECS[::2]),
+        ("gpt2", torch.bfloat16, SPECS[1::2]),
+        ("t5", torch.float32, SPECS[1::2]),
+        ("t5", torch.bfloat16, SPECS[::2]),
+    ],
+)
 def test_same_bits_as_steps_after_backward(
-    wrapped: Wrap, tiny_batch: Callable[..., Batch], spec: Spec, family: str, dtype: torch.dtype
+    wrapped: Wrap,
+    tiny_model: Callable[..., nn.Module],
+    tiny_batch: Callable[..., Batch],
+    family: str,
+    dtype: torch.dtype,
+    specs: tuple[Spec, ...],
+    device: torch.device,
 ) -> None:
     batches = [tiny_batch(seed) for seed in range(4)]
-    results = []
-    for during in (False, True):
-        model, optimizer = wrapped(spec, during=during, family=family, dtype=dtype)
-        results.append((Loop().run(model, optimizer, batches), states(model, optimizer)))
-    assert len(set(results[0][0])) > 1, "it does not train"
-    assert results[1][0] == results[0][0]
-    assert_same(results[1][1], results[0][1])
+    expected, final = plain_run(lambda: tiny_model(family), batches, loop=Loop(), device=device, dtype=dtype)
+    assert len(set(expected)) > 1, "it does not train"
+    for spec in specs:
+        model, optimizer = wrapped(spec, during=True, family=family, dtype=dtype)
+        assert Loop().run(model, optimizer, batches) == expected, str(spec)
+        assert_same(states(model, optimizer), final, where=str(spec))
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["in-time", "too-late"])
@@ -83,20 +94,6 @@ def test_host_updates_begun_before_and_after_the_end_of_backward(
     model, optimizer = wrapped(spec, during=False)
     assert Loop().run(model, optimizer, batches) == losses
     assert_same(states(model, optimizer), found)
-
-
-@pytest.mark.parametrize("spec", SPECS[:3], ids=str)
-def test_accumulation_in_no_sync_gives_the_same_bits(
-    wrapped: Wrap, tiny_batch: Callable[..., Batch], spec: Spec
-) -> None:
-    batches = [tiny_batch(seed) for seed in range(6)]
-    results = []
-    for during in (False, True):
-        model, optimizer = wrapped(spec, during=during, dtype=torch.bfloat16)
-        loop = Loop(accumulate=3, no_sync=during)
-        results.append((loop.run(model, optimizer, batches), states(model, optimizer)))
-    assert results[1][0] == results[0][0]
-    assert_same(results[1][1], results[0][1])
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -144,7 +141,7 @@ def test_a_skipped_step_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Bat
     assert_same(results[1], results[0])
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS[:3], ids=str)
 def test_after_a_failed_backward_zero_grad_begins_anew(
     wrapped: Wrap, tiny_batch: Callable[..., Batch], spec: Spec
 ) -> None:

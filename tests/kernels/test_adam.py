@@ -59,11 +59,10 @@ def _moved(state: State, device: torch.device) -> State:
     )
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
-@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+@pytest.mark.parametrize(("decoupled", "scaled"), [(True, False), (False, True)], ids=["adamw-plain", "adam-scaled"])
 @MOMENTS
 @pytest.mark.parametrize(("weight_dtype", "grad_dtype"), TYPES, ids=IDS)
-def test_five_steps_have_the_bits_of_the_reference(
+def test_three_steps_have_the_bits_of_the_reference(
     backend: Any,
     same_bits: Callable[..., None],
     weight_dtype: torch.dtype,
@@ -78,7 +77,7 @@ def test_five_steps_have_the_bits_of_the_reference(
     start = expected[0].clone()
     found = _moved(expected, backend.device)
     scale = torch.tensor([0.3]) if scaled else None
-    for step in range(1, 6):
+    for step in range(1, 4):
         scalars = _scalars(step, decoupled=decoupled)
         grad = (torch.randn(COUNT, generator=generator) * 10.0 ** -(step % 3)).to(grad_dtype)
         adam_reference(*expected, grad, scalars, scale=scale)
@@ -90,7 +89,7 @@ def test_five_steps_have_the_bits_of_the_reference(
     assert (found[0].cpu() != start).float().mean() > 0.5, "hardly a weight moved"
 
 
-@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+@pytest.mark.parametrize(("decoupled", "eps"), [(True, 0.0), (False, 1e-8)], ids=["adamw", "adam"])
 @MOMENTS
 @pytest.mark.parametrize(("weight_dtype", "grad_dtype"), TYPES, ids=IDS)
 def test_any_bit_patterns_have_the_bits_of_the_reference(
@@ -101,8 +100,9 @@ def test_any_bit_patterns_have_the_bits_of_the_reference(
     grad_dtype: torch.dtype,
     moment_dtype: torch.dtype,
     decoupled: bool,
+    eps: float,
 ) -> None:
-    count = 1 << 14
+    count = 1 << 13
     # Rolled, so that the special values at the start of each meet ordinary ones.
     values, exp_avg = any_bits(1, count), any_bits(2, count).roll(100)
     exp_avg_sq, grad = any_bits(3, count).roll(200).abs(), any_bits(4, count).roll(300)
@@ -110,16 +110,15 @@ def test_any_bit_patterns_have_the_bits_of_the_reference(
     exp_avg[::4] *= 1e-30
     exp_avg_sq[::4] *= 1e-30
     grad[::4] *= 1e-30
-    for eps in (1e-8, 0.0):
-        expected = _state(weight_dtype, values, exp_avg, exp_avg_sq, moment_dtype)
-        found = _moved(expected, backend.device)
-        scalars = _scalars(2, eps=eps, decoupled=decoupled)
-        gradient = grad.to(grad_dtype)
-        adam_reference(*expected, gradient, scalars)
-        backend.adam(*found, gradient.to(backend.device), scalars=scalars, scale=None)
-        for ours, theirs in zip(found, expected, strict=True):
-            if ours is not None and theirs is not None:
-                same_bits(ours, theirs)
+    expected = _state(weight_dtype, values, exp_avg, exp_avg_sq, moment_dtype)
+    found = _moved(expected, backend.device)
+    scalars = _scalars(2, eps=eps, decoupled=decoupled)
+    gradient = grad.to(grad_dtype)
+    adam_reference(*expected, gradient, scalars)
+    backend.adam(*found, gradient.to(backend.device), scalars=scalars, scale=None)
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours is not None and theirs is not None:
+            same_bits(ours, theirs)
 
 
 def test_the_reference_rounds_every_operation_once(any_bits: Callable[[int, int], torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.compile_kernels import main
+from tools.compile_kernels import TARGETS, main
 from tools.kernel_variants import variants
 
 
@@ -22,18 +22,18 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
-def test_the_fullest_variant_of_each_kernel_is_sound(target: str) -> None:
+def test_the_fullest_variant_of_each_kernel_is_sound_for_every_target() -> None:
     """``make kernels`` compiles all variants, in half a minute a target."""
     everything = [*variants()]
     assert len({variant.name for variant in everything}) == len(everything) > 40
     fullest = {variant.kernel: variant.name for variant in everything}  # the last variant of each kernel
     assert len(fullest) == 10
     only = [argument for name in fullest.values() for argument in ("--only", name)]
-    done = _python("-m", "tools.compile_kernels", "--target", target, "--jobs", "1", *only)
+    done = _python("-m", "tools.compile_kernels", "--jobs", "1", *only)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in fullest.values():
-        assert any(line.startswith(f"{name} ") and line.endswith("  ok") for line in done.stdout.splitlines()), name
+        sound = [line for line in done.stdout.splitlines() if line.startswith(f"{name} ") and line.endswith("  ok")]
+        assert len(sound) == len(TARGETS), name
 
 
 def test_variants_are_compiled_beside_each_other() -> None:

@@ -125,8 +125,9 @@ def test_every_16_bit_value_widens_as_torch_does(backend: Any, same_bits: Callab
         same_bits(chunk, gradient.float())
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("place", [0, 5000, TILE, 3 * TILE + 6])
+@pytest.mark.parametrize(
+    ("place", "bad"), [(0, torch.inf), (5000, torch.nan), (TILE, -torch.inf), (3 * TILE + 6, torch.nan)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_value_that_is_not_finite_shows_in_its_partial(
     backend: Any, dtype: torch.dtype, place: int, bad: float

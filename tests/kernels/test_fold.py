@@ -77,9 +77,19 @@ def _spread(ranks: int, elements: int, dtype: torch.dtype, seed: int = 0) -> tor
     return (values * torch.randint(-9, 9, values.shape, generator=generator).float().exp2()).to(dtype)
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["alone", "accumulate"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "accumulate"),
+    [
+        (torch.bfloat16, 1, True),
+        (torch.bfloat16, 2, False),
+        (torch.bfloat16, 3, True),
+        (torch.bfloat16, 4, False),
+        (torch.float16, 1, False),
+        (torch.float16, 3, True),
+        (torch.float32, 2, True),
+        (torch.float32, 4, False),
+    ],
+)
 def test_same_bits_as_the_reference_and_nothing_else_touched(
     backend: Any, same_bits: Callable[..., None], dtype: torch.dtype, ranks: int, accumulate: bool
 ) -> None:
@@ -214,7 +224,7 @@ def test_micro_batches_are_one_left_fold_that_is_rounded_once(
     same_bits(partials, sum_of_squares_reference(gradient.cpu()))
 
 
-@pytest.mark.parametrize("absent", [(0,), (1,), (0, 2), (1, 2), (0, 1)], ids=str)
+@pytest.mark.parametrize("absent", [(0,), (1, 2), (0, 1)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_rank_without_a_gradient_changes_nothing(
     backend: Any,
@@ -276,8 +286,7 @@ def test_the_factor_is_rounded_to_fp32_first(same_bits: Callable[..., None]) -> 
     same_bits(gradients[0], _left_fold([*values]) * torch.tensor(1 / 3))
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("place", [0, TILE, 3 * TILE + 6])
+@pytest.mark.parametrize(("place", "bad"), [(0, torch.inf), (TILE, -torch.inf), (3 * TILE + 6, torch.nan)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_value_that_is_not_finite_shows_in_its_partial(
     backend: Any, dtype: torch.dtype, place: int, bad: float

@@ -15,6 +15,7 @@ from tests.planning.brute_force import (
     N,
     as_measured,
     check_search,
+    fastest_ms,
     margin,
     random_machine,
     random_profile,
@@ -62,7 +63,12 @@ def test_no_plan_at_all_is_better(seed: int, share: int) -> None:
 def test_no_plan_is_better_where_chunks_give_up_being_persistent(seed: int) -> None:
     draw = random.Random(seed)
     profile = as_measured(random_profile(draw, draw.choice([4, 8, 16])), random.Random(-seed - 1))
-    assert check_search(profile, random_machine(draw)).n_speculate > 0
+    hardware = random_machine(draw)
+    found = search(profile, hardware, chunk_elements=N)
+    assert found.n_speculate > found.n_weight_only == found.n_ckpt_swap == 0
+    memory = MemoryModel(profile, hardware, pack(profile, N))
+    best_ms = fastest_ms(memory, lambda counts: counts.n_weight_only == counts.n_ckpt_swap == 0)
+    assert found.step_ms <= CLOSE * best_ms
 
 
 @pytest.mark.parametrize("seed", SHARING)

@@ -213,7 +213,7 @@ def test_a_deeper_model_fits_inside_backward() -> None:
 
 
 def test_refusals_and_explanations_count_what_is_really_taken() -> None:
-    profile = make_profile(50)
+    profile = make_profile(24)
     with pytest.raises(PlanError) as raised:
         search(profile, replace(MACHINE, device_bytes=200 * 1024**2, host_bytes=10**8), step_during_backward=True)
     assert raised.value.where == "host"
