@@ -30,7 +30,7 @@ class _Numpy:
 
     def state(self) -> dict[str, Any]:
         """The state: the same object as at the last call if nothing was drawn since."""
-        generator = np.random.get_bit_generator()
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         plain = isinstance(generator, np.random.MT19937)
         memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES) if plain else b""
         if not memory or memory != self._memory or self._state["has_gauss"]:
