@@ -13,8 +13,6 @@ import torch
 from typing_extensions import override
 
 GENERATORS = (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator, random.Random)
-
-
 _MT19937_BYTES = 624 * 4 + 4  # the words and the position
 
 
