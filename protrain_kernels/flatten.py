@@ -76,8 +76,8 @@ def flatten(
     if chunk.is_cuda:
         plan.launch_flatten(tensors, chunk, partials, accumulate=accumulate, weight_dtype=weight_dtype)
         return
-    where = chunk, plan.offsets, partials, plan.starts
-    if not host_flatten(tensors, *where, accumulate=accumulate, weight_dtype=weight_dtype):
+    if not host_flatten(tensors, plan.rows, chunk, partials, accumulate=accumulate, weight_dtype=weight_dtype):
+        where = chunk, plan.offsets, partials, plan.starts
         flatten_reference(tensors, *where, accumulate=accumulate, weight_dtype=weight_dtype)
 
 

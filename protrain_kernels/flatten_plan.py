@@ -59,7 +59,7 @@ class FlattenPlan:
         self._chunk_elements = max(o + padded(n) for o, n in zip(self.offsets, self.numels, strict=True))
         self._partial_elements = max(s + tiles(n) for s, n in zip(self.starts, self.numels, strict=True))
         self._type = TYPE_CODES[tensors[0].dtype]
-        self._tensor_of, self._rows = self._tables()
+        self._tensor_of, self.rows = self._tables()
         self._programs = self._tensor_of.numel()
         self._device_index = self._tensor_of.get_device()
 
@@ -154,7 +154,7 @@ class FlattenPlan:
         launch(
             kernel,
             self._programs,
-            (self._tensor_of, self._rows, memory, *others),
+            (self._tensor_of, self.rows, memory, *others),
             slot,
             (),
             (self._type, *chosen, *TILE_CONSTANTS),

@@ -149,34 +149,32 @@ def host_sum_of_squares(
 
 def host_flatten(
     tensors: Sequence[torch.Tensor],
+    rows: torch.Tensor,
     chunk: torch.Tensor,
-    offsets: Sequence[int],
     partials: torch.Tensor | None,
-    partial_offsets: Sequence[int],
     *,
     accumulate: bool,
     weight_dtype: torch.dtype,
 ) -> bool:
-    """``flatten`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
+    """``flatten`` on checked CPU tensors, whose ``rows`` are those of their plan: one call, as each takes time.
+
+    Returns False, and does nothing, without a compiled library.
+    """
     compiled = library()
     if compiled is None:
         return False
-    source, target, threads = _DTYPE_CODES[tensors[0].dtype], _DTYPE_CODES[chunk.dtype], torch.get_num_threads()
-    # Addresses are computed, as slices of tensors would take longer than the copies of small ones.
-    start, itemsize = chunk.data_ptr(), chunk.itemsize
-    sums = None if partials is None else partials.data_ptr()
-    for tensor, offset, partial in zip(tensors, offsets, partial_offsets, strict=True):
-        compiled.protrain_flatten(
-            tensor.data_ptr(),
-            source,
-            start + offset * itemsize,
-            target,
-            tensor.numel(),
-            None if sums is None else sums + 4 * partial,
-            _DTYPE_CODES[weight_dtype],
-            int(accumulate),
-            threads,
-        )
+    compiled.protrain_flatten(
+        len(tensors),
+        (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors]),
+        _DTYPE_CODES[tensors[0].dtype],
+        rows.data_ptr(),
+        chunk.data_ptr(),
+        _DTYPE_CODES[chunk.dtype],
+        None if partials is None else partials.data_ptr(),
+        _DTYPE_CODES[weight_dtype],
+        int(accumulate),
+        torch.get_num_threads(),
+    )
     return True
 
 

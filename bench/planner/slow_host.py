@@ -159,7 +159,8 @@ class _Runner:
 
     def _row(self, training: Training, index: int, host: Host, steps: int, untimed: int) -> Row:
         case, optimizer = self.record.case, training.optimizer
-        optimizer._engine.step.updates.tally.timed.clear()  # so that the rate in the report is that of these steps
+        # so that the rate in the report is that of these steps
+        optimizer._engine.step.updates.tally.host_rate.updates.clear()
         before = optimizer.report()
         with self._beside(host.share):
             step_ms = training.run(steps)

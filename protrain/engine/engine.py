@@ -43,7 +43,7 @@ from protrain.engine.visits import Visits
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.escaping import copy_escaping_weights, refuse_leaked_views
-from protrain.engine.weights.parameter import refuse_foreign_gradients
+from protrain.engine.weights.parameter import refuse_foreign_gradients, take_gradient
 from protrain.planning.plan import BlockMode, Plan
 from protrain.profiler.model_profile import ModelProfile
 
@@ -249,7 +249,7 @@ class Engine:
             try:
                 self.step.begin_backward()
             except BaseException:  # backward is refused, and must leave nothing behind
-                self.gradients.discard(self.members[index])
+                take_gradient(self.members[index].parameter)
                 raise
         self.gradients.collect(self.members[index])
 

@@ -132,12 +132,6 @@ def make_report(engine: Engine, clock: StepClock, *, device_bytes: int, predicte
         speculative_updates=tally.committed + tally.redone,
         redone_updates=tally.redone,
         streamed_updates=0 if streaming is None else streaming.streamer.updates,
-        host_gparams=_rate_of(tuple(tally.timed)),
+        host_gparams=tally.host_rate.mean_gparams(),
         predicted_host_gparams=predicted_host_gparams,
     )
-
-
-def _rate_of(updates: tuple[tuple[int, float], ...]) -> float:
-    """1e9 elements a second over all ``updates``, of which each has elements and seconds; 0 if there are none."""
-    seconds = sum(took for _, took in updates)
-    return sum(elements for elements, _ in updates) / seconds / 1e9 if seconds > 0 else 0.0

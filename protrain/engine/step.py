@@ -15,7 +15,6 @@ torch, step() leaves gradients where they are, and zero_grad() forgets them.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
 import torch
@@ -28,38 +27,21 @@ from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.states.groups import Groups
+from protrain.engine.states.state import State
 from protrain.engine.updates.updates import Updates
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 
 
-class Phase(enum.Enum):
+class Phase(State):
     """What has happened in a step so far. See [Note: phases]."""
 
-    EMPTY = "empty"
-    BACKWARD = "backward"
-    READY = "ready"
-    SCALED = "scaled"
-    UPDATED = "updated"
-    CUT_SHORT = "cut short"
-
-
-LEGAL = frozenset(
-    {
-        (Phase.EMPTY, Phase.BACKWARD),
-        (Phase.READY, Phase.BACKWARD),
-        (Phase.BACKWARD, Phase.EMPTY),  # it has failed, or all of its gradients were forgotten
-        (Phase.BACKWARD, Phase.READY),
-        (Phase.BACKWARD, Phase.SCALED),  # a hook has multiplied gradients
-        (Phase.BACKWARD, Phase.UPDATED),
-        (Phase.BACKWARD, Phase.CUT_SHORT),
-        (Phase.READY, Phase.SCALED),
-        (Phase.READY, Phase.EMPTY),  # zero_grad()
-        (Phase.SCALED, Phase.EMPTY),
-        (Phase.UPDATED, Phase.EMPTY),  # step()
-        (Phase.CUT_SHORT, Phase.EMPTY),
-    }
-)
+    EMPTY = "empty", "backward", "empty"
+    BACKWARD = "backward", "ready", "scaled", "updated", "cut short", "empty"  # scaled: by a hook; empty: it has failed
+    READY = "ready", "backward", "scaled", "empty"
+    SCALED = "scaled", "scaled", "empty"
+    UPDATED = "updated", "empty"
+    CUT_SHORT = "cut short", "empty"
 
 
 class Step:
@@ -93,7 +75,7 @@ class Step:
         self.loss_scale = LossScale() if gradients.dtype is torch.float16 else None
         self.clipping = Clipping(gradients, self.loss_scale)
         self.updated: set[int] = set()  # chunks that backward has updated, until step() is called
-        self._phase = Phase.EMPTY
+        self.phase = Phase.EMPTY
         self._chunks = chunks
         self._gradients = gradients
         self._buffers = buffers
@@ -101,22 +83,15 @@ class Step:
         self._inside = inside
         self._ranks = ranks
 
-    @property
-    def phase(self) -> Phase:
-        """The phase. An illegal transition is a bug of the engine."""
-        return self._phase
-
     def _go_to(self, new: Phase) -> None:
-        if new is not self._phase:
-            assert (self._phase, new) in LEGAL, f"a step cannot go from {self._phase.value} to {new.value}"
-            self._phase = new
+        self.phase = self.phase.become(new)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """The first gradient of a backward has arrived. MisuseError if no backward may come now."""
         # This is not called for autograd.grad, which computes no gradients of a step.
-        if self._phase is Phase.SCALED:
+        if self.phase is Phase.SCALED:
             raise MisuseError(
                 "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
             )
@@ -127,7 +102,7 @@ class Step:
                 "float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward(), and no "
                 "torch.amp.GradScaler"
             )
-        if self._phase in (Phase.UPDATED, Phase.CUT_SHORT):
+        if self.phase in (Phase.UPDATED, Phase.CUT_SHORT):
             raise MisuseError(
                 "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
@@ -160,6 +135,8 @@ class Step:
         if self._gradients.no_sync:
             return
         for chunk in chunks:
+            if not self._inside and not chunk.speculates:
+                continue
             if self._inside and self._ranks.several:
                 self._gradients.agree(chunk)
             elif not all(member.index in self._gradients.delivered for member in chunk.members):
@@ -183,7 +160,7 @@ class Step:
 
     def abandon_backward(self) -> None:
         """The backward has raised an exception. Gradients that it has brought into chunks stay."""
-        if self._phase is Phase.BACKWARD:
+        if self.phase is Phase.BACKWARD:
             left = Phase.READY if any(self._gradients.present) else Phase.EMPTY
             self._go_to(Phase.CUT_SHORT if self.updated else left)
 
@@ -230,7 +207,7 @@ class Step:
         self._scaled()
 
     def _scaled(self) -> None:
-        if self._phase is not Phase.BACKWARD:  # a hook inside backward: see end_backward
+        if self.phase is not Phase.BACKWARD:  # a hook inside backward: see end_backward
             self._go_to(Phase.SCALED)
 
     def _refuse_inside(self, what: str, index: int | None = None) -> None:
@@ -251,7 +228,7 @@ class Step:
             ValueError: a hyperparameter is invalid.
         """
         if self._inside:
-            if self._phase not in (Phase.UPDATED, Phase.CUT_SHORT):
+            if self.phase not in (Phase.UPDATED, Phase.CUT_SHORT):
                 self.need_gradients("step()")
                 raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
             self.updated.clear()
@@ -271,10 +248,10 @@ class Step:
     def forget(self) -> bool:
         """Forget all gradients (``zero_grad``). Returns whether that ends a step whose backward was cut short."""
         self._forget()
-        ends = self._phase is Phase.CUT_SHORT
+        ends = self.phase is Phase.CUT_SHORT
         if ends:
             self.updated.clear()
-        if self._phase not in (Phase.BACKWARD, Phase.UPDATED):
+        if self.phase not in (Phase.BACKWARD, Phase.UPDATED):
             self._go_to(Phase.EMPTY)
         return ends
 

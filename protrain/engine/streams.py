@@ -19,7 +19,8 @@ Host code that must know when a transfer is done waits for the :class:`Mark` tha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,11 @@ class _CudaMark(Mark):
     @override
     def reached(self) -> bool:
         return bool(self.event.query())
+
+
+def _event(mark: Mark) -> torch.cuda.Event:
+    assert isinstance(mark, _CudaMark)
+    return mark.event
 
 
 class Streams:
@@ -87,15 +93,13 @@ class Streams:
     def offload_waits(self, mark: Mark) -> None:
         """Offloads issued from now on run after ``mark``."""
 
-    @contextmanager
-    def gathering(self, *, after: Mark, done: Mark) -> Iterator[None]:
+    def gathering(self, *, after: Mark, done: Mark) -> AbstractContextManager[None]:
         """Run the body on the stream of gathers once ``after`` is reached, then place ``done``."""
-        yield
+        return nullcontext()
 
-    @contextmanager
-    def reducing(self, *, after: Mark, done: Mark) -> Iterator[None]:
+    def reducing(self, *, after: Mark, done: Mark) -> AbstractContextManager[None]:
         """Run the body on the stream of reductions once ``after`` is reached, then place ``done``."""
-        yield
+        return nullcontext()
 
     def reduce_waits(self, mark: Mark) -> None:
         """Reductions issued from now on run after ``mark``."""
@@ -104,10 +108,9 @@ class Streams:
         """Record all streams for ``memory``: when it is freed, nothing gets it before their work is done."""
         return memory
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[Any]:
         """Run the body on the compute stream, on whatever thread it is called."""
-        yield
+        return nullcontext()
 
     def refuse_another(self) -> None:
         """MisuseError if the current stream is not the compute stream, as its kernels would not wait for copies."""
@@ -116,10 +119,9 @@ class Streams:
         """Device memory through which the device updates states in host memory."""
         return AdamStaging(torch.device("cpu"), size_bytes=size_bytes)
 
-    @contextmanager
-    def streaming(self, done: Mark) -> Iterator[None]:
+    def streaming(self, done: Mark) -> AbstractContextManager[None]:
         """Run the body on the stream for updates of states in host memory, and place ``done`` at the end of it."""
-        yield
+        return nullcontext()
 
     def synchronize(self) -> None:
         """Block until every stream is empty."""
@@ -145,13 +147,11 @@ class CudaStreams(Streams):
 
     @override
     def compute_reached(self, mark: Mark) -> None:
-        assert isinstance(mark, _CudaMark)
-        mark.event.record(self.compute)
+        _event(mark).record(self.compute)
 
     @override
     def compute_waits(self, mark: Mark) -> None:
-        assert isinstance(mark, _CudaMark)
-        self.compute.wait_event(mark.event)
+        self.compute.wait_event(_event(mark))
 
     @override
     def upload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
@@ -163,23 +163,19 @@ class CudaStreams(Streams):
 
     @override
     def upload_reached(self, mark: Mark) -> None:
-        assert isinstance(mark, _CudaMark)
-        mark.event.record(self.h2d)
+        _event(mark).record(self.h2d)
 
     @override
     def offload_reached(self, mark: Mark) -> None:
-        assert isinstance(mark, _CudaMark)
-        mark.event.record(self.d2h)
+        _event(mark).record(self.d2h)
 
     @override
     def upload_waits(self, mark: Mark) -> None:
-        assert isinstance(mark, _CudaMark)
-        self.h2d.wait_event(mark.event)
+        self.h2d.wait_event(_event(mark))
 
     @override
     def offload_waits(self, mark: Mark) -> None:
-        assert isinstance(mark, _CudaMark)
-        self.d2h.wait_event(mark.event)
+        self.d2h.wait_event(_event(mark))
 
     @override
     def record_streams(self, memory: Tensor) -> Tensor:
@@ -189,44 +185,31 @@ class CudaStreams(Streams):
         return memory
 
     @override
-    @contextmanager
-    def gathering(self, *, after: Mark, done: Mark) -> Iterator[None]:
-        with self._between(self.gather, after, done):
-            yield
+    def gathering(self, *, after: Mark, done: Mark) -> AbstractContextManager[None]:
+        return self._between(self.gather, after, done)
 
     @override
     def reduce_waits(self, mark: Mark) -> None:
-        assert isinstance(mark, _CudaMark)
-        self.reduce.wait_event(mark.event)
+        self.reduce.wait_event(_event(mark))
 
     @override
-    @contextmanager
-    def reducing(self, *, after: Mark, done: Mark) -> Iterator[None]:
-        with self._between(self.reduce, after, done):
-            yield
+    def reducing(self, *, after: Mark, done: Mark) -> AbstractContextManager[None]:
+        return self._between(self.reduce, after, done)
 
     @contextmanager
     def _between(self, stream: torch.cuda.Stream, after: Mark, done: Mark) -> Iterator[None]:
-        assert isinstance(after, _CudaMark)
-        assert isinstance(done, _CudaMark)
         with torch.cuda.stream(stream):
-            stream.wait_event(after.event)
+            stream.wait_event(_event(after))
             yield
-            done.event.record(stream)
+            _event(done).record(stream)
 
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Mark, done: Mark) -> None:
-        assert isinstance(after, _CudaMark)
-        assert isinstance(done, _CudaMark)
-        with torch.cuda.stream(stream):
-            stream.wait_event(after.event)
+        with self._between(stream, after, done):
             target.copy_(source, non_blocking=True)
-            done.event.record(stream)
 
     @override
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        with torch.cuda.stream(self.compute):
-            yield
+    def computing(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.compute)
 
     @override
     def refuse_another(self) -> None:
@@ -250,11 +233,10 @@ class CudaStreams(Streams):
     @override
     @contextmanager
     def streaming(self, done: Mark) -> Iterator[None]:
-        assert isinstance(done, _CudaMark)
         with torch.cuda.stream(self.streamed):
             yield
             self.streamed.wait_stream(self.streamed_d2h)
-            done.event.record(self.streamed)
+            _event(done).record(self.streamed)
 
     @override
     def synchronize(self) -> None:

@@ -75,10 +75,9 @@ void protrain_sum_of_squares(const void *values, int dtype, int64_t count, int w
     }
 }
 
-/* chunk points to where this tensor starts. Zeros pad it to a multiple of PADDING. partials may be NULL, and accumulate
-   needs an fp32 chunk, whose values are rounded to weight_dtype for the partials. */
-void protrain_flatten(const void *source, int source_dtype, void *chunk, int chunk_dtype, int64_t count,
-                      float *partials, int weight_dtype, int accumulate, int threads) {
+/* chunk points to where this tensor starts. Zeros pad it to a multiple of PADDING. */
+static void flatten_one(const void *source, int source_dtype, void *chunk, int chunk_dtype, int64_t count,
+                        float *partials, int weight_dtype, int accumulate, int threads) {
     const int64_t tiles = (count + TILE - 1) / TILE;
     const int copies = source_dtype == chunk_dtype && chunk_dtype != FP32;
 #pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads))
@@ -102,6 +101,16 @@ void protrain_flatten(const void *source, int source_dtype, void *chunk, int chu
         if (partials) partials[tile] = lane_tree(lanes);
     }
     zero_padding(chunk, chunk_dtype, count);
+}
+
+/* A row describes a tensor: its elements, where it starts in the chunk, where its partials start, and one more number.
+   partials may be NULL, and accumulate needs an fp32 chunk, whose values are rounded to weight_dtype for the partials. */
+void protrain_flatten(int64_t tensors, const void *const *sources, int source_dtype, const int64_t (*rows)[4],
+                      void *chunk, int chunk_dtype, float *partials, int weight_dtype, int accumulate, int threads) {
+    const int64_t itemsize = chunk_dtype == FP32 ? 4 : 2;
+    for (int64_t i = 0; i < tensors; i++)
+        flatten_one(sources[i], source_dtype, (char *)chunk + rows[i][1] * itemsize, chunk_dtype, rows[i][0],
+                    partials ? partials + rows[i][2] : NULL, weight_dtype, accumulate, threads);
 }
 
 /* Folds one slice. Element e of its parameter is element e - first + offset of the range, and the piece of rank w begins

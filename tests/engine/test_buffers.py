@@ -22,7 +22,7 @@ from protrain.engine.states.arena import Arena, EngineMemory
 from protrain.engine.states.chunks import Chunk, ChunkState, Member
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import HostWorker, Job
-from protrain.engine.weights.buffers import LEGAL, BufferPool, Residency
+from protrain.engine.weights.buffers import BufferPool, Residency
 from protrain.planning import evaluate
 from protrain.planning.schedule import FAR, Schedule
 from tests.engine.harness import CKPT, NONE, Spec, adamw, wrap_under
@@ -82,6 +82,14 @@ def make_chunk(index: int, update: Job | None = None, *, persistent: bool = Fals
     return chunk
 
 
+LEGAL = {
+    (Residency.EMPTY, Residency.ASSIGNED),
+    (Residency.ASSIGNED, Residency.UPLOADED),
+    (Residency.UPLOADED, Residency.WHOLE),
+    *((before, Residency.EMPTY) for before in (Residency.ASSIGNED, Residency.UPLOADED, Residency.WHOLE)),
+}
+
+
 def make_pool(n_buffer: int, *, resident: Sequence[Chunk] = ()) -> BufferPool:
     device = torch.device("cpu")
     memory = EngineMemory(
@@ -98,14 +106,14 @@ def make_pool(n_buffer: int, *, resident: Sequence[Chunk] = ()) -> BufferPool:
 def test_only_legal_transitions_are_possible() -> None:
     buffer = make_pool(1).buffers[0]
     for before, after in itertools.product(Residency, Residency):
-        buffer._state = before
+        buffer.state = before
         if (before, after) in LEGAL:
-            buffer.state = after
+            buffer.become(after)
             assert buffer.state is after
         else:
-            with pytest.raises(AssertionError, match=f"illegal buffer transition {before.value} -> {after.value}"):
-                buffer.state = after
-    assert len(LEGAL) == 6
+            with pytest.raises(AssertionError, match=f"illegal Residency transition {before.label} -> {after.label}"):
+                buffer.become(after)
+            assert buffer.state is before
 
 
 def test_a_buffer_is_kept_while_held_and_poisoned_when_given_up() -> None:

@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
+from protrain.forward.rng import BlockRandomState
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
@@ -177,3 +179,21 @@ def test_other_operations_are_named() -> None:
     Wavering.wide = True
     with pytest.raises(MisuseError, match=r"of shape \(4, 8\) in forward and .* of shape \(8, 4\) in its place when"):
         loss.backward()
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("inside", [0, 1, 2, 3])
+@pytest.mark.parametrize("between", [0, 1])  # forward and backward something else draws
+def test_normal_numbers_of_numpy_are_drawn_again_from_either_half_of_a_pair(
+    before: int, inside: int, between: int
+) -> None:
+    np.random.seed(5)
+    expected = np.random.randn(before + inside + between + 2)
+    np.random.seed(5)
+    np.random.randn(before)
+    state = BlockRandomState(CPU, ())
+    first = np.random.randn(inside)
+    np.random.randn(between)
+    with state:
+        assert np.array_equal(np.random.randn(inside), first)
+    assert np.array_equal(np.random.randn(2), expected[-2:])

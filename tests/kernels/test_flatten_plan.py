@@ -26,7 +26,7 @@ def test_every_program_knows_its_tensor_and_place() -> None:
     sizes = [2 * TILE, 5, 0, 4 * TILE + 1]
     plan = FlattenPlan([torch.zeros(size) for size in sizes], [0, 2 * TILE, 0, 3 * TILE], [0, 2, 0, 3])
     assert plan._tensor_of.tolist() == [0, 1, 3, 3, 3]
-    assert plan._rows.tolist() == [
+    assert plan.rows.tolist() == [
         [2 * TILE, 0, 0, 0],
         [5, 2 * TILE, 2, 1],
         [0, 0, 0, 2],

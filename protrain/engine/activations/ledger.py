@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch import Tensor
 from typing_extensions import override
@@ -28,17 +27,8 @@ class Ledger:
 class _Held(weakref.ref[Tensor]):
     """A tensor that is counted. It does less than ``weakref.finalize``, as every saved tensor makes one."""
 
-    __slots__ = ("storage",)
-    storage: _Storage
-
-
-@dataclass(slots=True)
-class _Storage:
-    """A storage that is counted."""
-
-    address: int
-    size_bytes: int
-    holders: int = 0  # tensors that keep it
+    __slots__ = ("address",)
+    address: int  # of its storage
 
 
 class SimulatedLedger(Ledger):
@@ -50,7 +40,7 @@ class SimulatedLedger(Ledger):
         self._fixed = {tensor.untyped_storage().data_ptr() for tensor in fixed}  # counted in fixed_bytes
         self.held_bytes = 0
         self.peak_bytes = fixed_bytes
-        self._storages: dict[int, _Storage] = {}  # by address
+        self._storages: dict[int, list[int]] = {}  # by address: how many tensors keep a storage, and its bytes
         self._held: dict[int, _Held] = {}  # by its id, until the tensor dies
 
     @override
@@ -62,11 +52,11 @@ class SimulatedLedger(Ledger):
                 continue
             counted = self._storages.get(address)
             if counted is None:
-                counted = self._storages[address] = _Storage(address, storage.nbytes())
-                self.held_bytes += counted.size_bytes
-            counted.holders += 1
+                counted = self._storages[address] = [0, storage.nbytes()]
+                self.held_bytes += counted[1]
+            counted[0] += 1
             held = _Held(tensor, self._drop)
-            held.storage = counted
+            held.address = address
             self._held[id(held)] = held
         taken = self.fixed_bytes + self.held_bytes
         if taken > self.budget_bytes:  # it is no peak, as it may be freed again and the training go on
@@ -77,12 +67,13 @@ class SimulatedLedger(Ledger):
                 "call backward() before the next forward, leave torch.autocast off (its copies of weights count), or "
                 "allow more device_memory"
             )
-        self.peak_bytes = max(self.peak_bytes, taken)
+        if taken > self.peak_bytes:
+            self.peak_bytes = taken
 
     def _drop(self, held: _Held) -> None:
         del self._held[id(held)]
-        storage = held.storage
-        storage.holders -= 1
-        if storage.holders == 0:
-            del self._storages[storage.address]
-            self.held_bytes -= storage.size_bytes
+        counted = self._storages[held.address]
+        counted[0] -= 1
+        if counted[0] == 0:
+            del self._storages[held.address]
+            self.held_bytes -= counted[1]

@@ -44,13 +44,9 @@ SAVED = "tensors that it saved"
 _ORDINARY = frozenset({Tensor, nn.Parameter, PresentParameter})
 
 
-class SavedTensor(NamedTuple):
-    """A saved tensor that stays on the device, or a view of a weight. See [Note: written over]."""
-
-    tensor: Tensor
-    version: int  # autograd's count of changes in place when it was saved
-    buffer: Buffer | None  # where it is a view of a weight: see [Note: saved weights]
-    chunk: Chunk | None  # whose weight was in ``buffer`` then
+# A saved tensor that stays on the device, and autograd's count of changes in place when it was saved, by which
+# [Note: written over] works. Where it is a view of a weight, the buffer of it and the chunk that was there then.
+_SavedTensor = tuple[Tensor, int, Buffer | None, Chunk | None]  # no class, as every saved tensor makes one
 
 
 class SavedParts(NamedTuple):
@@ -141,10 +137,10 @@ class Frame:
         saved = detached(tensor)
         if buffer is None:
             self.engine.ledger.hold(saved)
-            return SavedTensor(saved, saved._version, None, None)
+            return saved, saved._version, None, None
         assert buffer.users > 0, "a weight is used while no unit uses its chunk"
         buffer.view_counter.known += 1
-        return SavedTensor(saved, saved._version, buffer, buffer.chunk)
+        return saved, saved._version, buffer, buffer.chunk
 
     def keep_parts(self, parts: dict[str, Tensor], remade: Callable[[dict[str, Tensor]], Tensor]) -> SavedParts:
         """What keeps a tensor that consists of ``parts``, and that ``remade`` makes of such."""

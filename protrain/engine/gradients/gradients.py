@@ -21,7 +21,6 @@ The sum stays fp32. The norm and the update each round it once to the type of th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -75,7 +74,7 @@ class Gradients:
         self.free_device_bytes = free_device_bytes
         self.host_bytes = host_bytes
         self.poison = memory.poison
-        self.pending: list[tuple[Member, Tensor]] = []
+        self.pending: dict[Chunk, list[tuple[Member, Tensor]]] = {}
         self.present = [False] * len(members)  # whether a parameter has got a gradient since zero_grad
         self.forgotten: set[int] = set()  # present gradients whose .grad was set to None
         self.no_sync = False  # the current backward runs inside model.no_sync()
@@ -112,17 +111,13 @@ class Gradients:
     def is_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient whose .grad was not set to None."""
         stored = self.present[index] and index not in self.forgotten
-        return stored or any(member.index == index for member, _ in self.pending)
+        return stored or any(member.index == index for items in self.pending.values() for member, _ in items)
 
     def collect(self, member: Member) -> None:
         """Take the gradient of ``member`` that autograd has just finished."""
         gradient = take_gradient(member.parameter)
         if gradient is not None and member.group >= 0:
-            self.pending.append((member, gradient.detach()))
-
-    def discard(self, member: Member) -> None:
-        """Drop the gradient of ``member`` that autograd has just finished."""
-        take_gradient(member.parameter)
+            self.pending.setdefault(member.chunk, []).append((member, gradient.detach()))
 
     def abandon(self) -> None:
         """Drop the gradients that a failed backward has brought and no :meth:`flush` has stored."""
@@ -132,24 +127,19 @@ class Gradients:
 
     def flush(self, visit: int) -> list[Chunk]:
         """Move the gradients that were collected into chunks, as backward leaves ``visit``. Returns these chunks."""
-        if not self.pending:
-            return []
-        pending = sorted(self.pending, key=lambda item: (item[0].chunk.index, item[0].offset))
-        self.pending = []
-        touched = []
-        for _, items in groupby(pending, key=lambda item: item[0].chunk.index):
-            group = list(items)
-            chunk = group[0][0].chunk
-            again = [item for item in group if self.present[item[0].index]]
-            first = [item for item in group if not self.present[item[0].index]]
+        pending, self.pending = self.pending, {}
+        touched = sorted(pending, key=lambda chunk: chunk.index)
+        for chunk in touched:
+            items = sorted(pending[chunk], key=lambda item: item[0].offset)
+            again = [item for item in items if self.present[item[0].index]]
+            first = [item for item in items if not self.present[item[0].index]]
             if chunk.accumulator is None and self._accumulates(chunk, again=bool(again)):
                 self._make_accumulator(chunk)
             self._store(chunk, first, accumulate=False)
             self._store(chunk, again, accumulate=True)
-            for member, _ in group:
+            for member, _ in items:
                 self.present[member.index] = True
                 self.delivered.add(member.index)
-            touched.append(chunk)
         return touched
 
     def check_backward(self) -> None:

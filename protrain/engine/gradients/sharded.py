@@ -8,6 +8,7 @@ parameters have a gradient, and exchange the partial sums of the norm. So clippi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -92,7 +93,7 @@ class ShardedGradients(Gradients):
     @override
     def flush(self, visit: int) -> list[Chunk]:
         """Reduce, with all ranks, what is complete after ``visit``. Returns the chunks that are complete now."""
-        for member, gradient in self.pending:
+        for member, gradient in chain.from_iterable(self.pending.values()):
             known = self._waiting.get(member.index)
             self._waiting[member.index] = gradient if known is None else known + gradient
         self.pending.clear()

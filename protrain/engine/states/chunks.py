@@ -28,7 +28,6 @@ whoever waits for a job that was not queued yet does that.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.distributed.ranks import Ranks
+from protrain.engine.states.state import State
 from protrain.engine.streams import Mark
 from protrain.engine.updates.worker import Job
 from protrain_kernels import (
@@ -51,30 +51,13 @@ from protrain_kernels import (
 )
 
 
-class ChunkState(enum.Enum):
+class ChunkState(State):
     """What the host has been given to do with a chunk. See [Note: chunk states]."""
 
-    CURRENT = "current"
-    SUMMING = "summing"
-    SPECULATED = "speculated"
-    UPDATING = "updating"
-
-
-LEGAL = frozenset(
-    {
-        (ChunkState.CURRENT, ChunkState.SUMMING),
-        (ChunkState.CURRENT, ChunkState.SPECULATED),
-        (ChunkState.CURRENT, ChunkState.UPDATING),
-        (ChunkState.SUMMING, ChunkState.SUMMING),
-        (ChunkState.SUMMING, ChunkState.SPECULATED),
-        (ChunkState.SUMMING, ChunkState.UPDATING),
-        (ChunkState.SPECULATED, ChunkState.UPDATING),
-        (ChunkState.UPDATING, ChunkState.UPDATING),  # step() twice with the same gradients
-        (ChunkState.SUMMING, ChunkState.CURRENT),  # the main thread has waited
-        (ChunkState.SPECULATED, ChunkState.CURRENT),
-        (ChunkState.UPDATING, ChunkState.CURRENT),
-    }
-)
+    CURRENT = "current", "summing", "speculated", "updating"
+    SUMMING = "summing", "summing", "speculated", "updating", "current"  # current: the main thread has waited
+    SPECULATED = "speculated", "updating", "current"
+    UPDATING = "updating", "updating", "current"  # updating: step() twice with the same gradients
 
 
 class _Queued(NamedTuple):
@@ -185,12 +168,11 @@ class Chunk:
         return self._queued.update
 
     def begin(self, state: ChunkState, job: Job, *, then: Job | None = None) -> None:
-        """The host gets ``job`` to do, and ``then`` after it. An illegal transition is a bug of the engine."""
+        """The host gets ``job`` to do, and ``then`` after it."""
         self._go_to(_Queued(state, last=then or job, update=job if state is ChunkState.UPDATING else None))
 
     def _go_to(self, new: _Queued) -> None:
-        old = self._queued.state
-        assert (old, new.state) in LEGAL, f"a chunk cannot go from {old.value} to {new.state.value}"
+        self._queued.state.become(new.state)
         self._queued = new
 
     def wait_for_update(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +16,6 @@ from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.streamer import Scale
 from protrain.engine.updates.worker import Job
 
-_TIMED_UPDATES = 2000
-
 
 @dataclass
 class Tally:
@@ -28,8 +25,6 @@ class Tally:
     as_assumed: bool = True  # the last step was as its speculative updates had assumed
     committed: int = 0
     redone: int = 0
-    # Elements and seconds of the last updates on the host that computed all states.
-    timed: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_TIMED_UPDATES))
 
     @contextmanager
     def timing(self, pieces: list[Piece]) -> Iterator[Callable[[Callable[[], bool]], bool]]:
@@ -48,9 +43,7 @@ class Tally:
 
         begin = time.perf_counter()
         yield untimed
-        seconds = time.perf_counter() - begin - untimed_s
-        self.timed.append((sum(part.stop - part.start for part, _ in pieces), seconds))
-        self.host_rate.add(pieces, seconds)
+        self.host_rate.add(pieces, time.perf_counter() - begin - untimed_s)
 
 
 def wait_for_gradient(chunk: Chunk, scale: Scale | None, summing: Job | None) -> None:

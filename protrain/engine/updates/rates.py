@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from protrain.engine.states.chunks import Piece
 
 _WEIGHT = 0.2  # of the newest update: about the last five count
+_UPDATES = 2000  # that count for the mean
 
 
 class Rate:
@@ -16,13 +19,20 @@ class Rate:
 
     def __init__(self, gparams: float) -> None:
         self.gparams = gparams
-        self._is_measured = False
+        self.updates: deque[tuple[int, float]] = deque(maxlen=_UPDATES)  # elements and seconds
 
     def add(self, pieces: list[Piece], seconds: float) -> None:
         """An update of ``pieces`` took ``seconds``."""
-        measured = sum(part.stop - part.start for part, _ in pieces) / max(seconds, 1e-9) / 1e9
-        self.gparams += (measured - self.gparams) * (_WEIGHT if self._is_measured else 1.0)
-        self._is_measured = True
+        elements = sum(part.stop - part.start for part, _ in pieces)
+        measured = elements / max(seconds, 1e-9) / 1e9
+        self.gparams += (measured - self.gparams) * (_WEIGHT if self.updates else 1.0)
+        self.updates.append((elements, seconds))
+
+    def mean_gparams(self) -> float:
+        """1e9 elements a second over many of the last updates; 0 if there are none."""
+        updates = self.updates.copy()  # another thread may add to it
+        seconds = sum(took for _, took in updates)
+        return sum(elements for elements, _ in updates) / seconds / 1e9 if seconds > 0 else 0.0
 
     def milliseconds(self, elements: int) -> float:
         """How long an update of ``elements`` takes."""

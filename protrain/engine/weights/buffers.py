@@ -26,7 +26,6 @@ needs a chunk in an ASSIGNED buffer issues the upload, a second time if need be.
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Iterable
 
@@ -36,32 +35,21 @@ from torch import Tensor
 from protrain.common.errors import MisuseError
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk
+from protrain.engine.states.state import State
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.updates.worker import Job
 from protrain.engine.weights.views import ViewCounter, storage_address
 from protrain.planning.schedule import FAR, Schedule
 
 
-class Residency(enum.Enum):
-    """The state of a buffer's content."""
+class Residency(State):
+    """The state of a buffer's content. See [Note: residency]."""
 
-    EMPTY = "empty"
-    ASSIGNED = "assigned"
-    UPLOADED = "uploaded"
-    WHOLE = "whole"
-    RESIDENT = "resident"
-
-
-LEGAL = frozenset(
-    {
-        (Residency.EMPTY, Residency.ASSIGNED),
-        (Residency.ASSIGNED, Residency.UPLOADED),
-        (Residency.UPLOADED, Residency.WHOLE),
-        (Residency.WHOLE, Residency.EMPTY),
-        (Residency.ASSIGNED, Residency.EMPTY),
-        (Residency.UPLOADED, Residency.EMPTY),
-    }
-)
+    EMPTY = "empty", "assigned"
+    ASSIGNED = "assigned", "uploaded", "empty"
+    UPLOADED = "uploaded", "whole", "empty"
+    WHOLE = "whole", "empty"
+    RESIDENT = ("resident",)
 
 
 class Buffer:
@@ -82,22 +70,12 @@ class Buffer:
         self.gathered: Mark = streams.mark()  # the gather is done
         self.free: Mark = streams.mark()  # the last kernel that reads the content is done
         self.view_counter = ViewCounter(memory)
-        self._state = Residency.EMPTY if resident is None else Residency.RESIDENT
+        self.resident = resident is not None  # the chunk never gives the buffer up
+        self.state = Residency.RESIDENT if self.resident else Residency.EMPTY
 
-    @property
-    def state(self) -> Residency:
-        """The state of the content. An illegal transition is a bug of the engine."""
-        return self._state
-
-    @state.setter
-    def state(self, new: Residency) -> None:
-        assert (self._state, new) in LEGAL, f"illegal buffer transition {self._state.value} -> {new.value}"
-        self._state = new
-
-    @property
-    def resident(self) -> bool:
-        """Whether the chunk never gives the buffer up."""
-        return self._state is Residency.RESIDENT
+    def become(self, new: Residency) -> None:
+        """The content is ``new`` from now on."""
+        self.state = self.state.become(new)
 
 
 class BufferPool:
@@ -253,7 +231,7 @@ class BufferPool:
     def _buffer_of(self, index: int) -> Buffer | None:
         """The buffer that chunk ``index`` is in or will be uploaded to."""
         buffer = self._by_chunk.get(index)
-        if buffer is None or buffer._state is Residency.EMPTY:
+        if buffer is None or buffer.state is Residency.EMPTY:
             return None
         assert buffer.chunk is not None
         return buffer if buffer.chunk.index == index else None
@@ -284,7 +262,7 @@ class BufferPool:
                 self.streams.compute_waits(buffer.uploaded)
             if self._ranks.several and buffer.state is Residency.WHOLE:
                 self.streams.compute_waits(buffer.gathered)  # likewise
-            buffer.state = Residency.EMPTY
+            buffer.become(Residency.EMPTY)
             buffer.awaited = None
             if self.poison:
                 buffer.memory.fill_(float("nan"))
@@ -293,7 +271,7 @@ class BufferPool:
     def _assign(self, buffer: Buffer, chunk: Chunk) -> None:
         buffer.chunk = chunk
         buffer.awaited = update = chunk.update
-        buffer.state = Residency.ASSIGNED
+        buffer.become(Residency.ASSIGNED)
         self._by_chunk[chunk.index] = buffer
         if update is None:
             self._issue(buffer, None)
@@ -308,7 +286,7 @@ class BufferPool:
         with self._lock:
             if buffer.state is Residency.ASSIGNED and buffer.awaited is update and buffer.chunk is not None:
                 self._upload(buffer, buffer.chunk)
-                buffer.state = Residency.UPLOADED
+                buffer.become(Residency.UPLOADED)
 
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
         self.fetches += 1
@@ -332,7 +310,7 @@ class BufferPool:
                     self._ranks.gather(buffer.memory[: chunk.elements], f"the gather of chunk {chunk.index}")
             else:
                 self.streams.compute_waits(buffer.uploaded)
-            buffer.state = Residency.WHOLE
+            buffer.become(Residency.WHOLE)
 
     def _last_use_ends(self, buffer: Buffer) -> None:
         if not buffer.resident:  # nothing is ever uploaded over a resident weight
