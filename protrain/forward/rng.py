@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,36 +12,6 @@ import torch
 from typing_extensions import override
 
 GENERATORS = (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator, random.Random)
-_MT19937_BYTES = 624 * 4 + 4  # the words and the position
-
-
-class _Numpy:
-    """numpy's global generator, whose state is told and set only if something was drawn since.
-
-    numpy takes as long for either as a small block for its forward. So the memory of the generator is compared first.
-    It is all of the state unless numpy keeps the second number of a pair of normal ones.
-    """
-
-    def __init__(self) -> None:
-        self._memory, self._state = b"", dict[str, Any]()
-
-    def state(self) -> dict[str, Any]:
-        """The state: the same object as at the last call if nothing was drawn since."""
-        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        plain = isinstance(generator, np.random.MT19937)
-        memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES) if plain else b""
-        if not memory or memory != self._memory or self._state["has_gauss"]:
-            self._memory, self._state = memory, np.random.get_state(legacy=False)
-        return self._state
-
-    def set(self, state: dict[str, Any]) -> None:
-        """Put the generator back to ``state``."""
-        if self.state() is not state:
-            self._memory = b""
-            np.random.set_state(state)
-
-
-_numpy = _Numpy()
 
 
 class RandomState:
@@ -75,7 +44,7 @@ class BlockRandomState(RandomState):
 
     def __init__(self, device: torch.device, generators: Iterable[Any]) -> None:
         super().__init__(device)
-        self._python, self._numpy = random.getstate(), _numpy.state()
+        self._python, self._numpy = random.getstate(), np.random.get_state()
         self._generators = [*generators]
         self._put_back = [_put_back(generator) for generator in self._generators]
 
@@ -83,7 +52,7 @@ class BlockRandomState(RandomState):
     def set(self) -> None:
         super().set()
         random.setstate(self._python)
-        _numpy.set(self._numpy)
+        np.random.set_state(self._numpy)
         for set_state in self._put_back:
             set_state()
 
