@@ -23,7 +23,7 @@ from tests.engine.harness import Spec, assert_same
 SEED = 20251126
 RUNS, MOMENTS = 5, 10  # runs go on at once, each with so many moments one after another: 50 in all
 MICRO_BATCHES = 6  # of a step, which two and three ranks share
-WITHIN_S = 30.0  # within which a rank ends by itself when another one was killed: long, as five runs share the cores
+WITHIN_S = 10.0  # within which a rank ends by itself when another one was killed
 TIMEOUT_S = 5.0  # of the process group: within which, and the time above, it ends when another one was stopped
 ERROR = "protrain.common.errors.MisuseError: "
 SPECS = (FIRST, SECOND, THIRD, FOURTH)

@@ -382,7 +382,7 @@ def test_on_a_gpu_a_model_larger_than_the_room_is_traced() -> None:
         traced = profile(model, batch, device="cuda")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before  # less if what an earlier test has left was collected meanwhile
     assert traced.blocks[0].saved_bytes == rows * 4 * width * 2
     assert all(block.forward_ms > 0 and block.backward_ms > 0 for block in traced.blocks)
     meta = profile(model, batch, device="meta", dtype=torch.bfloat16)
