@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from protrain.cli.main import main
 from protrain.distributed.agreement import of_all
 from protrain.distributed.joining import join
 from protrain.hardware import Contention, HardwareProfile, calibrate, detect
@@ -35,25 +37,31 @@ def figure(name: str, median: float, at: str = "") -> Figure:
     )
 
 
-def calibrate_with_a_slow_rank(rank: int, cache: str) -> tuple[HardwareProfile, HardwareProfile | None]:
-    """What ``rank`` gets, and what it finds afterwards. Products of rank 1 sleep before they begin."""
+def calibrate_with_a_slow_rank(rank: int, cache: str) -> tuple[str, str, HardwareProfile | None]:
+    """What the command prints on ``rank``, and the profile that is found then. Rank 1 sleeps before its products."""
     run = Products.run
 
     def sleep_and_run(products: Products, count: int = 1) -> None:
         time.sleep(SLEEP_S)
         run(products, count)
 
-    with pytest.MonkeyPatch.context() as patch:
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setenv("PROTRAIN_CACHE", cache)
         if rank == 1:
             patch.setattr(Products, "run", sleep_and_run)
-        return calibrate("cpu", seconds=0.2), cached(CPU)
+        assert main(["calibrate", "--device", "cpu", "--seconds", "0.2", "--json"]) == 0, err.getvalue()
+        return out.getvalue(), err.getvalue(), cached(CPU)
 
 
 def test_the_slowest_rank_decides_and_as_many_ranks_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (profile, found), (same, also) = on_ranks(2, calibrate_with_a_slow_rank, str(tmp_path))
-    assert same == replace(profile, device_bytes=same.device_bytes, host_bytes=same.host_bytes)
+    (out, err, found), (nothing, quiet, also) = on_ranks(2, calibrate_with_a_slow_rank, str(tmp_path))
+    assert (nothing, "protrain: " in quiet) == ("", False), "one process speaks for all"
+    profile = HardwareProfile.from_json(out)
     assert found == also == profile, "what rank 0 has kept"
+    [kept] = (tmp_path / "hardware").iterdir()
+    assert f"kept in {kept}" in err
+    assert "-x2-" in kept.name
     monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path))
     assert cached(CPU) is None, "one process finds nothing"
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -149,8 +157,7 @@ def fail_beside_others(rank: int, calls: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(Collectives, "exchange", broken)
-        with suppress(SystemExit):
-            calibrate("cpu", seconds=0.05, save=False)
+        calibrate("cpu", seconds=0.05, save=False)
 
 
 def test_an_error_of_one_rank_ends_all() -> None:
