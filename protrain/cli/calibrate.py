@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 import torch
 
 import protrain
+from protrain.cli.launch import add_gpus_option, launched
 from protrain.cli.options import Parser, add_output_options, emit, number
-from protrain.cli.prepare import choose_device
+from protrain.cli.prepare import own_device
+from protrain.cli.signals import stop_requests
+from protrain.cli.together import together
 from protrain.common.progress import Progress, say
 from protrain.hardware.cache import Machine, cached
 from protrain.hardware.calibration import FULL_SECONDS, calibrate_twice, differences, report
@@ -21,8 +23,8 @@ _EXAMPLE = """example:
   protrain calibrate --out machine.json
   protrain plan llama2-13b --hardware machine.json
 
-for a run of several processes, with the collectives:
-  torchrun --nproc-per-node 4 --no-python protrain calibrate
+on four GPUs at once, with what they gather and exchange:
+  protrain calibrate --gpus 4
 """
 _DESCRIPTION = """Measure what the machine's device, link and host can do, alone and together, in under a minute.
 
@@ -35,6 +37,7 @@ def add_command(commands: Any) -> None:
     parser: Parser = commands.add_parser(
         "calibrate", help="measure this machine", description=_DESCRIPTION, epilog=_EXAMPLE
     )
+    add_gpus_option(parser, "measure")
     parser.add_argument("--device", default=None, help="cuda or cpu (default: cuda when there is one)")
     parser.add_argument(
         "--seconds",
@@ -53,15 +56,21 @@ def add_command(commands: Any) -> None:
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Run `protrain calibrate`."""
-    device = choose_device(args.device)
-    first_rank = os.environ.get("RANK", "0") == "0"
-    with Progress(enabled=first_rank).bar("measuring") as progress:
+    """Run `protrain calibrate`, in as many processes as GPUs are to be measured."""
+    if launched(args):
+        return
+    with stop_requests() as requests, together() as processes, requests.raised():
+        _calibrate(args, speaks=processes.rank == 0)
+
+
+def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
+    device = own_device(args.device)
+    with Progress(enabled=speaks).bar("measuring") as progress:
         if args.repeat_check:
             before, hardware = calibrate_twice(device, seconds=args.seconds, progress=progress)
         else:
             hardware = protrain.calibrate(device, seconds=args.seconds, progress=progress)
-    if not first_rank:
+    if not speaks:
         return
     emit(hardware, args, report(hardware))
     if args.repeat_check:

@@ -1,4 +1,4 @@
-"""Starts `protrain train --gpus N`: N processes of the same command, one for each GPU, which end together.
+"""Starts the processes of `--gpus N`: N of the same command, one for each GPU, which end together.
 
 torchrun would do, but it kills processes that need more than 30 s to save when they are told to stop, and it prints a
 report of its own beside the error of a process. What the processes see is the same: torchrun's variables, and a store
@@ -7,6 +7,7 @@ in the launcher by which they find each other.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import signal
@@ -17,14 +18,47 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from protrain.cli.options import Parser, whole
 from protrain.cli.signals import StopRequests, stop_requests
 from protrain.common.progress import say
+from protrain.distributed.processes import announced_by_slurm, announced_processes
 
 _LOOK_S = 0.05  # the time between two looks at the processes
 _GRACE_S = 15.0  # the time that the others have to end by themselves once one has failed
 _GRACE_AT_ONCE_S = 3.0  # the same after a second request to stop
 _HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
+
+
+def add_gpus_option(parser: Parser | argparse._ArgumentGroup, what: str) -> None:
+    """Add `--gpus` to the parser of a command that does ``what`` on one GPU, for :func:`launched`."""
+    parser.add_argument(
+        "--gpus",
+        type=whole(1),
+        metavar="N",
+        help=f"{what} on N GPUs of this machine, as torchrun --nproc-per-node N -m protrain does (default: 1)",
+    )
+
+
+def launched(args: argparse.Namespace) -> bool:
+    """Whether the command was run in as many processes as ``--gpus`` asks for, which this one has started.
+
+    If not, this process is to run it, alone or as one of those that a launcher has started.
+
+    Raises:
+        ValueError: a launcher has started another number of processes.
+        SystemExit: the processes have failed, with their status.
+    """
+    os.environ.update(announced_by_slurm(os.environ))
+    announced = announced_processes()
+    gpus = getattr(args, "gpus", announced)
+    if announced == 1 and gpus > 1:
+        if status := launch(gpus, args.words):
+            raise SystemExit(status)
+        return True
+    if gpus != announced:
+        raise ValueError(f"--gpus {gpus}: {announced} processes were started, each for one GPU; leave --gpus out")
+    return False
 
 
 def launch(count: int, words: Sequence[str]) -> int:
@@ -55,7 +89,7 @@ def launch(count: int, words: Sequence[str]) -> int:
                         preexec_fn=end_with_parent,
                     )
                 )
-            return _wait(processes, requests)
+            return _wait(processes, requests, command=words[0])
         except KeyboardInterrupt:
             _send(processes, requests.received)
             end_s = time.monotonic() + _GRACE_AT_ONCE_S
@@ -68,7 +102,7 @@ def launch(count: int, words: Sequence[str]) -> int:
                 process.wait()
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], requests: StopRequests) -> int:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], requests: StopRequests, *, command: str) -> int:
     """Wait until all ``processes`` have ended, or one has failed and the others had time to end as well."""
     statuses: dict[int, int] = {}  # by rank, in the order in which processes end
     end_s = float("inf")
@@ -83,7 +117,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], requests: StopRequests) 
                 continue
             statuses[rank] = status if status >= 0 else 128 - status
             if status < 0 and -status != requests.received:
-                say(f"protrain train: the process of GPU {rank} was ended by {signal.Signals(-status).name}")
+                say(f"protrain {command}: the process of GPU {rank} was ended by {signal.Signals(-status).name}")
             if status and end_s == float("inf"):
                 end_s = time.monotonic() + _GRACE_S
         time.sleep(_LOOK_S)

@@ -213,7 +213,7 @@ def own_device(name: str | None) -> torch.device:
     if announced_processes() == 1 or device.type != "cuda":
         return device
     if device.index is not None:
-        raise ValueError(f"--device {name} is one GPU, and {processes} processes train here: give --device cuda")
+        raise ValueError(f"--device {name} is one GPU, and {processes} processes run here: give --device cuda")
     if processes > torch.cuda.device_count():
         raise ValueError(f"--gpus {processes}: this machine has {torch.cuda.device_count()} CUDA devices")
     device = torch.device("cuda", local_rank())

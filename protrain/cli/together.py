@@ -1,4 +1,4 @@
-"""The processes of one `protrain train`: they start as ranks of one group, the first one speaks, an error is told once.
+"""The processes of one command: they start as ranks of one group, the first one speaks, an error is told once.
 
 A launcher such as torchrun or srun starts the same command once for each GPU, and `--gpus` does so itself
 (``protrain.cli.launch``). Without any of them there is one process, for which nothing here does anything.
@@ -57,7 +57,7 @@ def together() -> Iterator[Processes]:
     if starts:
         start_group()
     processes = Processes(dist.get_rank(), dist.get_world_size())
-    failures = f"protrain train {next(_runs)}: failures"
+    failures = f"protrain {next(_runs)}: failures"
     try:
         with _silent() if processes.rank else nullcontext():
             yield processes

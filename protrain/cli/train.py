@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from contextlib import nullcontext
 from dataclasses import fields
@@ -13,7 +12,7 @@ from typing import Any
 from protrain.cli import job as jobs
 from protrain.cli.folder_lock import claimed
 from protrain.cli.job import RANGES, TrainJob
-from protrain.cli.launch import launch
+from protrain.cli.launch import add_gpus_option, launched
 from protrain.cli.loop import train
 from protrain.cli.options import (
     Parser,
@@ -35,7 +34,6 @@ from protrain.cli.summary import TrainSummary
 from protrain.cli.together import Processes, together
 from protrain.common.parameters import DTYPES
 from protrain.common.progress import Progress
-from protrain.distributed.processes import announced_by_slurm, announced_processes
 from protrain.planning.plan import MOMENT_DTYPES
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
@@ -92,12 +90,7 @@ def add_command(commands: Any) -> None:
     add_loss_option(steps)
 
     placement = parser.add_argument_group("placement (changes no result of one device with one number of threads)")
-    placement.add_argument(
-        "--gpus",
-        type=whole(1),
-        metavar="N",
-        help="train on N GPUs of this machine, as torchrun --nproc-per-node N -m protrain train does (default: 1)",
-    )
+    add_gpus_option(placement, "train")
     placement.add_argument("--device", help="cuda or cpu (default: cuda when there is one)")
     add_memory_options(placement)
     placement.add_argument("--plan", metavar="FILE", help="a plan of `protrain plan --out FILE`; skips the search")
@@ -148,15 +141,8 @@ def run_command(args: argparse.Namespace) -> None:
     """
     if args.resume and not hasattr(args, "folder"):
         raise ValueError("--resume needs the --folder of the run")
-    os.environ.update(announced_by_slurm(os.environ))
-    announced = announced_processes()
-    gpus = getattr(args, "gpus", announced)
-    if announced == 1 and gpus > 1:
-        if status := launch(gpus, args.words):
-            raise SystemExit(status)
+    if launched(args):
         return
-    if gpus != announced:
-        raise ValueError(f"--gpus {gpus}: {announced} processes were started, each for one GPU; leave --gpus out")
     with stop_requests() as requests, together() as processes:
         _train(args, requests, processes)
 

@@ -15,11 +15,3 @@ def all_gather(
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = gather(whole, own, group=group, async_op=async_op)
     return work
-
-
-def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fill ``own`` with this process's part of the sum of all ``whole`` tensors."""
-    if hasattr(dist, "reduce_scatter_single"):
-        dist.reduce_scatter_single(own, whole, group=group)
-    else:
-        dist.reduce_scatter_tensor(own, whole, group=group)

@@ -6,32 +6,32 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from time import perf_counter
 
 import torch
 
 from protrain.distributed.aside import Aside
 from protrain.distributed.processes import local_processes
 from protrain.distributed.ranks import Ranks
-from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.calibration.collectives import Collectives
+from protrain.hardware.calibration.ranks import most_contended, slowest
+from protrain.hardware.calibration.timing import batch_s
+from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
 
-_MEASURED_BYTES = 64 * 1024**2  # of a tensor that is gathered or exchanged to see how fast that is
-_WARM_UP, _RUNS = 2, 5
-_PRODUCT = 4096  # rows and columns of the matrices that are multiplied beside collectives
-_PRODUCTS = 20
-_BESIDE = 40  # collectives, which take longer than the products on every link
-_TIMING = "the timing of collectives"
+_MEASURED_BYTES = 64 * 1024**2  # of a tensor that is gathered and exchanged to see how fast that is
+_MEASURED_S = 0.02
+_WIDTH = 4096  # rows and columns of the matrices that are multiplied beside collectives
+_TOGETHER_S = 0.02  # of products beside collectives, and of collectives beside products
+_COLLECTIVES = "the timing of collectives"
 
 
 def of_all(ranks: Ranks, own: HardwareProfile, device: torch.device) -> HardwareProfile:
     """The machine of each rank, for a plan that fits all of them: the least memory, and otherwise that of the first.
 
-    The ranks of a node share its host memory and its cores. If the machine was calibrated by one process, or not at
-    all, nothing is known of collectives. Then GPUs measure them now, which takes a tenth of a second, because NVLink is
-    ten times as fast as what would have to be assumed.
+    The ranks of a node share its host memory and its cores. If as many processes as train now have calibrated the
+    machine, their figures are used as they are. If one process has, or none, nothing is known of collectives. Then GPUs
+    measure them now, in less than a second, because NVLink is ten times as fast as what would have to be assumed.
     """
     if not ranks.several:
         return own
@@ -39,21 +39,14 @@ def of_all(ranks: Ranks, own: HardwareProfile, device: torch.device) -> Hardware
     if device.type == "cuda" and not all(
         ranks.all_values(share.all_gather_gbps is not None, "whether collectives are measured")
     ):
-        gathered_gbps, exchanged_gbps, kept = _measure(ranks, device)
-        share = replace(
-            share,
-            all_gather_gbps=gathered_gbps,
-            reduce_scatter_gbps=exchanged_gbps,
-            compute_beside_collectives=kept,
-        )
+        share = _with_collectives(ranks, share, device)
     every = ranks.all_values(share, "the machine of all ranks")
     return replace(
         every[0],
         device_bytes=min(each.device_bytes for each in every),
         host_bytes=min(each.host_bytes for each in every),
         all_gather_gbps=_least([each.all_gather_gbps for each in every]),
-        reduce_scatter_gbps=_least([each.reduce_scatter_gbps for each in every]),
-        compute_beside_collectives=_least([each.compute_beside_collectives for each in every]),
+        all_to_all_gbps=_least([each.all_to_all_gbps for each in every]),
     )
 
 
@@ -62,47 +55,47 @@ def _least(rates_gbps: list[float | None]) -> float | None:
     return min(known) if len(known) == len(rates_gbps) else None
 
 
-def _measure(ranks: Ranks, device: torch.device) -> tuple[float, float, float]:
-    """How fast collectives are on this rank, and what they leave of its computing.
-
-    Returns:
-        GB/s that it receives from the others in a gather, and in the exchange of a reduction, and the share of its rate
-        that a matrix product keeps beside them.
-    """
-    whole = torch.zeros(_MEASURED_BYTES // ranks.size * ranks.size, dtype=torch.uint8, device=device)
-    received, counts = torch.zeros_like(whole), [whole.numel() // ranks.size] * ranks.size
-    rates = []
-    collectives = partial(ranks.gather, whole, _TIMING), partial(ranks.exchange, received, whole, counts, _TIMING)
-    for run in collectives:
-        for _ in range(_WARM_UP):
-            run()
-        torch.cuda.synchronize(device)
-        begin = perf_counter()
-        for _ in range(_RUNS):
-            run()
-        torch.cuda.synchronize(device)
-        from_others = whole.numel() * (ranks.size - 1) / ranks.size
-        rates.append(_RUNS * from_others / (perf_counter() - begin) / 1e9)
-    matrix = torch.zeros(_PRODUCT, _PRODUCT, dtype=torch.bfloat16, device=device)
+def _with_collectives(ranks: Ranks, own: HardwareProfile, device: torch.device) -> HardwareProfile:
+    """``own`` with the rates of collectives, and with the shares that they and matrix products leave each other."""
+    collectives = Collectives(ranks, device, _MEASURED_BYTES)
+    figures = collectives.figures(_MEASURED_BYTES, budget_s=_MEASURED_S)
+    matrix = torch.zeros(_WIDTH, _WIDTH, dtype=torch.bfloat16, device=device)
     product, side = torch.empty_like(matrix), torch.cuda.Stream(device)
 
-    def products_ms() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(_PRODUCTS):
-            torch.mm(matrix, matrix, out=product)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
+    def multiply() -> None:
+        torch.mm(matrix, matrix, out=product)
 
-    products_ms()  # which loads the kernel
-    alone = products_ms()
-    with torch.cuda.stream(side):
-        for at in range(_BESIDE):
-            collectives[at % 2]()
-    beside = products_ms()
-    torch.cuda.synchronize(device)
-    return rates[0], rates[1], min(1.0, alone / beside)
+    multiply()  # which loads the kernel
+    product_s = max(ranks.all_values(batch_s(multiply, device, 20), _COLLECTIVES))
+
+    def kept(run: Callable[[], None], count: int, other: Callable[[], None], others: int) -> float:
+        """The share of its rate that ``count`` times ``run`` keeps beside ``other``, which takes longer."""
+        ranks.all_values(None, _COLLECTIVES)  # so that all start together
+        alone_s = batch_s(run, device, count)
+        ranks.all_values(None, _COLLECTIVES)
+        with torch.cuda.stream(side):
+            for _ in range(others):
+                other()
+        beside_s = batch_s(run, device, count)
+        torch.cuda.synchronize(device)
+        return min(1.0, alone_s / beside_s)
+
+    n_products, n_collectives = int(_TOGETHER_S / product_s) + 1, collectives.units_in(_TOGETHER_S)
+    shares = (
+        kept(multiply, n_products, collectives.both, 2 * n_collectives),
+        kept(collectives.both, n_collectives, multiply, 4 * n_products),
+    )
+    own_group = Contention(activities=("matmul", "collective"), shares=shares)
+    gather, exchange = slowest(ranks.all_values(figures, _COLLECTIVES))
+    return replace(
+        own,
+        all_gather_gbps=gather.median,
+        all_to_all_gbps=exchange.median,
+        contention=(
+            *(group for group in own.contention if "collective" not in group.activities),
+            *most_contended(ranks.all_values([own_group], _COLLECTIVES)),
+        ),
+    )
 
 
 def largest_of_all(ranks: Ranks, own: ModelProfile) -> ModelProfile:

@@ -9,14 +9,13 @@ as absent.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from protrain.distributed.processes import announced_processes
 from protrain.hardware.memory import processor_name, usable_cores
 from protrain.hardware.nvml import driver_version
 from protrain.hardware.profile import HardwareProfile
@@ -49,7 +48,7 @@ class Machine:
             name=device_name(device),
             driver=driver_version(device),
             torch_version=torch.__version__,
-            world_size=world_size(),
+            world_size=announced_processes(),
             processor=processor_name(),
             cpu_threads=usable_cores(),
             method=_METHOD,
@@ -74,13 +73,6 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU with {usable_cores()} cores"
-
-
-def world_size() -> int:
-    """The number of processes of this run, by the process group or by torchrun's environment."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def cached(device: torch.device) -> HardwareProfile | None:

@@ -22,6 +22,7 @@ class Figure(Record):
     p80: float
     datasheet: float | None  # what the maker promises; None where that is not known
     mean: float | None = None  # the work of all samples over their time; None in older files
+    slowest_over_fastest: float | None = None  # of the ranks that measured together, whose slowest has these rates
 
     @property
     def title(self) -> str:
@@ -38,8 +39,8 @@ class Figure(Record):
 class Contention(Record):
     """The share of its own rate that each activity keeps while all of them run: 0.5 is half as fast as alone.
 
-    Activities are "h2d" and "d2h" (copies in large pieces), "host_adam", "matmul" and "streamed_adam" (the device on
-    states in host memory).
+    Activities are "h2d" and "d2h" (copies in large pieces), "host_adam", "matmul", "streamed_adam" (the device on
+    states in host memory) and "collective" (what ranks gather and exchange in turn).
     """
 
     activities: tuple[str, ...]
@@ -59,7 +60,7 @@ _RATES = (
 )
 _MEASURED_RATES = (
     *("host_adam_weight_gparams", "host_adam_narrow_gparams", "host_adam_p20_gparams", "streamed_adam_gparams"),
-    *("flatten_gbps", "pack_gbps", "all_gather_gbps", "reduce_scatter_gbps", "compute_beside_collectives"),
+    *("flatten_gbps", "pack_gbps", "all_gather_gbps", "all_to_all_gbps"),
 )
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
 
@@ -100,8 +101,7 @@ class HardwareProfile(Record):
     flatten_gbps: float | None = None  # bytes read and written
     pack_gbps: float | None = None  # bytes read and written
     all_gather_gbps: float | None = None  # bytes that one of several processes receives
-    reduce_scatter_gbps: float | None = None
-    compute_beside_collectives: float | None = None  # the share of its rate that computing keeps beside a collective
+    all_to_all_gbps: float | None = None  # bytes that one of them sends in the exchange of a reduction
     contention: tuple[Contention, ...] = ()
     figures: tuple[Figure, ...] = ()  # everything that was measured, by size and by number of threads
     warnings: tuple[str, ...] = ()  # what looks wrong with the machine
@@ -153,7 +153,7 @@ class HardwareProfile(Record):
 
         If it was not measured, a rank is taken to send the other shards at the rate of its link to host memory.
         """
-        return self._whole_gbps(self.reduce_scatter_gbps, self.d2h_gbps)
+        return self._whole_gbps(self.all_to_all_gbps, self.d2h_gbps)
 
     def _whole_gbps(self, measured_gbps: float | None, link_gbps: float) -> float:
         """The rate that counts all bytes, from one that counts those that a rank receives or sends."""
@@ -184,6 +184,11 @@ class HardwareProfile(Record):
             host_adam_narrow_gparams=part(self.host_adam_narrow_gparams),
             host_adam_p20_gparams=part(self.host_adam_p20_gparams),
         )
+
+    @property
+    def knows_contention(self) -> bool:
+        """Whether it was measured how copies, the host and computing slow each other down, not just collectives."""
+        return any("collective" not in group.activities for group in self.contention)
 
     def share(self, activity: str, beside: Collection[str]) -> float:
         """The share of its rate that ``activity`` keeps while those ``beside`` it run too: 1 where nothing is known.

@@ -363,3 +363,23 @@ def test_calibrate_measures_this_machine(tmp_path: Path, capsys: pytest.CaptureF
     )
     assert status == 0, err
     assert json.loads(text)["tokens"] == 16
+
+
+@pytest.mark.parametrize("command", ["calibrate", "train"])
+def test_gpus_starts_the_command_in_as_many_processes(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[int, list[str]]] = []
+
+    def launch(count: int, words: list[str]) -> int:
+        started.append((count, words))
+        return 3 * (len(started) - 1)
+
+    monkeypatch.setattr("protrain.cli.launch.launch", launch)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    words = [command, "--gpus", "2", "--device", "cpu"]
+    assert main(words) == 0
+    with pytest.raises(SystemExit, match="3"):
+        main(words)
+    assert started == [(2, words)] * 2
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(words) == 2, "4 processes were started, and 2 are wanted"
+    assert len(started) == 2

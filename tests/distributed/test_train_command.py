@@ -271,7 +271,7 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert own_device(None) == own_device("cuda") == torch.device("cuda:1")
     assert current == [torch.device("cuda:1")] * 2
     assert own_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match="--device cuda:1 is one GPU, and 2 processes train here: give --device cuda"):
+    with pytest.raises(ValueError, match="--device cuda:1 is one GPU, and 2 processes run here: give --device cuda"):
         own_device("cuda:1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="--gpus 4: this machine has 2 CUDA devices"):

@@ -1,85 +1,189 @@
-"""Two processes calibrate together, collectives included, as torchrun starts them."""
+"""Ranks calibrate together: the slowest decides, what they found is theirs alone, and one that fails ends all."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
+import io
+import threading
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from protrain.hardware import HardwareProfile
-from protrain.hardware.calibration.ranks import MeasuringRanks
+from protrain.cli.main import main
+from protrain.distributed.agreement import of_all
+from protrain.distributed.joining import join
+from protrain.hardware import Contention, HardwareProfile, calibrate, detect
+from protrain.hardware.cache import Machine, cached, store
+from protrain.hardware.calibration.collectives import Collectives
+from protrain.hardware.calibration.contention import groups_on, units_per_second
+from protrain.hardware.calibration.ranks import most_contended, slowest
+from protrain.hardware.calibration.rates import Products
+from protrain.hardware.calibration.report import rank_warnings, report
+from protrain.hardware.detect import assume
 from protrain.hardware.profile import Figure
+from tests.distributed.pool import RankError, on_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-_COMMAND = "import sys; from protrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+CPU = torch.device("cpu")
+SLEEP_S = 0.005
+MIB = 1024**2
 
 
-def _calibrate_in_two(tmp_path: Path, *options: str) -> list[tuple[str, str]]:
-    """Standard output and error of each process."""
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    environment = {**os.environ, **world, "PROTRAIN_CACHE": str(tmp_path / "cache")}
-    argv = [sys.executable, "-c", _COMMAND, "calibrate", "--device", "cpu", "--seconds", "0.3", *options]
-    processes = [
-        subprocess.Popen(
-            argv,
-            cwd=ROOT,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    return outputs
+def figure(name: str, median: float, at: str = "") -> Figure:
+    return Figure(
+        name=name, at=at, unit="GB/s", median=median, p20=median - 1, p80=median + 1, datasheet=None, mean=median - 0.5
+    )
 
 
-def test_two_processes_measure_their_collectives_twice(tmp_path: Path) -> None:
-    (out, err), (other_out, other_err) = _calibrate_in_two(tmp_path, "--json", "--repeat-check")
-    assert (other_out, "protrain: " in other_err) == ("", False), "one process speaks for all"
+def calibrate_with_a_slow_rank(rank: int, cache: str) -> tuple[str, str, HardwareProfile | None]:
+    """What the command prints on ``rank``, and the profile that is found then. Rank 1 sleeps before its products."""
+    run = Products.run
+
+    def sleep_and_run(products: Products, count: int = 1) -> None:
+        time.sleep(SLEEP_S)
+        run(products, count)
+
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setenv("PROTRAIN_CACHE", cache)
+        if rank == 1:
+            patch.setattr(Products, "run", sleep_and_run)
+        assert main(["calibrate", "--device", "cpu", "--seconds", "0.2", "--json"]) == 0, err.getvalue()
+        return out.getvalue(), err.getvalue(), cached(CPU)
+
+
+def test_the_slowest_rank_decides_and_as_many_ranks_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (out, err, found), (nothing, quiet, also) = on_ranks(2, calibrate_with_a_slow_rank, str(tmp_path))
+    assert (nothing, "protrain: " in quiet) == ("", False), "one process speaks for all"
     profile = HardwareProfile.from_json(out)
+    assert found == also == profile, "what rank 0 has kept"
+    [kept] = (tmp_path / "hardware").iterdir()
+    assert f"kept in {kept}" in err
+    assert "-x2-" in kept.name
+    monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path))
+    assert cached(CPU) is None, "one process finds nothing"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cached(CPU) == profile
     assert profile.world_size == 2
-    for name, rate in (("all_gather", profile.all_gather_gbps), ("reduce_scatter", profile.reduce_scatter_gbps)):
-        by_size = {figure.at: figure.median for figure in profile.figures if figure.name == name}
+
+    figures = {each.name: each for each in profile.figures}
+    matmul = figures["matmul"]
+    assert profile.matmul_tflops == matmul.median < 2 * 256**3 / SLEEP_S / 1e12
+    assert matmul.slowest_over_fastest is not None
+    assert matmul.slowest_over_fastest < 0.9
+    assert any(line.startswith("rank 1 is slower") and "matmul" in line for line in profile.warnings)
+    for name, rate in (("all_gather", profile.all_gather_gbps), ("all_to_all", profile.all_to_all_gbps)):
+        by_size = {each.at: each.median for each in profile.figures if each.name == name}
         assert next(iter(by_size)) == "1 MiB"
         assert rate == max(list(by_size.values())[-3:])
         assert 0 < rate < 100, "two processes of one host move less than its memory does"
-    kept = list((tmp_path / "cache" / "hardware").iterdir())
-    assert [HardwareProfile.load(path) for path in kept] == [profile]
-    assert "-x2-" in kept[0].name
-    assert f"kept in {kept[0]}" in err
-    assert "the two runs differ by more than 5%" in err or "both runs agree within 5%" in err
-    assert any("torch uses 1 of the" in line for line in profile.warnings) == (len(os.sched_getaffinity(0)) > 2)
+    assert figures["fold"].median > 0
+    assert [group.activities for group in profile.contention] == [each for each in groups_on(CPU, 2) if len(each) > 1]
+    assert "of fastest rank" in report(profile)
 
 
-def test_one_process_alone_agrees_with_itself() -> None:
-    alone = MeasuringRanks(torch.device("cpu"), 1)
-    figures = [Figure(name="h2d", at="", unit="GB/s", median=2.0, p20=1.0, p80=3.0, datasheet=None, mean=1.8)]
-    assert alone.slowest(figures) == figures
-    assert [alone.agree(said) for said in (True, False)] == [True, False]
-    assert alone.union(["a", "b"]) == ["a", "b"]
+def the_profile_of_two(rank: int, cache: str) -> tuple[HardwareProfile, HardwareProfile]:
+    """What a wrap goes by where two ranks have calibrated, and where one process has, with 8 GB of host memory."""
+    ranks = join(None)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PROTRAIN_CACHE", f"{cache}/{rank}")
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        here = Machine.of(CPU)
+        one = replace(here, world_size=1)
+        base = replace(assume(CPU), source="measured", host_adam_gparams=0.5, host_dram_gbps=20.0)
+        store(replace(base, **vars(one)), one)
+        found.append(of_all(ranks, detect(CPU, host_memory=8 * 10**9), CPU))
+        kept = Contention(activities=("matmul", "collective"), shares=(0.75, 0.5))
+        rates: dict[str, Any] = {"all_gather_gbps": 7.0 - rank, "all_to_all_gbps": 3.0 + rank, "contention": (kept,)}
+        store(replace(base, **vars(here) | rates), here)
+        # There is no GPU here that could be measured. With one its rates would be others.
+        found.append(of_all(ranks, detect(CPU, host_memory=8 * 10**9), torch.device("cuda")))
+    return found[0], found[1]
 
 
-@pytest.mark.parametrize("local", ["4", None])
-def test_processes_of_one_host_share_it(local: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if local is None:
-        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    else:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    assert MeasuringRanks(torch.device("cpu"), 8).on_this_host == (8 if local is None else 4)
+def test_a_wrap_takes_what_as_many_ranks_have_measured_and_halves_what_one_has(tmp_path: Path) -> None:
+    for one, two in on_ranks(2, the_profile_of_two, str(tmp_path)):
+        assert (one.host_adam_gparams, one.host_dram_gbps, one.all_gather_gbps) == (0.25, 10.0, None)
+        assert one.share("matmul", ["collective"]) == 1.0
+        assert (two.host_adam_gparams, two.host_dram_gbps) == (0.5, 20.0)
+        assert (two.all_gather_gbps, two.all_to_all_gbps) == (6.0, 3.0), "the least of both ranks"
+        assert two.share("matmul", ["collective"]) == 0.75
+        assert one.host_bytes == two.host_bytes == 4 * 10**9
+        assert (one.world_size, two.world_size) == (2, 2)
+
+
+def collectives_of(rank: int) -> tuple[list[list[int]], list[list[int]], dict[str, float], int]:
+    """The bytes in both halves of an exchanged and of a gathered tensor; rates of collectives beside naps on rank 0."""
+    collectives = Collectives(join(None), CPU, 3 * MIB + 1)
+    collectives._whole.fill_(rank + 1)
+    collectives.exchange(MIB)
+    exchanged = [half.unique().tolist() for half in collectives._received[:MIB].view(2, -1)]
+    collectives.gather(MIB)
+    gathered = [half.unique().tolist() for half in collectives._whole[:MIB].view(2, -1)]
+    count = collectives.units_in(0.2)
+    ended = 0
+
+    def both() -> None:
+        nonlocal ended
+        collectives.both()
+        ended += 1
+
+    naps = {"naps": lambda: time.sleep(0.01)} if rank == 0 else {}
+    rates = units_per_second({"collective": both, **naps}, duration_s=0.2, counts={"collective": count})
+    assert ended == count + 2, "the agreed number, and two that warm up"
+    return exchanged, gathered, rates, count
+
+
+def test_ranks_exchange_and_gather_as_in_training_and_end_together() -> None:
+    (exchanged, gathered, rates, count), (also, same, others, agreed) = on_ranks(2, collectives_of)
+    assert exchanged == also == gathered == same == [[1], [2]]
+    assert count == agreed
+    assert 20 < rates["naps"] < 100
+    assert 0.4 < rates["collective"] / others["collective"] < 2.5, "each waits for the other"
+
+
+def fail_beside_others(rank: int) -> None:
+    """Rank 1 raises an error in the first exchange beside other work, for which rank 0 waits in a thread, too."""
+    exchange = Collectives.exchange
+
+    def broken(collectives: Collectives, size_bytes: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("the link is broken")
+        exchange(collectives, size_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Collectives, "exchange", broken)
+        calibrate("cpu", seconds=0.05, save=False)
+
+
+def test_an_error_of_one_rank_ends_all() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        on_ranks(2, fail_beside_others)
+    assert time.monotonic() - begin < 30
+    other, own = raised.value.by_rank
+    assert own is not None
+    assert own.startswith("RuntimeError: the link is broken")
+    assert other is not None
+    assert "rank 1 has raised an exception in protrain.calibrate" in other
+    assert "the link is broken" in other
+
+
+def test_the_least_of_every_rate_and_share_counts() -> None:
+    ranks = [[figure("h2d", 40.0), figure("d2h", 50.0)], [figure("h2d", 30.0), figure("d2h", 50.5)]]
+    h2d, d2h = slowest(ranks)
+    assert (h2d.median, h2d.p20, h2d.p80, h2d.mean, h2d.slowest_over_fastest) == (30.0, 29.0, 31.0, 29.5, 0.75)
+    assert (d2h.median, d2h.slowest_over_fastest) == (50.0, 50 / 50.5)
+    assert slowest(ranks[:1]) == ranks[0], "one rank alone is as it is"
+    [warning] = rank_warnings(ranks)
+    assert warning.startswith("rank 1 is slower than others")
+    assert "h2d 75%" in warning
+    assert "d2h" not in warning
+    assert rank_warnings(ranks[:1]) == []
+    groups = [[Contention(activities=("a", "b"), shares=shares)] for shares in ((0.5, 0.9), (0.6, 0.8))]
+    assert most_contended(groups) == [Contention(activities=("a", "b"), shares=(0.5, 0.8))]

@@ -36,6 +36,13 @@ def test_shared_ceilings() -> None:
     assert left(replace(MACHINE, host_dram_gbps=90.0), HOST, UP, DOWN) == 0.25, "something is always left"
 
 
+def test_what_is_known_of_collectives_alone_says_nothing_of_others() -> None:
+    """As when ranks have measured only them, on a card of which nothing else is known."""
+    known = replace(MACHINE, contention=(Contention(activities=("matmul", "collective"), shares=(0.7, 0.9)),))
+    assert rates(known, 130.0) == rates(MACHINE, 130.0)
+    assert left(known, UP, DOWN) == pytest.approx(0.8)
+
+
 def test_measured_groups_take_their_place() -> None:
     measured = replace(
         MACHINE,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from protrain.common.errors import PlanError
-from protrain.hardware import HardwareProfile
+from protrain.hardware import Contention, HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, evaluate, explain, frontier, largest, pack, search
 from protrain.planning.explain.host_rate import host_gparams
 from protrain.planning.rates.collectives import COLLECTIVE_MS
@@ -26,7 +26,7 @@ from tests.planning.test_runtime import MACHINE, MOVE, UPDATE, N, make_profile
 NONE = BlockMode.NONE
 MODES = (NONE,) * 4
 # Two ranks receive and send half of a tensor in half the time of the whole: a chunk of 2.56 MB takes 1 ms.
-TWO = replace(MACHINE, world_size=2, all_gather_gbps=1.28, reduce_scatter_gbps=1.28)
+TWO = replace(MACHINE, world_size=2, all_gather_gbps=1.28, all_to_all_gbps=1.28)
 WHOLE = 1.0 + COLLECTIVE_MS  # ms: one chunk gathered or reduced
 SLIGHT = 0.005  # ms: the device's update of half a chunk
 
@@ -53,14 +53,14 @@ def test_what_slow_blocks_do_not_hide_is_the_last_reduction_and_the_first_gather
     expected = 4 * 9.0 + WHOLE + SLIGHT + WHOLE
     assert step_ms(profile, 4, 4) == pytest.approx(expected, rel=1e-4)
     assert step_ms(profile, 4, 2) == pytest.approx(expected, rel=1e-4), "gathers of backward are hidden"
-    faster = replace(TWO, all_gather_gbps=12.8, reduce_scatter_gbps=6.4)  # 0.1 and 0.2 ms
+    faster = replace(TWO, all_gather_gbps=12.8, all_to_all_gbps=6.4)  # 0.1 and 0.2 ms
     expected = 4 * 9.0 + 0.1 + 0.2 + 2 * COLLECTIVE_MS + SLIGHT
     assert step_ms(profile, 4, 4, faster) == pytest.approx(expected, rel=1e-4)
 
 
 def test_computing_is_slower_beside_collectives() -> None:
     """While one runs, computing goes on at three quarters of its rate, so it takes a quarter of the collective more."""
-    slowed = replace(TWO, compute_beside_collectives=0.75)
+    slowed = replace(TWO, contention=(Contention(activities=("matmul", "collective"), shares=(0.75, 0.9)),))
     for n_buffer, n_gathers in ((4, 4), (2, 6)):
         expected = step_ms(make_profile(3.0, 6.0), 4, n_buffer) + 0.25 * (n_gathers + 4) * WHOLE
         assert step_ms(make_profile(3.0, 6.0), 4, n_buffer, slowed) == pytest.approx(expected, rel=1e-3)
@@ -79,7 +79,7 @@ def test_a_chunk_in_host_memory_goes_down_and_up_in_shards() -> None:
 
 def test_nothing_overlaps_on_a_cpu() -> None:
     profile = replace(make_profile(3.0, 6.0), device="cpu")
-    four = replace(TWO, device_type="cpu", world_size=4, all_gather_gbps=1.92, reduce_scatter_gbps=1.92)
+    four = replace(TWO, device_type="cpu", world_size=4, all_gather_gbps=1.92, all_to_all_gbps=1.92)
     flatten_ms = 2 * 4 * 2 * N / 1e6 / 1e6
     # All four chunks are gathered in forward, all but the last of them in backward, and all are reduced. Of the two in
     # host memory, one is uploaded twice.
@@ -120,7 +120,7 @@ def test_units_that_share_a_chunk_share_its_reduction() -> None:
 def test_a_gradient_waits_for_staging_to_be_sent_and_to_be_offloaded_from() -> None:
     """There are two staging buffers of either kind, so the third gradient waits for what the first one does."""
     profile, counts = make_profile(0.1, 0.2), placed(0, 4)
-    slow = replace(TWO, reduce_scatter_gbps=0.128)  # 10 ms a chunk, where an offload takes 1.28
+    slow = replace(TWO, all_to_all_gbps=0.128)  # 10 ms a chunk, where an offload takes 1.28
     reductions = of_lane(timeline := model_of(profile, slow).timeline(MODES, counts), REDUCE)
     flattened = {one.name: one.start_ms for one in of_lane(timeline, GPU)}
     assert flattened["flatten 2"] < reductions[0].end_ms
@@ -147,8 +147,8 @@ def test_a_rank_alone_gathers_and_reduces_in_no_time() -> None:
 def test_rates_of_collectives_count_the_whole_tensor() -> None:
     """Those that are measured count what a rank receives. The link from and to host memory stands in for them."""
     assert replace(TWO, world_size=4, all_gather_gbps=3.0).gather_gbps == pytest.approx(4.0)
-    assert replace(TWO, world_size=4, reduce_scatter_gbps=6.0).reduce_gbps == pytest.approx(8.0)
-    unknown = replace(TWO, world_size=2, all_gather_gbps=None, reduce_scatter_gbps=None, h2d_gbps=10.0, d2h_gbps=20.0)
+    assert replace(TWO, world_size=4, all_to_all_gbps=6.0).reduce_gbps == pytest.approx(8.0)
+    unknown = replace(TWO, world_size=2, all_gather_gbps=None, all_to_all_gbps=None, h2d_gbps=10.0, d2h_gbps=20.0)
     assert (unknown.gather_gbps, unknown.reduce_gbps) == (20.0, 40.0)
 
 
@@ -176,7 +176,7 @@ def random_case(seed: int) -> tuple[ModelProfile, HardwareProfile, random.Random
     profile = as_measured(random_profile(draw, draw.choice([4, 8, 16])), random.Random(-seed - 1))
     hardware = random_machine(draw)
     device_bytes = (600 + int(draw.uniform(350, 1300))) * MIB
-    rates = {name: draw.choice([None, 20.0, 200.0]) for name in ("all_gather_gbps", "reduce_scatter_gbps")}
+    rates = {name: draw.choice([None, 20.0, 200.0]) for name in ("all_gather_gbps", "all_to_all_gbps")}
     changes: dict[str, Any] = {**rates, "host_bytes": hardware.host_bytes // 2, "device_bytes": device_bytes}
     return profile, replace(hardware, world_size=world_size, **changes), draw
 

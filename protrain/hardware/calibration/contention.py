@@ -2,6 +2,9 @@
 
 Every activity has a thread that repeats units of some milliseconds. All threads start together and run until the end of
 the measurement. What an activity completes in that time is its rate. Its share is that rate over its rate alone.
+
+Collectives wait for those of the other ranks, whose measurements end at other moments. So all ranks do a number of them
+that they have agreed on, which takes longer than the measurement.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from protrain.hardware.calibration.collectives import Collectives
 from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk
 from protrain.hardware.calibration.rates import Products
 from protrain.hardware.calibration.timing import Effort, spread_of
@@ -43,11 +47,18 @@ _STREAMED_GROUPS = (
     ("streamed_adam", "matmul"),
     ("streamed_adam", "host_adam", "matmul"),
 )
+_COLLECTIVE_GROUPS = (
+    ("collective", "h2d"),
+    ("collective", "d2h"),
+    ("collective", "matmul"),
+    ("collective", "h2d", "d2h", "matmul"),
+)
 
 
-def groups_on(device: torch.device) -> list[tuple[str, ...]]:
-    """The groups to measure on ``device``: every activity alone, then those that run together."""
+def groups_on(device: torch.device, n_ranks: int = 1) -> list[tuple[str, ...]]:
+    """The groups that each of ``n_ranks`` measures: every activity alone, then those that run together."""
     groups = (*_GROUPS, *_STREAMED_GROUPS) if device.type == "cuda" else _GROUPS
+    groups = (*groups, *_COLLECTIVE_GROUPS) if n_ranks > 1 else groups
     names = dict.fromkeys(name for group in groups for name in group)
     return [*((name,) for name in names), *groups]
 
@@ -77,22 +88,29 @@ class OnStream:
         self._events[self._units % 2].synchronize()  # returns at once for an event that was never recorded
 
 
-def units_per_second(activities: Mapping[str, Unit], *, duration_s: float) -> dict[str, float]:
+def units_per_second(
+    activities: Mapping[str, Unit], *, duration_s: float, counts: Mapping[str, int] | None = None
+) -> dict[str, float]:
     """Units a second of every activity while all of them run.
 
     An exception in one activity ends all of them and is raised here.
+
+    Args:
+        activities: by name.
+        duration_s: how long they run.
+        counts: the number of units of activities that have one, however long they take.
     """
     barrier = threading.Barrier(len(activities) + 1)
     stop = threading.Event()
     failures: list[BaseException] = []
     stamps: dict[str, list[float]] = {name: [] for name in activities}
 
-    def work(unit: Unit, done: list[float]) -> None:
+    def work(unit: Unit, done: list[float], count: int | None) -> None:
         try:
             unit()  # warms up caches and compiles
             unit()
             barrier.wait()
-            while not stop.is_set():
+            while not stop.is_set() if count is None else len(done) < count:
                 unit()
                 done.append(time.perf_counter())
         except threading.BrokenBarrierError:
@@ -103,7 +121,8 @@ def units_per_second(activities: Mapping[str, Unit], *, duration_s: float) -> di
             barrier.abort()
 
     threads = [
-        threading.Thread(target=work, args=(unit, stamps[name]), daemon=True) for name, unit in activities.items()
+        threading.Thread(target=work, args=(unit, stamps[name], (counts or {}).get(name)), daemon=True)
+        for name, unit in activities.items()
     ]
     try:
         for thread in threads:
@@ -139,9 +158,17 @@ class Together:
     """The activities of one machine and the memory that they work on, made once and used for every group."""
 
     def __init__(
-        self, device: torch.device, effort: Effort, products: Products, chunks: Sequence[AdamChunk], *, threads: int
+        self,
+        device: torch.device,
+        effort: Effort,
+        products: Products,
+        chunks: Sequence[AdamChunk],
+        *,
+        threads: int,
+        collectives: Collectives | None = None,
     ) -> None:
         self._device = device
+        self._collectives = collectives
         portions = portions_of(chunks)
         turns = itertools.cycle(portions)
 
@@ -160,6 +187,8 @@ class Together:
         }
         if self._streamed is not None:
             self._activities["streamed_adam"] = self._on_device(self._streamed.update)
+        if collectives is not None:
+            self._activities["collective"] = self._on_device(collectives.both)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams work on memory that this stream has filled
 
@@ -178,7 +207,12 @@ class Together:
 
     def measure(self, group: Collection[str], *, duration_s: float) -> None:
         """Run ``group`` together. It may be measured several times."""
-        found = units_per_second({name: self._activities[name] for name in group}, duration_s=duration_s)
+        counts = {}
+        if "collective" in group:
+            assert self._collectives is not None, "there are several ranks"
+            counts["collective"] = max(_LEAST_UNITS, self._collectives.units_in(duration_s))
+        activities = {name: self._activities[name] for name in group}
+        found = units_per_second(activities, duration_s=duration_s, counts=counts)
         self._found.setdefault(tuple(group), []).append(found)
 
     def contention(self) -> list[Contention]:

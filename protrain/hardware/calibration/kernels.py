@@ -1,15 +1,20 @@
-"""The kernels that move the tensors of one transformer block: gradients into a chunk, and activations into a buffer."""
+"""The kernels that move gradients and activations.
+
+They move the gradients of a transformer block into a chunk, its activations into a buffer, and add the gradients that
+several ranks have exchanged.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from protrain.common.quantities import format_bytes
 from protrain.hardware.calibration.tensors import fill_random
 from protrain.hardware.calibration.timing import durations_s, figure_of
 from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.profile import Figure
-from protrain_kernels import PackPlan, flatten, padded, tiles
+from protrain_kernels import PADDING, PackPlan, Slice, flatten, fold, padded, tiles
 
 
 def _random(device: torch.device, *shape: int) -> Tensor:
@@ -52,3 +57,19 @@ def pack_gbps(device: torch.device, hidden: int, *, budget_s: float, sheet: Data
     durations = durations_s(lambda: plan.pack(saved, buffer), device, budget_s=budget_s)
     promised = None if sheet is None else sheet.memory_gbps
     return figure_of("pack", durations, (plan.unpacked_bytes + plan.packed_bytes) / 1e9, "GB/s", datasheet=promised)
+
+
+def fold_gbps(
+    device: torch.device, n_ranks: int, size_bytes: int, *, budget_s: float, sheet: Datasheet | None
+) -> Figure:
+    """Bytes a second that ``fold`` with squares reads and writes, on ``size_bytes`` of bf16 from ``n_ranks`` in all."""
+    elements = size_bytes // 2 // n_ranks // PADDING * PADDING
+    pieces, gradient = _random(device, n_ranks, elements), torch.empty(elements, dtype=torch.bfloat16, device=device)
+    slices = [Slice(offset=0, numel=elements, first=0, parameter_numel=elements, partial_offset=0)]
+    squares = torch.empty(tiles(elements), device=device)
+    durations = durations_s(
+        lambda: fold(pieces, slices, gradient=gradient, factor=1 / n_ranks, partials=squares), device, budget_s=budget_s
+    )
+    promised = None if sheet is None else sheet.memory_gbps
+    moved = (pieces.nbytes + gradient.nbytes) / 1e9
+    return figure_of("fold", durations, moved, "GB/s", at=format_bytes(size_bytes), datasheet=promised)

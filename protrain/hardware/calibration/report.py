@@ -10,11 +10,12 @@ from protrain.hardware.calibration.timing import MIB, Effort
 from protrain.hardware.nvml import GpuFacts
 from protrain.hardware.profile import Contention, Figure, HardwareProfile
 
-_HEAD = ("", "at", "median", "p20", "p80", "", "of datasheet")
+_HEAD = ("", "at", "median", "p20", "p80", "", "of datasheet", "of fastest rank")
 _STARVED = 0.6  # of the host's memory bandwidth, which should limit AdamW
 _STILL_GROWING = 1.15  # the rate with all threads over the rate with half as many
 _UNSTABLE = 1.10  # p80 over p20
 _HOST_UNSTABLE = 1.25  # p80 over p20 of the host's AdamW at several moments, which a quiet host keeps at 1.1
+_RANK_SLOWER = 0.9  # a rank's rate over that of the fastest rank
 _LARGE_ENOUGH = 0.25  # of full sizes: 256 MiB, more than nearly every cache
 
 
@@ -37,11 +38,13 @@ def _machine(profile: HardwareProfile) -> str:
 
 
 def _figures(figures: Sequence[Figure]) -> list[str]:
-    rows: list[tuple[str, ...]] = [_HEAD]
+    several = any(figure.slowest_over_fastest is not None for figure in figures)
+    rows: list[tuple[str, ...]] = [_HEAD if several else _HEAD[:-1]]
     for figure in figures:
         rates = (f"{rate:,.4g}" for rate in (figure.median, figure.p20, figure.p80))
         promised = f"{100 * figure.median / figure.datasheet:.1f}%" if figure.datasheet else ""
-        rows.append((figure.name, figure.at, *rates, figure.unit, promised))
+        shares = (f"{100 * (figure.slowest_over_fastest or 1):.0f}%",) if several else ()
+        rows.append((figure.name, figure.at, *rates, figure.unit, promised, *shares))
     return _aligned(rows)
 
 
@@ -140,6 +143,21 @@ def host_warnings(moments: Sequence[Figure]) -> list[str]:
     return [
         f"AdamW on the host ran at {slowest:.3g} to {fastest:.3g} {moments[0].unit}: something else uses its cores or "
         "memory, as neighbours on a shared host do; steps that wait for the host will vary as much"
+    ]
+
+
+def rank_warnings(of_ranks: Sequence[Sequence[Figure]]) -> list[str]:
+    """Warns of ranks that are slower than others, by the figures of all ranks, which have measured the same."""
+    found: dict[int, list[str]] = {}
+    for figures in zip(*of_ranks, strict=True):
+        fastest = max(figure.median for figure in figures)
+        rank = min(range(len(figures)), key=lambda at: figures[at].median)
+        if figures[rank].median < _RANK_SLOWER * fastest:
+            found.setdefault(rank, []).append(f"{figures[rank].title} {100 * figures[rank].median / fastest:.0f}%")
+    return [
+        f"rank {rank} is slower than others, and all wait for the slowest. Of the fastest rank's rate it has: "
+        f"{'; '.join(shares)}. Check its card's cooling, slot and NUMA node, and that nothing else runs there"
+        for rank, shares in sorted(found.items())
     ]
 
 

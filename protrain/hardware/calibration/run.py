@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,9 +11,13 @@ from functools import partial
 
 import torch
 
+from protrain.distributed.joining import join
+from protrain.distributed.processes import announced_processes, local_processes, local_rank
+from protrain.distributed.ranks import Ranks
 from protrain.hardware.cache import Machine, store
+from protrain.hardware.calibration.collectives import Collectives
 from protrain.hardware.calibration.contention import Together, groups_on
-from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
+from protrain.hardware.calibration.kernels import flatten_gbps, fold_gbps, pack_gbps
 from protrain.hardware.calibration.optimizers import (
     AdamChunk,
     StreamedChunk,
@@ -21,13 +25,14 @@ from protrain.hardware.calibration.optimizers import (
     best_threads,
     thread_counts,
 )
-from protrain.hardware.calibration.ranks import MeasuringRanks, ranks_of_this_run
+from protrain.hardware.calibration.ranks import most_contended, slowest
 from protrain.hardware.calibration.rates import Products, copy_figures, dram_figures
 from protrain.hardware.calibration.report import (
     clock_warnings,
     host_warnings,
     link_warnings,
     pinning_warnings,
+    rank_warnings,
     size_warnings,
     thread_warnings,
 )
@@ -44,12 +49,12 @@ Progress = Callable[[str, float], object]
 _LOADED_S = 0.3  # of queued work, during which the card is asked for its clocks and its link
 # Seconds of each stage in a calibration of FULL_SECONDS. The groups of activities share the rest of the time.
 _MATMUL_S, _COPY_S, _TRANSFERS_S, _DRAM_S, _ADAM_S, _STREAMED_S, _KERNEL_S = 2.0, 0.5, 3.0, 1.5, 0.4, 0.75, 0.4
-_GROUP_S, _COLLECTIVE_S = 0.9, 0.4  # a group; a size
+_GROUP_S, _COLLECTIVE_S, _FOLD_S = 0.9, 0.4, 0.2  # a group; a size
 _ROUNDS = 2  # over all groups
 _LARGEST = 3  # the sizes that no cache holds
 _MOMENTS = ("over much memory", "the same later", "and once more")  # when the host's AdamW is measured
 _WHOLE, _WEIGHT, _NARROW = "host AdamW", "host AdamW, the weight", "host AdamW, moments in bf16"
-_BY_SIZE = ("h2d", "d2h", "both ways", "all_gather", "reduce_scatter")
+_BY_SIZE = ("h2d", "d2h", "both ways", "all_gather", "all_to_all", "fold")
 
 
 def calibrate(
@@ -62,8 +67,8 @@ def calibrate(
     """Measure ``device`` and its host. Later calls that detect the machine use what was measured.
 
     A full calibration takes under a minute, up to 3 GiB of the device's memory and 14 GiB of the host's. The machine
-    should be idle. Under torchrun every process calls this function. All of them measure at the same time, and each
-    gets the figures of the slowest.
+    should be idle. Under torchrun every process calls this function, which joins or starts the process group as
+    ``protrain.wrap`` does. All of them measure at the same time, and each gets the figures of the slowest.
 
     Args:
         device: "cuda", "cuda:1" or "cpu". None means a GPU where there is one.
@@ -73,32 +78,34 @@ def calibrate(
 
     Raises:
         ValueError: ``seconds`` is not positive, or the device is neither a GPU nor the CPU.
+        MisuseError: another process has failed.
     """
     if not 0 < seconds < float("inf"):
         raise ValueError(f"seconds must be more than 0, not {seconds!r}")
     target = resolved(device)
     base = assume(target)
-    with contextlib.ExitStack() as stack:
-        ranks = stack.enter_context(ranks_of_this_run(target))
+    ranks = join(None)
+    with ranks.reporting("protrain.calibrate"), contextlib.ExitStack() as stack:
         if target.type == "cuda":
             stack.enter_context(torch.cuda.device(target))
             stack.callback(torch.cuda.empty_cache)  # the caller may want all of the card next
-        machine = Machine.of(target)
-        threads = max(1, usable_cores() // ranks.on_this_host)
+        machine, sharing = Machine.of(target), min(local_processes(), ranks.size)
+        threads = max(1, usable_cores() // sharing)
         before = torch.get_num_threads()
         stack.callback(torch.set_num_threads, before)
         torch.set_num_threads(threads)
         effort = Effort(
             seconds=seconds,
-            host_room_bytes=base.host_bytes // ranks.on_this_host,
+            host_room_bytes=base.host_bytes // sharing,
             device_room_bytes=base.device_bytes,
         )
         measuring = Calibration(target, effort, ranks, threads=threads, progress=progress)
         measuring.measure_all(torch_threads=before)
         profile = measuring.profile(replace(base, source="measured", **vars(machine)))
         del measuring
-    if save and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of every host, as hosts may not share a home
-        store(profile, machine)
+        if save and local_rank() == 0:  # one process of every host, as hosts may not share a home
+            store(profile, machine)
+        ranks.all_values(None, "the end of the calibration")  # a rank that looks for the profile now will find it
     return profile
 
 
@@ -109,11 +116,8 @@ def calibrate_twice(
 
     The arguments are those of :func:`calibrate`. ``progress`` counts to 1 twice.
     """
-    target = resolved(device)
-    # One process group serves both runs, because a second rendezvous would meet what the first one left.
-    with ranks_of_this_run(target):
-        first = calibrate(target, seconds=seconds, save=False, progress=progress)
-        return first, calibrate(target, seconds=seconds, progress=progress)
+    first = calibrate(device, seconds=seconds, save=False, progress=progress)
+    return first, calibrate(device, seconds=seconds, progress=progress)
 
 
 def resolved(device: torch.device | str | None) -> torch.device:
@@ -121,15 +125,14 @@ def resolved(device: torch.device | str | None) -> torch.device:
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if target.type != "cuda" or target.index is not None:
         return target
-    local = os.environ.get("LOCAL_RANK")
-    return torch.device("cuda", int(local) if local is not None else torch.cuda.current_device())
+    return torch.device("cuda", local_rank() if announced_processes() > 1 else torch.cuda.current_device())
 
 
 class Calibration:
     """One run over everything, a stage at a time. What was found lies in its attributes."""
 
     def __init__(
-        self, device: torch.device, effort: Effort, ranks: MeasuringRanks, *, threads: int, progress: Progress | None
+        self, device: torch.device, effort: Effort, ranks: Ranks, *, threads: int, progress: Progress | None
     ) -> None:
         self.device = device
         self.on_gpu = device.type == "cuda"
@@ -153,15 +156,16 @@ class Calibration:
         alone = _MATMUL_S + _COPY_S + _TRANSFERS_S + _DRAM_S + 2 * _KERNEL_S
         host_adam = len(self._thread_counts) + 3 * len(_MOMENTS)
         optimizers = (host_adam + 1) * _ADAM_S + self.on_gpu * _STREAMED_S
-        collectives = len(self.effort.transfer_bytes) * _COLLECTIVE_S * (self.ranks.size > 1)
-        return alone + optimizers + len(groups_on(self.device)) * _GROUP_S + collectives
+        together = len(groups_on(self.device, self.ranks.size)) * _GROUP_S
+        sizes = len(self.effort.transfer_bytes) * self.ranks.several
+        return alone + optimizers + together + sizes * (_COLLECTIVE_S + _FOLD_S)
 
     @contextlib.contextmanager
     def _stage(self, what: str, full_s: float) -> Iterator[float]:
         """A stage that takes ``full_s`` in a full calibration. Yields the seconds that it has in this one."""
         if self._progress is not None:
             self._progress(what, min(1.0, self._done_s / self._total_s))
-        self.ranks.start_together()
+        self.ranks.all_values(None, f"the calibration of {what}")  # so that all start together
         yield full_s * self.effort.time
         self._done_s += full_s
 
@@ -178,16 +182,23 @@ class Calibration:
         self._host_adam(chunks, _MOMENTS[0])
         self._optimizers_and_kernels()
         self._host_adam(chunks, _MOMENTS[1])
-        pinned.append(self._together(chunks))
+        collectives = self._collectives() if self.ranks.several else None
+        pinned.append(self._together(chunks, collectives))
         self._host_adam(chunks, _MOMENTS[2])
-        del chunks
-        self._collectives()
         self.warnings += [*host_warnings(self._at_moments(_WHOLE)), *pinning_warnings(pinned)]
-        self.figures = self.ranks.slowest(self.figures)
-        self.contention = self.ranks.most_contended(self.contention)
-        self.warnings = self.ranks.union(self.warnings)
+        self._combine()
         if self._progress is not None:
             self._progress("done", 1.0)
+
+    def _combine(self) -> None:
+        """Make what all ranks have found the figures, groups and warnings of this one."""
+        found = self.ranks.all_values((self.figures, self.contention, self.warnings), "what was measured")
+        of_ranks, groups, warnings = zip(*found, strict=True)
+        self.figures, self.contention = slowest(of_ranks), most_contended(groups)
+        best = self._best().values()
+        counts = [figure in best for figure in self.figures]
+        self.warnings = list(dict.fromkeys(itertools.chain(*warnings)))
+        self.warnings += rank_warnings([list(itertools.compress(figures, counts)) for figures in of_ranks])
 
     def _device_alone(self) -> None:
         with self._stage("matrix products", _MATMUL_S) as budget_s:
@@ -221,8 +232,8 @@ class Calibration:
             for count in self._thread_counts
         }
         self.figures += [*dram, *by_threads.values()]
-        slowest = self.ranks.slowest(list(by_threads.values()))  # all processes must choose the same
-        self._adam_threads = best_threads(dict(zip(by_threads, slowest, strict=True)))
+        of_ranks = self.ranks.all_values(list(by_threads.values()), "AdamW by number of threads")
+        self._adam_threads = best_threads(dict(zip(by_threads, slowest(of_ranks), strict=True)))
         self.warnings += thread_warnings(
             by_threads,
             max(figure.median for figure in dram),
@@ -266,32 +277,47 @@ class Calibration:
             with self._stage("AdamW on the device, states on the host", _STREAMED_S) as budget_s:
                 streamed = StreamedChunk(self.device, self.effort.adam_elements)
                 with streamed.ready() as accepted:
-                    if self.ranks.agree(accepted):
+                    if self._all_have(accepted):
                         self.figures.append(streamed.figure(budget_s=budget_s, link_gbps=self._link_gbps))
                 del streamed
         for kernel in (flatten_gbps, pack_gbps):
             with self._stage("flatten and pack", _KERNEL_S) as budget_s:
                 self.figures.append(kernel(self.device, self.effort.hidden, budget_s=budget_s, sheet=self._sheet))
 
-    def _together(self, chunks: Sequence[AdamChunk]) -> bool:
-        together = Together(self.device, self.effort, self._products, chunks, threads=self._adam_threads)
+    def _all_have(self, pinned: bool) -> bool:
+        """Whether all ranks could pin their memory. They must go the same way, or would wait for each other."""
+        return all(self.ranks.all_values(pinned, "whether memory can be pinned"))
+
+    def _together(self, chunks: Sequence[AdamChunk], collectives: Collectives | None) -> bool:
+        together = Together(
+            self.device, self.effort, self._products, chunks, threads=self._adam_threads, collectives=collectives
+        )
+        groups = groups_on(self.device, self.ranks.size)
         with together.ready() as accepted:
-            for group in groups_on(self.device) * _ROUNDS if self.ranks.agree(accepted) else ():
+            for group in groups * _ROUNDS if self._all_have(accepted) else ():
                 with self._stage(" + ".join(group), _GROUP_S / _ROUNDS) as budget_s, one_core_taken(wanted=self.on_gpu):
                     together.measure(group, duration_s=budget_s)
         self.contention = together.contention()
         return accepted
 
-    def _collectives(self) -> None:
-        for size in self.effort.transfer_bytes if self.ranks.size > 1 else ():
+    def _collectives(self) -> Collectives:
+        sizes, sheet = self.effort.transfer_bytes, self._sheet
+        collectives = Collectives(self.ranks, self.device, max(sizes))
+        for size in sizes:
             with self._stage("collectives", _COLLECTIVE_S) as budget_s:
-                self.figures += self.ranks.collective_figures(size, budget_s=budget_s)
+                self.figures += collectives.figures(size, budget_s=budget_s)
+            with self._stage("sums of what was exchanged", _FOLD_S) as budget_s:
+                self.figures.append(fold_gbps(self.device, self.ranks.size, size, budget_s=budget_s, sheet=sheet))
+        return collectives
+
+    def _best(self) -> dict[str, Figure]:
+        """The figure of each name that counts."""
+        names = dict.fromkeys(figure.name for figure in self.figures)
+        return {name: decisive([figure for figure in self.figures if figure.name == name]) for name in names}
 
     def profile(self, base: HardwareProfile) -> HardwareProfile:
         """``base`` with the rates that were found."""
-        names = dict.fromkeys(figure.name for figure in self.figures)
-        best = {name: decisive([figure for figure in self.figures if figure.name == name]) for name in names}
-        rates = {name: figure.median for name, figure in best.items()}
+        rates = {name: figure.median for name, figure in self._best().items()}
         for name in (_WHOLE, _WEIGHT, _NARROW):
             rates[name] = rate_over_time(self._at_moments(name))
         return replace(
@@ -312,7 +338,7 @@ class Calibration:
             flatten_gbps=rates["flatten"],
             pack_gbps=rates["pack"],
             all_gather_gbps=rates.get("all_gather"),
-            reduce_scatter_gbps=rates.get("reduce_scatter"),
+            all_to_all_gbps=rates.get("all_to_all"),
             contention=tuple(self.contention),
             figures=tuple(self.figures),
             warnings=tuple(self.warnings),

@@ -47,7 +47,7 @@ def _kept(
     present: tuple[bool, ...],
 ) -> float:
     """The share that ``lane`` keeps beside those of ``others`` that are ``present``, without limits."""
-    known = _measured if hardware.contention else _shared
+    known = _measured if hardware.knows_contention else _shared
     beside = list(compress(others, present))
     if STREAM not in (lane, *beside):
         return known(hardware, host_adam_gbps, lane, beside)
@@ -87,7 +87,7 @@ def _of_link(
 
     ``beside`` are the other lanes that run, the copies in the other direction among them.
     """
-    known = _measured if hardware.contention else _shared
+    known = _measured if hardware.knows_contention else _shared
     alone = {UP: hardware.h2d_gbps, DOWN: hardware.d2h_gbps}
     ceiling = min(known(hardware, host_adam_gbps, way, beside), hardware.bidirectional_gbps / sum(alone.values()))
     return ceiling * alone[way] / (alone[way] + streamed_gbps[0 if way == UP else 1])

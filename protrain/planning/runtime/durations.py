@@ -76,7 +76,7 @@ class Durations:
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
         self._reductions = self._reduced() if layout.world_size > 1 else {}
         # What computing loses while a collective runs, whose kernel takes some of the GPU's processors.
-        self._lost_to_collectives = 1.0 - (hardware.compute_beside_collectives or 1.0)
+        self._lost_to_collectives = max(0.0, 1.0 - hardware.share("matmul", ["collective"]))
         for at, of_visit in enumerate(self._gradients_of_visit if self._reductions else ()):
             reduce_ms = sum(self._reductions[index].ms for index in of_visit)
             self._backward_ms[at] += self._lost_to_collectives * reduce_ms
