@@ -26,11 +26,10 @@ pytestmark = pytest.mark.usefixtures("judged_as_calibrated")
 # Frozen chunks lie between others: 37, 59, 107. The best plan leaves some updates for after the norm: 1072.
 # Contention decides: 15, 44. All chunks persistent take less memory than all but one: 3126.
 SEEDS = (15, 37, 44, 59, 107, 1072, 3126)
-# By seed and share. Two integers change together where neither does alone: 31. Input offload saves more than 1% beside swapped blocks: 4, 20. Nothing fits without it: 82, 1095.
+# By seed and share. Input offload saves more than 1% beside swapped blocks: 4, 20. Nothing fits without it: 82, 1095.
 # The best plan has neither the most buffers that it can make room for (80, 463) nor the fewest (416, 474).
 OFFLOADING = (
     (416, 16),
-    (31, 2),
     *((seed, 4) for seed in (4, 20, 80, 82, 1095)),
     *((seed, 8) for seed in (463, 474)),
 )
@@ -58,6 +57,12 @@ def test_no_plan_at_all_is_better(seed: int, share: int) -> None:
     if (seed, share) not in OFFLOADING:
         profile = as_measured(profile, random.Random(-seed - 1))
     check_search(profile, hardware, inside=draw.random() < 0.25)
+
+
+def test_two_integers_change_together_where_neither_does_alone() -> None:
+    """Without such changes the search ends at a plan that is 2.7% slower."""
+    draw = random.Random(31)
+    check_search(random_profile(draw, 2), random_machine(draw))
 
 
 @pytest.mark.parametrize("seed", SPECULATING)
