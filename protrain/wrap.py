@@ -23,8 +23,8 @@ from protrain.common import batch as batches
 from protrain.common.errors import MisuseError, PlanError
 from protrain.common.parameters import is_managed
 from protrain.common.progress import COUNTED, Progress
+from protrain.consensus import largest_of_all, of_all, plan_of_first
 from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
-from protrain.distributed.agreement import largest_of_all, of_all, plan_of_first
 from protrain.distributed.generation import generate_together
 from protrain.distributed.joining import check_group, join
 from protrain.distributed.ranks import Ranks

@@ -18,9 +18,15 @@ ALLOWED = {
     "protrain.common": (),
     "protrain.forward": ("protrain.common",),
     "protrain.planning": (*DATA, *PROFILES),
-    "protrain.hardware": (*DATA, "protrain.common.collectives", "protrain.common.host_memory", "protrain_kernels"),
+    "protrain.hardware": (
+        *DATA,
+        "protrain.common.collectives",
+        "protrain.common.host_memory",
+        "protrain.distributed",
+        "protrain_kernels",
+    ),
     "protrain.profiler": ("protrain.common", "protrain.forward", "protrain_kernels.cache_folder"),
-    "protrain.distributed": ("protrain.common", *PROFILES, "protrain.planning.plan"),
+    "protrain.distributed": ("protrain.common",),
     "protrain.engine": (
         "protrain.common",
         "protrain.distributed",

@@ -17,7 +17,6 @@ from protrain.cli.options import (
     Parser,
     add_compile_option,
     add_loss_option,
-    add_memory_options,
     add_output_options,
     add_sequence_option,
     emit,
@@ -25,15 +24,15 @@ from protrain.cli.options import (
     whole,
     writable_file,
 )
+from protrain.cli.plan_machine import add_machine_options, machine_of, machines_of, networks
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
 from protrain.cli.plan_text import summary_text, timeline_text
-from protrain.cli.prepare import adamw, choose_compile, choose_device, choose_dtype, choose_loss, parse_device
+from protrain.cli.prepare import adamw, choose_compile, choose_dtype, choose_loss
 from protrain.cli.shapes import SHAPES
 from protrain.common.progress import COUNTED, Progress
-from protrain.common.quantities import parse_memory
 from protrain.forwards import change_forwards
-from protrain.hardware import HardwareProfile, detect, load
-from protrain.planning import Plan, frontier, largest
+from protrain.hardware import HardwareProfile
+from protrain.planning import Plan, compare, frontier, largest
 from protrain.planning.explain.explanation import explain
 from protrain.planning.plan import MOMENT_DTYPES
 from protrain.planning.predict import predict
@@ -44,8 +43,11 @@ from protrain.profiler.cache import cached_profile
 
 _EXAMPLE = """example, for a machine that is elsewhere:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json --picture step.png
-on four GPUs of one machine, each with a quarter of the model states:
+on four GPUs of one machine, each with a quarter of the model states, and on two machines of eight:
   protrain plan llama2-13b --hardware h100 --batch 4 --gpus 4
+  protrain plan llama2-34b --hardware a100 --batch 4 --gpus 8 --nodes 2 --network-gbps 100
+which of several machines to take, as names with GPUs and nodes:
+  protrain plan llama2-13b --batch 4 --compare h100x1,h100x2,a100x4,rtx3090x4,a100x8x2
 what more or less memory would do, and how deep a model of this width could be there:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --explain
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --frontier
@@ -87,24 +89,18 @@ def add_command(commands: Any) -> None:
         "--max-model", action="store_true", default=False, help="the deepest model of the width of MODEL that fits"
     )
     what.add_argument(
+        "--compare",
+        metavar="NAMExGPUS[xNODES],...",
+        default=None,
+        help="a line for each of these machines: whether MODEL fits, how fast it is, and what limits it",
+    )
+    what.add_argument(
         "--explain",
         action="store_true",
         default=False,
         help="also say what every integer of the plan and more memory would change, and what is assumed of the machine",
     )
-    machine = parser.add_argument_group("machine")
-    machine.add_argument(
-        "--hardware", metavar="FILE|NAME", default=None, help="a profile of `protrain calibrate`, or h100, h200, ..."
-    )
-    machine.add_argument("--device", default=None, help="cuda or cpu (default: that of --hardware, or cuda if any)")
-    machine.add_argument(
-        "--gpus",
-        type=whole(1),
-        metavar="N",
-        default=1,
-        help="GPUs of the machine that train together and share its host memory (default: 1)",
-    )
-    add_memory_options(machine)
+    add_machine_options(parser)
     add_output_options(parser)
     parser.add_argument(
         "--picture",
@@ -119,10 +115,13 @@ def add_command(commands: Any) -> None:
 def run_command(args: argparse.Namespace) -> None:
     """Run `protrain plan`."""
     if args.picture is not None:
-        if args.max_model:
-            raise ValueError("--picture goes with a plan or --frontier: --max-model draws nothing")
+        if args.max_model or args.compare:
+            raise ValueError("--picture goes with a plan or --frontier: --max-model and --compare draw nothing")
         check_picture(args.picture)
-    hardware = _hardware(args)
+    if args.compare is not None:
+        _compare(args)
+        return
+    hardware = machine_of(args)
     if args.max_model:
         _max_model(args, hardware)
         return
@@ -175,7 +174,7 @@ def _profile(
 ) -> ModelProfile:
     """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
     with suppress(torch.OutOfMemoryError):
-        return _traced(args, hardware, layers, elsewhere=args.hardware is not None, show=show)
+        return _traced(args, hardware, layers, elsewhere=bool(args.hardware or args.compare), show=show)
     Progress(enabled=True).note(COUNTED)
     return _traced(args, hardware, layers, elsewhere=True, show=show)
 
@@ -231,12 +230,28 @@ def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
     emit(found, args, f"{title}\n{in_options(found.table())}{_about_loss(args, hardware)}")
 
 
+def _compare(args: argparse.Namespace) -> None:
+    machines = machines_of(args)
+    first = next(iter(machines.values()))
+    say = Progress(enabled=True)
+    with say.stage("profiling the model") as show:
+        profile = _profile(args, first, show=show)
+    with say.stage("planning for every machine"):
+        found = compare(profile, machines, step_during_backward=args.step_during_backward)
+    tokens = f"{profile.tokens * profile.accumulation:,} tokens a step and GPU"
+    emit(found, args, f"{_title(profile, tokens)}{networks(machines)}\n\n{found.table()}{_about_loss(args, first)}")
+
+
 def _subject(profile: ModelProfile, hardware: HardwareProfile) -> str:
     n_gpus = hardware.world_size
-    size = f"{profile.n_parameters:,} parameters, {profile.tokens * profile.accumulation * n_gpus:,} tokens a step"
+    tokens = f"{profile.tokens * profile.accumulation * n_gpus:,} tokens a step"
+    return f"{_title(profile, tokens)}, on {hardware.name}{_shards(n_gpus, hardware.device_type)}"
+
+
+def _title(profile: ModelProfile, tokens: str) -> str:
     blocks = "compiled" if profile.compiled else "eager"
     how = f"blocks {blocks}, {_loss(profile.chunked_loss)}{_moments(profile.moment_dtype)}"
-    return f"{profile.model}, {size}, {how}, on {hardware.name}{_shards(n_gpus, hardware.device_type)}"
+    return f"{profile.model}, {profile.n_parameters:,} parameters, {tokens}, {how}"
 
 
 def _shards(n_gpus: int, device_type: str) -> str:
@@ -262,18 +277,3 @@ def _about_loss(args: argparse.Namespace, hardware: HardwareProfile) -> str:
         "\n\nPlanned with whole logits, as training here would go without liger-kernel: "
         "--chunked-loss plans for where it is installed."
     )
-
-
-def _hardware(args: argparse.Namespace) -> HardwareProfile:
-    memory = {name: getattr(args, name) for name in ("device_memory", "host_memory") if hasattr(args, name)}
-    if args.hardware is None:
-        return detect(choose_device(args.device), **memory).shared_by(args.gpus)
-    hardware = load(args.hardware)
-    if args.device is not None and parse_device(args.device).type != hardware.device_type:
-        raise ValueError(
-            f"--device {args.device} contradicts --hardware {args.hardware}, whose device is {hardware.device_type}"
-        )
-    limits: dict[str, Any] = {
-        name.replace("memory", "bytes"): parse_memory(value, name=name) for name, value in memory.items()
-    }
-    return replace(hardware, **limits).shared_by(args.gpus)

@@ -39,6 +39,7 @@ def summary_text(
             per_gpu("host memory", plan.world_size),
             f"{format_bytes(plan.host_bytes)} of {format_bytes(why.host_limit_bytes)}",
         ],
+        ["collectives", _collectives(hardware) if plan.world_size > 1 else ""],
         ["model states", _states(plan, why.large_buffers, device)],
         ["updates", _updates(plan, device, updates_in_backward)],
         ["activations", _activations(plan)],
@@ -47,6 +48,21 @@ def summary_text(
         ["plan", str(plan)],
     ]
     return aligned([row for row in rows if row[1]])
+
+
+def _collectives(hardware: HardwareProfile) -> str:
+    """What each GPU receives in gathers and reductions, how fast it computes meanwhile, and how that is known."""
+    said = [
+        f"{what} {rate_gbps or link_gbps:.3g} GB/s ({hardware.known(name)})"
+        for what, name, rate_gbps, link_gbps in (
+            ("gathers", "all_gather_gbps", hardware.all_gather_gbps, hardware.h2d_gbps),
+            ("reductions", "all_to_all_gbps", hardware.all_to_all_gbps, hardware.d2h_gbps),
+        )
+    ]
+    if (kept := hardware.share("matmul", ["collective"])) < 1:
+        known = "measured" if hardware.source == "measured" else "composed"
+        said.append(f"computing beside them {kept:.0%} ({known})")
+    return ", ".join(said)
 
 
 def _states(plan: Plan, n_large: int, device: str) -> str:

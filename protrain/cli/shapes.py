@@ -50,12 +50,12 @@ def _llama(hidden: int, layers: int, heads: int, mlp: int, *, kv_heads: int | No
     )
 
 
-def _llama3(hidden: int, layers: int, mlp: int, *, tied: bool = False) -> Shape:
+def _llama3(hidden: int, layers: int, mlp: int, *, heads: int = 32, tied: bool = False) -> Shape:
     return Shape(
         family="llama",
         hidden=hidden,
         layers=layers,
-        heads=32,
+        heads=heads,
         kv_heads=8,
         mlp=mlp,
         vocabulary=128256,
@@ -91,6 +91,7 @@ SHAPES: dict[str, Shape] = {
     "llama2-13b": _llama(5120, 40, 40, 13824),
     "llama2-34b": _llama(8192, 48, 64, 22016, kv_heads=8),
     "llama3-8b": _llama3(4096, 32, 14336),
+    "llama3-70b": _llama3(8192, 80, 28672, heads=64),
     "llama3.2-1b": _llama3(2048, 16, 8192, tied=True),
     "mistral-7b": Shape(
         family="mistral", hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocabulary=32000, positions=32768

@@ -1,118 +1,13 @@
-"""What the ranks agree on: the machine, the profile and the plan before they train, and whether an action succeeded."""
+"""Whether an action succeeded on all ranks."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-
-import torch
 
 from protrain.distributed.aside import Aside
-from protrain.distributed.processes import local_processes
 from protrain.distributed.ranks import Ranks
-from protrain.hardware.calibration.collectives import Collectives
-from protrain.hardware.calibration.ranks import most_contended, slowest
-from protrain.hardware.calibration.timing import batch_s
-from protrain.hardware.profile import Contention, HardwareProfile
-from protrain.planning.plan import Plan
-from protrain.profiler.model_profile import ModelProfile
-
-_MEASURED_BYTES = 64 * 1024**2  # of a tensor that is gathered and exchanged to see how fast that is
-_MEASURED_S = 0.02
-_WIDTH = 4096  # rows and columns of the matrices that are multiplied beside collectives
-_TOGETHER_S = 0.02  # of products beside collectives, and of collectives beside products
-_COLLECTIVES = "the timing of collectives"
-
-
-def of_all(ranks: Ranks, own: HardwareProfile, device: torch.device) -> HardwareProfile:
-    """The machine of each rank, for a plan that fits all of them: the least memory, and otherwise that of the first.
-
-    The ranks of a node share its host memory and its cores. If as many processes as train now have calibrated the
-    machine, their figures are used as they are. If one process has, or none, nothing is known of collectives. Then GPUs
-    measure them now, in less than a second, because NVLink is ten times as fast as what would have to be assumed.
-    """
-    if not ranks.several:
-        return own
-    share = replace(own.shared_by(min(local_processes(), ranks.size)), world_size=ranks.size)
-    if device.type == "cuda" and not all(
-        ranks.all_values(share.all_gather_gbps is not None, "whether collectives are measured")
-    ):
-        share = _with_collectives(ranks, share, device)
-    every = ranks.all_values(share, "the machine of all ranks")
-    return replace(
-        every[0],
-        device_bytes=min(each.device_bytes for each in every),
-        host_bytes=min(each.host_bytes for each in every),
-        all_gather_gbps=_least([each.all_gather_gbps for each in every]),
-        all_to_all_gbps=_least([each.all_to_all_gbps for each in every]),
-    )
-
-
-def _least(rates_gbps: list[float | None]) -> float | None:
-    known = [rate for rate in rates_gbps if rate is not None]
-    return min(known) if len(known) == len(rates_gbps) else None
-
-
-def _with_collectives(ranks: Ranks, own: HardwareProfile, device: torch.device) -> HardwareProfile:
-    """``own`` with the rates of collectives, and with the shares that they and matrix products leave each other."""
-    collectives = Collectives(ranks, device, _MEASURED_BYTES)
-    figures = collectives.figures(_MEASURED_BYTES, budget_s=_MEASURED_S)
-    matrix = torch.zeros(_WIDTH, _WIDTH, dtype=torch.bfloat16, device=device)
-    product, side = torch.empty_like(matrix), torch.cuda.Stream(device)
-
-    def multiply() -> None:
-        torch.mm(matrix, matrix, out=product)
-
-    multiply()  # which loads the kernel
-    product_s = max(ranks.all_values(batch_s(multiply, device, 20), _COLLECTIVES))
-
-    def kept(run: Callable[[], None], count: int, other: Callable[[], None], others: int) -> float:
-        """The share of its rate that ``count`` times ``run`` keeps beside ``other``, which takes longer."""
-        ranks.all_values(None, _COLLECTIVES)  # so that all start together
-        alone_s = batch_s(run, device, count)
-        ranks.all_values(None, _COLLECTIVES)
-        with torch.cuda.stream(side):
-            for _ in range(others):
-                other()
-        beside_s = batch_s(run, device, count)
-        torch.cuda.synchronize(device)
-        return min(1.0, alone_s / beside_s)
-
-    n_products, n_collectives = int(_TOGETHER_S / product_s) + 1, collectives.units_in(_TOGETHER_S)
-    shares = (
-        kept(multiply, n_products, collectives.both, 2 * n_collectives),
-        kept(collectives.both, n_collectives, multiply, 4 * n_products),
-    )
-    own_group = Contention(activities=("matmul", "collective"), shares=shares)
-    gather, exchange = slowest(ranks.all_values(figures, _COLLECTIVES))
-    return replace(
-        own,
-        all_gather_gbps=gather.median,
-        all_to_all_gbps=exchange.median,
-        contention=(
-            *(group for group in own.contention if "collective" not in group.activities),
-            *most_contended(ranks.all_values([own_group], _COLLECTIVES)),
-        ),
-    )
-
-
-def largest_of_all(ranks: Ranks, own: ModelProfile) -> ModelProfile:
-    """The profile of the rank whose batch calls most units and takes most memory."""
-    every = ranks.all_values(own, "the profile of all ranks")
-    return max(every, key=lambda each: (len(each.calls), each.tokens, _peak_bytes(each)))
-
-
-def plan_of_first(ranks: Ranks, plan: Callable[[], Plan]) -> Plan:
-    """The plan of the first rank. An error in it is raised on every rank."""
-    found: Plan | None = None
-    with raised_on_all(ranks):
-        if ranks.rank == 0:
-            found = plan()
-    found = ranks.of_first(found, "the plan of rank 0")
-    assert found is not None
-    return found
 
 
 @contextmanager
@@ -149,7 +44,3 @@ def _sendable(error: BaseException) -> Exception:
         else:
             return error
     return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _peak_bytes(profile: ModelProfile) -> int:
-    return max((segment.live_bytes + segment.peak_bytes for segment in profile.segments), default=0)

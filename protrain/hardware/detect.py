@@ -74,8 +74,20 @@ def _gpu(device: torch.device) -> HardwareProfile:
     name = torch.cuda.get_device_name(device)
     shipped = of_gpu(name)
     if shipped is not None:
-        # These are the rates of another machine with this card, whose warnings do not concern this one.
-        return replace(shipped, name=name, device_bytes=usable, source="detected", figures=(), warnings=())
+        # These are the rates of another machine with this card, whose warnings do not concern this one. What connects
+        # the GPUs here may be slower, and ranks that train together measure it.
+        return replace(
+            shipped,
+            name=name,
+            device_bytes=usable,
+            source="detected",
+            figures=(),
+            warnings=(),
+            all_gather_gbps=None,
+            all_to_all_gbps=None,
+            contention=tuple(group for group in shipped.contention if "collective" not in group.activities),
+            network_gbps=None,
+        )
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     # A multiprocessor of Ampere to Hopper does 1 to 5 dense bf16 TFLOP/s. The link is taken for PCIe 4 x16.
     return HardwareProfile(

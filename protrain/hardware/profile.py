@@ -60,7 +60,7 @@ _RATES = (
 )
 _MEASURED_RATES = (
     *("host_adam_weight_gparams", "host_adam_narrow_gparams", "host_adam_p20_gparams", "streamed_adam_gparams"),
-    *("flatten_gbps", "pack_gbps", "all_gather_gbps", "all_to_all_gbps"),
+    *("flatten_gbps", "pack_gbps", "all_gather_gbps", "all_to_all_gbps", "network_gbps"),
 )
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
 
@@ -102,9 +102,11 @@ class HardwareProfile(Record):
     pack_gbps: float | None = None  # bytes read and written
     all_gather_gbps: float | None = None  # bytes that one of several processes receives
     all_to_all_gbps: float | None = None  # bytes that one of them sends in the exchange of a reduction
+    network_gbps: float | None = None  # what all GPUs of a machine together receive from other machines; never measured
     contention: tuple[Contention, ...] = ()
     figures: tuple[Figure, ...] = ()  # everything that was measured, by size and by number of threads
     warnings: tuple[str, ...] = ()  # what looks wrong with the machine
+    composed: tuple[str, ...] = ()  # rates among these that come from datasheets or from another machine
     # What the profile was measured with. Empty where it was not measured.
     driver: str = ""
     torch_version: str = ""
@@ -161,21 +163,31 @@ class HardwareProfile(Record):
             return math.inf  # one rank has all there is
         return (measured_gbps or link_gbps) * self.world_size / (self.world_size - 1)
 
-    def shared_by(self, n_ranks: int) -> Self:
+    def known(self, rate: str) -> str:
+        """How the field ``rate`` is known: "measured", "composed", or "assumed" where it has no value of its own."""
+        if getattr(self, rate) is None:
+            return "assumed"
+        return "composed" if rate in self.composed else "measured"
+
+    def shared_by(self, n_ranks: int, n_nodes: int = 1) -> Self:
         """The profile of one of ``n_ranks`` that train together on this machine, each with a GPU of its own.
 
         Host memory, cores, and what the host's DRAM limits are divided among them, as one DRAM serves all GPUs of a
         machine. Rates of which each of several measuring processes already had a share are not divided again. A GPU's
         link is its own.
+
+        With ``n_nodes`` as many equal machines train together, with ``n_ranks`` on each. The GPUs of a machine share
+        its network, and if that is slower than what connects them, it sets the rate of collectives.
         """
         share = self.world_size / n_ranks
 
         def part(rate: float | None) -> float | None:
             return None if rate is None else rate * share
 
+        network = {} if n_nodes == 1 else self._over_network(n_ranks)
         return replace(
             self,
-            world_size=n_ranks,
+            world_size=n_ranks * n_nodes,
             host_bytes=self.host_bytes // n_ranks,
             cpu_threads=max(1, self.cpu_threads // n_ranks),
             host_dram_gbps=self.host_dram_gbps * share,
@@ -183,12 +195,25 @@ class HardwareProfile(Record):
             host_adam_weight_gparams=part(self.host_adam_weight_gparams),
             host_adam_narrow_gparams=part(self.host_adam_narrow_gparams),
             host_adam_p20_gparams=part(self.host_adam_p20_gparams),
+            **network,
         )
 
     @property
     def knows_contention(self) -> bool:
         """Whether it was measured how copies, the host and computing slow each other down, not just collectives."""
         return any("collective" not in group.activities for group in self.contention)
+
+    def _over_network(self, n_ranks: int) -> dict[str, Any]:
+        """The rates of collectives that the network slows down, if ``n_ranks`` of every machine share it."""
+        if self.network_gbps is None:
+            raise ValueError(f"HardwareProfile.network_gbps of {self.name} must be known for several machines")
+        each_gbps = self.network_gbps / n_ranks
+        inside = {
+            "all_gather_gbps": self.all_gather_gbps or self.h2d_gbps,
+            "all_to_all_gbps": self.all_to_all_gbps or self.d2h_gbps,
+        }
+        slowed: dict[str, Any] = {name: each_gbps for name, gbps in inside.items() if each_gbps < gbps}
+        return slowed | {"composed": tuple(dict.fromkeys((*self.composed, *slowed)))}
 
     def share(self, activity: str, beside: Collection[str]) -> float:
         """The share of its rate that ``activity`` keeps while those ``beside`` it run too: 1 where nothing is known.

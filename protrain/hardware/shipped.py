@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
 from protrain.hardware.profile import HardwareProfile
 
-# From what the name of a GPU contains to its profile. The profiles of H100 and H200 are measured. The others are their
-# datasheets times the share of its own datasheet that an H100 reached.
+# From what the name of a GPU contains to its profile. The profiles of H100 and H200 are measured, and name what is not
+# under ``composed``. The others are their datasheets times the share of its own datasheet that an H100 reached.
+#
+# Collectives. Two H100s gather 1 GiB in 2.00 ms and reduce it in 2.06 ms, so each receives 268 and 261 GB/s. Eight
+# gather 64 MiB in 175 us, which is 335 GB/s. The figures of H200 are those of two, from
+# bench/results/h200/calibration-x2.json. For exchanges both have the rate of NCCL's reduce_scatter, so those figures
+# are called composed. A100: the same share of its NVLink as an H100, whose NVLink has 450 GB/s each
+# way where an A100's has 300. RTX 3090s do not copy to each other: what they send passes through host memory, at half
+# of what their link carries both ways, times the same share. Beside NCCL's kernels computing on two H200s kept 79% of
+# its rate in a trace (bench/results/h200/NOTES.md).
+#
+# Networks are assumed: per machine 8 x 400 Gb/s for H100 and H200, 8 x 200 Gb/s for A100 (NVIDIA's DGX of each card),
+# and 10 Gb/s for RTX 3090.
 _BY_GPU = {"H100": "h100", "H200": "h200", "A100": "a100", "RTX 3090": "rtx3090"}
 
 
@@ -26,6 +38,48 @@ def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     if not os.path.exists(text):
         raise ValueError(f"no hardware profile {text!r}: give a JSON file, or one of {', '.join(shipped_names())}")
     return HardwareProfile.load(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Host:
+    """The host of a machine with several GPUs, for all of them together."""
+
+    gib: int
+    threads: int
+    dram_gbps: float
+    adam_gparams: float
+
+
+# By number of GPUs, machines with H100s or H200s as they are rented, with 90% of their memory. One GPU comes with an
+# eighth of a server, as h100.json and h200.json have it. AdamW is measured on two H200s (calibration-x2.json) and on
+# eight (compare-llama2-13b-8x2048-8gpus.json); that of four, and the DRAM of four and eight, lie in between or follow.
+_RENTED = {
+    2: _Host(gib=224, threads=32, dram_gbps=160.0, adam_gparams=5.6),
+    4: _Host(gib=460, threads=64, dram_gbps=200.0, adam_gparams=7.0),
+    8: _Host(gib=504, threads=128, dram_gbps=240.0, adam_gparams=8.4),
+}
+_AS_RENTED = ("h100", "h200")
+_HOST_RATES = ("host_adam_gparams", "host_adam_weight_gparams", "host_adam_p20_gparams")
+
+
+def of_machine(name_or_path: str | os.PathLike[str], n_gpus: int) -> HardwareProfile:
+    """The profile of a whole machine with ``n_gpus``: that of :func:`load`, with a host as such machines have it.
+
+    Only shipped profiles of cards that are rented in parts of a server have a larger host with more GPUs.
+    """
+    profile = load(name_or_path)
+    if n_gpus == 1 or os.fspath(name_or_path).lower() not in _AS_RENTED:
+        return profile
+    host = next((host for most, host in _RENTED.items() if n_gpus <= most), _RENTED[max(_RENTED)])
+    faster = host.adam_gparams / profile.host_adam_gparams
+    return replace(
+        profile,
+        host_bytes=host.gib * 1024**3,
+        cpu_threads=host.threads,
+        host_dram_gbps=host.dram_gbps,
+        **{rate: faster * getattr(profile, rate) for rate in _HOST_RATES},
+        composed=(*profile.composed, "host_dram_gbps", *_HOST_RATES),
+    )
 
 
 def of_gpu(gpu_name: str) -> HardwareProfile | None:

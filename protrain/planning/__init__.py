@@ -1,5 +1,6 @@
 """The planner: chunk layout, memory model, runtime model and search. Pure Python: it never touches a device."""
 
+from protrain.planning.compare import Comparison, compare
 from protrain.planning.evaluate import check, evaluate
 from protrain.planning.explain.explanation import Explanation, explain
 from protrain.planning.fingerprint import fingerprint
@@ -15,6 +16,7 @@ from protrain.planning.search import search
 __all__ = [
     "BlockMode",
     "ChunkRecord",
+    "Comparison",
     "Explanation",
     "Frontier",
     "Largest",
@@ -27,6 +29,7 @@ __all__ = [
     "block_modes",
     "check",
     "choose_chunk_elements",
+    "compare",
     "evaluate",
     "explain",
     "fingerprint",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from protrain.planning import Plan
+from protrain.hardware import load
+from protrain.planning import Comparison, Plan
 from tests.cli.test_plan import TINY, run
 
 TIGHT = ["--device-memory", "800MiB", "--host-memory", "1GiB", "--no-compile"]
@@ -21,10 +23,13 @@ def test_several_gpus_share_the_states_and_the_host(capsys: pytest.CaptureFixtur
     first, second, *rows = out.splitlines()
     assert "256 tokens a step" in first, "4 of 2 x 32"
     assert second == "4 GPUs, each with 1/4 of the states: fits"
-    said = {row[:18].strip(): row[18:].strip() for row in rows[:9]}
+    said = {row[:18].strip(): row[18:].strip() for row in rows[:10]}
     assert said["host memory a GPU"].endswith("of 256 MiB")
     assert said["GPU memory"].endswith("of 800 MiB")
     assert said["model states"].startswith("shards of")
+    gathers, reductions, computing = said["collectives"].split(", ")
+    assert (gathers, reductions) == ("gathers 6.3 GB/s (composed)", "reductions 6.1 GB/s (composed)")
+    assert computing == "computing beside them 79% (composed)"
     plan = Plan.load(out_file)
     assert plan.world_size == 4
     assert f"{4 * 64 / plan.step_ms * 1e3:,.0f} tokens/s" in said["step"]
@@ -53,6 +58,69 @@ def test_other_answers_are_for_several_gpus_too(capsys: pytest.CaptureFixture[st
     status, out, err = run(capsys, *two, "--explain")
     assert status == 0, err
     assert "device memory a GPU" in out
+
+
+def test_nodes_are_named_first_with_what_is_assumed_of_their_network(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = [*TINY, *TIGHT, "--gpus", "2", "--nodes", "2"]
+    status, out, err = run(capsys, *nodes)
+    assert status == 0, err
+    first, second, *_ = out.splitlines()
+    assert first.endswith("on 2 nodes of NVIDIA GeForce RTX 3090, 1.25 GB/s of network each (assumed)")
+    assert second == "4 GPUs, each with 1/4 of the states: fits"
+    assert "gathers 0.625 GB/s (composed)" in out
+    assert "of 512 MiB" in out, "each node has all of --host-memory, for two GPUs"
+    for what in ("--frontier", "--max-model"):
+        found = run(capsys, *nodes, what, "--network-gbps", "8", "--device-memory", "737MiB", "--host-memory", "16MiB")
+        assert found[0] == 0, found[2]
+        assert "on 2 nodes of NVIDIA GeForce RTX 3090, 8 GB/s of network each (as given)" in found[1]
+        assert "4 GPUs, each with 1/4 of the states" in found[1]
+        assert "world_size=4" in found[1]
+    status, _, err = run(capsys, "plan", "tiny", "--device", "cpu", "--nodes", "2", "--batch", "1", "--seq", "16")
+    assert (status, "give --network-gbps" in err) == (2, True)
+
+
+def test_machines_are_compared_in_one_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    replace(load("rtx3090"), device_bytes=2**20, all_gather_gbps=None).save("mine.json")
+    tiny = ["plan", "tiny", "--batch", "2", "--sequence", "32", "--no-compile"]
+    machines = "h100x1,rtx3090x4,a100x8x2,mine.jsonx2"
+    out_file = tmp_path / "found.json"
+    status, out, err = run(capsys, *tiny, "--compare", machines, "--out", str(out_file))
+    assert status == 0, err
+    title, _, _, *rows = out.splitlines()
+    assert "64 tokens a step and GPU" in title
+    assert title.endswith("; a100x8x2: 2 nodes of NVIDIA A100-SXM4-80GB, 200 GB/s of network each (assumed)")
+    assert max(len(row) for row in rows[:4]) <= 80
+    found = Comparison.load(out_file)
+    assert [each.machine for each in found.machines] == machines.split(",")
+    assert [each.n_gpus for each in found.machines] == [1, 4, 16, 2]
+    for each, row in zip(found.machines[:3], rows, strict=False):
+        assert each.plan is not None
+        assert row.split()[:4] == [
+            *(each.machine, "yes", f"{each.tokens_per_s:,.0f}", f"{each.tokens_per_s / each.n_gpus:,.0f}")
+        ]
+    assert rows[1].endswith("6.3 GB/s, composed")
+    assert rows[3].split()[1:] == ["no", "-", "-", "GPU", "memory", "12.5", "GB/s,", "assumed"]
+    alone = run(capsys, *tiny, "--hardware", "rtx3090", "--gpus", "4", "--json")[1]
+    assert found.machines[1].plan == Plan.from_json(alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--compare", "h100x2,b300x2"], "'b300x2' is no machine: give NAMExGPUS or NAMExGPUSxNODES"),
+        (["--compare", "h100x0"], "'h100x0' is no machine"),
+        (["--compare", "h100x1", "--gpus", "2"], "leave out --hardware, --gpus and --nodes"),
+        (["--compare", "h100x1", "--frontier"], "not allowed with argument"),
+        (["--nodes", "0"], "--nodes: must be at least 1, not 0"),
+        (["--nodes", "2", "--network-gbps", "0"], "--network-gbps: must be at least 0.001, not 0"),
+    ],
+)
+def test_what_is_no_machine_is_refused(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "plan", "tiny", *options)
+    assert (status, words in err) == (2, True), err
 
 
 def test_a_number_of_gpus_is_at_least_one(capsys: pytest.CaptureFixture[str]) -> None:

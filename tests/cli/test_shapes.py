@@ -26,6 +26,7 @@ BILLIONS = {
     "llama2-13b": 13.016,
     "llama2-34b": 33.744,
     "llama3-8b": 8.0303,
+    "llama3-70b": 70.554,
     "llama3.2-1b": 1.2358,
     "mistral-7b": 7.2417,
 }

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from protrain.hardware import HardwareProfile, detect, load, shipped_names
+from protrain.hardware import HardwareProfile, detect, load, of_machine, shipped_names
+from protrain.hardware.detect import assume
 from protrain.hardware.memory import available_host_bytes, usable_cores
 
 GIB = 1024**3
+COLLECTIVES = ("all_gather_gbps", "all_to_all_gbps")
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "a100", "rtx3090", "H100"])
@@ -38,9 +41,53 @@ def test_a_table_of_a_machine_has_what_is_known_of_it_alone() -> None:
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_these_figures_are_the_measured_ones(gpu: str) -> None:
     recorded = HardwareProfile.load(Path(__file__).parents[2] / f"bench/results/{gpu}/calibration.json")
-    assert load(gpu) == replace(recorded, source="shipped")
+    shipped = load(gpu)
+    collectives = {name: getattr(shipped, name) for name in (*COLLECTIVES, "network_gbps", "composed", "contention")}
+    assert shipped == replace(recorded, source="shipped", **collectives)
     assert recorded.source == "measured"
-    assert recorded.contention
+    assert recorded.contention == shipped.contention[:-1]
+    assert shipped.contention[-1].activities == ("collective", "matmul")
+
+
+def test_collectives_of_shipped_profiles_are_measured_or_follow_from_datasheets() -> None:
+    h100, h200, a100, rtx3090 = (load(name) for name in ("h100", "h200", "a100", "rtx3090"))
+    pair = HardwareProfile.load(Path(__file__).parents[2] / "bench/results/h200/calibration-x2.json")
+    for name in COLLECTIVES:
+        assert getattr(h200, name) == getattr(pair, name)
+        share = getattr(h100, name) / 450  # of NVLink, one way
+        assert getattr(a100, name) == pytest.approx(share * 300, rel=0.01)
+        assert getattr(rtx3090, name) == pytest.approx(share * rtx3090.bidirectional_gbps / 2, rel=0.01)
+        assert [each.known(name) for each in (a100, rtx3090)] == ["composed"] * 2
+    for each in (h100, h200):
+        assert [each.known(name) for name in COLLECTIVES] == ["measured", "composed"]
+    assert a100.known("matmul_tflops") == "composed"
+    assert a100.known("flatten_gbps") == "assumed"
+    for profile in (h100, h200, a100, rtx3090):
+        assert profile.known("network_gbps") == "composed"
+
+
+def test_a_card_that_is_found_here_is_not_known_to_be_connected_as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (70 * GIB, 80 * GIB))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 0)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    found = assume(torch.device("cuda"))
+    assert found.matmul_tflops == load("h100").matmul_tflops
+    assert [getattr(found, name) for name in (*COLLECTIVES, "network_gbps")] == [None] * 3
+    assert found.contention == load("h100").contention[:-1]
+
+
+def test_cards_rented_in_parts_of_a_server_have_a_larger_host_with_more_gpus() -> None:
+    one, two, three, eight = (of_machine("h100", n_gpus) for n_gpus in (1, 2, 3, 8))
+    assert one == load("h100")
+    assert three == of_machine("H100", 4)
+    assert one.host_bytes < two.host_bytes < three.host_bytes < eight.host_bytes
+    assert eight.host_adam_gparams == pytest.approx(8.4)
+    assert one.host_adam_weight_gparams is not None
+    assert eight.host_adam_weight_gparams == pytest.approx(one.host_adam_weight_gparams * 8.4 / one.host_adam_gparams)
+    assert [each.known("host_adam_gparams") for each in (one, eight)] == ["measured", "composed"]
+    assert eight.h2d_gbps == one.h2d_gbps
+    assert of_machine("a100", 4) == load("a100")
 
 
 def test_a_profile_is_loaded_from_a_file_or_refused(tmp_path: Path) -> None:

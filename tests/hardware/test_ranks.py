@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from protrain.cli.main import main
-from protrain.distributed.agreement import of_all
+from protrain.consensus import of_all
 from protrain.distributed.joining import join
 from protrain.hardware import Contention, HardwareProfile, calibrate, detect
 from protrain.hardware.cache import Machine, cached, store

@@ -12,7 +12,18 @@ import pytest
 
 from protrain.common.errors import PlanError
 from protrain.hardware import Contention, HardwareProfile
-from protrain.planning import BlockMode, MemoryModel, RuntimeModel, evaluate, explain, frontier, largest, pack, search
+from protrain.planning import (
+    BlockMode,
+    MemoryModel,
+    RuntimeModel,
+    compare,
+    evaluate,
+    explain,
+    frontier,
+    largest,
+    pack,
+    search,
+)
 from protrain.planning.explain.host_rate import host_gparams
 from protrain.planning.rates.collectives import COLLECTIVE_MS
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, UP, Operation, Timeline
@@ -164,6 +175,46 @@ def test_ranks_of_a_machine_share_its_host() -> None:
     assert whole.shared_by(1) == whole
     measured = replace(whole, world_size=2).shared_by(2)  # by two processes at once: their rates are shares already
     assert (measured.host_bytes, measured.host_adam_gparams) == (45, whole.host_adam_gparams)
+
+
+def test_nodes_share_nothing_but_the_network_which_the_gpus_of_each_divide() -> None:
+    whole = replace(MACHINE, host_bytes=90, cpu_threads=8, all_gather_gbps=9.0, all_to_all_gbps=2.0)
+    known = replace(whole, network_gbps=10.0, composed=("network_gbps",))
+    one = known.shared_by(2, 3)  # 5 GB/s each
+    assert (one.world_size, one.host_bytes, one.cpu_threads) == (6, 45, 4)
+    assert one.host_adam_gparams == pytest.approx(whole.host_adam_gparams / 2)
+    assert one.gather_gbps == pytest.approx(5.0 * 6 / 5)
+    assert one.reduce_gbps == pytest.approx(2.0 * 6 / 5), "the network is not what slows this down"
+    assert [one.known(name) for name in ("all_gather_gbps", "all_to_all_gbps")] == ["composed", "measured"]
+    assert known.shared_by(2).all_gather_gbps == 9.0
+    unknown = replace(known, all_gather_gbps=None, all_to_all_gbps=None, h2d_gbps=4.0, d2h_gbps=6.0).shared_by(2, 2)
+    assert (unknown.all_gather_gbps, unknown.all_to_all_gbps) == (None, 5.0), "links to host memory stand in"
+    with pytest.raises(ValueError, match=r"network_gbps of .* must be known for several machines"):
+        whole.shared_by(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({}, "GPU"),
+        ({"all_gather_gbps": 0.0128, "all_to_all_gbps": 0.0128}, "collectives"),
+        ({"device_bytes": 100 * MIB}, "GPU memory"),
+        ({"device_bytes": 760 * MIB, "host_adam_gparams": 0.02}, "host"),
+    ],
+)
+def test_a_comparison_says_what_limits_each_machine(changes: dict[str, Any], limit: str) -> None:
+    machine = replace(TWO, **changes)
+    (row,) = compare(make_profile(3.0, 6.0), {"mine": machine}).machines
+    assert (row.machine, row.n_gpus, row.limited_by) == ("mine", 2, limit)
+    if row.plan is None:
+        assert "needed" in row.error
+        assert (row.tokens_per_s, row.busy_share) == (0.0, 0.0)
+        return
+    assert row.plan == search(make_profile(3.0, 6.0), machine)
+    assert row.tokens_per_s == row.plan.tokens_per_s
+    compute_ms = 4 * 9.0
+    gpu = compute_ms / row.plan.step_ms
+    assert row.busy_share == pytest.approx(gpu, rel=1e-2) if limit == "GPU" else gpu < row.busy_share <= 1.0
 
 
 # -- any plan ----------------------------------------------------------------------------------------------------------

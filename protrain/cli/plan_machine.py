@@ -1,0 +1,101 @@
+"""The machines that `protrain plan` plans for: this one or one from a profile, with several GPUs, on several nodes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import replace
+from typing import Any
+
+from protrain.cli.options import add_memory_options, number, whole
+from protrain.cli.prepare import choose_device, parse_device
+from protrain.common.quantities import parse_memory
+from protrain.hardware import HardwareProfile, detect, of_machine, shipped_names
+
+_SPEC = re.compile(rf"({'|'.join(shipped_names())}|.+\.json)x(\d+)(?:x(\d+))?")
+
+
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`machine_of` reads."""
+    machine = parser.add_argument_group("machine")
+    machine.add_argument(
+        "--hardware", metavar="FILE|NAME", default=None, help="a profile of `protrain calibrate`, or h100, h200, ..."
+    )
+    machine.add_argument("--device", default=None, help="cuda or cpu (default: that of --hardware, or cuda if any)")
+    machine.add_argument(
+        "--gpus",
+        type=whole(1),
+        metavar="N",
+        default=1,
+        help="GPUs of the machine that train together and share its host memory (default: 1)",
+    )
+    machine.add_argument(
+        "--nodes", type=whole(1), metavar="M", default=1, help="equal machines with --gpus each (default: 1)"
+    )
+    machine.add_argument(
+        "--network-gbps",
+        type=number(1e-3),
+        metavar="GB/s",
+        default=None,
+        help="what the GPUs of a node together receive from other nodes (default: as assumed for the name)",
+    )
+    add_memory_options(machine)
+
+
+def machine_of(args: argparse.Namespace) -> HardwareProfile:
+    """The profile of one of the GPUs that ``args`` ask for."""
+    if args.hardware is not None:
+        return _elsewhere(args, args.hardware, args.gpus, args.nodes)
+    found = detect(choose_device(args.device), **_memory(args))
+    return _shared(args, found, args.gpus, args.nodes)
+
+
+def machines_of(args: argparse.Namespace) -> dict[str, HardwareProfile]:
+    """The profile of one of the GPUs of each machine in --compare, by what it is called there."""
+    if args.hardware is not None or (args.gpus, args.nodes) != (1, 1):
+        raise ValueError("--compare names machines with their GPUs and nodes: leave out --hardware, --gpus and --nodes")
+    found = {}
+    for text in args.compare.split(","):
+        spec = _SPEC.fullmatch(text.strip())
+        if spec is None or not all(int(count) for count in spec.groups()[1:] if count):
+            raise ValueError(
+                f"--compare: {text.strip()!r} is no machine: give NAMExGPUS or NAMExGPUSxNODES, such as a100x8x2, with "
+                f"a JSON file or one of {', '.join(shipped_names())} as the name"
+            )
+        found[spec[0]] = _elsewhere(args, spec[1], int(spec[2]), int(spec[3] or 1))
+    if len({machine.device_type for machine in found.values()}) > 1:
+        raise ValueError("--compare takes machines with GPUs or machines without, not both: the model is profiled once")
+    return found
+
+
+def networks(machines: dict[str, HardwareProfile]) -> str:
+    """What is assumed of the networks of those ``machines`` that have several nodes, to be said behind a title."""
+    several = [name for name in machines if (spec := _SPEC.fullmatch(name)) is not None and spec[3]]
+    return "".join(f"; {name}: {machines[name].name}" for name in several)
+
+
+def _elsewhere(args: argparse.Namespace, name: str, n_gpus: int, n_nodes: int) -> HardwareProfile:
+    hardware = of_machine(name, n_gpus)
+    if args.device is not None and parse_device(args.device).type != hardware.device_type:
+        raise ValueError(f"--device {args.device} contradicts {name}, whose device is {hardware.device_type}")
+    limits: dict[str, Any] = {
+        name.replace("memory", "bytes"): parse_memory(value, name=name) for name, value in _memory(args).items()
+    }
+    return _shared(args, replace(hardware, **limits), n_gpus, n_nodes)
+
+
+def _memory(args: argparse.Namespace) -> dict[str, str]:
+    return {name: getattr(args, name) for name in ("device_memory", "host_memory") if hasattr(args, name)}
+
+
+def _shared(args: argparse.Namespace, hardware: HardwareProfile, n_gpus: int, n_nodes: int) -> HardwareProfile:
+    """One GPU's share of ``hardware``, which is named with its nodes and what is assumed of their network."""
+    if n_nodes == 1:
+        return hardware.shared_by(n_gpus)
+    how = "assumed"
+    if args.network_gbps is not None:
+        how, hardware = "as given", replace(hardware, network_gbps=args.network_gbps)
+    if hardware.network_gbps is None:
+        raise ValueError(f"nothing is known of the network between nodes of {hardware.name}: give --network-gbps")
+    name = f"{n_nodes} nodes of {hardware.name}, {hardware.network_gbps:g} GB/s of network each ({how})"
+    return replace(hardware.shared_by(n_gpus, n_nodes), name=name)
