@@ -290,8 +290,9 @@ class Watch:
             if self._decided is not None or self._ended:
                 return
             self._decided = reason  # before a thread comes free that waits for the GPU
-        _out_of_step.append(threading.Thread(target=self._abort, name="protrain abort", daemon=True))
-        _out_of_step[-1].start()  # not waited for: NCCL may wait there for what other ranks do
+        aborting = threading.Thread(target=self._abort, name="protrain abort", daemon=True)
+        aborting.start()  # not waited for: NCCL may wait there for what other ranks do
+        _aborting.append(aborting)
         self._links.wake()
 
 
@@ -353,7 +354,7 @@ def never_free(thing: object) -> None:
 
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-_out_of_step: list[threading.Thread] = []  # those that give communicators up
+_aborting: list[threading.Thread] = []  # which give communicators up
 
 
 @atexit.register
@@ -363,8 +364,9 @@ def _end_all_the_same() -> None:
     CUDA and NCCL free their memory at the very end, after Python, and may wait there without a limit for a collective
     that other ranks never came to. The system's alarm ends the process then, whatever waits.
     """
-    if _out_of_step and threading.current_thread() is threading.main_thread():
-        _out_of_step[-1].join(_ABORT_S)
+    if any(watch.is_out_of_step for watch in _watches) and threading.current_thread() is threading.main_thread():
+        for thread in list(_aborting):
+            thread.join(_ABORT_S)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_END_S)
 
