@@ -57,7 +57,7 @@ def convert(source: Path, target: Path) -> Path:
         target: a folder of DCP, which must be empty or missing; or a folder of checkpoints, which gets another one.
 
     Returns:
-        What was written. It is there when all of it is on the disk, and otherwise not at all.
+        The folder that was written. The folder is there when all of it is on the disk, and otherwise not at all.
 
     Raises:
         CheckpointError: ``source`` is no checkpoint, or damaged.

@@ -31,8 +31,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any =
     """Write ``model`` to ``folder`` so that ``from_pretrained`` of transformers, or ``wrap(weights=...)``, loads it.
 
     The folder has the configuration, if ``model`` is one of transformers, and the weights that training uses, in
-    safetensors with an index. It is there when all of it is on the disk, and otherwise not at all. No rank holds more
-    than one parameter and a file of about 1 GiB.
+    safetensors with an index. The folder is there when all of it is on the disk, and otherwise not at all. No rank
+    holds more than one parameter and a file of about 1 GiB.
 
     With several ranks all of them must call it, and the first one writes.
 

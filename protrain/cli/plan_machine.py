@@ -69,7 +69,7 @@ def machines_of(args: argparse.Namespace) -> dict[str, HardwareProfile]:
 
 
 def networks(machines: dict[str, HardwareProfile]) -> str:
-    """What is assumed of the networks of those ``machines`` that have several nodes, to be said behind a title."""
+    """The text behind a title that says what network each of ``machines`` with several nodes is assumed to have."""
     several = [name for name in machines if (spec := _SPEC.fullmatch(name)) is not None and spec[3]]
     return "".join(f"; {name}: {machines[name].name}" for name in several)
 

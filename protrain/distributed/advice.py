@@ -83,20 +83,20 @@ def compare_first_batches(model: nn.Module, ranks: Ranks, device: torch.device) 
 
 
 def _warn(batches: Sequence[Hashable], states: Sequence[Hashable]) -> None:
-    same = _alike(batches)
-    if same is not None:
-        warnings.warn(
-            f"ranks {same[0]} and {same[1]} train on the same first batch: give each rank its own part of the data, "
-            "for example with torch.utils.data.DistributedSampler",
-            stacklevel=4,
-        )
-    same = _alike(states)
-    if same is not None:
-        warnings.warn(
-            f"ranks {same[0]} and {same[1]} begin with the same random numbers, so dropout makes the same choices on "
-            "both: call torch.manual_seed(seed + rank) after protrain.wrap",
-            stacklevel=4,
-        )
+    for values, what in (
+        (
+            batches,
+            "train on the same first batch: give each rank its own part of the data, for example with "
+            "torch.utils.data.DistributedSampler",
+        ),
+        (
+            states,
+            "begin with the same random numbers, so dropout makes the same choices on both: call "
+            "torch.manual_seed(seed + rank) after protrain.wrap",
+        ),
+    ):
+        if (same := _alike(values)) is not None:
+            warnings.warn(f"ranks {same[0]} and {same[1]} {what}", stacklevel=4)
 
 
 def _alike(values: Sequence[Hashable]) -> tuple[int, int] | None:

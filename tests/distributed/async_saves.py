@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,11 +32,9 @@ def held(*, by: bool = True) -> Iterator[threading.Event]:
             assert go_on.wait(60)
         return write(*args)
 
-    saving.write_parameters = wait_and_write  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "write_parameters", wait_and_write)
         yield go_on
-    finally:
-        saving.write_parameters = write
 
 
 def save_and_train(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], int, str]:

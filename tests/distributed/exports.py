@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,17 +43,15 @@ def _trained(rank: int, size: int) -> tuple[Any, Any]:
 def export_and_save(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor], list[str]]:
     """Train, export the model, fail to export it again, and save a checkpoint. Returns the weights and the errors."""
     model, optimizer = _trained(rank, size)
-    exporting.TensorWriter = partial(TensorWriter, file_bytes=FILE_BYTES)  # type: ignore[misc, assignment]
     errors = []
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "TensorWriter", partial(TensorWriter, file_bytes=FILE_BYTES))
         protrain.export(model, Path(folder, "exported"))
         for target in ("exported", "file/below"):
             try:
                 protrain.export(model, Path(folder, target))
             except (OSError, ValueError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
-    finally:
-        exporting.TensorWriter = TensorWriter  # type: ignore[misc]
     protrain.save_checkpoint(Path(folder, "checkpoints"), model, optimizer)
     return dict(model.state_dict()), errors
 

@@ -108,7 +108,7 @@ def end(rank: int, size: int, own: bool) -> None:
     """Train and end. If ``own`` is true, the group is that of this script and not the one that wrap starts."""
     if own:
         dist.init_process_group("gloo")
-    # What is registered first runs last.
+    # Python calls atexit's functions in reverse order, so this one looks after wrap's own has ended the group.
     atexit.register(lambda: print(f"there is a group: {dist.is_initialized()}", flush=True))
     do(rank, size, -1, "", {}, 1)
 

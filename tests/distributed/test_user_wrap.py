@@ -139,7 +139,7 @@ def test_ranks_that_do_the_same(
 
 
 def copies(rank: int, host_memory: str, empty: bool) -> tuple[list[str], str]:
-    """What is warned of where each rank builds a model, and the error."""
+    """Wrap a model that each rank has built. Returns the warnings, and the error."""
     build: Callable[[], nn.Module] = Model
     if empty:
         with protrain.empty_parameters():

@@ -7,7 +7,10 @@ from typing import Self
 
 
 class State(enum.Enum):
-    """A state of one of the engine's objects. A member is its own name in messages, and the names of its followers."""
+    """A state of one of the engine's objects.
+
+    A member's value is its name in messages, and after that the names of the states that may follow it.
+    """
 
     def __init__(self, label: str, *followers: str) -> None:
         self.label = label
