@@ -93,7 +93,7 @@ class Layout(Record):
 
         A parameter that is larger only until both are padded for several ranks fits a usual buffer, and is not large.
         """
-        return chunk.elements > align(self.chunk_elements, self.world_size)
+        return chunk.elements > self._usual_elements
 
     def shard_elements(self, chunk: ChunkRecord) -> int:
         """The elements of ``chunk`` that one rank owns."""
@@ -102,7 +102,12 @@ class Layout(Record):
     @property
     def usual_shard_elements(self) -> int:
         """The capacity of one rank's shard of a chunk that is not large."""
-        return align(self.chunk_elements, self.world_size) // self.world_size
+        return self._usual_elements // self.world_size
+
+    @property
+    def _usual_elements(self) -> int:
+        """The most elements of a chunk that is not large, padded for all ranks."""
+        return align(self.chunk_elements, self.world_size)
 
     def first_buffered(self, n_persist: int) -> int:
         """The first chunk whose weight passes through buffers: the first of all if several ranks have its shards."""
@@ -181,10 +186,11 @@ class Layout(Record):
 
 def _largest(layout: Layout, chunks: Iterable[ChunkRecord]) -> tuple[int, int]:
     """Elements of the largest usual chunk and of the largest large chunk, 0 if there is none."""
-    sizes = {False: 0, True: 0}
-    for chunk in chunks:
-        sizes[layout.is_large(chunk)] = max(sizes[layout.is_large(chunk)], chunk.elements)
-    return sizes[False], sizes[True]
+    sizes, most = [chunk.elements for chunk in chunks], layout._usual_elements
+    largest = max(sizes, default=0)
+    if largest <= most:
+        return largest, 0
+    return max((size for size in sizes if size <= most), default=0), largest
 
 
 def align(elements: int, n_shards: int = 1) -> int:
