@@ -3,9 +3,9 @@
 python -m bench.planner.largest --out bench/results/simulated
 
 Nothing is run. Depths are those that fit by the memory model, and times are estimated from counted operations. The
-paper's figures (arXiv 2406.08334, the largest model on one GPU of each kind) are sizes of whole models that were
-trained. The paper does not say of which family, so its figure is shown for every family. Its rows of four GPUs are left
-out, as plans are for one.
+paper's figures (arXiv 2406.08334, the largest models) are sizes of whole models that were trained. The paper does not
+say of which family, so its figure is shown for every family. Sixteen A100s are two nodes of eight, for which no figure
+of the paper is stated here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import shlex
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from protrain.cli.summary import versions
 from protrain.common.errors import PlanError
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
-from protrain.hardware import HardwareProfile, load
+from protrain.hardware import HardwareProfile, of_machine
 from protrain.planning import largest
 from protrain.planning.largest import Largest
 from protrain.planning.tables import aligned, format_ms
@@ -39,7 +40,8 @@ HOST_SHARE = 0.9  # the share of the host's memory that a plan may take by defau
 ASSUMPTIONS = (
     "{states} bytes a parameter: bfloat16 weight, 16 bits more of the fp32 master, two moments in {moments}; with "
     "clipping 2 more, of the gradient, with updates inside backward a few regions that gradients share",
-    f"a plan may take {HOST_SHARE:.0%} of the host's memory, and of the GPU's what the shipped profile gives as usable",
+    f"a plan may take {HOST_SHARE:.0%} of a host's memory, and of a GPU's what the shipped profile gives as usable",
+    "GPUs of a host share its memory, and each has a shard of every chunk",
     "every block checkpointed; depth is what varies, at the width of the named shape; attention as the fused kernel",
     "rates of the shipped profiles: scaled from datasheets, not measured; times of layers from counted operations",
 )
@@ -52,11 +54,20 @@ class Machine(Record):
     profile: str  # name of a shipped profile
     gpu: str
     host_gib: int
-    paper_billions: float  # parameters of the paper's largest model
+    paper_billions: float | None  # parameters of the paper's largest model, None if it is not known
+    gpus: int = 1  # of each node
+    nodes: int = 1
 
     def hardware(self) -> HardwareProfile:
-        """The shipped profile with this host."""
-        return replace(load(self.profile), host_bytes=int(self.host_gib * GIB * HOST_SHARE))
+        """The profile of one of the GPUs, with its part of this host."""
+        whole = replace(of_machine(self.profile, self.gpus), host_bytes=int(self.host_gib * GIB * HOST_SHARE))
+        return whole.shared_by(self.gpus, self.nodes)
+
+    @property
+    def title(self) -> str:
+        """The machine in words."""
+        nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
+        return f"{nodes}{self.gpus} x {self.gpu}, {self.host_gib} GiB host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +104,12 @@ class Table(Record):
             found, plan = row.found, row.found.plan
             rows.append(
                 [
-                    f"{row.machine.gpu}, {row.machine.host_gib} GiB host",
+                    row.machine.title,
                     row.shape,
                     row.updates,
                     str(found.layers),
                     f"{found.parameters / 1e9:.1f} B",
-                    f"{row.machine.paper_billions:g} B",
+                    "-" if row.machine.paper_billions is None else f"{row.machine.paper_billions:g} B",
                     format_ms(plan.step_ms),
                     f"{found.tokens_per_s:.3g}",
                     format_bytes(plan.device_bytes),
@@ -106,13 +117,24 @@ class Table(Record):
                     str(plan),
                 ]
             )
-        title = f"one GPU, batch {self.batch} x {self.sequence} tokens"
+        title = f"batch {self.batch} x {self.sequence} tokens on each GPU; memory of one GPU and its part of the host"
         return "\n".join([title, aligned(rows), "", *(f"- {line}" for line in self.assumptions)])
 
 
+_RTX_3090, _A100 = ("rtx3090", "RTX 3090 24 GB", 384), ("a100", "A100 80 GB", 1024)  # with the paper's hosts
+
+
+def _machine(known: tuple[str, str, int], paper_billions: float | None, gpus: int = 1, nodes: int = 1) -> Machine:
+    profile, gpu, host_gib = known
+    return Machine(profile=profile, gpu=gpu, host_gib=host_gib, paper_billions=paper_billions, gpus=gpus, nodes=nodes)
+
+
 MACHINES = (
-    Machine(profile="rtx3090", gpu="RTX 3090 24 GB", host_gib=384, paper_billions=34),
-    Machine(profile="a100", gpu="A100 80 GB", host_gib=1024, paper_billions=75),
+    _machine(_RTX_3090, 34),
+    _machine(_RTX_3090, 37, gpus=4),
+    _machine(_A100, 75),
+    _machine(_A100, 87, gpus=4),
+    _machine(_A100, None, gpus=8, nodes=2),
 )
 SHAPES = ("gpt2-40b", "opt-30b", "llama2-34b", "mistral-7b")
 
@@ -144,19 +166,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="SHAPE", help="families, by a shape's width")
     args = parser.parse_args(arguments)
     rows = []
+    profile_once = cache(profile_of)  # machines and kinds of updates ask for the same depths
     for machine, shape, inside in product(MACHINES, args.shapes, (False, True)):
 
         def profile_at(layers: int, shape: str = shape) -> ModelProfile:
             size = {"batch": args.batch, "sequence": args.sequence}
-            return profile_of(shape, layers, **size, moment_dtype=args.moment_dtype)
+            return profile_once(shape, layers, **size, moment_dtype=args.moment_dtype)
 
         try:
             found = largest(profile_at, machine.hardware(), step_during_backward=inside)
         except PlanError as error:
-            print(f"{machine.gpu}, {shape}: {error}", file=sys.stderr)
+            print(f"{machine.title}, {shape}: {error}", file=sys.stderr)
             return 1
         row = Row(machine=machine, shape=shape, step_during_backward=inside, found=found)
-        print(f"{machine.gpu}, {shape}, {row.updates}: {found.parameters / 1e9:.1f} B", file=sys.stderr, flush=True)
+        print(f"{machine.title}, {shape}, {row.updates}: {found.parameters / 1e9:.1f} B", file=sys.stderr, flush=True)
         rows.append(row)
     states = {"float32": 12, "bfloat16": 8}[args.moment_dtype]
     result = Table(

@@ -11,7 +11,7 @@ import pytest
 
 from bench.planner import largest as command
 from protrain.common.errors import PlanError
-from protrain.hardware import load
+from protrain.hardware import HardwareProfile, load, of_machine
 from protrain.planning import search
 
 MIB = 1024**2
@@ -20,7 +20,8 @@ MIB = 1024**2
 def test_hosts_are_the_papers_less_what_a_plan_leaves() -> None:
     for machine in command.MACHINES:
         hardware = machine.hardware()
-        assert hardware.host_bytes == int(machine.host_gib * 1024**3 * 0.9)
+        assert hardware.world_size == machine.gpus * machine.nodes
+        assert hardware.host_bytes == int(machine.host_gib * 1024**3 * 0.9) // machine.gpus
         assert hardware.device_bytes == load(machine.profile).device_bytes
 
 
@@ -32,8 +33,14 @@ def test_a_table_is_made_of_depths_that_fit(
     moment_dtype: str,
     states: int,
 ) -> None:
-    monkeypatch.setattr(command, "load", lambda name: replace(load(name), device_bytes=150 * MIB))
+
+    def small(name: str, n_gpus: int) -> HardwareProfile:
+        libraries = 0 if n_gpus == 1 else 600 * MIB  # of NCCL
+        return replace(of_machine(name, n_gpus), device_bytes=150 * MIB + libraries)
+
+    monkeypatch.setattr(command, "of_machine", small)
     monkeypatch.setattr(command, "HOST_SHARE", 0.00005)
+    monkeypatch.setattr(command, "MACHINES", command.MACHINES[:2])
     monkeypatch.setattr(command, "profile_of", functools.cache(command.profile_of))  # one of each depth
     out = tmp_path / "results"
     options = ["--shapes", "tiny", "--sequence", "32", "--moment-dtype", moment_dtype, "--out", str(out)]
@@ -52,11 +59,12 @@ def test_a_table_is_made_of_depths_that_fit(
             search(command.profile_of("tiny", layers + 1, **size), hardware, step_during_backward=inside)
     printed = capsys.readouterr().out
     for words in (
-        "RTX 3090 24 GB, 384 GiB host",
+        "1 x RTX 3090 24 GB, 384 GiB host",
+        "4 x RTX 3090 24 GB, 384 GiB host",
         "34 B",
-        "75 B",
+        "37 B",
         f"{states} bytes a parameter",
         "inside backward",
-        "one GPU, batch 1 x 32",
+        "batch 1 x 32 tokens on each GPU",
     ):
         assert words in printed
