@@ -32,6 +32,11 @@ def local_processes() -> int:
     return int(value) if value.isdecimal() else announced_processes()
 
 
+def nodes_of(processes: int) -> int:
+    """The number of machines that so many processes are on, if each has as many as this one."""
+    return -(-processes // local_processes())
+
+
 def announced_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that torchrun would set for this task of a SLURM job step.
 

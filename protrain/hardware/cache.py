@@ -1,9 +1,9 @@
 """The user's calibrated profiles: one file for each machine that was measured, named by what the machine is.
 
 The files lie in ProTrain's cache, under ``hardware``. A home may serve unlike machines, and a driver may change. So a
-profile counts only where GPU, driver, torch, number of processes, processor and cores are those that it was measured
-with, and where calibration still measures in the same way. A file that cannot be read, or has an earlier form, counts
-as absent.
+profile counts only where GPU, driver, torch, number of processes and of machines, processor and cores are those that it
+was measured with, and where calibration still measures in the same way. A file that cannot be read, or has an earlier
+form, counts as absent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from protrain.distributed.processes import announced_processes
+from protrain.distributed.processes import announced_processes, nodes_of
 from protrain.hardware.memory import processor_name, usable_cores
 from protrain.hardware.nvml import driver_version
 from protrain.hardware.profile import HardwareProfile
@@ -37,6 +37,7 @@ class Machine:
     driver: str
     torch_version: str
     world_size: int
+    n_nodes: int
     processor: str
     cpu_threads: int
     method: int
@@ -49,6 +50,7 @@ class Machine:
             driver=driver_version(device),
             torch_version=torch.__version__,
             world_size=announced_processes(),
+            n_nodes=nodes_of(announced_processes()),
             processor=processor_name(),
             cpu_threads=usable_cores(),
             method=_METHOD,
@@ -83,7 +85,7 @@ def cached(device: torch.device) -> HardwareProfile | None:
     if not keeps_measurements():
         return None
     own = Machine.of(device)
-    for machine in dict.fromkeys((own, replace(own, world_size=1))):
+    for machine in dict.fromkeys((own, replace(own, world_size=1, n_nodes=1))):
         try:
             profile = HardwareProfile.load(machine.path)
         except ValueError:

@@ -112,6 +112,7 @@ class HardwareProfile(Record):
     torch_version: str = ""
     processor: str = ""
     world_size: int = 1  # processes that measured together, and in a plan the ranks that train together
+    n_nodes: int = 1  # machines that these processes were on
     method: int = 1  # the way of measuring: see protrain.hardware.cache
 
     def __post_init__(self) -> None:
@@ -125,7 +126,7 @@ class HardwareProfile(Record):
             rate = getattr(self, name)
             if rate is not None and not 0 < rate < math.inf:
                 raise _impossible(name, "a finite number above 0, or null", rate)
-        for name in ("cpu_threads", "world_size"):
+        for name in ("cpu_threads", "world_size", "n_nodes"):
             if getattr(self, name) < 1:
                 raise _impossible(name, "at least 1", getattr(self, name))
         if self.host_adam_threads is not None and self.host_adam_threads < 1:
@@ -174,23 +175,29 @@ class HardwareProfile(Record):
 
         Host memory, cores, and what the host's DRAM limits are divided among them, as one DRAM serves all GPUs of a
         machine. Rates of which each of several measuring processes already had a share are not divided again. A GPU's
-        link is its own.
+        link is its own, but carries no more than its share of the DRAM.
 
         With ``n_nodes`` as many equal machines train together, with ``n_ranks`` on each. The GPUs of a machine share
         its network, and if that is slower than what connects them, it sets the rate of collectives.
         """
-        share = self.world_size / n_ranks
+        share = self.world_size / self.n_nodes / n_ranks
+        dram_gbps = self.host_dram_gbps * share
 
         def part(rate: float | None) -> float | None:
             return None if rate is None else rate * share
 
-        network = {} if n_nodes == 1 else self._over_network(n_ranks)
+        # What several machines have measured has the network in it already.
+        network = {} if n_nodes == 1 or self.n_nodes > 1 else self._over_network(n_ranks, n_nodes)
         return replace(
             self,
             world_size=n_ranks * n_nodes,
+            n_nodes=n_nodes,
             host_bytes=self.host_bytes // n_ranks,
             cpu_threads=max(1, self.cpu_threads // n_ranks),
-            host_dram_gbps=self.host_dram_gbps * share,
+            h2d_gbps=min(self.h2d_gbps, dram_gbps),
+            d2h_gbps=min(self.d2h_gbps, dram_gbps),
+            bidirectional_gbps=min(self.bidirectional_gbps, dram_gbps),
+            host_dram_gbps=dram_gbps,
             host_adam_gparams=self.host_adam_gparams * share,
             host_adam_weight_gparams=part(self.host_adam_weight_gparams),
             host_adam_narrow_gparams=part(self.host_adam_narrow_gparams),
@@ -203,16 +210,25 @@ class HardwareProfile(Record):
         """Whether it was measured how copies, the host and computing slow each other down, not just collectives."""
         return any("collective" not in group.activities for group in self.contention)
 
-    def _over_network(self, n_ranks: int) -> dict[str, Any]:
-        """The rates of collectives that the network slows down, if ``n_ranks`` of every machine share it."""
+    def _over_network(self, n_ranks: int, n_nodes: int) -> dict[str, Any]:
+        """The rates of collectives that the network slows down, with ``n_ranks`` on each of ``n_nodes`` machines.
+
+        In a gather what the GPUs of a machine lack enters it once, as NCCL passes it on in rings through all GPUs. In
+        an exchange each GPU sends other values to every other one, and those for other machines share the network.
+        """
         if self.network_gbps is None:
             raise ValueError(f"HardwareProfile.network_gbps of {self.name} must be known for several machines")
-        each_gbps = self.network_gbps / n_ranks
+        others = n_ranks * n_nodes - 1
+        sent_away = n_ranks * (n_nodes - 1) / others  # the share of what a rank sends that leaves the machine
+        over_network = {
+            "all_gather_gbps": self.network_gbps,
+            "all_to_all_gbps": self.network_gbps / n_ranks / sent_away,
+        }
         inside = {
             "all_gather_gbps": self.all_gather_gbps or self.h2d_gbps,
             "all_to_all_gbps": self.all_to_all_gbps or self.d2h_gbps,
         }
-        slowed: dict[str, Any] = {name: each_gbps for name, gbps in inside.items() if each_gbps < gbps}
+        slowed: dict[str, Any] = {name: gbps for name, gbps in over_network.items() if gbps < inside[name]}
         return slowed | {"composed": tuple(dict.fromkeys((*self.composed, *slowed)))}
 
     def share(self, activity: str, beside: Collection[str]) -> float:

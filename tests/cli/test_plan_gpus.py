@@ -67,7 +67,7 @@ def test_nodes_are_named_first_with_what_is_assumed_of_their_network(capsys: pyt
     first, second, *_ = out.splitlines()
     assert first.endswith("on 2 nodes of NVIDIA GeForce RTX 3090, 1.25 GB/s of network each (assumed)")
     assert second == "4 GPUs, each with 1/4 of the states: fits"
-    assert "gathers 0.625 GB/s (composed)" in out
+    assert "gathers 1.25 GB/s (composed), reductions 0.938 GB/s (composed)" in out
     assert "of 512 MiB" in out, "each node has all of --host-memory, for two GPUs"
     for what in ("--frontier", "--max-model"):
         found = run(capsys, *nodes, what, "--network-gbps", "8", "--device-memory", "737MiB", "--host-memory", "16MiB")

@@ -175,20 +175,32 @@ def test_ranks_of_a_machine_share_its_host() -> None:
     assert whole.shared_by(1) == whole
     measured = replace(whole, world_size=2).shared_by(2)  # by two processes at once: their rates are shares already
     assert (measured.host_bytes, measured.host_adam_gparams) == (45, whole.host_adam_gparams)
+    measured = replace(whole, world_size=6, n_nodes=2).shared_by(3, 2)  # by three on each of two machines
+    assert (measured.host_bytes, measured.host_adam_gparams) == (30, whole.host_adam_gparams)
 
 
-def test_nodes_share_nothing_but_the_network_which_the_gpus_of_each_divide() -> None:
+def test_a_rank_copies_no_faster_than_its_share_of_the_dram() -> None:
+    whole = replace(MACHINE, host_dram_gbps=60.0, h2d_gbps=20.0, d2h_gbps=18.0, bidirectional_gbps=35.0)
+    two, four = whole.shared_by(2), whole.shared_by(4)
+    assert (two.h2d_gbps, two.d2h_gbps, two.bidirectional_gbps) == (20.0, 18.0, 30.0)
+    assert (four.h2d_gbps, four.d2h_gbps, four.bidirectional_gbps) == (15.0, 15.0, 15.0)
+
+
+def test_nodes_share_nothing_but_the_network() -> None:
+    """A gather brings what a machine lacks once for all of its GPUs, an exchange brings other values for each."""
     whole = replace(MACHINE, host_bytes=90, cpu_threads=8, all_gather_gbps=9.0, all_to_all_gbps=2.0)
-    known = replace(whole, network_gbps=10.0, composed=("network_gbps",))
-    one = known.shared_by(2, 3)  # 5 GB/s each
-    assert (one.world_size, one.host_bytes, one.cpu_threads) == (6, 45, 4)
+    known = replace(whole, network_gbps=8.0, composed=("network_gbps",))
+    one = known.shared_by(2, 3)
+    assert (one.world_size, one.n_nodes, one.host_bytes, one.cpu_threads) == (6, 3, 45, 4)
     assert one.host_adam_gparams == pytest.approx(whole.host_adam_gparams / 2)
-    assert one.gather_gbps == pytest.approx(5.0 * 6 / 5)
+    assert one.gather_gbps == pytest.approx(8.0 * 6 / 5)
     assert one.reduce_gbps == pytest.approx(2.0 * 6 / 5), "the network is not what slows this down"
     assert [one.known(name) for name in ("all_gather_gbps", "all_to_all_gbps")] == ["composed", "measured"]
     assert known.shared_by(2).all_gather_gbps == 9.0
-    unknown = replace(known, all_gather_gbps=None, all_to_all_gbps=None, h2d_gbps=4.0, d2h_gbps=6.0).shared_by(2, 2)
-    assert (unknown.all_gather_gbps, unknown.all_to_all_gbps) == (None, 5.0), "links to host memory stand in"
+    # Of what one of four ranks sends, two thirds leave the machine. Links to host memory stand in for those of GPUs.
+    unknown = replace(known, all_gather_gbps=None, all_to_all_gbps=None, h2d_gbps=4.0, d2h_gbps=7.0).shared_by(2, 2)
+    assert unknown.all_gather_gbps is None
+    assert unknown.all_to_all_gbps == pytest.approx(6.0)
     with pytest.raises(ValueError, match=r"network_gbps of .* must be known for several machines"):
         whole.shared_by(2, 2)
 
