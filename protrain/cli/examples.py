@@ -131,9 +131,9 @@ class ExampleMaker:
             until = self._apply(messages[: number + 1], tools, tokenize=False)
             if not (text.startswith(until) and until.startswith(before)):
                 raise ValueError(
-                    f"the chat template writes message {number + 1} otherwise when more follow, so its answer cannot "
-                    "be found: give --chat-template FILE with {% generation %} and {% endgeneration %} around answers, "
-                    "or --loss-on all"
+                    f"the answer in message {number + 1} cannot be found, as the chat template writes it otherwise "
+                    "when more follows: give --chat-template FILE with {% generation %} and {% endgeneration %} around "
+                    "answers (TRL has such files, trl/chat_templates/*_training.jinja), or --loss-on all"
                 )
             spans.append((len(before), len(until)))
         return spans
